@@ -1,0 +1,225 @@
+"""kvtier.json as frozen dataclasses: one file for the server and the tools, checked key by key.
+
+Every field carries its unit in its name, its default here and its allowed range in `setting(...)`. A wrong key, type or
+value raises ConfigError naming the key, the value and what is allowed. There are no environment variables of our own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.errors import ConfigError
+
+HOST_KEYS = frozenset(
+    {
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "tp_lcm_size",
+        "allocator",
+        "backend_name",
+        "module_path",
+        "class_name",
+    }
+)
+"""Top-level keys of the same file that belong to SGLang; they are passed over here."""
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?\s*$", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from 4096, "4096", "64KiB", "1.5 GB". KiB/MiB/GiB are powers of 1024, KB/MB/GB of 1000. ValueError if not."""
+    if isinstance(text, bool):
+        raise ValueError(f"not a size: {text!r}")
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"not a size: {text!r}")
+    unit = (match[2] or "").lower()
+    base = 1024 if "i" in unit else 1000
+    return int(float(match[1]) * base ** _POWERS[unit.rstrip("b").rstrip("i")])
+
+
+def format_bytes(nbytes: float) -> str:
+    """A size for people, in powers of 1024: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    is_bytes: bool = False,
+) -> Any:
+    """A dataclass field with its description and its allowed range, from which checks, messages and docs are made."""
+    meta = {"doc": doc, "low": low, "high": high, "choices": choices, "is_bytes": is_bytes}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The page store on local disk (the SSD tier)."""
+
+    path: str = setting("", "folder for the pages; created with mode 0700. Required")
+    capacity_bytes: int = setting(
+        64 << 30, "most bytes on disk, all ranks of a server together", low=1 << 20, is_bytes=True
+    )
+    min_free_bytes: int = setting(1 << 30, "writes stop while the filesystem has less free", low=0, is_bytes=True)
+    segment_bytes: int = setting(
+        256 << 20, "size of one pre-allocated segment file", low=64 << 10, high=64 << 30, is_bytes=True
+    )
+    direct_io: str = setting(
+        "auto", "bypass the page cache: auto probes, on insists, off never", choices=("auto", "on", "off")
+    )
+    io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
+    verify_reads: bool = setting(True, "check the checksum of every page read")
+    durable: bool = setting(
+        False, "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them"
+    )
+
+
+@dataclass(frozen=True)
+class ThrottleConfig:
+    """A slower device than the one at hand, to repeat published bandwidths. 0 = no limit."""
+
+    read_gbps: float = setting(0.0, "read bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000)
+    write_gbps: float = setting(0.0, "write bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000)
+    latency_ms: float = setting(0.0, "added to each read or write batch", low=0, high=60_000)
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """Failures on purpose, to see that nothing depends on the store working. Never set this in production."""
+
+    read_error_rate: float = setting(0.0, "share of page reads that fail", low=0, high=1)
+    write_error_rate: float = setting(0.0, "share of page writes that fail", low=0, high=1)
+    corrupt_rate: float = setting(0.0, "share of stored pages with one flipped bit", low=0, high=1)
+    stall_ms: float = setting(0.0, "time added to one read in a hundred", low=0, high=600_000)
+    seed: int = setting(0, "which reads and writes fail", low=0)
+
+
+@dataclass(frozen=True)
+class KVTierConfig:
+    """Everything in kvtier.json but the keys SGLang reads itself (`HOST_KEYS`)."""
+
+    store: StoreConfig = field(default_factory=StoreConfig)
+    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
+
+
+def load_config(path: str | Path) -> KVTierConfig:
+    """The settings in a kvtier.json. Raises ConfigError when it is missing, not JSON, or has a wrong setting."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}. Copy examples/kvtier.json and set store.path"
+        ) from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    return parse_config(data)
+
+
+def parse_config(data: Any) -> KVTierConfig:
+    """The settings in a decoded kvtier.json. Raises ConfigError on a wrong key, type or value."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"kvtier.json must be an object with sections, not {type(data).__name__}")
+    known = {f.name: f for f in fields(KVTierConfig)}
+    sections: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in HOST_KEYS:
+            continue
+        if key not in known:
+            raise ConfigError(_unknown(key, "", [*known, *sorted(HOST_KEYS)]))
+        sections[key] = _parse_section(known[key].default_factory, key, value)  # type: ignore[arg-type]
+    return KVTierConfig(**sections)
+
+
+def describe_config() -> list[dict[str, str]]:
+    """One row per setting (key, default, allowed, meaning), for `kvtier doctor --settings` and the docs."""
+    rows = []
+    for section in fields(KVTierConfig):
+        for f in fields(section.default_factory):  # type: ignore[arg-type]
+            shown = format_bytes(f.default) if f.metadata["is_bytes"] else json.dumps(f.default)
+            key = f"{section.name}.{f.name}"
+            rows.append({"key": key, "default": shown, "allowed": _allowed(f), "meaning": f.metadata["doc"]})
+    return rows
+
+
+def to_dict(config: KVTierConfig) -> dict[str, Any]:
+    """The settings as plain data: what `load_config` would read back to an equal object."""
+    return dataclasses.asdict(config)
+
+
+def _parse_section(cls: Any, section: str, data: Any) -> Any:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{section} must be an object, not {data!r}")
+    known = {f.name: f for f in fields(cls)}
+    values = {}
+    for key, value in data.items():
+        if key not in known:
+            raise ConfigError(_unknown(key, section + ".", list(known)))
+        values[key] = _parse_value(known[key], f"{section}.{key}", value)
+    return cls(**values)
+
+
+def _parse_value(f: Any, key: str, value: Any) -> Any:
+    wanted = type(f.default)
+    meta = f.metadata
+    wrong = ConfigError(f"{key} = {value!r}: must be {_allowed(f)} ({meta['doc']})")
+    if meta["is_bytes"]:
+        try:
+            value = parse_bytes(value)
+        except (ValueError, TypeError):
+            raise wrong from None
+    elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not wanted:
+        raise wrong
+    if meta["choices"] and value not in meta["choices"]:
+        raise wrong
+    if meta["low"] is not None and not value >= meta["low"]:
+        raise wrong
+    if meta["high"] is not None and not value <= meta["high"]:
+        raise wrong
+    return value
+
+
+def _allowed(f: Any) -> str:
+    meta = f.metadata
+    if meta["choices"]:
+        return "one of " + ", ".join(meta["choices"])
+    show = format_bytes if meta["is_bytes"] else "{:g}".format
+    name = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}[type(f.default)]
+    if meta["is_bytes"]:
+        name = "a size such as 67108864 or 64MiB"
+    if meta["low"] is not None and meta["high"] is not None:
+        return f"{name} from {show(meta['low'])} to {show(meta['high'])}"
+    if meta["low"] is not None:
+        return f"{name} of at least {show(meta['low'])}"
+    return name
+
+
+def _unknown(key: str, prefix: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" Did you mean {prefix}{close[0]}?" if close else ""
+    return f"unknown setting {prefix}{key}.{hint} Known: {', '.join(prefix + k for k in known)}"

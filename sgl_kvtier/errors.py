@@ -1,0 +1,47 @@
+"""Every error this package raises on purpose.
+
+KVTierError
+├── ConfigError         a setting has a wrong name, type or range; the message names key, value and what is allowed
+├── SeamError           SGLang is missing, is another version, or a symbol we rely on has changed
+├── StoreError          the page store cannot be opened or used as asked
+│   ├── StoreBusyError      another process owns this directory
+│   └── StoreFormatError    the directory was written by something else, or by a newer version
+├── TraceError          a trace file is missing or is not in the format named
+└── BenchError          a benchmark could not be carried out (server did not start, port taken, no model)
+
+While a server is running none of these reaches SGLang's scheduler: a failed read is a miss and a counter.
+"""
+
+from __future__ import annotations
+
+
+class KVTierError(Exception):
+    """Base of all errors of this package. The message says what happened and what to do."""
+
+
+class ConfigError(KVTierError, ValueError):
+    """A setting has a wrong name, type or range."""
+
+
+class SeamError(KVTierError):
+    """SGLang is missing, is another version, or a symbol we rely on has changed."""
+
+
+class StoreError(KVTierError):
+    """The page store cannot be opened or used as asked."""
+
+
+class StoreBusyError(StoreError):
+    """Another process owns this store directory."""
+
+
+class StoreFormatError(StoreError):
+    """The directory holds something this version does not read."""
+
+
+class TraceError(KVTierError):
+    """A trace file is missing or is not in the format named."""
+
+
+class BenchError(KVTierError):
+    """A benchmark could not be carried out."""

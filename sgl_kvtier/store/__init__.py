@@ -1,0 +1,1 @@
+"""The page store: keeps bytes under keys on local disk, verified on every read."""
