@@ -1,0 +1,206 @@
+"""Rows as a table for people: on the terminal and in markdown. What is missing is an en dash, never a zero."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+MISSING = "–"
+"""Printed for a value that is not there: None, NaN, an infinity, or a key the row does not have."""
+
+Row = Mapping[str, object]
+
+_NARROWEST_TEXT = 12
+"""Cells a text column keeps on a narrow terminal; below that the table is printed row by row."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: `name` is the row's key, with dots for nested ones ("ttft_ms.p50"); `title` and `unit` are shown.
+
+    `decimals` fixes the digits after the point; `format` replaces the formatting for all values but missing ones.
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    decimals: int | None = None
+    format: Callable[[object], str] | None = None
+
+    def text(self, row: Row) -> str:
+        """This column's cell for `row`, as text."""
+        value = field_of(row, self.name)
+        if is_missing(value):
+            return MISSING
+        return self.format(value) if self.format else format_value(value, self.decimals)
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit: "TTFT p50 (ms)"."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
+@dataclass(frozen=True)
+class Table:
+    """A titled table, the same for the terminal, markdown and HTML. `notes` are printed below it."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+    notes: Sequence[str] = field(default=())
+
+    def cells(self) -> list[list[str]]:
+        """All cells as text, row by row."""
+        return [[column.text(row) for column in self.columns] for row in self.rows]
+
+    def is_numeric(self, column: Column) -> bool:
+        """True when a column holds nothing but numbers, so that it is set flush right and never wrapped."""
+        values = [v for v in (field_of(row, column.name) for row in self.rows) if not is_missing(v)]
+        return bool(values) and all(_is_number(v) for v in values)
+
+
+def field_of(row: Row, name: str) -> object:
+    """The value under a dotted name, or None. A key that itself has dots goes before a nested one."""
+    if name in row:
+        return row[name]
+    value: object = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def is_missing(value: object) -> bool:
+    """True for None and for floats that are no finite number."""
+    return value is None or (_is_number(value) and not math.isfinite(float(value)))  # type: ignore[arg-type]
+
+
+def format_value(value: object, decimals: int | None = None) -> str:
+    """A value for people: thousands separated, about three significant digits unless `decimals` says otherwise."""
+    if is_missing(value):
+        return MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not _is_number(value):
+        return str(value)
+    if decimals is None and not float(value).is_integer():  # type: ignore[arg-type]
+        size = abs(float(value))  # type: ignore[arg-type]
+        decimals = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 1 else 3
+    # Adding 0.0 turns -0.0 into 0.0: "-0.0 ms" looks like a mistake.
+    return f"{round(float(value), decimals or 0) + 0.0:,.{decimals or 0}f}"  # type: ignore[arg-type]
+
+
+def print_table(table: Table, file: TextIO | None = None) -> None:
+    """Print a table to `file` (stdout if None).
+
+    On a terminal it fits the width: text wraps, numbers never do, and where they do not fit side by side every row is
+    printed as a list. Elsewhere (a pipe, a file) it is plain text, as wide as it needs to be.
+    """
+    file = file or sys.stdout
+    console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if not console.is_terminal:
+        natural = sum(_widths(table, narrow=False)) + 3 * len(table.columns) + 1
+        console = Console(
+            file=file,
+            width=max(natural, 40),
+            highlight=False,
+            markup=False,
+            emoji=False,
+            color_system=None,
+            force_terminal=False,
+        )
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    side_by_side = sum(_widths(table, narrow=True)) + 3 * len(table.columns) + 1 <= console.width
+    console.print(_title(table, encoding))
+    console.print(_grid(table, encoding) if side_by_side else _list(table, encoding))
+    for note in table.notes:
+        console.print(Text(_encodable(note, encoding)), style="dim", soft_wrap=not console.is_terminal)
+
+
+def to_markdown(table: Table) -> str:
+    """The table as GitHub-flavoured markdown with its title and notes. Ends with a newline."""
+    heads = [_markdown(column.heading) for column in table.columns]
+    rules = ["---:" if table.is_numeric(column) else ":---" for column in table.columns]
+    lines = [f"**{_markdown(table.title)}**", ""] if table.title else []
+    lines += [f"| {' | '.join(heads)} |", f"| {' | '.join(rules)} |"]
+    lines += [f"| {' | '.join(_markdown(cell) for cell in row)} |" for row in table.cells()]
+    for note in table.notes:
+        lines += ["", _markdown(note)]
+    return "\n".join(lines) + "\n"
+
+
+def _is_number(value: object) -> bool:
+    # numpy's float64 is a float, but its float32 and integers are only reachable by protocol.
+    return not isinstance(value, (bool, str)) and (
+        isinstance(value, (int, float)) or (hasattr(value, "__float__") and hasattr(value, "dtype"))
+    )
+
+
+def _widths(table: Table, *, narrow: bool) -> list[int]:
+    """Cells each column needs: at least (narrow, text and headings wrapped) or to stand unwrapped."""
+    cells = table.cells()
+    widths = []
+    for index, column in enumerate(table.columns):
+        longest = max((cell_len(row[index]) for row in cells), default=1)
+        words = max(cell_len(word) for word in f"{column.title} {column.unit}".split() or ["-"])
+        if narrow:
+            body = longest if table.is_numeric(column) else min(longest, _NARROWEST_TEXT)
+            widths.append(max(body, words))
+        else:
+            widths.append(max(longest, cell_len(column.title), cell_len(column.unit)))
+    return widths
+
+
+def _title(table: Table, encoding: str) -> Text:
+    return Text(_encodable(table.title, encoding), style="bold")
+
+
+def _grid(table: Table, encoding: str) -> RichTable:
+    grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
+    for column, width in zip(table.columns, _widths(table, narrow=True), strict=True):
+        heading = Text(_encodable(column.title, encoding))
+        if column.unit:
+            heading.append(_encodable(f"\n{column.unit}", encoding), style="dim not bold")
+        numeric = table.is_numeric(column)
+        grid.add_column(heading, justify="right" if numeric else "left", overflow="fold", min_width=width)
+    for row in table.cells():
+        grid.add_row(*(Text(_encodable(cell, encoding)) for cell in row))
+    return grid
+
+
+def _list(table: Table, encoding: str) -> RichTable:
+    grid = RichTable(box=None, show_header=False, pad_edge=False)
+    grid.add_column(style="dim", overflow="fold")
+    grid.add_column(overflow="fold")
+    for index, row in enumerate(table.cells()):
+        if index:
+            grid.add_row("", "")
+        for column, cell in zip(table.columns, row, strict=True):
+            grid.add_row(Text(_encodable(column.heading, encoding)), Text(_encodable(cell, encoding)))
+    return grid
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """The text as this output can carry it: an ASCII-only pipe gets "-" and "?" instead of an exception."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace(MISSING, "-").encode(encoding, "replace").decode(encoding)
+    return text
+
+
+def _markdown(text: str) -> str:
+    text = " ".join(text.split())
+    for special, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "\\|"), ("*", "\\*")):
+        text = text.replace(special, escaped)
+    return text
