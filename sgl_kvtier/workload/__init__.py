@@ -1,1 +1,1 @@
-
+"""What arrives at a server: recorded and generated sessions, and how they become prompts. Start at `session`."""
