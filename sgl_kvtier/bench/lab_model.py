@@ -1,0 +1,277 @@
+"""Small random-weight models with a byte-level tokenizer, written from numpy so that nothing has to be downloaded.
+
+A lab model is a complete Hugging Face folder: config, generation config, float32 safetensors, tokenizer with a ChatML
+template. Its answers mean nothing; its attention, KV cache and cost per token are those of a real Qwen3 or Llama.
+Token id n below 256 is the byte n; the ids from 256 on are special tokens, and no lab model ever generates one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from sgl_kvtier.errors import BenchError
+
+WRITER_VERSION = 1
+"""Part of every model's digest: a change of weights or files makes a new folder instead of a stale one."""
+
+VOCABULARY = 512
+BYTES = 256
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Why these scales: attention scores with a standard deviation of about 4 pick out a few positions, so every generated
+# token depends on the whole context and a wrong KV page shows; with flat attention the output would be a function of
+# the last token only. Logits with a standard deviation of about 6 keep the best two far apart for float32.
+_SCORE_SCALE = 4.0
+_LOGIT_SCALE = 6.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of one lab model. KV bytes per token in float32: 2 * 4 * layers * kv_heads * head_dim."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    context: int = 65536
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of float32 keys and values that one token occupies."""
+        return 2 * 4 * self.layers * self.kv_heads * self.head_dim
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("lab-mha", "qwen3", layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=1536),
+        Shape("lab-gqa", "qwen3", layers=8, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1536),
+        Shape("tiny-qwen3", "qwen3", layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256),
+        Shape("tiny-llama", "llama", layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256),
+    )
+}
+"""lab-mha has a large KV cache for its compute, lab-gqa a small one; the tiny ones are for tests."""
+
+
+def models_dir() -> Path:
+    """The folder lab models are kept in: `$XDG_CACHE_HOME/kvtier/models`, by default under `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvtier" / "models"
+
+
+def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
+    """The folder of lab model `name`, written if it is not there yet. Equal name and seed give equal bytes.
+
+    Written beside its place and renamed, so a killed writer leaves no half model and two writers do no harm. Raises
+    BenchError for an unknown name or a folder that cannot be written.
+    """
+    if name not in SHAPES:
+        raise BenchError(f"no lab model named {name!r}. There are: {', '.join(SHAPES)}")
+    shape = SHAPES[name]
+    parent = folder if folder is not None else models_dir()
+    target = parent / f"{name}-{model_digest(shape, seed)}"
+    if (target / "kvtier_model.json").exists():
+        return target
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
+    except OSError as error:
+        raise BenchError(
+            f"cannot write a model in {parent}: {error.strerror}. Set XDG_CACHE_HOME or name another folder"
+        ) from error
+    try:
+        _write_files(draft, shape, seed)
+        _publish(draft, target)
+    except OSError as error:
+        raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def model_digest(shape: Shape, seed: int) -> str:
+    """Twelve hexadecimal digits that name the content of a model: its shape, seed and the writer's version."""
+    facts = {"shape": asdict(shape), "seed": seed, "writer": WRITER_VERSION}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _publish(draft: Path, target: Path) -> None:
+    try:
+        draft.rename(target)
+    except OSError:
+        if (target / "kvtier_model.json").exists():
+            return  # another process was faster; its files are the same
+        shutil.rmtree(target)  # no completion mark: left by something else
+        draft.rename(target)
+
+
+def _write_files(folder: Path, shape: Shape, seed: int) -> None:
+    folder.chmod(0o755)
+    tensors = dict(_tensors(shape, seed))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    eos = BYTES
+    _write_json(folder / "config.json", _config(shape))
+    _write_json(folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": BYTES + 3})
+    _write_json(folder / "tokenizer.json", _tokenizer())
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
+    weights = sum(tensor.size for tensor in tensors.values())
+    # Last: its presence says that the folder is complete.
+    _write_json(folder / "kvtier_model.json", {**asdict(shape), "seed": seed, "parameters": int(weights)})
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    family = {"qwen3": ("Qwen3ForCausalLM", "qwen3"), "llama": ("LlamaForCausalLM", "llama")}
+    architecture, model_type = family[shape.family]
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": shape.context,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "torch_dtype": "float32",
+        "eos_token_id": BYTES,
+        "bos_token_id": None,
+        "pad_token_id": BYTES + 3,
+    }
+
+
+def _tensors(shape: Shape, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    hidden, inner = shape.hidden, shape.intermediate
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # Qwen3 normalises queries and keys, so there the norm's weight sets the scale of the scores; Llama's comes from
+    # the projections themselves.
+    sharp = 1.0 if shape.family == "qwen3" else _SCORE_SCALE**0.5
+
+    def normal(name: str, rows: int, columns: int, scale: float) -> tuple[str, np.ndarray]:
+        # RandomState's stream is frozen by numpy's policy, unlike default_rng's. One stream per tensor makes the
+        # content independent of the order of writing.
+        stream = np.random.RandomState(zlib.crc32(f"{seed}:{name}".encode()))
+        values = stream.standard_normal((rows, columns)) * (scale / columns**0.5)
+        return name, values.astype(np.float32)
+
+    def ones(name: str, size: int, value: float = 1.0) -> tuple[str, np.ndarray]:
+        return name, np.full(size, value, dtype=np.float32)
+
+    yield normal("model.embed_tokens.weight", VOCABULARY, hidden, hidden**0.5)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}."
+        yield ones(prefix + "input_layernorm.weight", hidden)
+        yield normal(prefix + "self_attn.q_proj.weight", query, hidden, sharp)
+        yield normal(prefix + "self_attn.k_proj.weight", key_value, hidden, sharp)
+        yield normal(prefix + "self_attn.v_proj.weight", key_value, hidden, 1.0)
+        yield normal(prefix + "self_attn.o_proj.weight", hidden, query, 1.0)
+        if shape.family == "qwen3":
+            yield ones(prefix + "self_attn.q_norm.weight", shape.head_dim, _SCORE_SCALE**0.5)
+            yield ones(prefix + "self_attn.k_norm.weight", shape.head_dim, _SCORE_SCALE**0.5)
+        yield ones(prefix + "post_attention_layernorm.weight", hidden)
+        yield normal(prefix + "mlp.gate_proj.weight", inner, hidden, 1.0)
+        yield normal(prefix + "mlp.up_proj.weight", inner, hidden, 1.0)
+        yield normal(prefix + "mlp.down_proj.weight", hidden, inner, 1.0)
+    yield ones("model.norm.weight", hidden)
+    name, head = normal("lm_head.weight", VOCABULARY, hidden, _LOGIT_SCALE)
+    # A special token's logit is 0 and the best of 256 others is far above: outputs are plain bytes, never an end.
+    head[BYTES:] = 0.0
+    yield name, head
+
+
+def _tokenizer() -> dict[str, Any]:
+    added = [
+        {
+            "id": BYTES + index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for index, token in enumerate(_special_tokens())
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
+            "merges": [],
+        },
+    }
+
+
+def _tokenizer_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": SPECIAL_TOKENS[0],
+        "pad_token": SPECIAL_TOKENS[3],
+        "model_max_length": shape.context,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _special_tokens() -> list[str]:
+    reserved = VOCABULARY - BYTES - len(SPECIAL_TOKENS)
+    return [*SPECIAL_TOKENS, *(f"<|reserved_{index}|>" for index in range(reserved))]
+
+
+def _byte_characters() -> list[str]:
+    # The byte-level alphabet of the tokenizers library: printable Latin-1 bytes stand for themselves, the others
+    # follow from U+0100 on (Radford et al. 2019, GPT-2).
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters, spare = [], 0
+    for byte in range(BYTES):
+        if byte in printable:
+            characters.append(chr(byte))
+        else:
+            characters.append(chr(0x100 + spare))
+            spare += 1
+    return characters
