@@ -100,6 +100,24 @@ def format_value(value: object, decimals: int | None = None) -> str:
     return f"{round(float(value), decimals or 0) + 0.0:,.{decimals or 0}f}"  # type: ignore[arg-type]
 
 
+def format_share(value: object) -> str:
+    """A fraction as a percentage that says 100 % or 0 % only when it is exactly that."""
+    percent = 100 * float(value)  # type: ignore[arg-type]
+    if 0 < percent < 0.1 or 99.9 < percent < 100:
+        return f"{'<' if percent < 1 else '>'} {0.1 if percent < 1 else 99.9} %"
+    return f"{percent:.0f} %" if percent in (0, 100) else f"{percent:.1f} %"
+
+
+def format_bytes(value: object) -> str:
+    """A size for people, in powers of 1024: 1536 -> "1.5 KiB"."""
+    nbytes = float(value)  # type: ignore[arg-type]
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} TiB"
+
+
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Print a table to `file` (stdout if None).
 
