@@ -1,0 +1,100 @@
+"""A small HTTP server that speaks SGLang's /generate stream, for tests of the client side alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+
+@dataclass
+class FakeServer:
+    """Answers every prompt with tokens computed from it, and keeps what it was asked."""
+
+    incremental: bool = False
+    storage_tokens: int = 0
+    metrics_text: str = ""
+    fail_when: Callable[[list[int]], str | None] = lambda ids: None
+    requests: list[dict] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    url: str = ""
+
+    def answer(self, input_ids: list[int], count: int) -> list[int]:
+        """The tokens this server generates for a prompt."""
+        return [(sum(input_ids) + 7 * i) % 256 for i in range(count)]
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        failure = self.fail_when(body["input_ids"])
+        if failure == "refuse":
+            return web.json_response({"error": {"message": "the prompt is too long"}}, status=400)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._stream(request, body, failure)
+        finally:
+            self.running -= 1
+
+    async def _stream(self, request: web.Request, body: dict, failure: str | None) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        prompt, ids = body["input_ids"], self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+        for index in range(len(ids)):
+            if failure == "hang":
+                await asyncio.sleep(3600)
+            if failure == "break" and index == 1:
+                return response
+            if failure == "error" and index == 1:
+                await response.write(b'data: {"error": {"message": "out of luck"}}\n\n')
+                return response
+            last = index + 1 == len(ids)
+            kind = "abort" if failure == "abort" else "length"
+            meta = {
+                "prompt_tokens": len(prompt),
+                "completion_tokens": index + 1,
+                "finish_reason": {"type": kind, "message": "no room"} if last else None,
+                "cached_tokens": self.storage_tokens,
+                "cached_tokens_details": {"device": 0, "host": 0, "storage": self.storage_tokens},
+                "queue_time": 0.5,
+            }
+            shown = ids[index : index + 1] if self.incremental else ids[: index + 1]
+            await response.write(b"data: " + json.dumps({"output_ids": shown, "meta_info": meta}).encode() + b"\n\n")
+            await asyncio.sleep(0)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def note(self, request: web.Request) -> web.Response:
+        self.calls.append(request.path)
+        return web.Response(text="done")
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics_text)
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "fake"})
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[FakeServer]:
+        """The server, listening on a port of its own."""
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/flush_cache", self.note)
+        app.router.add_post("/hicache/storage-backend/clear", self.note)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/model_info", self.model_info)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = "http://{}:{}".format(*runner.addresses[0][:2])
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
