@@ -1,16 +1,101 @@
-"""What SGLang runs in each of its processes when this package is installed (entry point group sglang.srt.plugins)."""
+"""What SGLang runs in each of its processes when this package is installed (entry point group sglang.srt.plugins).
+
+It widens the command line, and in scheduler processes it hooks the storage factory. SGLang swallows what goes wrong here,
+so nothing is decided here: `storage.KVTierStorage` and `settings.check_server` verify before serving that it worked.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+from sgl_kvtier.runtime.settings import BACKEND
+
+FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend"
+ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+WEIGHTS = (
+    "sglang.srt.managers.scheduler_components.weight_updater."
+    "SchedulerWeightUpdaterManager.record_weight_version_after_update"
+)
+ARGUMENTS = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
+
+logger = logging.getLogger(__name__)
+
 
 def register() -> None:
-    """Widens SGLang's command line. Import-light: everything heavy waits until it is used."""
-    from sglang.srt.platforms import current_platform
+    """Registers our hooks; SGLang applies them right after. Runs once per process, before arguments are parsed."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if type(current_platform).__module__.startswith("sgl_kvtier."):
-        from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    _widen_command_line()
+    HookRegistry.register(ARGUMENTS, _check_arguments, HookType.AFTER)
+    if "sglang.srt.managers.scheduler" in sys.modules:  # other processes need not import what these targets import
+        from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-        from sgl_kvtier.runtime.cpu.platform import ATTENTION
+        StorageBackendFactory.register_backend(BACKEND, "sgl_kvtier.runtime.storage", "KVTierStorage")
+        HookRegistry.register(FACTORY, _create_backend, HookType.AROUND)
+        HookRegistry.register(ATTACH, _use_zero_copy, HookType.AFTER)
+        HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
 
-        if ATTENTION not in ATTENTION_BACKEND_CHOICES:
-            add_attention_backend_choices([ATTENTION])
+
+def _widen_command_line() -> None:
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups.fields.memory import Memory
+
+    from sgl_kvtier.runtime.cpu.platform import ATTENTION, activate
+
+    hints = get_type_hints(Memory, include_extras=True)
+    for meta in hints["hicache_storage_backend"].__metadata__:
+        choices = getattr(meta, "choices", None)
+        if choices is not None and BACKEND not in choices:
+            choices.append(BACKEND)
+    if activate() is not None and ATTENTION not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([ATTENTION])
+
+
+def _check_arguments(result: None, server_args: Any) -> None:
+    """After SGLang resolved the cache's arguments: a wrong setting or a changed SGLang stops the launch here."""
+    del result
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    from sgl_kvtier.runtime import seams, settings
+
+    args = resolving_view(server_args)
+    if settings.uses_backend(args):
+        seams.require("storage")
+        settings.check_server(args)
+
+
+def _create_backend(
+    original: Callable[..., Any], cls: Any, name: str, backend_class: Any, storage_config: Any, host_pool: Any
+) -> Any:
+    if name == BACKEND:
+        return backend_class(storage_config, {})
+    return original(cls, name, backend_class, storage_config, host_pool)
+
+
+def _use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
+    """Hands pages to our backend by address where a page lies in few pieces. No operation is queued yet at this point."""
+    del result, args, kwargs
+    from sgl_kvtier.runtime.storage import KVTierStorage, is_page_contiguous
+
+    backend = controller.storage_backend
+    ours = isinstance(getattr(backend, "_backend", backend), KVTierStorage)  # SGLang's fault injector wraps backends
+    if ours and is_page_contiguous(controller.storage_host_pool):
+        controller.page_get_func = controller._page_get_zero_copy
+        controller.page_set_func = controller._page_set_zero_copy
+
+
+def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
+    """After weights changed at run time: pages written so far belong to other weights and are not served any more."""
+    del result, args, kwargs
+    from sgl_kvtier.runtime import identity
+    from sgl_kvtier.runtime.storage import KVTierStorage
+
+    identity.weights_changed()
+    controller = getattr(updater.scheduler.tree_cache, "cache_controller", None)
+    backend = getattr(controller, "storage_backend", None)
+    backend = getattr(backend, "_backend", backend)
+    if isinstance(backend, KVTierStorage):
+        backend.leave_identity()

@@ -1,0 +1,118 @@
+"""Whose pages these are: everything about a server that changes what a KV page's bytes mean.
+
+Two servers share pages if and only if all fields are equal; anything else is a different namespace of the store and gives
+no hits. SGLang's page hashes cover tokens, cache salt and LoRA only, so all the rest stands here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.runtime.seams import SGLANG_VERSION
+from sgl_kvtier.store.identity import Identity
+
+_HASHED_NAME = 64
+_SAMPLE_BYTES = 1024
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_runtime_weights: str | None = None
+
+
+def weights_changed() -> None:
+    """Notes that the weights in memory are no longer those on disk: from now on this process has an identity of its own."""
+    global _runtime_weights
+    _runtime_weights = uuid.uuid4().hex
+
+
+def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) -> Identity:
+    """The identity of this rank's pages. `server_args` is the resolved view; `pools` are SGLang's host pools by name."""
+    fields = {
+        "engine": f"sglang-{SGLANG_VERSION}",
+        "model": _model_fields(server_args),
+        "weights": _runtime_weights or weights_digest(Path(server_args.model_path)),
+        "ranks": {
+            name: getattr(storage_config, name)
+            for name in ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "tp_lcm_size")
+        },
+        "pools": {name: _pool_fields(pool) for name, pool in sorted(pools.items())},
+    }
+    return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
+
+
+def rank_name(storage_config: Any) -> str:
+    """The folder of one rank below its identity: ranks never share a folder."""
+    c = storage_config
+    name = f"tp{c.tp_rank}-pp{c.pp_rank}"
+    if c.attn_cp_size > 1:
+        name += f"-cp{c.attn_cp_rank}"
+    return name + (f"-dp{c.dp_rank}" if c.dp_rank else "")
+
+
+def weights_digest(model_path: Path) -> str:
+    """A digest of a model folder's configuration and weights that reads little of them.
+
+    Of each weight file: its name, size and header, and a kilobyte at both ends of every tensor; so a changed tensor, a
+    merged adapter or another training step is seen. A file whose real name is its own SHA-256 (a hub cache) is taken at
+    its name. Where there is no folder to read (a remote model), the path is all there is.
+    """
+    digest = hashlib.sha256()
+    if not model_path.is_dir():
+        digest.update(f"path {model_path}".encode())
+        return digest.hexdigest()
+    for path in sorted(model_path.iterdir()):
+        if path.name in ("config.json", "quantize_config.json", "hf_quant_config.json"):
+            digest.update(path.read_bytes())
+        elif path.suffix in _WEIGHT_SUFFIXES:
+            _add_weight_file(digest, path)
+    return digest.hexdigest()
+
+
+def _add_weight_file(digest: Any, path: Path) -> None:
+    real = path.resolve()
+    size = real.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    if len(real.name) == _HASHED_NAME and all(c in "0123456789abcdef" for c in real.name):
+        digest.update(real.name.encode())
+        return
+    with real.open("rb") as file:
+        offsets = _sample_offsets(file, size) if path.suffix == ".safetensors" else range(0, size, max(1, size // 1024))
+        for offset in offsets:
+            file.seek(max(0, offset))
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
+def _sample_offsets(file: Any, size: int) -> list[int]:
+    """Both ends of every tensor of a safetensors file, whose 8-byte little-endian length and JSON header are hashed whole."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if header_bytes > min(size, 100 << 20):
+        return list(range(0, size, max(1, size // 1024)))
+    header = json.loads(file.read(header_bytes))
+    start = 8 + header_bytes
+    offsets = list(range(0, start, _SAMPLE_BYTES))
+    for entry in header.values():
+        if "data_offsets" in entry:
+            first, last = entry["data_offsets"]
+            offsets += [start + first, start + last - _SAMPLE_BYTES]
+    return offsets
+
+
+def _model_fields(args: Any) -> dict[str, Any]:
+    names = (
+        "revision", "dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format",
+        "speculative_algorithm", "speculative_draft_model_path", "quantization_param_path",
+    )  # fmt: skip
+    fields = {name: str(getattr(args, name, None)) for name in names}
+    if fields["load_format"] == "dummy":
+        fields["seed"] = str(args.random_seed)
+    return fields
+
+
+def _pool_fields(pool: Any) -> dict[str, Any]:
+    names = ("layout", "page_size", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "start_layer")
+    fields = {name: getattr(pool, name) for name in names if isinstance(getattr(pool, name, None), (int, str))}
+    fields["dtype"] = str(getattr(pool, "dtype", None))
+    fields["format"] = str(getattr(pool, "storage_format_tag", None))
+    return fields

@@ -1,0 +1,48 @@
+"""The settings a server was started with, checked before any model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvtier.config import KVTierConfig, parse_config
+from sgl_kvtier.errors import ConfigError
+
+BACKEND = "kvtier"
+"""The name in --hicache-storage-backend."""
+
+_HOST_ADDED = frozenset({"file_storage_path"})
+
+
+def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
+    """The settings in SGLang's decoded --hicache-storage-backend-extra-config. Raises ConfigError."""
+    config = parse_config({k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED})
+    if not config.store.path:
+        raise ConfigError(
+            "store.path is not set: the kvtier backend needs a folder on a local disk. Put it into kvtier.json as "
+            '{"store": {"path": "/var/lib/kvtier"}} and pass --hicache-storage-backend-extra-config @kvtier.json'
+        )
+    return config
+
+
+def check_server(args: Any) -> None:
+    """Raises ConfigError when a resolved SGLang configuration that uses our backend cannot work."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    if not args.enable_hierarchical_cache:
+        raise ConfigError("--hicache-storage-backend kvtier needs --enable-hierarchical-cache")
+    try:
+        parsed = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--hicache-storage-backend-extra-config {args.hicache_storage_backend_extra_config!r}: {error}. "
+            "Give JSON text, or @ and the path of a .json, .yaml or .toml file"
+        ) from error
+    from_extra_config(parsed[0])
+
+
+def uses_backend(args: Any) -> bool:
+    """Whether a resolved SGLang configuration names our backend, directly or in the dynamic form."""
+    if args.hicache_storage_backend == BACKEND:
+        return True
+    extra = args.hicache_storage_backend_extra_config
+    return args.hicache_storage_backend == "dynamic" and "sgl_kvtier.runtime.storage" in str(extra or "")

@@ -1,0 +1,329 @@
+"""SGLang's HiCache storage backend on top of the page store (`--hicache-storage-backend kvtier`).
+
+One object per scheduler process, that is per rank. SGLang calls it from three threads of its own (existence queries,
+reads, write-back) and from the scheduler thread (`get_stats`, attach, detach, flush). Nothing here raises while serving:
+a page that cannot be read is a miss, one that cannot be written is not stored, and both are counted by the store.
+Interface: sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime import identity, plugin, seams, settings
+from sgl_kvtier.runtime.metrics import StoreMetrics
+from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import open_store
+from sgl_kvtier.store.wrappers import wrap
+from sgl_kvtier.types import Lookup, PageKey
+
+logger = logging.getLogger(__name__)
+
+_CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
+_DIGEST_HEX = 64
+
+
+def is_page_contiguous(pool: Any) -> bool:
+    """Whether a page of this host pool lies in few pieces (one for K, one for V) that can be read in place."""
+    return pool.layout in _CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
+
+
+class KVTierStorage(HiCacheStorage):
+    """Keeps HiCache's pages in the verified page store of this rank."""
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """Checks SGLang and the settings; the store opens when all pools are known. Raises SeamError, ConfigError."""
+        del kwargs
+        seams.require("storage", "weights")
+        extra = storage_config.extra_config or {}
+        if "module_path" not in extra:
+            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.WEIGHTS])
+        self.config = settings.from_extra_config(extra)
+        self.storage_config = storage_config
+        self.registered_pools: dict[str, Any] = {}
+        self._store: PageStore | None = None
+        self._pool_tags: dict[str, str] = {}
+        self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
+        self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
+        self._metrics: StoreMetrics | None = None
+        if storage_config.is_mla_model and storage_config.tp_size > 1:
+            # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its own here, so each writes.
+            storage_config.is_mla_model = False
+            logger.info("kvtier: every rank keeps its own copy of the replicated MLA pages")
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of ordinary KV pages. Raises ConfigError for a model without one."""
+        if getattr(mem_pool_host, "kv_buffer", None) is None:
+            raise ConfigError(
+                f"this model's KV pool ({type(mem_pool_host).__name__}) holds no pages of its own, which the kvtier "
+                "backend does not support. Choose another --hicache-storage-backend"
+            )
+        super().register_mem_pool_host(mem_pool_host)
+        self.registered_pools[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A side pool (window or state pages). One registered after the store was opened gets a tag for its shape."""
+        name = str(host_pool_name)
+        if name == KV:
+            return
+        self.registered_pools[name] = host_pool
+        if self._store is not None:
+            shape = repr(sorted(identity._pool_fields(host_pool).items()))
+            self._pool_tags[name] = f"{name}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
+
+    def on_host_pools_registered(self) -> None:
+        """Opens the store under the identity that all pools together make. Raises StoreError (busy, not writable)."""
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+        from sglang.srt.runtime_context import get_server_args
+
+        c = self.storage_config
+        who = identity.identity_of(resolving_view(get_server_args()), c, self.registered_pools)
+        ranks = c.tp_size * c.pp_size * c.attn_cp_size
+        rank = identity.rank_name(c)
+        self._store = wrap(open_store(self.config.store, who, rank, ranks), self.config)
+        if c.enable_storage_metrics:
+            self._metrics = StoreMetrics({"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank)})
+        stats = self._store.stats()
+        logger.info(
+            "kvtier: %d pages in %s/%s/%s, zero copy %s, at most %d bytes",
+            stats.pages, self.config.store.path, who.directory_name, rank,
+            is_page_contiguous(self.mem_pool_host), stats.capacity_bytes,
+        )  # fmt: skip
+
+    def leave_identity(self) -> None:
+        """Stops serving and storing: the weights changed. Attaching the backend again starts a new, empty identity."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+            logger.warning(
+                "kvtier: weights were changed at run time, so stored pages are not used any more. To store pages of the "
+                "new weights, detach and attach the storage backend (DELETE and PUT /hicache/storage-backend)"
+            )
+
+    # ---- existence ----
+
+    def exists(self, key: str) -> bool:
+        """Whether one page is there. No disk access."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages from the first on are there without a gap. No disk access."""
+        del extra_info
+        return _leading(self._has(keys, KV))
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The usable prefix when side pools must be present too, by each pool's rule."""
+        del extra_info
+        kv_pages = _leading(self._has(keys, KV))
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or ():
+            if not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # block groups never gate the hit; without a verdict SGLang learns nothing from us
+            have = self._has(keys[:kv_pages], str(transfer.name))
+            window = 0
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+            fits = _restorable(have, window)
+            if fits:
+                hits[transfer.name] = max(fits)
+            restorable = [pages for pages in restorable if pages in fits]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    # ---- zero copy: pages by host slot ----
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Reads pages straight into host slots. Returns when no I/O touches the slots any more."""
+        del extra_info
+        return self._read(keys, _parts(self.mem_pool_host, len(keys), host_indices), KV)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Writes pages straight from host slots. True also where the page was there already."""
+        del extra_info
+        return self._write(keys, _parts(self.mem_pool_host, len(keys), host_indices), KV)
+
+    # ---- copies: pages as flat tensors ----
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """One page into a flat tensor, or None."""
+        return self.batch_get([key], [target_location], target_sizes)[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Pages into flat tensors; None where a page is missing or damaged."""
+        del target_sizes
+        read = self._read(keys, [[_bytes(t)] for t in target_locations], KV)
+        return [t if ok else None for t, ok in zip(target_locations, read, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Stores one page given as a tensor."""
+        return self.batch_set([key], [value], target_location, target_sizes)
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores pages given as tensors; True when all of them can be read back."""
+        del target_locations, target_sizes
+        return all(self._write(keys, [[_bytes(v.contiguous())] for v in values], KV))
+
+    # ---- side pools ----
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Reads the pages of side pools into their host slots."""
+        del extra_info
+        return {t.name: self._side_pool(t, self._get_side_pages) for t in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Writes the pages of side pools from their host slots."""
+        del extra_info
+        return {t.name: self._side_pool(t, self._set_side_pages) for t in transfers}
+
+    # ---- upkeep ----
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick: takes no lock of an I/O."""
+        store = self._store
+        if store is None or self._metrics is None:
+            return None
+        self._metrics.update(store)
+        stats = StorageMetrics()
+        _drain(self._read_batches, stats.prefetch_pgs, stats.prefetch_bandwidth)
+        _drain(self._write_batches, stats.backup_pgs, stats.backup_bandwidth)
+        return stats
+
+    def clear(self) -> None:
+        """Drops every page of this identity and rank."""
+        if self._store is not None:
+            logger.info("kvtier: dropped %d pages", self._store.clear())
+
+    def close(self) -> None:
+        """Ends I/O and releases the folder. Idempotent."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    # ---- the store ----
+
+    def _has(self, keys: Sequence[str], pool: str) -> list[bool]:
+        store = self._store
+        if store is None:
+            return [False] * len(keys)
+        return [a is Lookup.HIT for a in store.lookup([_key(k) for k in keys], self._tag(pool))]
+
+    def _read(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
+        store = self._store
+        if store is None:
+            return [False] * len(keys)
+        started = time.perf_counter()
+        tag = self._tag(pool)
+        job = store.read([PageRead(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
+        read = [outcome is ReadOutcome.OK for outcome in job.outcomes]
+        self._note(self._read_batches, parts, read, started)
+        return read
+
+    def _write(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
+        store = self._store
+        if store is None:
+            return [False] * len(keys)
+        started = time.perf_counter()
+        tag = self._tag(pool)
+        outcomes = store.put([PageWrite(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        stored = [outcome is PutOutcome.STORED for outcome in outcomes]
+        self._note(self._write_batches, parts, stored, started)
+        return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
+
+    def _note(self, batches: deque[tuple[int, float]], parts: Any, moved: list[bool], started: float) -> None:
+        if self._metrics is None or not any(moved):
+            return
+        nbytes = sum(sum(p.nbytes for p in page) for page, ok in zip(parts, moved, strict=True) if ok)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        batches.append((sum(moved), nbytes / seconds / 1e9))
+
+    def _tag(self, pool: str) -> str:
+        return self._pool_tags.get(pool, pool)
+
+    def _side_pool(self, transfer: Any, move: Any) -> list[bool]:
+        """Runs one pool's transfer; a transfer whose slots do not fit its keys moves nothing."""
+        keys, pool = transfer.keys or [], self.registered_pools.get(str(transfer.name))
+        per_page = getattr(pool, "page_size", 1) or 1
+        slots = transfer.host_indices
+        if pool is None or slots is None or slots.numel() != len(keys) * per_page:
+            logger.error("kvtier: pool %s: %d keys do not fit its slots; nothing moved", transfer.name, len(keys))
+            return [False] * len(keys)
+        return list(move(str(transfer.name), pool, keys, slots, per_page))
+
+    def _get_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
+        if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
+            return self._read(keys, _parts(pool, len(keys), slots), name)
+        pages = [pool.get_dummy_flat_data_page() for _ in keys]
+        read = self._read(keys, [[_bytes(page)] for page in pages], name)
+        for i, ok in enumerate(read):
+            if ok:
+                pool.set_from_flat_data_page(slots[i * per_page].item(), pages[i])
+        return read
+
+    def _set_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
+        if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
+            return self._write(keys, _parts(pool, len(keys), slots), name)
+        pages = [pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous() for i in range(len(keys))]
+        return self._write(keys, [[_bytes(page)] for page in pages], name)
+
+
+def _key(key: str) -> PageKey:
+    """SGLang's hash as bytes; a key that is no SHA-256 text is hashed into one."""
+    if len(key) == _DIGEST_HEX:
+        try:
+            return PageKey(bytes.fromhex(key))
+        except ValueError:
+            pass
+    return PageKey(hashlib.sha256(key.encode()).digest())
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor. The view keeps the tensor alive."""
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+
+
+def _parts(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memoryview]]:
+    """Each page's pieces in a page-contiguous host pool, as views of the pool's memory."""
+    addresses, sizes = pool.get_page_buffer_meta(host_indices)
+    whole = _bytes(pool.kv_buffer.view(-1))
+    base = pool.kv_buffer.data_ptr()
+    pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
+    per_page = len(pieces) // pages if pages else 0
+    return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
+
+
+def _leading(have: Sequence[bool]) -> int:
+    for count, there in enumerate(have):
+        if not there:
+            return count
+    return len(have)
+
+
+def _restorable(have: Sequence[bool], window: int) -> list[int]:
+    """Prefix lengths in pages at which a pool suffices: all pages of it (window 0), or the last `window` of them."""
+    if window == 0:
+        return list(range(1, _leading(have) + 1))
+    return [n for n in range(1, len(have) + 1) if all(have[max(0, n - window) : n])]
+
+
+def _drain(batches: deque[tuple[int, float]], pages: list[int], bandwidth: list[float]) -> None:
+    for _ in range(len(batches)):
+        count, gbps = batches.popleft()
+        pages.append(count)
+        bandwidth.append(gbps)

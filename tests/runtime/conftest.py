@@ -1,0 +1,17 @@
+"""What tests of the room that imports SGLang need. Without SGLang they are skipped, and say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+collect_ignore_glob: list[str] = []
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py", "cpu/test_*.py"]
+
+
+def pytest_report_header() -> str | None:
+    """Says so when the room's tests cannot be collected."""
+    return "tests/runtime: not collected, SGLang is not installed" if collect_ignore_glob else None
+
