@@ -201,8 +201,12 @@ class Context:
         return None
 
     def answer(self, message: Message) -> None:
-        """Takes `message` as the output of the call last returned, in place of the recorded one."""
-        self._pending = message
+        """Takes `message` as the output of the call last returned, in place of the recorded one.
+
+        Without effect where none is recorded: in hash-only traces the next prompt's blocks stand for the output.
+        """
+        if self._pending is not None:
+            self._pending = message
 
     def calls(self) -> Iterator[tuple[Call, Prompt]]:
         """Every call that is left, with its prompt."""

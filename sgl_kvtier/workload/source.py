@@ -167,8 +167,9 @@ class _Chosen:
         if bad:
             notes.append(f"{len(bad)} bad lines were passed over, the first: {bad[0]}.")
         if self.cut or self.dropped:
-            limits = f"max_calls = {self.max_calls}, max_prompt_tokens = {self.max_prompt_tokens}"
-            notes.append(f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({limits}).")
+            limits = {"max_calls": self.max_calls, "max_prompt_tokens": self.max_prompt_tokens}
+            given = ", ".join(f"{name} = {value}" for name, value in limits.items() if value is not None)
+            notes.append(f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({given}).")
         return " ".join(notes)
 
 
