@@ -1,1 +1,1 @@
-"""The page store: keeps bytes under keys on local disk, verified on every read."""
+"""Keeps bytes: a packed, verified, bounded page store on local disk. Knows no tokens and no tiers. See README.md."""

@@ -1,0 +1,318 @@
+"""The page store on local disk: packed segments, an index in memory, checked reads. See README.md and docs/store-format.md.
+
+The promise of base.py is kept here: a read hits only if the slot on disk says, under a checksum, that it is the page
+asked for, of this identity, from the write that the index means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
+from sgl_kvtier.store.core import Complaints, Core
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.format import DROP, POOL_BYTES, PUT, RECORD, SlotHead
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.index_log import IndexLog
+from sgl_kvtier.store.jobs import DiskReadJob, Ended, Target
+from sgl_kvtier.store.lanes import Lanes
+from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
+from sgl_kvtier.store.recovery import load_table
+from sgl_kvtier.store.room import Room
+from sgl_kvtier.store.segment import probe_direct_io
+from sgl_kvtier.store.slots import EMPTY, Rows, State
+from sgl_kvtier.store.transfer import Mover
+from sgl_kvtier.store.writes import Writer, find_pages, records_of
+from sgl_kvtier.types import Lookup, PageKey
+
+logger = logging.getLogger(__name__)
+
+
+def open_store(
+    config: StoreConfig, identity: Identity, rank: str, ranks: int = 1, *, env: Env | None = None
+) -> DiskStore:
+    """The store of one rank below `config.path`, made if it is not there.
+
+    `ranks` stores share `config.capacity_bytes`. Raises StoreBusyError when another process has this rank's folder,
+    StoreFormatError when the folder is not ours, and StoreError when it cannot be used; each says what to do.
+    """
+    env = env or Env()
+    if ranks < 1:
+        raise StoreError(f"a store has at least one rank, not {ranks}")
+    folder = own_rank_folder(env, config.path, identity, rank)
+    try:
+        return DiskStore(env, config, identity, folder, ranks)
+    except OSError as error:
+        folder.release(env)
+        raise StoreError(
+            f"cannot open the pages in {folder.path}: {error}. Check the disk, set store.direct_io to auto if it is on, "
+            "or choose another store.path"
+        ) from error
+    except BaseException:
+        folder.release(env)
+        raise
+
+
+class DiskStore:
+    """A `PageStore` in a folder that this process owns. Made by `open_store`."""
+
+    def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
+        io = probe_direct_io(env, folder.path, config.direct_io)
+        log = IndexLog(env, folder.path, identity.fingerprint)
+        self._folder = folder
+        self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path))
+        self._room = Room(self._core, folder.namespace, ranks)
+        load_table(self._core, self._room)
+        self._lanes = Lanes(env, self._mover, config.io_threads)
+        self._writer = Writer(self._core, self._room, self._lanes, self._mover)
+        self._suspects: dict[int, int] = {}
+        self._closed = False
+        logger.info(
+            "page store %s: %d pages, %s", folder.path, len(self._core.table), "O_DIRECT" if io.flags else "page cache"
+        )
+
+    @property
+    def folder(self) -> str:
+        """Where this rank's pages are."""
+        return self._core.folder
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether reads and writes bypass the page cache."""
+        return bool(self._core.io.flags)
+
+    def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
+        with self._core.lock:
+            table = self._core.table
+            rows = table.find(keys, pool)
+            # A page that is asked for is about to be read: it should not be the next victim.
+            table.touch(rows[rows != EMPTY])
+            states = np.where(rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE)
+        return [_ANSWERS[state] for state in states.tolist()]
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
+    ) -> ReadJob:
+        asked = [PageRead(page.key, [part.cast("B") for part in page.into], page.pool) for page in pages]
+        deadline = None if deadline_s is None else self._core.env.now() + deadline_s
+        with self._core.lock:
+            targets = self._targets(asked)
+        job = DiskReadJob(asked, targets, deadline, on_page, self._settle)
+        self._lanes.submit(job, priority)
+        return job
+
+    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        for page in pages:
+            _check_pool(page.pool)
+        if self._closed:
+            return [PutOutcome.REFUSED] * len(pages)
+        outcomes = self._writer.put(pages)
+        if self._core.log.worth_rewriting(len(self._core.table)):
+            self._core.log.rewrite(self._snapshot)
+        return outcomes
+
+    def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
+        with self._core.lock:
+            rows = self._core.table.find(keys, pool)
+            rows = np.unique(rows[rows != EMPTY])
+            rows = rows[self._core.table.state[rows] == State.LIVE]
+            heads = self._doom(rows)
+        self._erase(rows, heads)
+        return len(rows)
+
+    def clear(self) -> int:
+        core = self._core
+        with core.lock:
+            rows = np.flatnonzero(core.table.state == State.LIVE)
+            heads = self._doom(rows)
+        self._erase(rows, heads)
+        self._room.give_back_empty()
+        return len(rows)
+
+    def stats(self) -> StoreStats:
+        counters = {name: getattr(self._core.counters, name) for name in self._core.counters.__slots__}
+        return StoreStats(
+            pages=len(self._core.table),
+            bytes_on_disk=self._room.bytes_used + self._core.log.nbytes,
+            capacity_bytes=self._room.allowance,
+            read_busy_s=self._lanes.busy_s,
+            **counters,
+        )
+
+    def close(self) -> None:
+        with self._core.lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._lanes.close()
+        core = self._core
+        with core.lock:
+            core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any())
+        if core.log.worth_rewriting(0):
+            core.log.rewrite(self._snapshot)
+        with contextlib.suppress(OSError):
+            self._room.sync()
+        with contextlib.suppress(OSError):
+            core.log.sync()
+        core.log.close()
+        self._room.close()
+        self._folder.release(core.env)
+
+    def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
+        """Flips one bit of a stored page's payload on disk, for fault injection; False when the page is not there."""
+        core = self._core
+        with core.lock:
+            rows = self._core.table.find([key], pool)
+            if rows[0] == EMPTY or core.table.state[rows[0]] != State.LIVE:
+                return False
+            head = self._heads(rows)[0]
+            core.table.pin(rows)
+        try:
+            self._mover().flip(self._room.segments[head.segment], head, bit % (8 * head.length))
+        finally:
+            with core.lock:
+                self._room.release(core.table.unpin(rows))
+        return True
+
+    def _mover(self) -> Mover:
+        return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
+
+    def _targets(self, asked: list[PageRead]) -> list[Target | None]:
+        """Locked. Where the pages are; their rows are pinned. None for those that are not there in the length asked for."""
+        table = self._core.table
+        rows = find_pages(self._core, [(page.key, page.pool) for page in asked])
+        lengths = np.array([sum(map(len, page.into)) for page in asked])
+        hit = rows != EMPTY
+        hit[hit] = (table.state[rows[hit]] == State.LIVE) & (table.length[rows[hit]] == lengths[hit])
+        found = rows[hit]
+        table.pin(found)
+        table.touch(found)
+        heads = iter(self._heads(found))
+        return [
+            Target(row, self._room.segments[(head := next(heads)).segment], head) if there else None
+            for row, there in zip(rows.tolist(), hit.tolist(), strict=True)
+        ]
+
+    def _heads(self, rows: Rows) -> list[SlotHead]:
+        """Locked. What the slots of these rows must say."""
+        table = self._core.table
+        heads = []
+        for row in rows.tolist():
+            segment = self._room.segments[int(table.segment[row])]
+            heads.append(
+                SlotHead(
+                    self._core.identity,
+                    table.key_of(row),
+                    table.pools[table.pool[row]],
+                    int(table.sequence[row]),
+                    int(table.length[row]),
+                    segment.number,
+                    row - segment.base,
+                )
+            )
+        return heads
+
+    def _settle(self, job: DiskReadJob, ended: Ended) -> Ended:
+        """Settles pages that were read or will not be: drops the damaged, unpins, counts."""
+        core = self._core
+        bad = [i for i, outcome in ended if outcome in (ReadOutcome.CORRUPT, ReadOutcome.FAILED)]
+        dropped: set[int] = set()
+        if bad:
+            dropped = self._drop_bad(job, bad, {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT})
+        seen = []
+        for i, outcome in ended:
+            # A slot that was deleted while it was being read is no damage.
+            deleted = outcome is ReadOutcome.CORRUPT and i not in dropped
+            seen.append((i, ReadOutcome.MISS if deleted else outcome))
+        targets = [job.targets[i] for i, _ in ended]
+        with core.lock:
+            rows = np.array([target.row for target in targets if target], np.int64)
+            self._room.release(core.table.unpin(rows))
+            for outcome, count in Counter(outcome for _, outcome in seen).items():
+                name = _COUNTED[outcome]
+                setattr(core.counters, name, getattr(core.counters, name) + count)
+            for i, outcome in seen:
+                target = job.targets[i]
+                if target and outcome is ReadOutcome.OK:
+                    core.counters.bytes_read += target.head.length
+        return seen
+
+    def _drop_bad(self, job: DiskReadJob, bad: list[int], corrupt: set[int]) -> set[int]:
+        """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows stay pinned."""
+        core = self._core
+        dropped = {}
+        with core.lock:
+            for i in bad:
+                target = job.targets[i]
+                assert target is not None
+                row, sequence = target.row, target.head.sequence
+                if core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
+                    continue
+                if i not in corrupt and self._suspects.pop(row, None) != sequence:
+                    # One failed read may be the device's bad moment; a second one costs the page.
+                    self._suspects[row] = sequence
+                    continue
+                dropped[i] = target.head
+                core.table.drop(np.array([row]))
+        core.log.append(records_of(list(dropped.values()), DROP))
+        return set(dropped)
+
+    def _doom(self, rows: Rows) -> list[SlotHead]:
+        """Locked. Pages that nobody can find any more, pinned until `_erase`."""
+        heads = self._heads(rows)
+        self._core.table.pin(rows)
+        self._core.table.drop(rows)
+        return heads
+
+    def _erase(self, rows: Rows, heads: list[SlotHead]) -> None:
+        """Takes pages off the disk for good, so that no later scan finds them."""
+        core = self._core
+        mover = self._mover()
+        for head in heads:
+            try:
+                mover.erase(self._room.segments[head.segment], head.slot)
+            except OSError as error:
+                core.complaints.about("deleting pages", error)
+        core.log.append(records_of(heads, DROP))
+        with core.lock:
+            self._room.release(core.table.unpin(rows))
+
+    def _snapshot(self) -> np.ndarray:
+        with self._core.lock:
+            state = self._core.table.state
+            return records_of(self._heads(np.flatnonzero((state == State.LIVE) | (state == State.WRITING))), PUT)
+
+
+_ANSWERS = {
+    State.NONE: Lookup.MISS,
+    State.LIVE: Lookup.HIT,
+    State.WRITING: Lookup.PENDING,
+}
+_COUNTED = {
+    ReadOutcome.OK: "pages_read",
+    ReadOutcome.MISS: "pages_missed",
+    ReadOutcome.CORRUPT: "pages_corrupt",
+    ReadOutcome.FAILED: "reads_failed",
+    ReadOutcome.LATE: "reads_late",
+    ReadOutcome.CANCELLED: "reads_cancelled",
+}
+
+
+def _check_pool(pool: str) -> None:
+    if not pool.isascii() or not 0 < len(pool) <= POOL_BYTES or "\0" in pool:
+        raise ValueError(f"not a pool's name: {pool!r}. 1 to {POOL_BYTES} ASCII characters")
+
+
+assert RECORD["pool"].itemsize == POOL_BYTES

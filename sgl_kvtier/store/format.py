@@ -1,0 +1,193 @@
+"""Where every byte of the store's files is: the only module that knows offsets. docs/store-format.md in code.
+
+A segment file is one 4 KiB head and then slots of one size; a slot is a 4 KiB header and a payload padded to 4 KiB.
+The index log is a 64-byte head and then frames of fixed-size records. Integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+BLOCK = 4096
+"""Alignment of everything in a segment, and the size of its head and of a slot's header."""
+
+VERSION = 1
+KEY_BYTES = 32
+POOL_BYTES = 32
+IDENTITY_BYTES = 32
+MAX_PAYLOAD = (1 << 32) - BLOCK
+
+_SLOT = struct.Struct("<8sII32s32s32sQQII16s")
+_SLOT_MAGIC = b"kvtslot\x01"
+_SUM_AT = _SLOT.size - 16
+_SEGMENT = struct.Struct("<8sII32sQQ16s")
+_SEGMENT_MAGIC = b"kvtsegm\x01"
+_LOG_HEAD = struct.Struct("<8sII32s16s")
+_LOG_MAGIC = b"kvtindx\x01"
+_FRAME = struct.Struct("<4sIQ")
+_FRAME_MAGIC = b"KVTF"
+
+LOG_HEAD_BYTES = _LOG_HEAD.size
+FRAME_HEAD_BYTES = _FRAME.size
+
+RECORD = np.dtype(
+    [
+        ("key", "V32"),
+        ("pool", "S32"),
+        ("sequence", "<u8"),
+        ("segment", "<u4"),
+        ("slot", "<u4"),
+        ("length", "<u4"),
+        ("kind", "<u4"),
+    ]
+)
+"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP)."""
+
+PUT = 1
+DROP = 2
+
+_ZEROS = bytes(BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHead:
+    """What a slot says about its page. `sequence` is unique to one write, so a stale slot never passes for a new one."""
+
+    identity: bytes
+    key: bytes
+    pool: str
+    sequence: int
+    length: int
+    segment: int
+    slot: int
+
+    def pack(self) -> bytes:
+        """The 4 KiB header block with its checksum left zero."""
+        pool = self.pool.encode()
+        head = _SLOT.pack(
+            _SLOT_MAGIC,
+            VERSION,
+            BLOCK,
+            self.identity,
+            self.key,
+            pool,
+            self.sequence,
+            self.length,
+            self.segment,
+            self.slot,
+            bytes(16),
+        )
+        return head + _ZEROS[len(head) :]
+
+    @classmethod
+    def unpack(cls, block: bytes | memoryview) -> SlotHead | None:
+        """What a header block says, its checksum not looked at; None when it is not a header."""
+        magic, version, size, identity, key, pool, sequence, length, segment, slot, _ = _SLOT.unpack_from(block)
+        if magic != _SLOT_MAGIC or version != VERSION or size != BLOCK:
+            return None
+        try:
+            name = pool.rstrip(b"\0").decode("ascii")
+        except UnicodeDecodeError:
+            return None
+        return cls(identity, key, name, sequence, length, segment, slot)
+
+
+def checksum(head: bytes, payload: Iterable[memoryview]) -> bytes:
+    """XXH3-128 over a header block whose checksum is zero and over the payload: 16 bytes."""
+    digest = xxhash.xxh3_128(head)
+    for part in payload:
+        digest.update(part)
+    return digest.digest()
+
+
+def seal(head: bytes, digest: bytes) -> bytes:
+    """The header block with its checksum in place."""
+    return head[:_SUM_AT] + digest + head[_SUM_AT + 16 :]
+
+
+def matches(block: memoryview, head: bytes, payload: Iterable[memoryview]) -> bool:
+    """Whether a header block read from disk is the one expected and its checksum fits the payload read with it."""
+    found = bytes(block)  # a memoryview compares byte by byte, bytes compare at memory speed
+    if found[:_SUM_AT] != head[:_SUM_AT] or found[_SUM_AT + 16 :] != head[_SUM_AT + 16 :]:
+        return False
+    return found[_SUM_AT : _SUM_AT + 16] == checksum(head, payload)
+
+
+def same_head(block: memoryview, head: bytes) -> bool:
+    """Whether a header block read from disk is the one expected, whatever its checksum."""
+    return bytes(block[:_SUM_AT]) == head[:_SUM_AT]
+
+
+def key_words(records: np.ndarray) -> np.ndarray:
+    """The keys of records as rows of four 64-bit words."""
+    return np.ascontiguousarray(records["key"]).view("<u8").reshape(-1, 4)
+
+
+def padded(nbytes: int) -> int:
+    """Bytes rounded up to whole blocks."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def slot_bytes(length: int) -> int:
+    """Size of the slots that hold payloads of `length`."""
+    return BLOCK + padded(length)
+
+
+def slot_offset(slot: int, nbytes: int) -> int:
+    """Where slot number `slot` begins in a segment of slots of `nbytes`."""
+    return BLOCK + slot * nbytes
+
+
+def pack_segment_head(identity: bytes, segment: int, nbytes: int, slots: int) -> bytes:
+    """The first block of a segment file."""
+    head = _SEGMENT.pack(_SEGMENT_MAGIC, VERSION, segment, identity, nbytes, slots, bytes(16))
+    block = head + _ZEROS[len(head) :]
+    digest = xxhash.xxh3_128(block).digest()
+    return head[:-16] + digest + block[len(head) :]
+
+
+def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] | None:
+    """(segment number, slot size, slots) from the first block of a segment; None when it is not ours or damaged."""
+    if len(block) < BLOCK:
+        return None
+    magic, version, segment, owner, nbytes, slots, _ = _SEGMENT.unpack_from(block)
+    if magic != _SEGMENT_MAGIC or version != VERSION or owner != identity:
+        return None
+    if block[:BLOCK] != pack_segment_head(identity, segment, nbytes, slots):
+        return None
+    return segment, nbytes, slots
+
+
+def pack_log_head(identity: bytes) -> bytes:
+    """The head of an index log."""
+    return _LOG_HEAD.pack(_LOG_MAGIC, VERSION, RECORD.itemsize, identity, bytes(16))
+
+
+def pack_frame(records: np.ndarray) -> bytes:
+    """Records as one frame of the index log."""
+    body = records.tobytes()
+    return _FRAME.pack(_FRAME_MAGIC, len(records), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def unpack_log(data: bytes, identity: bytes) -> tuple[np.ndarray, bool]:
+    """(records in the order written, whether the log is whole). Reading stops at the first frame that does not fit."""
+    nothing = np.empty(0, RECORD)
+    if data[:LOG_HEAD_BYTES] != pack_log_head(identity):
+        return nothing, False
+    frames = []
+    at = LOG_HEAD_BYTES
+    while at + FRAME_HEAD_BYTES <= len(data):
+        magic, count, digest = _FRAME.unpack_from(data, at)
+        body = data[at + FRAME_HEAD_BYTES : at + FRAME_HEAD_BYTES + count * RECORD.itemsize]
+        if magic != _FRAME_MAGIC or len(body) != count * RECORD.itemsize:
+            break
+        if xxhash.xxh3_64_intdigest(body) != digest:
+            break
+        frames.append(np.frombuffer(body, RECORD))
+        at += FRAME_HEAD_BYTES + len(body)
+    return (np.concatenate(frames) if frames else nothing), at == len(data)

@@ -1,0 +1,105 @@
+"""Which row holds a key: open addressing in two numpy arrays, about 10 bytes a page, whole batches at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+EMPTY = -1
+_GONE = -2
+_MIX = np.array(
+    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63], dtype=np.uint64
+)
+_POOL_MIX = np.uint64(0x27D4EB2F165667C5)
+_SHIFT = np.uint64(32)
+
+Rows = NDArray[np.int64]
+
+
+class HashTable:
+    """Maps (key, pool) to a row of the arrays it was given. Not thread-safe: the slot table's lock guards it.
+
+    Keys are four 64-bit words. The full key is compared, so a lookup is exact.
+    """
+
+    def __init__(self) -> None:
+        self._buckets = np.full(1024, EMPTY, np.int32)
+        self._live = 0
+        self._gone = 0
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._buckets.nbytes)
+
+    def __len__(self) -> int:
+        return self._live
+
+    def find(self, wanted: NDArray[np.uint64], pool: int, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> Rows:
+        """The row of each wanted key, EMPTY where there is none."""
+        rows = np.full(len(wanted), EMPTY, np.int64)
+        if not self._live:
+            return rows
+        mask = len(self._buckets) - 1
+        at = key_hash(wanted, np.full(len(wanted), pool, np.uint16)) & mask
+        open_ = np.arange(len(wanted))
+        while len(open_):
+            found = self._buckets[at[open_]]
+            row = np.maximum(found, 0)
+            same = (found >= 0) & (keys[row, 0] == wanted[open_, 0]) & (pools[row] == pool)
+            if same.any():
+                hit = np.flatnonzero(same)
+                same[hit] = (keys[row[hit]] == wanted[open_[hit]]).all(axis=1)
+            rows[open_[same]] = found[same]
+            open_ = open_[(found != EMPTY) & ~same]
+            at[open_] = (at[open_] + 1) & mask
+        return rows
+
+    def insert(self, rows: Rows, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
+        """Adds rows whose keys are not in the table and differ from each other."""
+        if (self._live + self._gone + len(rows)) * 2 > len(self._buckets):
+            self._rebuild(len(rows), keys, pools)
+        self._place(np.asarray(rows, np.int64), keys, pools)
+        self._live += len(rows)
+
+    def remove(self, rows: Rows, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
+        """Takes out rows that are in the table."""
+        mask = len(self._buckets) - 1
+        at = key_hash(keys[rows], pools[rows]) & mask
+        open_ = np.arange(len(rows))
+        while len(open_):
+            same = self._buckets[at[open_]] == rows[open_]
+            self._buckets[at[open_[same]]] = _GONE
+            open_ = open_[~same]
+            at[open_] = (at[open_] + 1) & mask
+        self._live -= len(rows)
+        self._gone += len(rows)
+
+    def _place(self, rows: Rows, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
+        mask = len(self._buckets) - 1
+        at = key_hash(keys[rows], pools[rows]) & mask
+        while len(rows):
+            free = self._buckets[at] == EMPTY
+            # Of several rows that want one bucket the last one written stays; the others go on to the next.
+            self._buckets[at[free]] = rows[free]
+            rest = self._buckets[at] != rows
+            rows = rows[rest]
+            at = (at[rest] + 1) & mask
+
+    def _rebuild(self, more: int, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
+        rows = self._buckets[self._buckets >= 0].astype(np.int64)
+        size = 1024
+        while size < (len(rows) + more) * 3:
+            size *= 2
+        self._buckets = np.full(size, EMPTY, np.int32)
+        self._gone = 0
+        self._place(rows, keys, pools)
+
+
+def key_hash(keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> Rows:
+    """63 well-mixed bits of each key and pool."""
+    with np.errstate(over="ignore"):
+        mixed = keys @ _MIX + pools.astype(np.uint64) * _POOL_MIX
+        mixed ^= mixed >> _SHIFT
+        mixed *= _MIX[0]
+        mixed ^= mixed >> _SHIFT
+    return (mixed >> np.uint64(1)).astype(np.int64)

@@ -1,0 +1,55 @@
+"""Whose pages these are: everything that must be equal for a page to mean the same thing, and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.format import VERSION
+
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a store's pages were computed with: model, weights digest, dtype, page size, layout, ranks, rope, ...
+
+    `fields` is plain data (text, numbers, booleans, None, and lists and objects of them). Two servers share pages if and
+    only if all fields are equal. Raises StoreError for anything that JSON cannot say exactly.
+    """
+
+    fields: Mapping[str, Any]
+    name: str = "pages"
+    """For people only: the readable part of the folder's name. Not part of what is compared."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", dict(self.fields))
+        try:
+            if json.loads(self.canonical())["fields"] != self.fields:
+                raise ValueError("it changes on its way through JSON")
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"a store's identity must be plain JSON data with text keys: {error}") from error
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def canonical(self) -> str:
+        """The fields and the store's format as JSON with sorted keys: equal texts, equal identities."""
+        data = {"fields": dict(self.fields), "store_format": VERSION}
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the canonical text: 32 bytes, in every slot header."""
+        return hashlib.sha256(self.canonical().encode()).digest()
+
+    @property
+    def directory_name(self) -> str:
+        """A folder name that shows the model and cannot leave its parent folder."""
+        readable = _UNSAFE.sub("-", self.name).strip("-.")[-64:].strip("-.") or "pages"
+        return f"{readable}-{self.fingerprint.hex()[:16]}"

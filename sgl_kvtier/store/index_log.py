@@ -1,0 +1,122 @@
+"""The index on disk: an append-only log of which slot holds which page. A hint: every page read is checked anyway.
+
+A log of our own rather than a database, because all its I/O can then be made to fail, torn and reordered by the same
+tests as the pages', it opens a million entries with two numpy calls, and it never syncs behind our back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from sgl_kvtier.store.env import Env, read_file, write_fully
+from sgl_kvtier.store.format import RECORD, pack_frame, pack_log_head, unpack_log
+
+logger = logging.getLogger(__name__)
+
+NAME = "index.log"
+_SLACK = 512
+"""Records more than this over four times the live ones make the log worth writing anew."""
+
+
+class IndexLog:
+    """The log of one rank's folder. Any thread; its own lock is held while it writes, which is never waited for by reads.
+
+    An append that fails loses hints, never pages: `append` and `rewrite` return False and go on.
+    """
+
+    def __init__(self, env: Env, folder: str, identity: bytes) -> None:
+        self._env = env
+        self._path = os.path.join(folder, NAME)
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._end = 0
+        self._records = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._end
+
+    def load(self) -> tuple[np.ndarray, bool]:
+        """(records as written, whether they can be relied on to be complete). Does not raise."""
+        try:
+            data = read_file(self._env, self._path)
+        except OSError:
+            return np.empty(0, RECORD), False
+        return unpack_log(data, self._identity)
+
+    def resume(self, records: int) -> bool:
+        """Goes on at the end of the whole log that `load` found with so many records."""
+        with self._lock:
+            try:
+                self._fd = self._env.open(self._path, os.O_WRONLY)
+                self._end = self._env.size(self._fd)
+            except OSError as error:
+                logger.debug("the index log cannot be written: %s", error)
+                return False
+            self._records = records
+            return True
+
+    def rewrite(self, snapshot: Callable[[], np.ndarray]) -> bool:
+        """Replaces the log by one that says only what `snapshot` returns; the old one stays if that fails.
+
+        `snapshot` is called while no append can happen, so nothing falls between the two logs.
+        """
+        with self._lock:
+            live = snapshot()
+            fresh = self._path + ".new"
+            fd = -1
+            try:
+                fd = self._env.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                data = pack_log_head(self._identity) + pack_frame(live)
+                write_fully(self._env, fd, [memoryview(data)], 0)
+                self._env.rename(fresh, self._path)
+            except OSError as error:
+                logger.debug("the index log was not rewritten: %s", error)
+                if fd >= 0:
+                    self._env.close(fd)
+                return False
+            self._drop_descriptor()
+            self._fd, self._end, self._records = fd, len(data), len(live)
+            return True
+
+    def append(self, records: np.ndarray) -> bool:
+        """Adds records after those written before."""
+        if not len(records):
+            return True
+        data = pack_frame(records)
+        with self._lock:
+            if self._fd < 0:
+                return False
+            try:
+                write_fully(self._env, self._fd, [memoryview(data)], self._end)
+            except OSError as error:
+                logger.debug("index records were lost: %s", error)
+                return False
+            self._end += len(data)
+            self._records += len(records)
+            return True
+
+    def worth_rewriting(self, live: int) -> bool:
+        """Whether most of the log is about pages that are gone."""
+        return self._records > 4 * live + _SLACK
+
+    def sync(self) -> None:
+        """Makes what was appended survive a power loss. Raises OSError."""
+        with self._lock:
+            if self._fd >= 0:
+                self._env.sync(self._fd)
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop_descriptor()
+
+    def _drop_descriptor(self) -> None:
+        if self._fd >= 0:
+            self._env.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,177 @@
+"""Read jobs: the pages somebody asked for in an order, which of them have begun, and how each ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sgl_kvtier.store.base import PageRead, ReadOutcome
+from sgl_kvtier.store.format import SlotHead
+from sgl_kvtier.store.segment import Segment
+
+logger = logging.getLogger(__name__)
+
+Ended = list[tuple[int, ReadOutcome]]
+"""Indexes of pages in their job, and how they ended."""
+
+
+class OrderedJob:
+    """A `ReadJob` whose pages are begun in order by whoever serves it. Any thread. Every page ends exactly once.
+
+    `pages` [0, next) were begun, by `begin` or by `end_rest`; those given out by `begin` are in flight until `finish`.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[PageRead],
+        deadline: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+    ) -> None:
+        self.pages = pages
+        self.deadline = deadline
+        self._on_page = on_page
+        self._outcomes: list[ReadOutcome | None] = [None] * len(pages)
+        self._fresh: Ended = []
+        self._next = 0
+        self._open = len(pages)
+        self._in_flight = 0
+        self._changed = threading.Condition()
+
+    @property
+    def outcomes(self) -> list[ReadOutcome | None]:
+        with self._changed:
+            return list(self._outcomes)
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    @property
+    def done(self) -> bool:
+        return self._open == 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Nothing is left to begin."""
+        return self._next >= len(self.pages)
+
+    def drain(self) -> Ended:
+        with self._changed:
+            fresh, self._fresh = self._fresh, []
+            return fresh
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open == 0, timeout_s)
+
+    def cancel(self) -> None:
+        self.end_rest(ReadOutcome.CANCELLED)
+
+    def begin(self) -> list[int]:
+        """The next pages to read in one go; empty when none is left."""
+        with self._changed:
+            start = self._next
+            if start >= len(self.pages):
+                return []
+            self._next = self._run_end(start)
+            self._in_flight += self._next - start
+            return list(range(start, self._next))
+
+    def finish(self, ended: Ended) -> None:
+        """Pages given out by `begin` have ended: their memory is the caller's again."""
+        self._close(ended, begun=len(ended))
+
+    def end_rest(self, outcome: ReadOutcome) -> None:
+        """Every page not begun ends now with this outcome."""
+        with self._changed:
+            rest = [(i, outcome) for i in range(self._next, len(self.pages))]
+            self._next = len(self.pages)
+        self._close(rest, begun=0)
+
+    def _run_end(self, start: int) -> int:
+        """Where the run of pages that are begun together ends."""
+        return start + 1
+
+    def _settle(self, ended: Ended) -> Ended:
+        """Called before anybody sees how pages ended; returns what they get to see."""
+        return ended
+
+    def _close(self, ended: Ended, begun: int) -> None:
+        if not ended:
+            return
+        ended = self._settle(ended)
+        if self._on_page is not None:
+            self._call_back(self._on_page, ended)
+        with self._changed:
+            self._in_flight -= begun
+            self._open -= len(ended)
+            for index, outcome in ended:
+                self._outcomes[index] = outcome
+            self._fresh.extend(ended)
+            if self._open == 0:
+                self._changed.notify_all()
+
+    def _call_back(self, on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None:
+        for index, outcome in ended:
+            try:
+                on_page(index, outcome)
+            except Exception:
+                # Somebody else's code on our I/O thread: the lane has to outlive it.
+                logger.exception("an on_page callback failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a page to read lies: its row is pinned until the page has ended."""
+
+    row: int
+    segment: Segment
+    head: SlotHead
+
+
+class DiskReadJob(OrderedJob):
+    """An ordered job whose neighbours on disk are begun together, up or down the file.
+
+    `settle` gets each batch of ended pages with the job: the engine unpins there. A page without a target is a MISS.
+    """
+
+    RUN_BYTES = 1 << 20
+    RUN_PAGES = 64
+
+    def __init__(
+        self,
+        pages: Sequence[PageRead],
+        targets: Sequence[Target | None],
+        deadline: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        settle: Callable[[DiskReadJob, Ended], Ended],
+    ) -> None:
+        super().__init__(pages, deadline, on_page)
+        self.targets = targets
+        self._settled_by = settle
+
+    def _settle(self, ended: Ended) -> Ended:
+        return self._settled_by(self, ended)
+
+    def _run_end(self, start: int) -> int:
+        first = self.targets[start]
+        if first is None:
+            return start + 1
+        most = min(self.RUN_PAGES, self.RUN_BYTES // first.segment.slot_bytes, len(self.pages) - start)
+        stop = start + 1
+        step = 0
+        while stop < start + most:
+            gap = self._gap(stop - 1, stop)
+            if abs(gap) != 1 or (step and gap != step):
+                break
+            step = gap
+            stop += 1
+        return stop
+
+    def _gap(self, left: int, right: int) -> int:
+        a, b = self.targets[left], self.targets[right]
+        if a is None or b is None or a.segment is not b.segment:
+            return 0
+        return b.head.slot - a.head.slot

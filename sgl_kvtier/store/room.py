@@ -1,0 +1,232 @@
+"""Where a new page may go: free slots, new segments while the budget lasts, and whose place is taken after that."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+
+import numpy as np
+
+from sgl_kvtier.store.core import Core
+from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
+from sgl_kvtier.store.format import BLOCK
+from sgl_kvtier.store.namespace import others_by_age, remove_namespace
+from sgl_kvtier.store.segment import Segment, create_segment
+from sgl_kvtier.store.slots import Rows, State
+
+logger = logging.getLogger(__name__)
+
+_MOST_SEGMENTS = 512
+"""Open files a store may need; a larger capacity gets larger segments."""
+_FEWEST_SEGMENTS = 8
+"""A small capacity gets smaller segments, so that two slot sizes can live side by side."""
+_INDEX_SHARE = 64
+"""One byte in so many of the capacity is left for the index log."""
+
+
+class Room:
+    """The segments of one open store and the bytes they may take.
+
+    Methods marked "locked" are called with the core's lock held and do no I/O; the others take it themselves.
+    """
+
+    def __init__(self, core: Core, namespace: str, ranks: int) -> None:
+        self._core = core
+        self._namespace = namespace
+        self._ranks = ranks
+        self._growing = threading.Lock()
+        self._free: dict[int, list[int]] = defaultdict(list)
+        self._lru: dict[int, LeastRecentlyUsed] = {}
+        self._next_number = 1
+        self._stuck_bytes = 0
+        self._others: list[tuple[str, int]] = []
+        self.segments: dict[int, Segment] = {}
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of all segments, and of those that could not be removed."""
+        return sum(s.nbytes for s in list(self.segments.values())) + self._stuck_bytes
+
+    @property
+    def allowance(self) -> int:
+        """Bytes this rank may take now: its share of the capacity less what other identities occupy."""
+        others = sum(nbytes for _, nbytes in self._others)
+        share = max(0, self._core.config.capacity_bytes - others) // self._ranks
+        return share - share // _INDEX_SHARE
+
+    def adopt(self, segments: list[Segment]) -> None:
+        """Takes over the segments found when opening. Before any other thread runs."""
+        for segment in segments:
+            segment.base = self._core.table.add_rows(segment.slots, segment.number)
+            self.segments[segment.number] = segment
+            self._next_number = max(self._next_number, segment.number + 1)
+
+    def settle(self, highest_number: int) -> None:
+        """After the rows were filled: lists the free ones, and shrinks to the budget. Before any other thread runs."""
+        self._next_number = max(self._next_number, highest_number + 1)
+        for segment in self.segments.values():
+            rows = np.arange(segment.base, segment.base + segment.slots)
+            self.release(rows[self._core.table.state[rows] == State.FREE])
+        self._others = others_by_age(self._core.env, self._namespace)
+        self._evict_others(self.bytes_used)
+        while self.bytes_used > self.allowance and self._retire_coldest(None):
+            pass
+
+    def release(self, rows: Rows) -> None:
+        """Locked. Rows that are free now can be used again; those of removed segments are passed over."""
+        for row in rows.tolist():
+            segment = self.segments.get(int(self._core.table.segment[row]))
+            if segment is not None:
+                self._free[segment.slot_bytes].append(row)
+
+    def take(self, slot_bytes: int, count: int) -> Rows:
+        """Locked. Up to `count` free rows, evicting the pages used longest ago where needed; neighbours stay together."""
+        free = self._free[slot_bytes]
+        missing = count - len(free)
+        if missing > 0:
+            victims = self._lru_of(slot_bytes).victims(missing, self._of_size(slot_bytes))
+            self._core.counters.pages_evicted += len(victims)
+            free.extend(self._core.table.drop(victims).tolist())
+        taken, self._free[slot_bytes] = free[:count], free[count:]
+        return np.sort(np.array(taken, np.int64))
+
+    def make(self, slot_bytes: int, count: int) -> None:
+        """Adds segments until `count` rows are free, as far as budget and disk allow. Does I/O; never raises OSError."""
+        with self._growing:
+            while True:
+                with self._core.lock:
+                    if len(self._free[slot_bytes]) >= count:
+                        return
+                if not self._grow(slot_bytes) and not self._take_from_others(slot_bytes):
+                    return
+
+    def remove(self, segment: Segment) -> None:
+        """Closes and deletes a segment whose rows were removed under the lock. Does I/O; never raises OSError."""
+        self._core.env.close(segment.fd)
+        try:
+            self._core.env.unlink(segment.path)
+        except OSError as error:
+            self._stuck_bytes += segment.nbytes
+            self._core.complaints.about("removing a segment", error)
+
+    def forget(self, segment: Segment) -> None:
+        """Locked. Drops a segment's rows and pages; `remove` has to follow outside the lock."""
+        self._core.table.remove_rows(segment.base, segment.slots)
+        del self.segments[segment.number]
+        span = range(segment.base, segment.base + segment.slots)
+        self._free[segment.slot_bytes] = [row for row in self._free[segment.slot_bytes] if row not in span]
+
+    def give_back_empty(self) -> None:
+        """Deletes segments that hold nothing. Does I/O; never raises OSError."""
+        with self._growing:
+            with self._core.lock:
+                state, pins = self._core.table.state, self._core.table.pins
+                empty = [
+                    s
+                    for s in self.segments.values()
+                    if (state[s.base : s.base + s.slots] == State.FREE).all() and not pins[s.base : s.base + s.slots].any()
+                ]
+                for segment in empty:
+                    self.forget(segment)
+            for segment in empty:
+                self.remove(segment)
+
+    def close(self) -> None:
+        """Closes all files."""
+        for segment in self.segments.values():
+            self._core.env.close(segment.fd)
+
+    def sync(self) -> None:
+        """Makes everything written so far survive a power loss. Raises OSError."""
+        for segment in list(self.segments.values()):
+            if segment.dirty:
+                segment.dirty = False
+                try:
+                    self._core.env.sync(segment.fd)
+                except OSError:
+                    segment.dirty = True
+                    raise
+
+    def _of_size(self, slot_bytes: int) -> list[Segment]:
+        return [s for s in self.segments.values() if s.slot_bytes == slot_bytes]
+
+    def _lru_of(self, slot_bytes: int) -> LeastRecentlyUsed:
+        if slot_bytes not in self._lru:
+            self._lru[slot_bytes] = LeastRecentlyUsed(self._core.table)
+        return self._lru[slot_bytes]
+
+    def _grow(self, slot_bytes: int) -> bool:
+        slots = self._slots_of_new(slot_bytes)
+        if slots == 0:
+            return False
+        core = self._core
+        number, self._next_number = self._next_number, self._next_number + 1
+        try:
+            segment = create_segment(core.env, core.folder, number, slot_bytes, slots, core.identity, core.io)
+        except OSError as error:
+            core.complaints.about("making room for pages", error)
+            return False
+        with core.lock:
+            segment.base = core.table.add_rows(slots, number)
+            self.segments[number] = segment
+            self._free[slot_bytes].extend(range(segment.base, segment.base + slots))
+        return True
+
+    def _slots_of_new(self, slot_bytes: int) -> int:
+        """Slots that the next segment of this size may have; 0 when there is no room for it."""
+        config = self._core.config
+        share = config.capacity_bytes // self._ranks
+        target = min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
+        full = max(1, (target - BLOCK) // slot_bytes)
+        if self.bytes_used + BLOCK + full * slot_bytes > self.allowance:
+            self._evict_others(self.bytes_used + BLOCK + full * slot_bytes)
+        slots = min(full, (self.allowance - self.bytes_used - BLOCK) // slot_bytes)
+        # A remainder much smaller than a segment is not worth a file, unless pages of this size have no place at all.
+        if slots < 1 or (slots < full // 8 and self._of_size(slot_bytes)):
+            return 0
+        return slots if self._fits_filesystem(BLOCK + slots * slot_bytes) else 0
+
+    def _fits_filesystem(self, nbytes: int) -> bool:
+        try:
+            return self._core.env.free_bytes(self._core.folder) - nbytes >= self._core.config.min_free_bytes
+        except OSError as error:
+            self._core.complaints.about("asking for free space", error)
+            return False
+
+    def _take_from_others(self, slot_bytes: int) -> bool:
+        """Gives back the coldest segment of another slot size when all its pages are older than what we would evict."""
+        with self._core.lock:
+            own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
+        if self.bytes_used + BLOCK + slot_bytes <= self.allowance:
+            return False
+        return self._retire_coldest(slot_bytes, own)
+
+    def _retire_coldest(self, keep_size: int | None, older_than: int | None = None) -> bool:
+        with self._core.lock:
+            found = coldest_segment(
+                self._core.table, [s for s in self.segments.values() if s.slot_bytes != keep_size]
+            )
+            if found is None or (older_than is not None and found[1] >= older_than):
+                return False
+            segment = found[0]
+            before = len(self._core.table)
+            self.forget(segment)
+            self._core.counters.pages_evicted += before - len(self._core.table)
+        self.remove(segment)
+        return True
+
+    def _evict_others(self, wanted: int) -> None:
+        """Removes other identities that nobody has open, the one opened longest ago first, until `wanted` bytes fit."""
+        env = self._core.env
+        for path, nbytes in list(self._others):
+            if wanted <= self.allowance:
+                return
+            try:
+                freed = remove_namespace(env, path)
+            except OSError as error:
+                self._core.complaints.about("removing pages of another model", error)
+                continue
+            if freed or not env.exists(path):
+                logger.warning("removed %s (%d bytes): this server needs the room", path, nbytes)
+                self._others.remove((path, nbytes))

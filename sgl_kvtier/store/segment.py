@@ -1,0 +1,132 @@
+"""One pre-allocated file of equal slots: made, opened again, closed, given back."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from sgl_kvtier.store.buffers import Scratch
+from sgl_kvtier.store.env import Env, address, read_fully, write_fully
+from sgl_kvtier.store.format import BLOCK, pack_segment_head, slot_offset, unpack_segment_head
+
+_PREFIX = "seg-"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectIO:
+    """How files are opened for page I/O. `alignment` is what O_DIRECT asks of addresses and lengths; 1 = page cache."""
+
+    flags: int
+    alignment: int
+
+    def fits(self, buffers: list[memoryview]) -> bool:
+        """Whether the device may write into or read from this memory itself."""
+        if self.alignment == 1:
+            return True
+        return all((address(buffer) | len(buffer)) % self.alignment == 0 for buffer in buffers)
+
+
+BUFFERED = DirectIO(0, 1)
+
+
+@dataclass(slots=True)
+class Segment:
+    """An open segment. Slot n begins at `offset(n)`; the slot table's rows [base, base + slots) are its slots."""
+
+    number: int
+    slot_bytes: int
+    slots: int
+    path: str
+    fd: int
+    base: int = -1
+    dirty: bool = False
+    """Written since the last sync."""
+
+    @property
+    def nbytes(self) -> int:
+        return BLOCK + self.slots * self.slot_bytes
+
+    def offset(self, slot: int) -> int:
+        return slot_offset(slot, self.slot_bytes)
+
+
+def segment_name(number: int) -> str:
+    """The file name of a segment."""
+    return f"{_PREFIX}{number:08x}"
+
+
+def segment_number(name: str) -> int | None:
+    """The number in a segment's file name; None for any other name."""
+    digits = name.removeprefix(_PREFIX)
+    if digits == name or len(digits) != 8 or any(c not in "0123456789abcdef" for c in digits):
+        return None
+    return int(digits, 16)
+
+
+def create_segment(env: Env, folder: str, number: int, slot_bytes: int, slots: int, identity: bytes, io: DirectIO) -> Segment:
+    """A new file with its disk space reserved. Raises OSError and leaves nothing behind when there is no room."""
+    path = os.path.join(folder, segment_name(number))
+    fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags)
+    segment = Segment(number, slot_bytes, slots, path, fd)
+    try:
+        env.allocate(fd, segment.nbytes)
+        head = _aligned(pack_segment_head(identity, number, slot_bytes, slots))
+        write_fully(env, fd, [head], 0)
+    except OSError:
+        env.close(fd)
+        env.unlink(path)
+        raise
+    return segment
+
+
+def open_segment(env: Env, folder: str, number: int, identity: bytes, io: DirectIO) -> Segment | None:
+    """A segment that an earlier run made; None when its head is not one of ours. Raises OSError."""
+    path = os.path.join(folder, segment_name(number))
+    fd = env.open(path, os.O_RDWR | io.flags)
+    try:
+        head = _aligned(bytes(BLOCK))
+        found = unpack_segment_head(bytes(head[: read_fully(env, fd, [head], 0)]), identity)
+    except OSError:
+        env.close(fd)
+        raise
+    if found is None or found[0] != number:
+        env.close(fd)
+        return None
+    return Segment(number, found[1], found[2], path, fd)
+
+
+def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
+    """What O_DIRECT is good for in this folder. Raises OSError when it was insisted on (`on`) and does not work."""
+    if setting == "off":
+        return BUFFERED
+    path = os.path.join(folder, "probe")
+    try:
+        return DirectIO(os.O_DIRECT, _direct_alignment(env, path))
+    except OSError:
+        if setting == "on":
+            raise
+        return BUFFERED
+    finally:
+        if env.exists(path):
+            env.unlink(path)
+
+
+def _direct_alignment(env: Env, path: str) -> int:
+    fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+    try:
+        block = _aligned(bytes(2 * BLOCK))
+        write_fully(env, fd, [block[:BLOCK]], 0)
+        try:
+            read_fully(env, fd, [block[512 : 512 + BLOCK]], 0)
+        except OSError:
+            read_fully(env, fd, [block[:BLOCK]], 0)
+            return BLOCK
+        return 512
+    finally:
+        env.close(fd)
+
+
+def _aligned(data: bytes) -> memoryview:
+    buffer = Scratch().bounce(len(data))
+    buffer[:] = data
+    return buffer

@@ -1,0 +1,165 @@
+"""Every slot of a store as one row of numpy arrays: which page it holds, when it was used, who reads it.
+
+About 75 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_kvtier.store.format import KEY_BYTES
+from sgl_kvtier.store.hashtable import EMPTY, HashTable, Rows
+from sgl_kvtier.types import PageKey
+
+
+class State(enum.IntEnum):
+    """What a row is. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while somebody still reads the slot."""
+
+    NONE = 0
+    """No slot: a gap left by a segment that was given back."""
+    FREE = 1
+    WRITING = 2
+    LIVE = 3
+    DOOMED = 4
+
+
+class SlotTable:
+    """Rows of slots, and the row of a key. A row number means the same slot until its segment is removed."""
+
+    def __init__(self) -> None:
+        self.keys: NDArray[np.uint64] = np.zeros((0, 4), np.uint64)
+        self.sequence: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self.used: NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self.length: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self.segment: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self.pool: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.state: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.pools: list[str] = []
+        self._table = HashTable()
+        self._clock = 0
+        self._gaps: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        """Pages that can be found: written or being written."""
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory the rows and the hash table take."""
+        return sum(column.nbytes for column in self._columns().values()) + self._table.nbytes
+
+    def pool_id(self, pool: str) -> int:
+        """The small number that stands for a pool's name in this process."""
+        if pool not in self.pools:
+            self.pools.append(pool)
+        return self.pools.index(pool)
+
+    def add_rows(self, count: int, segment: int) -> int:
+        """Free rows for a new segment; returns the first one."""
+        for i, (start, stop) in enumerate(self._gaps):
+            if stop - start >= count:
+                self._gaps[i] = (start + count, stop)
+                break
+        else:
+            start = len(self.state)
+            self._grow(start + count)
+        self._gaps = [gap for gap in self._gaps if gap[0] < gap[1]]
+        self.state[start : start + count] = State.FREE
+        self.segment[start : start + count] = segment
+        return start
+
+    def remove_rows(self, start: int, count: int) -> None:
+        """Gives up the rows of a segment, none of which may be pinned or being written."""
+        rows = np.arange(start, start + count)
+        self.drop(rows[self.state[rows] == State.LIVE])
+        assert not self.pins[rows].any() and (self.state[rows] == State.FREE).all()
+        self.state[rows] = State.NONE
+        self._gaps.append((start, start + count))
+
+    def find(self, keys: Sequence[PageKey], pool: str) -> Rows:
+        """The row of each key, EMPTY where there is none. Raises ValueError for keys that are not 32 bytes."""
+        return self._table.find(words(keys), self.pool_id(pool), self.keys, self.pool)
+
+    def touch(self, rows: Rows) -> None:
+        """Marks rows as the most recently used ones."""
+        self._clock += 1
+        self.used[rows] = self._clock
+
+    def age(self, rows: Rows) -> None:
+        """Marks rows as used one after the other, the first one longest ago."""
+        self.used[rows] = self._clock + 1 + np.arange(len(rows))
+        self._clock += len(rows)
+
+    def enter(self, rows: Rows, keys: NDArray[np.uint64], pools: Rows, lengths: Rows, sequences: Rows) -> None:
+        """Makes free rows WRITING rows of new, distinct keys."""
+        assert (self.state[rows] == State.FREE).all()
+        self.keys[rows] = keys
+        self.pool[rows] = pools
+        self.length[rows] = lengths
+        self.sequence[rows] = sequences
+        self.state[rows] = State.WRITING
+        self._table.insert(rows, self.keys, self.pool)
+        self.touch(rows)
+
+    def publish(self, rows: Rows) -> None:
+        """WRITING rows become LIVE ones."""
+        self.state[rows] = State.LIVE
+
+    def drop(self, rows: Rows) -> Rows:
+        """Forgets pages; returns the rows that are free now. Pinned ones become free with their last `unpin`."""
+        self._table.remove(rows, self.keys, self.pool)
+        pinned = self.pins[rows] > 0
+        self.state[rows[pinned]] = State.DOOMED
+        self.state[rows[~pinned]] = State.FREE
+        return rows[~pinned]
+
+    def pin(self, rows: Rows) -> None:
+        """Keeps slots from being reused. Counts: every pin needs one unpin."""
+        np.add.at(self.pins, rows, 1)
+
+    def unpin(self, rows: Rows) -> Rows:
+        """Takes back one pin each; returns the rows that are free now."""
+        np.subtract.at(self.pins, rows, 1)
+        rows = np.unique(rows)
+        freed = rows[(self.pins[rows] == 0) & (self.state[rows] == State.DOOMED)]
+        self.state[freed] = State.FREE
+        return freed
+
+    def key_of(self, row: int) -> bytes:
+        return self.keys[row].tobytes()
+
+    def check(self) -> None:
+        """Asserts what must always hold between calls; for tests."""
+        live = np.flatnonzero((self.state == State.LIVE) | (self.state == State.WRITING))
+        assert len(live) == len(self._table)
+        for pool in range(len(self.pools)):
+            mine = live[self.pool[live] == pool]
+            assert (self._table.find(self.keys[mine], pool, self.keys, self.pool) == mine).all()
+        assert not self.pins[(self.state == State.FREE) | (self.state == State.NONE)].any()
+
+    def _columns(self) -> dict[str, np.ndarray]:
+        names = ("keys", "sequence", "used", "length", "segment", "pool", "pins", "state")
+        return {name: getattr(self, name) for name in names}
+
+    def _grow(self, rows: int) -> None:
+        if rows <= len(self.state):
+            return
+        for name, column in self._columns().items():
+            wider = np.zeros((rows, *column.shape[1:]), column.dtype)
+            wider[: len(column)] = column
+            setattr(self, name, wider)
+
+
+def words(keys: Sequence[PageKey]) -> NDArray[np.uint64]:
+    """Keys as rows of four 64-bit words. Raises ValueError for keys that are not 32 bytes."""
+    if any(len(key) != KEY_BYTES for key in keys):
+        raise ValueError(f"a page key is {KEY_BYTES} bytes")
+    return np.frombuffer(b"".join(keys), np.dtype("<u8")).reshape(-1, 4)
+
+
+__all__ = ["EMPTY", "Rows", "SlotTable", "State", "words"]

@@ -1,0 +1,202 @@
+"""Stores in front of a store: `Throttled` is a slower device, `Faulty` an unreliable one. Same interface."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from sgl_kvtier.config import FaultConfig, ThrottleConfig
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.base import (
+    KV,
+    PageRead,
+    PageStore,
+    PageWrite,
+    PutOutcome,
+    ReadJob,
+    ReadOutcome,
+    StoreStats,
+)
+from sgl_kvtier.store.link import Link, LinkJob
+from sgl_kvtier.types import Lookup, PageKey
+
+
+class _InFront:
+    """Hands everything on to the store behind it."""
+
+    def __init__(self, store: PageStore) -> None:
+        self._store = store
+
+    def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
+        return self._store.lookup(keys, pool)
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
+    ) -> ReadJob:
+        return self._store.read(pages, priority=priority, deadline_s=deadline_s, on_page=on_page)
+
+    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        return self._store.put(pages)
+
+    def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
+        return self._store.delete(keys, pool)
+
+    def clear(self) -> int:
+        return self._store.clear()
+
+    def stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Throttled(_InFront):
+    """A store as it would be on a slower device: one link for all reads and one for all writes.
+
+    A page occupies the read link for its bytes at `read_gbps`; each job, or each put, first waits `latency_ms`, during
+    which the link serves others. Pages end one by one in the order of their jobs' priorities and of the pages in a job.
+    """
+
+    def __init__(self, store: PageStore, config: ThrottleConfig) -> None:
+        super().__init__(store)
+        self._config = config
+        self._link = Link(store, config.read_gbps, config.latency_ms / 1e3)
+        self._write_lock = threading.Lock()
+        self._write_free_at = 0.0
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
+    ) -> LinkJob:
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        return self._link.submit(pages, priority, deadline, on_page)
+
+    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        started = time.monotonic()
+        outcomes = self._store.put(pages)
+        nbytes = sum(
+            sum(part.nbytes for part in page.data)
+            for page, outcome in zip(pages, outcomes, strict=True)
+            if outcome is PutOutcome.STORED
+        )
+        if nbytes:
+            self._occupy_write_link(nbytes, started + self._config.latency_ms / 1e3)
+        return outcomes
+
+    def close(self) -> None:
+        self._link.close()
+        super().close()
+
+    def _occupy_write_link(self, nbytes: int, earliest: float) -> None:
+        seconds = nbytes * 8e-9 / self._config.write_gbps if self._config.write_gbps else 0.0
+        with self._write_lock:
+            self._write_free_at = until = max(self._write_free_at, earliest) + seconds
+        time.sleep(max(0.0, until - time.monotonic()))
+
+
+class Faulty(_InFront):
+    """A store whose device fails on purpose, by seed: FAILED reads, REFUSED writes, flipped bits on disk, slow reads.
+
+    Which pages are hit depends only on the seed and the order of calls. Flipped bits are written to the disk by the store
+    behind, so its own checks have to find them; a store that cannot do that raises StoreError here.
+    """
+
+    def __init__(self, store: PageStore, config: FaultConfig) -> None:
+        super().__init__(store)
+        self._config = config
+        self._damage: Callable[..., bool] | None = getattr(store, "damage", None)
+        if config.corrupt_rate and self._damage is None:
+            raise StoreError(f"{type(store).__name__} cannot damage its pages: put Faulty directly around the disk store")
+        self._random = random.Random(config.seed)
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
+    ) -> ReadJob:
+        with self._lock:
+            failing = {i for i in range(len(pages)) if self._random.random() < self._config.read_error_rate}
+            stalled = {i for i in range(len(pages)) if self._config.stall_ms and self._random.random() < 0.01}
+        if not failing and not stalled:
+            return self._store.read(pages, priority=priority, deadline_s=deadline_s, on_page=on_page)
+        return _FaultyJob(self._store, pages, priority, deadline_s, on_page, failing, stalled, self._config.stall_ms / 1e3)
+
+    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        with self._lock:
+            refused = [self._random.random() < self._config.write_error_rate for _ in pages]
+            damaged = [self._random.random() < self._config.corrupt_rate for _ in pages]
+            bits = [self._random.getrandbits(48) for _ in pages]
+        through = [i for i, no in enumerate(refused) if not no]
+        outcomes = [PutOutcome.REFUSED] * len(pages)
+        for i, outcome in zip(through, self._store.put([pages[i] for i in through]), strict=True):
+            outcomes[i] = outcome
+            if outcome is PutOutcome.STORED and damaged[i] and self._damage is not None:
+                self._damage(pages[i].key, pages[i].pool, bit=bits[i])
+        return outcomes
+
+
+class _FaultyJob:
+    """A read job some of whose pages fail, or end later than they did."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        pages: Sequence[PageRead],
+        priority: int,
+        deadline_s: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        failing: set[int],
+        stalled: set[int],
+        stall_s: float,
+    ) -> None:
+        self._failing = failing
+        self._stalled = stalled
+        self._stall_s = stall_s
+        self._on_page = on_page
+        self._job = store.read(pages, priority=priority, deadline_s=deadline_s, on_page=self._page_ended)
+
+    def _page_ended(self, index: int, outcome: ReadOutcome) -> None:
+        if index in self._stalled:
+            time.sleep(self._stall_s)
+        if self._on_page is not None:
+            self._on_page(index, self._seen(index, outcome))
+
+    def _seen(self, index: int, outcome: ReadOutcome) -> ReadOutcome:
+        return ReadOutcome.FAILED if index in self._failing and outcome is ReadOutcome.OK else outcome
+
+    @property
+    def outcomes(self) -> list[ReadOutcome | None]:
+        return [None if o is None else self._seen(i, o) for i, o in enumerate(self._job.outcomes)]
+
+    @property
+    def in_flight(self) -> int:
+        return self._job.in_flight
+
+    @property
+    def done(self) -> bool:
+        return self._job.done
+
+    def drain(self) -> list[tuple[int, ReadOutcome]]:
+        return [(i, self._seen(i, outcome)) for i, outcome in self._job.drain()]
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self._job.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._job.cancel()

@@ -1,0 +1,245 @@
+"""Putting pages: which are new, where they go, and writing neighbours in one go."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_kvtier.store.base import PageWrite, PutOutcome
+from sgl_kvtier.store.core import Core
+from sgl_kvtier.store.format import MAX_PAYLOAD, PUT, RECORD, SlotHead, slot_bytes
+from sgl_kvtier.store.lanes import Lanes
+from sgl_kvtier.store.room import Room
+from sgl_kvtier.store.slots import EMPTY, Rows, State, words
+from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
+
+_RUN_BYTES = 4 << 20
+_GIVE_WAY_S = 0.02
+"""Longest wait for readers before each run: readers go first, and a writer still moves 200 MB/s beside them."""
+
+
+@dataclass(slots=True)
+class _New:
+    """A page of this batch that is being written."""
+
+    index: int
+    row: int
+    head: SlotHead
+    data: Sequence[memoryview]
+
+
+class Writer:
+    """The write path of one open store. Any number of threads."""
+
+    def __init__(self, core: Core, room: Room, lanes: Lanes, movers: Callable[[], Mover]) -> None:
+        self._core = core
+        self._room = room
+        self._lanes = lanes
+        self._new_mover = movers
+        self._movers: list[Mover] = []
+        self._movers_lock = threading.Lock()
+
+    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
+        outcomes = [PutOutcome.REFUSED] * len(pages)
+        data = [[part.cast("B") for part in page.data] for page in pages]
+        lengths = [sum(map(len, parts)) for parts in data]
+        fitting = [i for i, length in enumerate(lengths) if 0 < length <= MAX_PAYLOAD]
+        with self._core.lock:
+            absent = self._absent(pages, fitting)
+        for size, count in Counter(slot_bytes(lengths[i]) for i in absent).items():
+            self._room.make(size, count)
+        with self._core.lock:
+            new, others = self._enter(pages, data, lengths, fitting, outcomes)
+        written: list[_New] = []
+        try:
+            self._write(new, written)
+        finally:
+            self._publish(new, written, outcomes)
+        self._await_others(others, outcomes)
+        self._count_refused(outcomes)
+        return outcomes
+
+    def _absent(self, pages: Sequence[PageWrite], indexes: list[int]) -> list[int]:
+        """Locked. The pages that are not in the table."""
+        rows = find_pages(self._core, [(pages[i].key, pages[i].pool) for i in indexes])
+        return [i for i, row in zip(indexes, rows.tolist(), strict=True) if row == EMPTY]
+
+    def _enter(
+        self,
+        pages: Sequence[PageWrite],
+        data: list[list[memoryview]],
+        lengths: list[int],
+        indexes: list[int],
+        outcomes: list[PutOutcome],
+    ) -> tuple[list[_New], list[tuple[int, int, int]]]:
+        """Locked. Claims slots for new pages; returns them and (index, row, sequence) of pages others are writing."""
+        table = self._core.table
+        rows = find_pages(self._core, [(pages[i].key, pages[i].pool) for i in indexes])
+        here = dict(zip(indexes, rows.tolist(), strict=True))
+        fresh: dict[tuple[bytes, str], int] = {}
+        repeats: list[int] = []
+        for i in indexes:
+            name = (pages[i].key, pages[i].pool)
+            if here[i] == EMPTY and name in fresh:
+                repeats.append(i)
+            elif here[i] == EMPTY:
+                fresh[name] = i
+        new = self._claim([(i, pages[i], data[i], lengths[i]) for i in fresh.values()])
+        claimed = {(n.head.key, n.head.pool): n.row for n in new}
+        others = []
+        for i in [i for i in indexes if here[i] != EMPTY] + repeats:
+            row = here[i] if here[i] != EMPTY else claimed.get((pages[i].key, pages[i].pool), EMPTY)
+            if row != EMPTY and table.state[row] == State.LIVE:
+                outcomes[i] = PutOutcome.KEPT
+            elif row != EMPTY:
+                others.append((i, row, int(table.sequence[row])))
+        kept = [here[i] for i in indexes if outcomes[i] is PutOutcome.KEPT]
+        table.touch(np.array(kept, np.int64))
+        self._core.counters.pages_kept += len(kept)
+        return new, others
+
+    def _claim(self, wanted: list[tuple[int, PageWrite, list[memoryview], int]]) -> list[_New]:
+        """Locked. A slot for each page as far as there are any, in the order given."""
+        core = self._core
+        new: list[_New] = []
+        by_size: dict[int, list[tuple[int, PageWrite, list[memoryview], int]]] = {}
+        for item in wanted:
+            by_size.setdefault(slot_bytes(item[3]), []).append(item)
+        for size, items in by_size.items():
+            rows = self._room.take(size, len(items))
+            items = items[: len(rows)]
+            if not items:
+                continue
+            first = core.next_sequence(len(items))
+            core.table.enter(
+                rows,
+                words([page.key for _, page, _, _ in items]),
+                np.array([core.table.pool_id(page.pool) for _, page, _, _ in items]),
+                np.array([length for _, _, _, length in items]),
+                np.arange(first, first + len(items)),
+            )
+            for row, (index, page, parts, length) in zip(rows.tolist(), items, strict=True):
+                segment = self._room.segments[int(core.table.segment[row])]
+                head = SlotHead(
+                    core.identity, page.key, page.pool, int(core.table.sequence[row]), length, segment.number, row - segment.base
+                )
+                new.append(_New(index, row, head, parts))
+        return new
+
+    def _write(self, new: list[_New], written: list[_New]) -> None:
+        if not new:
+            return
+        mover = self._take_mover()
+        started = self._core.env.now()
+        try:
+            for run in self._runs(sorted(new, key=lambda n: n.row)):
+                self._lanes.give_way(_GIVE_WAY_S)
+                segment = self._room.segments[run[0].head.segment]
+                try:
+                    segment.dirty = True
+                    mover.write(segment, [n.head for n in run], [n.data for n in run])
+                except OSError as error:
+                    self._core.complaints.about("writing pages", error)
+                    continue
+                written.extend(run)
+            if self._core.config.durable and written:
+                self._sync(written)
+        finally:
+            self._give_mover(mover)
+            self._core.counters.write_busy_s += self._core.env.now() - started
+
+    def _sync(self, written: list[_New]) -> None:
+        try:
+            self._room.sync()
+        except OSError as error:
+            # Nobody knows which of them reached the device: none counts as stored.
+            self._core.complaints.about("syncing pages", error)
+            written.clear()
+
+    def _publish(self, new: list[_New], written: list[_New], outcomes: list[PutOutcome]) -> None:
+        core = self._core
+        good = [n.row for n in written]
+        failed = sorted({n.row for n in new} - set(good))
+        if good:
+            # Before they become readable, and so evictable: the log's order on a slot is the order of its pages.
+            core.log.append(records_of([n.head for n in written], PUT))
+            if core.config.durable:
+                try:
+                    core.log.sync()
+                except OSError as error:
+                    core.complaints.about("syncing the index", error)
+        with core.lock:
+            core.table.publish(np.array(good, np.int64))
+            self._room.release(core.table.drop(np.array(failed, np.int64)))
+            core.counters.pages_written += len(good)
+            core.counters.bytes_written += sum(n.head.length for n in written)
+            core.counters.bytes_written_to_device += sum(slot_bytes(n.head.length) for n in written)
+            core.lock.notify_all()
+        for n in written:
+            outcomes[n.index] = PutOutcome.STORED
+
+    def _await_others(self, others: list[tuple[int, int, int]], outcomes: list[PutOutcome]) -> None:
+        """Another thread, or this batch itself, writes the same page: its outcome is ours."""
+        if not others:
+            return
+        table = self._core.table
+        with self._core.lock:
+            for index, row, sequence in others:
+                self._core.lock.wait_for(
+                    lambda row=row, sequence=sequence: (  # type: ignore[misc]
+                        table.state[row] != State.WRITING or table.sequence[row] != sequence
+                    )
+                )
+                if table.state[row] == State.LIVE and table.sequence[row] == sequence:
+                    outcomes[index] = PutOutcome.KEPT
+                    self._core.counters.pages_kept += 1
+
+    def _count_refused(self, outcomes: list[PutOutcome]) -> None:
+        refused = outcomes.count(PutOutcome.REFUSED)
+        if refused:
+            with self._core.lock:
+                self._core.counters.pages_refused += refused
+
+    def _runs(self, new: list[_New]) -> Iterator[list[_New]]:
+        """Pages in neighbouring slots, as many as make one large write."""
+        run: list[_New] = []
+        nbytes = buffers = 0
+        for n in new:
+            size, parts = slot_bytes(n.head.length), len(n.data) + 2
+            joined = run and run[-1].head.segment == n.head.segment and run[-1].head.slot + 1 == n.head.slot
+            if run and (not joined or nbytes + size > _RUN_BYTES or buffers + parts > MOST_BUFFERS):
+                yield run
+                run, nbytes, buffers = [], 0, 0
+            run.append(n)
+            nbytes += size
+            buffers += parts
+        if run:
+            yield run
+
+    def _take_mover(self) -> Mover:
+        with self._movers_lock:
+            return self._movers.pop() if self._movers else self._new_mover()
+
+    def _give_mover(self, mover: Mover) -> None:
+        with self._movers_lock:
+            self._movers.append(mover)
+
+
+def find_pages(core: Core, names: list[tuple[bytes, str]]) -> Rows:
+    """Locked. The row of each (key, pool), EMPTY where there is none."""
+    rows = np.full(len(names), EMPTY, np.int64)
+    for pool in {pool: None for _, pool in names}:
+        mine = [i for i, (_, other) in enumerate(names) if other == pool]
+        rows[mine] = core.table.find([names[i][0] for i in mine], pool)  # type: ignore[misc]
+    return rows
+
+
+def records_of(heads: Sequence[SlotHead], kind: int) -> np.ndarray:
+    """Records for the index log."""
+    rows = [(h.key, h.pool.encode(), h.sequence, h.segment, h.slot, h.length, kind) for h in heads]
+    return np.array(rows, RECORD)
