@@ -150,7 +150,7 @@ def parse_config(data: Any) -> KVTierConfig:
             continue
         if key not in known:
             raise ConfigError(_unknown(key, "", [*known, *sorted(HOST_KEYS)]))
-        sections[key] = _parse_section(known[key].default_factory, key, value)  # type: ignore[arg-type]
+        sections[key] = _parse_section(type(getattr(KVTierConfig(), key)), key, value)
     return KVTierConfig(**sections)
 
 
@@ -158,7 +158,7 @@ def describe_config() -> list[dict[str, str]]:
     """One row per setting (key, default, allowed, meaning), for `kvtier doctor --settings` and the docs."""
     rows = []
     for section in fields(KVTierConfig):
-        for f in fields(section.default_factory):  # type: ignore[arg-type]
+        for f in _settings_of(section):
             shown = format_bytes(f.default) if f.metadata["is_bytes"] else json.dumps(f.default)
             key = f"{section.name}.{f.name}"
             rows.append({"key": key, "default": shown, "allowed": _allowed(f), "meaning": f.metadata["doc"]})
@@ -168,6 +168,10 @@ def describe_config() -> list[dict[str, str]]:
 def to_dict(config: KVTierConfig) -> dict[str, Any]:
     """The settings as plain data: what `load_config` would read back to an equal object."""
     return dataclasses.asdict(config)
+
+
+def _settings_of(section: Any) -> tuple[Any, ...]:
+    return fields(section.default_factory)
 
 
 def _parse_section(cls: Any, section: str, data: Any) -> Any:

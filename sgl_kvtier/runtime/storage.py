@@ -19,12 +19,13 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
+from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime import identity, plugin, seams, settings
 from sgl_kvtier.runtime.metrics import StoreMetrics
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import open_store
-from sgl_kvtier.store.wrappers import wrap
+from sgl_kvtier.store.wrappers import Faulty, Throttled
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class KVTierStorage(HiCacheStorage):
         who = identity.identity_of(resolving_view(get_server_args()), c, self.registered_pools)
         ranks = c.tp_size * c.pp_size * c.attn_cp_size
         rank = identity.rank_name(c)
-        self._store = wrap(open_store(self.config.store, who, rank, ranks), self.config)
+        self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config)
         if c.enable_storage_metrics:
             self._metrics = StoreMetrics({"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank)})
         stats = self._store.stats()
@@ -281,6 +282,17 @@ class KVTierStorage(HiCacheStorage):
             return self._write(keys, _parts(pool, len(keys), slots), name)
         pages = [pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous() for i in range(len(keys))]
         return self._write(keys, [[_bytes(page)] for page in pages], name)
+
+
+def _in_front(store: PageStore, config: KVTierConfig) -> PageStore:
+    """The store behind the faults and the slower device that the settings ask for, if they do."""
+    if config.faults != FaultConfig(seed=config.faults.seed):
+        logger.warning("kvtier: faults are injected on purpose: %s", config.faults)
+        store = Faulty(store, config.faults)
+    if config.throttle != ThrottleConfig():
+        logger.warning("kvtier: the store is slowed down on purpose: %s", config.throttle)
+        store = Throttled(store, config.throttle)
+    return store
 
 
 def _key(key: str) -> PageKey:

@@ -7,18 +7,15 @@ the user's choices stay, and what cannot work on a CPU is defaulted or refused w
 
 from __future__ import annotations
 
-import glob
-import logging
 import os
+from pathlib import Path
 from typing import Any
 
 NAME = "kvtier_cpu"
 ATTENTION = "kvtier_cpu"
 """Name of the attention backend registered by `attention.register`."""
 
-_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/davinci[0-9]*", "/dev/accel/accel[0-9]*", "/dev/dri/renderD*")
-
-logger = logging.getLogger(__name__)
+_DEVICE_FILES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "accel/accel[0-9]*")
 
 
 def activate() -> str | None:
@@ -31,17 +28,13 @@ def activate() -> str | None:
 
 
 def accelerators() -> list[str]:
-    """What looks like an accelerator on this host, by device files and by torch. Empty on a plain CPU host.
-
-    A render node alone (/dev/dri) may be a display chip that torch cannot use, so it counts only when torch agrees.
-    """
-    sure = [path for pattern in _DEVICE_FILES[:-1] for path in sorted(glob.glob(pattern))]
+    """What looks like an accelerator on this host: device files, else what torch can use. Empty on a plain CPU host."""
+    sure = [str(path) for pattern in _DEVICE_FILES for path in sorted(Path("/dev").glob(pattern))]
     if sure:
         return sure
     import torch  # heavy: only reached where no device file decides
 
-    found = [name for name in ("cuda", "xpu", "mps", "npu", "musa") if _available(torch, name)]
-    return found
+    return [name for name in ("cuda", "xpu", "mps", "npu", "musa") if _available(torch, name)]
 
 
 def _available(torch: Any, name: str) -> bool:

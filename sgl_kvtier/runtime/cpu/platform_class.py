@@ -24,11 +24,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def get_device(self, device_id: int = 0) -> str:
-        """"cpu", as text: SGLang splits it at the colon when --device is left away."""
+        """The device as text, which SGLang splits at the colon when --device is left away."""
+        del device_id
         return "cpu"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         """False: there is no device to pin host memory for."""
+        del device
         return False
 
     def get_default_attention_backend(self) -> str:

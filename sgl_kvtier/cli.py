@@ -1,0 +1,117 @@
+"""The `kvtier` command: finds the part that does the work, hands it the arguments, and prints what went wrong in one line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier import __version__
+from sgl_kvtier.errors import KVTierError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One word after `kvtier`: the object (module:attribute) with add_arguments(parser) and run(args), and two texts."""
+
+    where: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "serve": Command(
+        "sgl_kvtier.bench.commands:serve",
+        "run an SGLang server with the kvtier storage tier",
+        "kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier\n  kvtier serve Qwen/Qwen3-8B --print -- --tp 2",
+    ),
+    "compare": Command(
+        "sgl_kvtier.bench.commands:compare",
+        "replay agent sessions against stock HiCache and kvtier, side by side",
+        "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html out.html",
+    ),
+    "replay": Command(
+        "sgl_kvtier.bench.commands:replay",
+        "replay sessions against a server that is already running",
+        "kvtier replay http://127.0.0.1:30000 --trace generated:swe-mini --json -",
+    ),
+    "model": Command(
+        "sgl_kvtier.bench.commands:model",
+        "write the small random-weight model that CPU runs use",
+        "kvtier model lab-mha",
+    ),
+    "trace": Command(
+        "sgl_kvtier.workload.commands",
+        "list, describe and generate workloads",
+        "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10",
+    ),
+    "bench": Command(
+        "sgl_kvtier.runtime.benchmarks",
+        "measure one part: attention",
+        "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg",
+    ),
+    "doctor": Command(
+        "sgl_kvtier.runtime.doctor",
+        "check this machine: versions, SGLang's seams, platform, disk, memory",
+        "kvtier doctor --config kvtier.json",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status: 0 done, 1 failed, 2 wrong arguments, 130 stopped with Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"kvtier {__version__}")
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"kvtier: no command {name!r}. There are: {', '.join(COMMANDS)}. See kvtier --help", file=sys.stderr)
+        return 2
+    command = COMMANDS[name]
+    try:
+        part = _load(command.where)
+        parser = argparse.ArgumentParser(
+            prog=f"kvtier {name}",
+            description=command.summary,
+            epilog=f"example:\n  {command.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        part.add_arguments(parser)
+        return int(part.run(parser.parse_args(arguments[1:])) or 0)
+    except KVTierError as error:
+        print(f"kvtier {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nkvtier {name}: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def _load(where: str) -> Any:
+    module, _, attribute = where.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: kvtier COMMAND [options]",
+            "",
+            "A verified SSD tier for the KV cache of SGLang, and the tools to measure it.",
+            "",
+            *lines,
+            "",
+            "kvtier COMMAND --help shows its options and an example. kvtier --version",
+        ]
+    )

@@ -1,0 +1,99 @@
+"""What a folder's disk is and roughly how fast: filesystem, free bytes, direct I/O, a short sequential test."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_BLOCK = 1 << 20
+_TEST_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class DiskProbe:
+    """A folder's filesystem: type, free bytes for this user, and whether files can be opened with O_DIRECT."""
+
+    filesystem: str
+    free_bytes: int
+    direct_io: bool
+
+
+@dataclass(frozen=True)
+class DiskSpeed:
+    """Sequential bandwidth of one thread with 1 MiB requests, in MB/s (10^6 bytes); writes include fdatasync."""
+
+    write_mbps: float
+    read_mbps: float
+    nbytes: int
+
+
+def look(folder: Path) -> DiskProbe:
+    """Makes the folder if it is missing and looks at it. Raises OSError when it cannot be made or written."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stats = os.statvfs(folder)
+    return DiskProbe(_filesystem(folder), stats.f_bavail * stats.f_frsize, _opens_direct(folder))
+
+
+def measure(folder: Path, *, direct: bool) -> DiskSpeed:
+    """Writes and reads one temporary file of at most 128 MiB. Raises OSError."""
+    free = os.statvfs(folder)
+    nbytes = min(_TEST_BYTES, free.f_bavail * free.f_frsize // 4) // _BLOCK * _BLOCK
+    block = mmap.mmap(-1, _BLOCK)
+    block.write(os.urandom(_BLOCK))
+    flag = os.O_DIRECT if direct else 0
+    name = _temporary(folder)
+    try:
+        fd = os.open(name, os.O_WRONLY | flag)
+        try:
+            started = time.perf_counter()
+            for _ in range(nbytes // _BLOCK):
+                os.write(fd, block)
+            os.fdatasync(fd)
+            wrote = time.perf_counter() - started
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+        fd = os.open(name, os.O_RDONLY | flag)
+        try:
+            started = time.perf_counter()
+            while os.readv(fd, [block]) > 0:
+                pass
+            read = time.perf_counter() - started
+        finally:
+            os.close(fd)
+    finally:
+        Path(name).unlink()
+        block.close()
+    return DiskSpeed(nbytes / wrote / 1e6, nbytes / read / 1e6, nbytes)
+
+
+def _temporary(folder: Path) -> str:
+    fd, name = tempfile.mkstemp(prefix=".kvtier-probe-", dir=folder)
+    os.close(fd)
+    return name
+
+
+def _opens_direct(folder: Path) -> bool:
+    name = _temporary(folder)
+    try:
+        os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
+        return True
+    except OSError:
+        return False
+    finally:
+        Path(name).unlink()
+
+
+def _filesystem(folder: Path) -> str:
+    path, best, kind = str(folder.resolve()), "", "unknown"
+    for part in psutil.disk_partitions(all=True):
+        inside = path == part.mountpoint or path.startswith(part.mountpoint.rstrip("/") + "/")
+        if inside and len(part.mountpoint) >= len(best):
+            best, kind = part.mountpoint, part.fstype
+    return kind
