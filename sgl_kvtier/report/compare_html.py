@@ -41,7 +41,8 @@ def compare_html(result: dict) -> str:
         Section("repeat", "How to repeat", _repeat(result)),
     ]
     arms = ", ".join(result["arms"])
-    subtitle = f"{arms} · {_plural(result.get('rounds'), 'round')} · {environment.get('date', 'no date')}"
+    date = str(environment.get("date", "date not recorded")).replace("T", " ").replace("+00:00", " UTC")
+    subtitle = f"{arms} · {_plural(result.get('rounds'), 'round')} · {date}"
     return html.page("Comparison of KV-cache tiers", subtitle, sections)
 
 
@@ -142,7 +143,9 @@ def _losing(result: dict) -> str:
     if not compared:
         return html.paragraph_html(f"Nothing to compare: there is no arm {OURS} beside another with measurements.")
     if not table.rows:
-        return html.paragraph_html(f"None: {OURS} is at least as good as every other arm in all {compared} cells compared.")
+        return html.paragraph_html(
+            f"None: {OURS} is at least as good as every other arm in everything compared ({_plural(compared, 'cell')})."
+        )
     text = (
         f"{OURS} does worse than another arm in {len(table.rows)} of the {compared} cells compared: each percentile of each "
         "metric and the throughput against each other arm, and the median TTFT of each turn against the best arm there. "

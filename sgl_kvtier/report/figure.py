@@ -33,7 +33,7 @@ _FREE = ("#009E73", "#CC79A7", "#E69F00", "#000000", "#8C564B", "#117733", "#882
 _DASHES = {"recompute": (0, (1, 1.2)), "hicache": (0, (4, 1.6)), "hicache-file": (0, (5, 1.4, 1, 1.4)), "kvtier": "-"}
 _FREE_DASHES = ("-", (0, (4, 1.6)), (0, (5, 1.4, 1, 1.4)), (0, (1, 1.2)))
 _MARKERS = {"recompute": "s", "hicache": "^", "hicache-file": "D", "kvtier": "o"}
-_FREE_MARKERS = "ov<>PX*h"
+_FREE_MARKERS = "v<>PX*hp"
 
 # One hue from dark to light for cached tokens, nearest tier darkest: the order survives grey print and colour blindness.
 PARTS = {

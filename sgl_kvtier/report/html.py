@@ -16,8 +16,8 @@ from sgl_kvtier.report.table import MISSING, Table, format_bytes, format_value, 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
-_LONGEST_NAME = 28
-"""Characters up to which the first cell of a row is kept on one line."""
+_LONGEST_NAME, _LONGEST_WORD = 28, 16
+"""Characters up to which a row's first cell, and its others, are kept on one line."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,9 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, s
         if isinstance(value, Mapping) and value:
             pairs += flatten(value, path + ".")
         else:
-            is_size = name.endswith("bytes") and isinstance(value, (int, float))
-            pairs.append((path.replace("_", " "), format_bytes(value) if is_size else _text(value)))
+            is_size = name.endswith("_bytes") and isinstance(value, (int, float))
+            text = format_bytes(value) if is_size else _text(value)
+            pairs.append(((path.removesuffix("_bytes") if is_size else path).replace("_", " "), text))
     return pairs
 
 
@@ -159,7 +160,7 @@ def _text(value: object) -> str:
 
 def _cell(text: str, is_number: bool, before: str | None) -> str:
     """One cell; `before` is HTML in front of a row's first cell, and None for the others."""
-    is_name = before is not None and len(text) <= _LONGEST_NAME
+    is_name = len(text) <= (_LONGEST_WORD if before is None else _LONGEST_NAME)
     wanted = {"number": is_number, "missing": text == MISSING, "name": is_name}
     classes = " ".join(name for name, is_wanted in wanted.items() if is_wanted)
     attribute = f' class="{classes}"' if classes else ""

@@ -43,6 +43,9 @@ __all__ = [
 
 _EMPHASISED = "kvtier"
 
+_MOST_STEPS = 1000
+"""Steps of a distribution that are drawn; more would only make the file large."""
+
 
 @dataclass(frozen=True)
 class Series:
@@ -110,9 +113,10 @@ def cdf(samples: Mapping[str, Sequence[float | None]], title: str, x_label: str,
         present = sorted(v for v in _floats(values) if math.isfinite(v) and (v > 0 or not log_x))
         if not present:
             continue
-        shares = [100 * (i + 1) / len(present) for i in range(len(present))]
+        kept = _thinned(len(present))
+        shares = [100 * (i + 1) / len(present) for i in kept]
         axes.step(
-            [present[0], *present],
+            [present[0], *(present[i] for i in kept)],
             [0, *shares],
             where="post",
             label=_safe(name),
@@ -209,6 +213,13 @@ def timeline(bars: Sequence[Bar], title: str, x_label: str) -> str:
 
 def _floats(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else float(value) for value in values]
+
+
+def _thinned(count: int) -> list[int]:
+    """Positions to draw of `count` sorted samples: all of a thousand, evenly chosen ones with both ends of more."""
+    if count <= _MOST_STEPS:
+        return list(range(count))
+    return [round(i * (count - 1) / (_MOST_STEPS - 1)) for i in range(_MOST_STEPS)]
 
 
 def _number(value: float | None) -> float:
