@@ -1,0 +1,57 @@
+"""What the workload's tests share: tiny trace files, and the folder with the real ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REAL_TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+
+WriteTrace = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    """The folder with the real traces; tests that need it are skipped elsewhere."""
+    if not (REAL_TRACES / "swe_mini_deepseek.jsonl.gz").is_file():
+        pytest.skip("no real traces in ../shared/traces")
+    return REAL_TRACES
+
+
+@pytest.fixture
+def write_trace(tmp_path: Path) -> WriteTrace:
+    """Writes records (objects as JSON, texts as they are) to a trace file; packed if its name ends in .gz."""
+
+    def write(name: str, *records: Any) -> Path:
+        lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
+        data = "".join(line + "\n" for line in lines).encode()
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+        return path
+
+    return write
+
+
+def swe_record(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """One line of the swe format with these turns."""
+    head = {"session_id": "s1", "source": "owner/repo", "licence": "MIT", "batch": "b", "batch_offset_s": 0.0}
+    return {**head, **fields, "turns": list(turns)}
+
+
+def user(content: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **fields}
+
+
+def tool(content: str, t: float | None = None, **fields: Any) -> dict[str, Any]:
+    timed = {} if t is None else {"t_offset_s": t}
+    return {"role": "tool", "content": content, **timed, **fields}
+
+
+def assistant(content: str, t: float | None = None, **fields: Any) -> dict[str, Any]:
+    timed = {} if t is None else {"t_offset_s": t}
+    return {"role": "assistant", "content": content, **timed, **fields}
