@@ -6,10 +6,10 @@ so nothing is decided here: `storage.KVTierStorage` and `settings.check_server` 
 
 from __future__ import annotations
 
-import logging
+import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
 from sgl_kvtier.runtime.settings import BACKEND
 
@@ -19,16 +19,16 @@ WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.record_weight_version_after_update"
 )
+COMMAND_LINE = "sglang.srt.server_args.ServerArgs.add_cli_args"
 ARGUMENTS = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
-
-logger = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Registers our hooks; SGLang applies them right after. Runs once per process, before arguments are parsed."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    _widen_command_line()
+    _know_attention_backend()
+    HookRegistry.register(COMMAND_LINE, _widen_command_line, HookType.AFTER)
     HookRegistry.register(ARGUMENTS, _check_arguments, HookType.AFTER)
     if "sglang.srt.managers.scheduler" in sys.modules:  # other processes need not import what these targets import
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
@@ -39,19 +39,21 @@ def register() -> None:
         HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
 
 
-def _widen_command_line() -> None:
+def _know_attention_backend() -> None:
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
-    from sglang.srt.arg_groups.fields.memory import Memory
 
     from sgl_kvtier.runtime.cpu.platform import ATTENTION, activate
 
-    hints = get_type_hints(Memory, include_extras=True)
-    for meta in hints["hicache_storage_backend"].__metadata__:
-        choices = getattr(meta, "choices", None)
-        if choices is not None and BACKEND not in choices:
-            choices.append(BACKEND)
     if activate() is not None and ATTENTION not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION])
+
+
+def _widen_command_line(result: None, parser: argparse.ArgumentParser) -> None:
+    """After SGLang declared its options: our name is among the choices of --hicache-storage-backend."""
+    del result
+    for action in parser._actions:
+        if action.dest == "hicache_storage_backend" and action.choices is not None and BACKEND not in action.choices:
+            action.choices = [*action.choices, BACKEND]
 
 
 def _check_arguments(result: None, server_args: Any) -> None:
