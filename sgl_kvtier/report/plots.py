@@ -266,7 +266,12 @@ def _plain_log_ticks(axis: object) -> None:
 def _thousands(axis: object) -> None:
     from matplotlib import ticker  # heavy and optional, see figure.new_figure
 
-    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.10g}"))  # type: ignore[attr-defined]
+    # Full numbers such as 1,200,000 run into each other.
+    largest = max(map(abs, axis.get_view_interval()))  # type: ignore[attr-defined]
+    step, suffix = (1e6, "M") if largest >= 2e6 else (1e3, "k") if largest >= 2e4 else (1, "")
+    axis.set_major_formatter(  # type: ignore[attr-defined]
+        ticker.FuncFormatter(lambda value, _: f"{value / step:,.10g}{suffix if value else ''}")
+    )
     axis.set_major_locator(ticker.MaxNLocator(6))  # type: ignore[attr-defined]
 
 
@@ -287,4 +292,5 @@ def _share(axes: Axes, x: float, row: int, share: float, fill: str, *, hatched: 
     red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
     ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else INK
     box = {"facecolor": fill, "edgecolor": FAINT, "linewidth": 0, "pad": 1.2} if hatched else None
-    axes.text(x, row, f"{100 * share:.0f} %", ha="center", va="center", fontsize=7.5, color=ink, bbox=box)
+    text = "> 99 %" if 0.995 <= share < 1 else f"{100 * share:.0f} %"
+    axes.text(x, row, text, ha="center", va="center", fontsize=7.5, color=ink, bbox=box)

@@ -15,6 +15,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 from rich.text import Text
 
 PLAIN_EVERY_S = 5.0
@@ -116,14 +117,15 @@ def progress(
 
 @contextmanager
 def _live(state: Progress, console: Console) -> Iterator[None]:
+    # The note alone gives way on a narrow terminal: counts and times are what people look for.
     # stdout is not redirected: what the caller prints there must reach stdout, not the bar's stderr.
     bar = RichProgress(
         _Cell(state, lambda s: s.label, "bold"),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=24 if console.width >= 90 else 8),
         _Cell(state, lambda s: s.count()),
         _Cell(state, lambda s: format_duration(s.elapsed_s)),
         _Cell(state, _left, "cyan"),
-        _Cell(state, lambda s: s.note, "dim"),
+        _Cell(state, lambda s: s.note, "dim", table_column=Column(ratio=1, no_wrap=True)),
         console=console,
         redirect_stdout=False,
         expand=True,
@@ -140,8 +142,10 @@ def _live(state: Progress, console: Console) -> Iterator[None]:
 class _Cell(ProgressColumn):
     """One text of the live display, read from the state each time it is drawn."""
 
-    def __init__(self, state: Progress, text: Callable[[Progress], str], style: str = "") -> None:
-        super().__init__()
+    def __init__(
+        self, state: Progress, text: Callable[[Progress], str], style: str = "", table_column: Column | None = None
+    ) -> None:
+        super().__init__(table_column or Column(no_wrap=True))
         self._state, self._text, self._style = state, text, style
 
     def render(self, task: Task) -> Text:
