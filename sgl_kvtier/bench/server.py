@@ -168,18 +168,22 @@ class Server:
             written += counters.write_bytes
         return read, written
 
+    def ask_to_end(self) -> None:
+        """SIGTERM, without waiting."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL to what is left of the process group. Does nothing when it has ended or never began."""
         process = self._process
         if process is None:
             return
         members = self._members()
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(TERMINATE_S)
-            except subprocess.TimeoutExpired:
-                pass
+        self.ask_to_end()
+        try:
+            process.wait(TERMINATE_S)
+        except subprocess.TimeoutExpired:
+            pass
         # Workers that outlive the launcher keep its group; those that left the group are in the list from before.
         for member in {*members, *self._members()}:
             try:
@@ -227,10 +231,17 @@ class Server:
 _RUNNING: dict[int, Server] = {}
 
 
+def stop_servers(servers: Sequence[Server]) -> None:
+    """Stops these servers, all at the same time."""
+    for server in servers:
+        server.ask_to_end()
+    for server in servers:
+        server.stop()
+
+
 def stop_all() -> None:
     """Stops every server of this process that is still running. Registered to run when the interpreter exits."""
-    for server in list(_RUNNING.values()):
-        server.stop()
+    stop_servers(list(_RUNNING.values()))
 
 
 atexit.register(stop_all)

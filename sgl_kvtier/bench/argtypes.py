@@ -1,0 +1,120 @@
+"""Arguments that several bench commands share, and their types with messages that say what is allowed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sgl_kvtier.bench.load import LoadOptions
+from sgl_kvtier.bench.replay import FEEDBACK, ReplayOptions
+from sgl_kvtier.config import parse_bytes
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return value
+
+
+def not_negative(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of at least 0")
+    return value
+
+
+def size(text: str) -> int:
+    """A size in bytes such as 4GiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a size such as 4GiB or 500MB") from error
+
+
+def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -> None:
+    """Which sessions to replay."""
+    group = parser.add_argument_group("workload")
+    group.add_argument(
+        "--trace",
+        metavar="SOURCE",
+        help="a trace file, a trace's short name, or generated:PRESET (default: swe_mini_deepseek if found, else "
+        "generated:swe-mini; `kvtier trace list` shows what there is)",
+    )
+    group.add_argument("--traces-dir", type=Path, metavar="DIR", help="where traces are (default: ../shared/traces)")
+    group.add_argument("--sessions", type=positive, metavar="N", help=f"sessions (default {defaults.sessions})")
+    group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the trace's first N sessions")
+    group.add_argument("--turns", type=positive, metavar="N", help=f"cut sessions after N calls (default {defaults.turns})")
+    group.add_argument(
+        "--divisor",
+        type=positive,
+        metavar="D",
+        help=f"lab models: divide all token counts by D, keep the structure (default {defaults.divisor})",
+    )
+    group.add_argument("--max-prompt-tokens", type=positive, metavar="N", help="cut sessions before a longer prompt")
+    group.add_argument("--max-output-tokens", type=positive, metavar="N", help="generate at most N tokens a call")
+
+
+def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:
+    """What `add_load_arguments` parsed; `defaults` fill what was not given."""
+    return LoadOptions(
+        source=args.trace,
+        traces_dir=args.traces_dir,
+        sessions=args.sessions or defaults.sessions,
+        skip=args.skip,
+        turns=args.turns or defaults.turns,
+        divisor=args.divisor or defaults.divisor,
+        most_prompt_tokens=args.max_prompt_tokens,
+        most_output_tokens=args.max_output_tokens or defaults.most_output_tokens,
+        seed=args.seed,
+    )
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOptions) -> None:
+    """How to replay them."""
+    group = parser.add_argument_group("replay")
+    group.add_argument(
+        "--concurrency", type=positive, default=defaults.concurrency, metavar="N", help="sessions at a time (default %(default)s)"
+    )
+    group.add_argument(
+        "--feedback",
+        choices=FEEDBACK,
+        default=defaults.feedback,
+        help="what the next prompt continues with: the trace's own output, so that every server gets the same prompts, or "
+        "the server's (default %(default)s)",
+    )
+    group.add_argument(
+        "--gap-scale",
+        type=not_negative,
+        default=defaults.gap_scale,
+        metavar="X",
+        help="recorded tool gaps times X (default %(default)s; 0 = no waiting)",
+    )
+    group.add_argument(
+        "--gap-cap",
+        type=not_negative,
+        default=defaults.gap_cap_s,
+        metavar="S",
+        help="no gap longer than S seconds (default: "
+        + ("none)" if defaults.gap_cap_s is None else "%(default)s)"),
+    )
+    group.add_argument("--seed", type=int, default=0, help="for generated sessions and weights (default 0)")
+
+
+def replay_options(args: argparse.Namespace, most_output_tokens: int | None = None) -> ReplayOptions:
+    """What `add_replay_arguments` parsed."""
+    return ReplayOptions(
+        concurrency=args.concurrency,
+        feedback=args.feedback,
+        gap_scale=args.gap_scale,
+        gap_cap_s=args.gap_cap,
+        most_output_tokens=args.max_output_tokens or most_output_tokens,
+    )

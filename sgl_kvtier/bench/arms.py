@@ -1,0 +1,143 @@
+"""What is compared: each arm as launch flags for the same model, pools, chunk and page size, and our recommended flags.
+
+Sources: SGLang 0.5.23 `--help`; on a CPU HiCache needs the direct copies and the page_first_direct layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_kvtier.bench.server import Launch
+from sgl_kvtier.errors import BenchError
+
+BASELINE = "recompute"
+OURS = "kvtier"
+ARMS = {
+    BASELINE: "radix cache on the device only: what was evicted is computed again",
+    "hicache": "SGLang's HiCache with its host pool, no storage",
+    "hicache-file": "HiCache with its host pool and SGLang's own file backend as storage",
+    OURS: "HiCache with its host pool and kvtier as storage",
+}
+"""Every arm and what it is. The order is the one results are shown in."""
+
+STORAGE_ARMS = ("hicache-file", OURS)
+_STORED_AS = {"hicache-file": "file", OURS: "kvtier"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all arms have in common. None leaves a choice to SGLang."""
+
+    model_path: str
+    served_name: str
+    device: str
+    page_size: int
+    chunk_tokens: int
+    dtype: str = "auto"
+    device_tokens: int | None = None
+    host_ratio: float = 2.0
+    storage_bytes: int = 4 << 30
+    prefetch_threshold: int = 256
+    context_tokens: int | None = None
+    max_running: int | None = None
+    seed: int = 0
+    threads: int = 1
+    tp: int = 1
+    extra: tuple[str, ...] = ()
+
+    @property
+    def host_tokens(self) -> int | None:
+        """Tokens in the host pool of the arms that have one; None where SGLang sizes the device pool."""
+        return None if self.device_tokens is None else int(self.device_tokens * self.host_ratio)
+
+
+def storage_folder(folder: Path) -> Path:
+    """Where an arm keeps its storage tier, inside the arm's own folder."""
+    return folder / "storage"
+
+
+def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
+    """The launch of one arm, its folder made and its settings file written. Raises BenchError for an unknown arm."""
+    check_arms([arm])
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = [*base_flags(setup)]
+    env = server_env(setup)
+    if arm != BASELINE:
+        flags += cache_flags(setup.device, setup.host_ratio)
+    if arm in STORAGE_ARMS:
+        storage = storage_folder(folder)
+        settings = folder / "storage.json"
+        settings.write_text(json.dumps(_storage_settings(arm, setup, storage), indent=1) + "\n")
+        flags += storage_flags(_STORED_AS[arm], settings)
+        if arm == "hicache-file":
+            env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
+            env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)
+    return Launch((*flags, *setup.extra), env)
+
+
+def check_arms(arms: Sequence[str]) -> None:
+    """Raises BenchError, with the names there are, if one is unknown, given twice, or none is given."""
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown or not arms or len(set(arms)) < len(arms):
+        wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+        raise BenchError(f"--arms: {wrong}. There are: {', '.join(ARMS)}")
+
+
+def base_flags(setup: Setup) -> list[str]:
+    """The flags every arm has."""
+    flags = ["--model-path", setup.model_path, "--served-model-name", setup.served_name]
+    flags += ["--random-seed", str(setup.seed), "--dtype", setup.dtype, "--tp-size", str(setup.tp)]
+    flags += ["--page-size", str(setup.page_size), "--chunked-prefill-size", str(setup.chunk_tokens)]
+    if setup.device_tokens is not None:
+        flags += ["--max-total-tokens", str(setup.device_tokens)]
+    if setup.context_tokens is not None:
+        flags += ["--context-length", str(setup.context_tokens)]
+    if setup.max_running is not None:
+        flags += ["--max-running-requests", str(setup.max_running)]
+    return [*flags, *device_flags(setup.device), "--enable-metrics", "--enable-cache-report"]
+
+
+def device_flags(device: str) -> list[str]:
+    """What the kind of machine asks for. The CPU platform brings its own attention backend, so none is named there."""
+    if device != "cpu":
+        return ["--attention-backend", "flashinfer"]
+    # Without --sleep-on-idle an idle server keeps one core busy, which on a small host is half of the machine.
+    return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-cuda-graph", "--sleep-on-idle"]
+
+
+def cache_flags(device: str, host_ratio: float) -> list[str]:
+    """HiCache with a host pool of `host_ratio` times the device pool, in a page-contiguous layout."""
+    copies, layout = ("direct", "page_first_direct") if device == "cpu" else ("kernel", "page_first")
+    flags = ["--enable-hierarchical-cache", "--hicache-ratio", f"{host_ratio:g}"]
+    return [*flags, "--hicache-io-backend", copies, "--hicache-mem-layout", layout]
+
+
+def storage_flags(backend: str, settings: Path) -> list[str]:
+    """The storage tier: its name and its settings file."""
+    return ["--hicache-storage-backend", backend, "--hicache-storage-backend-extra-config", f"@{settings}"]
+
+
+def server_env(setup: Setup) -> dict[str, str]:
+    """Variables for one server. They bound its threads, and on a CPU keep waiting threads from spinning."""
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    if setup.device == "cpu":
+        # With OpenMP's default spin-wait one busy neighbour slows two-thread torch by an order of magnitude.
+        env |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads)}
+    return env
+
+
+def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = ()) -> list[str]:
+    """Our recommended flags for a user's own server. `extra` comes last, so that a flag given there wins."""
+    page = "16" if device == "cpu" else "64"
+    flags = ["--model-path", model, "--page-size", page, *device_flags(device), *cache_flags(device, 2.0)]
+    return [*flags, *storage_flags("kvtier", settings), "--enable-metrics", "--enable-cache-report", *extra]
+
+
+def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object]:
+    settings: dict[str, object] = {"prefetch_threshold": setup.prefetch_threshold}
+    if arm == OURS:
+        settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
+    return settings

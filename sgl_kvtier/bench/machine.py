@@ -1,0 +1,46 @@
+"""Who used the processor while a round was measured: our server and client, or others on the same machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShare:
+    """Processor use over a span of time, in cores (1.0 = one core all the time).
+
+    `foreign_cores` is what other processes used; `stolen_cores` what the hypervisor gave to other machines.
+    """
+
+    wall_s: float
+    own_cores: float
+    foreign_cores: float
+    stolen_cores: float
+
+
+class CpuWatch:
+    """Measures from its making to `stop`. `own_cpu_s` gives the processor seconds of the server being measured."""
+
+    def __init__(self, own_cpu_s: Callable[[], float]) -> None:
+        self._own_cpu_s = own_cpu_s
+        self._started = self._read()
+
+    def stop(self) -> CpuShare:
+        """The shares since the beginning."""
+        wall, busy, stolen, own = (now - then for now, then in zip(self._read(), self._started, strict=True))
+        wall = max(wall, 1e-9)
+        # A process that ended takes its counted time with it, so differences can fall below zero.
+        own = max(own, 0.0)
+        return CpuShare(wall, own / wall, max(busy - own, 0.0) / wall, max(stolen, 0.0) / wall)
+
+    def _read(self) -> tuple[float, float, float, float]:
+        times = psutil.cpu_times()
+        busy = times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+        # Linux counts guests' time in user already, and niced work apart.
+        busy += getattr(times, "nice", 0.0)
+        own = self._own_cpu_s() + time.process_time()
+        return time.monotonic(), busy, getattr(times, "steal", 0.0), own

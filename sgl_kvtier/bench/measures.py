@@ -1,0 +1,175 @@
+"""From requests to figures: each arm's latencies, equality with recompute, tokens by tier, bytes, rounds and ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sgl_kvtier.bench.arms import BASELINE, OURS
+from sgl_kvtier.bench.client import Metrics
+from sgl_kvtier.bench.machine import CpuShare
+from sgl_kvtier.bench.replay import Sample, milliseconds
+from sgl_kvtier.bench.server import Usage
+from sgl_kvtier.report import pair_ratios, percentile, summary
+
+TIERS = ("device", "host", "storage")
+TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
+
+
+@dataclass
+class Round:
+    """One arm's replay of the whole load: its requests, and the server's counters before and after."""
+
+    arm: str
+    number: int
+    samples: list[Sample] = field(default_factory=list)
+    before: Metrics = field(default_factory=lambda: Metrics({}))
+    after: Metrics = field(default_factory=lambda: Metrics({}))
+    wall_s: float = 0.0
+    cpu: CpuShare | None = None
+    usage: Usage | None = None
+    disk_bytes: tuple[int, int] | None = None
+    complete: bool = False
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        """By how much a counter of the server grew in this round. A counter that is not there yet counts from 0."""
+        after = self.after.total(name, **labels)
+        return None if after is None else after - (self.before.total(name, **labels) or 0.0)
+
+
+Reference = dict[tuple[str, int], tuple[int, ...]]
+
+
+def reference_outputs(rounds: Iterable[Round]) -> Reference:
+    """What the recompute arm answered first, by session and turn."""
+    found: Reference = {}
+    for one in rounds:
+        if one.arm == BASELINE:
+            for sample in _good(one.samples):
+                found.setdefault((sample.session, sample.turn), sample.completion.output_ids)
+    return found
+
+
+def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Every request as a flat row, with `equal` against recompute's first answer.
+
+    None where there is nothing to compare: a failed request, or the very answer the others are compared with.
+    """
+    reference = reference_outputs(rounds)
+    used: set[tuple[str, int]] = set()
+    rows = []
+    for one in rounds:
+        for sample in one.samples:
+            key = (sample.session, sample.turn)
+            row = sample.to_json(arm=one.arm, round=one.number)
+            row["equal"] = None
+            if sample.completion.error is None and key in reference:
+                if one.arm == BASELINE and key not in used:
+                    used.add(key)
+                else:
+                    row["equal"] = sample.completion.output_ids == reference[key]
+            rows.append(row)
+    return rows
+
+
+def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All figures of one arm over its rounds; `rows` are the rows of `sample_rows`, of all arms."""
+    mine = [one for one in rounds if one.arm == arm]
+    own = [row for row in rows if row["arm"] == arm]
+    good = [row for row in own if row["error"] is None]
+    compared = [row["equal"] for row in good if row["equal"] is not None]
+    wall_s = sum(one.wall_s for one in mine)
+    return {
+        **{name: summary(row[name] for row in good) for name in TIMES},
+        "equal_tokens_fraction": sum(compared) / len(compared) if compared else None,
+        "compared_requests": len(compared),
+        "cached_tokens": _tier_sums(good),
+        "cached_tokens_check": _check_tiers(mine, good),
+        "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in good),
+        "output_tokens": sum(row["output_tokens"] for row in good),
+        "requests": len(own),
+        "errors": len(own) - len(good),
+        "error_messages": sorted({row["error"] for row in own if row["error"] is not None})[:5],
+        "throughput_tokens_per_s": sum(row["output_tokens"] for row in good) / wall_s if wall_s else None,
+        "bytes": _storage_bytes(mine),
+        "disk_bytes": _disk_bytes(mine),
+        "rounds": [_round_row(one) for one in mine],
+    }
+
+
+def ratios(rows: Sequence[Mapping[str, Any]], arms: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Our arm's round medians over each other arm's, round by round, so that what slows a whole round cancels out."""
+    if OURS not in arms:
+        return {}
+    medians = {
+        (arm, name): [
+            percentile((r[name] for r in rows if r["arm"] == arm and r["round"] == n and r["error"] is None), 50)
+            for n in range(1, rounds + 1)
+        ]
+        for arm in arms
+        for name in TIMES
+    }
+    others = [arm for arm in arms if arm != OURS]
+    return {
+        f"{OURS}/{other}": {name: pair_ratios(medians[OURS, name], medians[other, name]) for name in TIMES}
+        for other in others
+    }
+
+
+def _good(samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.completion.error is None]
+
+
+def _tier_sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    cached = [row["cached"] for row in rows if row["cached"] is not None]
+    return {tier: sum(one[tier] for one in cached) for tier in TIERS}
+
+
+def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether the tiers of each response add up to its total, and what the server's own counters say beside."""
+    cached = [row["cached"] for row in rows if row["cached"] is not None]
+    off = sum(sum(one[tier] for tier in TIERS) != one["total"] for one in cached)
+    counted = {
+        tier: _total(rounds, "sglang:prefill_effective_tokens_total", mode=f"{tier}_hit") for tier in TIERS
+    }
+    return {"requests_whose_tiers_do_not_sum": off, "requests_checked": len(cached), "server_counters": counted}
+
+
+def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
+    """Bytes that went to and came from storage: the server's token counters times its own bytes per token."""
+    read = _total(rounds, "sglang:prefetched_tokens_total")
+    written = _total(rounds, "sglang:backuped_tokens_total")
+    if read is None and written is None:
+        return {"read": 0, "written": 0}
+    tokens = _total(rounds, "sglang:hicache_backup_tokens_total")
+    nbytes = _total(rounds, "sglang:hicache_backup_bytes_total")
+    if not tokens or nbytes is None:
+        return {"read": None, "written": None}
+    per_token = nbytes / tokens
+    return {"read": round((read or 0) * per_token), "written": round((written or 0) * per_token)}
+
+
+def _disk_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
+    known = [one.disk_bytes for one in rounds if one.disk_bytes is not None]
+    if not known:
+        return {"read": None, "written": None}
+    return {"read": sum(one[0] for one in known), "written": sum(one[1] for one in known)}
+
+
+def _total(rounds: Sequence[Round], name: str, **labels: str) -> float | None:
+    counted = [value for one in rounds if (value := one.counted(name, **labels)) is not None]
+    return sum(counted) if counted else None
+
+
+def _round_row(one: Round) -> dict[str, Any]:
+    good = _good(one.samples)
+    return {
+        "round": one.number,
+        "complete": one.complete,
+        "wall_s": one.wall_s,
+        "requests": len(one.samples),
+        "ttft_ms_p50": percentile((milliseconds(sample.completion.ttft_s) for sample in good), 50),
+        "cpu": None if one.cpu is None else asdict(one.cpu),
+        "server": None if one.usage is None else asdict(one.usage),
+    }
