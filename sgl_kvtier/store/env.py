@@ -170,7 +170,7 @@ def read_file(env: Env, path: str) -> bytes:
 
 def write_file(env: Env, path: str, data: bytes) -> None:
     """A small file that is either the old one or the new one, also after a crash. Raises OSError."""
-    fresh = path + ".new"
+    fresh = f"{path}.{os.getpid()}.new"  # several ranks settle the same folder at once
     fd = env.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         write_fully(env, fd, [memoryview(data)], 0)
