@@ -84,7 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         part.add_arguments(parser)
-        return int(part.run(parser.parse_args(arguments[1:])) or 0)
+        own, extra = _split(arguments[1:])
+        parsed = parser.parse_args(own)
+        if extra and not hasattr(parsed, "extra"):
+            parser.error(f"nothing may follow --: {' '.join(extra)}")
+        if extra:
+            parsed.extra = extra
+        return int(part.run(parsed) or 0)
     except KVTierError as error:
         print(f"kvtier {name}: {error}", file=sys.stderr)
         return 1
@@ -93,6 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 1
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before a bare -- and what behind it. argparse cannot keep them apart where a command has positionals."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
 
 
 def _load(where: str) -> Any:
