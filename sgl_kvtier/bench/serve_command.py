@@ -20,15 +20,16 @@ _DEFAULT_PORT = 30000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options. What follows `--` goes to SGLang as it is, and wins over our flags."""
+    """The command's options. The command line puts what follows `--` into `extra`."""
     parser.add_argument("model", help=f"a model's folder or name, or a lab model: {', '.join(SHAPES)}")
     parser.add_argument("--store", type=Path, metavar="DIR", help="folder for the pages; a settings file is written beside it (DIR.json)")
     parser.add_argument("--capacity", type=size, default=64 << 30, metavar="SIZE", help="most bytes in it (default 64GiB)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="an own kvtier.json, instead of --store and --capacity")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
     parser.add_argument("--port", type=int, default=_DEFAULT_PORT, help="default %(default)s")
+    parser.usage = "%(prog)s MODEL (--store DIR | --config FILE) [options] [-- SGLANG ARGUMENTS, which win over ours]"
     parser.add_argument("--print", dest="only_print", action="store_true", help="print the command instead of running it")
-    parser.add_argument("extra", nargs="*", metavar="-- ARG", help="more arguments for SGLang")
+    parser.set_defaults(extra=[])
 
 
 def run(args: argparse.Namespace) -> int:
