@@ -7,6 +7,7 @@ follow the table but correlations within a session are lost. The text is random 
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class Percentiles:
         low, high = self.values[upper - 1], self.values[upper]
         part = (share - self.shares[upper - 1]) / (self.shares[upper] - self.shares[upper - 1])
         if low > 0:
-            return low * (high / low) ** part
+            return math.exp(math.log(low) * (1 - part) + math.log(high) * part)
         return low + (high - low) * part
 
 

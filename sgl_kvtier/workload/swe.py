@@ -178,6 +178,7 @@ def to_line(session: Session) -> str:
         raise ValueError(f"session {session.session_id}: tools and parents cannot be written")
     turns: list[dict[str, Any]] = []
     now_s = 0.0
+    called = False
     for event in session.events:
         if isinstance(event, Append):
             mark = {"hist": True} if event.message.role == "assistant" else {}
@@ -190,13 +191,14 @@ def to_line(session: Session) -> str:
                 raise ValueError(f"session {session.session_id}: a call without its output cannot be written")
             turn = _turn(event.output)
             if event.latency_s is not None:
-                if turns and "usage" not in turns[-1]:
+                if turns and not called:
                     turns[-1]["t_offset_s"] = round(now_s + event.gap_s, 6)
                 now_s = round(now_s + event.gap_s + event.latency_s, 6)
                 turn["t_offset_s"] = now_s
             if event.output_tokens is not None:
                 turn["usage"] = {"out": event.output_tokens}
             turns.append(turn)
+        called = isinstance(event, Call)
     head = {
         "session_id": session.session_id,
         "source": session.source,

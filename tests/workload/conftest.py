@@ -35,23 +35,3 @@ def write_trace(tmp_path: Path) -> WriteTrace:
         return path
 
     return write
-
-
-def swe_record(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """One line of the swe format with these turns."""
-    head = {"session_id": "s1", "source": "owner/repo", "licence": "MIT", "batch": "b", "batch_offset_s": 0.0}
-    return {**head, **fields, "turns": list(turns)}
-
-
-def user(content: str, **fields: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **fields}
-
-
-def tool(content: str, t: float | None = None, **fields: Any) -> dict[str, Any]:
-    timed = {} if t is None else {"t_offset_s": t}
-    return {"role": "tool", "content": content, **timed, **fields}
-
-
-def assistant(content: str, t: float | None = None, **fields: Any) -> dict[str, Any]:
-    timed = {} if t is None else {"t_offset_s": t}
-    return {"role": "assistant", "content": content, **timed, **fields}
