@@ -67,8 +67,8 @@ class WorkloadStats:
             "divisor": self.divisor,
             "page_tokens": self.page_tokens,
             "prompt_tokens_total": self.prompt_tokens_total,
-            "session_reuse": self.session_reuse,
-            "infinite_cache": self.infinite_cache,
+            "session_reuse_fraction": self.session_reuse,
+            "infinite_cache_fraction": self.infinite_cache,
         }
 
     def rows(self) -> list[dict[str, Any]]:
