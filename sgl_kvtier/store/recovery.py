@@ -28,8 +28,8 @@ _FUTURE_NS = 366 * 24 * 3600 * 10**9
 
 def load_table(core: Core, room: Room) -> None:
     """Fills an empty slot table from what the folder holds, and lets the log go on from there. Raises OSError."""
-    segments = open_segments(core.env, core.folder, core.identity, core.io)
-    room.adopt(segments)
+    segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
+    room.adopt(segments, aside)
     written, whole = core.log.load()
     if not whole and segments:
         logger.warning("the index of %s is missing or damaged: reading %d slot headers", core.folder, sum(s.slots for s in segments))
@@ -61,9 +61,13 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
     core.table.age(rows)
 
 
-def open_segments(env: Env, folder: str, identity: bytes, io: DirectIO) -> list[Segment]:
-    """Every segment of ours in the folder, by number. Files that are not are removed: they can hold no page of ours."""
+def open_segments(env: Env, folder: str, identity: bytes, io: DirectIO) -> tuple[list[Segment], list[int]]:
+    """Every segment of ours in the folder, and the numbers of those that cannot be opened or removed.
+
+    A file with a segment's name and another content is removed: it can hold no page of ours. Raises OSError.
+    """
     found = []
+    aside = []
     for name in env.list(folder):
         number = segment_number(name)
         if number is None:
@@ -77,7 +81,8 @@ def open_segments(env: Env, folder: str, identity: bytes, io: DirectIO) -> list[
             env.unlink(os.path.join(folder, name))
         except OSError as error:
             logger.warning("leaving %s/%s aside: %s", folder, name, error)
-    return found
+            aside.append(number)
+    return found, aside
 
 
 def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:

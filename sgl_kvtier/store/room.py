@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 from collections import defaultdict
 
@@ -12,7 +14,7 @@ from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
 from sgl_kvtier.store.format import BLOCK
 from sgl_kvtier.store.namespace import others_by_age, remove_namespace
-from sgl_kvtier.store.segment import Segment, create_segment
+from sgl_kvtier.store.segment import Segment, create_segment, segment_name
 from sgl_kvtier.store.slots import Rows, State
 
 logger = logging.getLogger(__name__)
@@ -55,8 +57,12 @@ class Room:
         share = max(0, self._core.config.capacity_bytes - others) // self._ranks
         return share - share // _INDEX_SHARE
 
-    def adopt(self, segments: list[Segment]) -> None:
-        """Takes over the segments found when opening. Before any other thread runs."""
+    def adopt(self, segments: list[Segment], aside: list[int]) -> None:
+        """Takes over the segments found when opening; files set aside only count. Before any other thread runs."""
+        for number in aside:
+            self._next_number = max(self._next_number, number + 1)
+            with contextlib.suppress(OSError):
+                self._stuck_bytes += self._core.env.bytes_on_disk(os.path.join(self._core.folder, segment_name(number)))
         for segment in segments:
             segment.base = self._core.table.add_rows(segment.slots, segment.number)
             self.segments[segment.number] = segment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -74,7 +75,8 @@ def create_segment(env: Env, folder: str, number: int, slot_bytes: int, slots: i
         write_fully(env, fd, [head], 0)
     except OSError:
         env.close(fd)
-        env.unlink(path)
+        with contextlib.suppress(OSError):
+            env.unlink(path)
         raise
     return segment
 
@@ -107,7 +109,7 @@ def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
             raise
         return BUFFERED
     finally:
-        if env.exists(path):
+        with contextlib.suppress(OSError):
             env.unlink(path)
 
 

@@ -1,0 +1,57 @@
+"""Small words for store tests: keys, pages, aligned memory, and opening a store in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import random
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore, open_store
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.types import PageKey
+
+IDENTITY = Identity({"model": "lab", "dtype": "bfloat16", "page_size": 16}, name="lab")
+
+
+def key(name: object) -> PageKey:
+    return PageKey(hashlib.sha256(repr(name).encode()).digest())
+
+
+def content(name: object, nbytes: int) -> bytes:
+    return random.Random(repr(name)).randbytes(nbytes)
+
+
+def aligned(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+
+
+def open_at(path: Path, identity: Identity = IDENTITY, rank: str = "tp0", ranks: int = 1, env: Env | None = None, **settings: Any) -> DiskStore:
+    defaults: dict[str, Any] = {
+        "path": str(path),
+        "capacity_bytes": 8 << 20,
+        "segment_bytes": 1 << 20,
+        "min_free_bytes": 0,
+        "io_threads": 2,
+    }
+    return open_store(StoreConfig(**(defaults | settings)), identity, rank, ranks, env=env)
+
+
+def put(store: PageStore, pages: dict[PageKey, bytes], pool: str = KV) -> list[PutOutcome]:
+    return store.put([PageWrite(k, [memoryview(data)], pool) for k, data in pages.items()])
+
+
+def read(store: PageStore, lengths: dict[PageKey, int], pool: str = KV, **how: Any) -> list[tuple[ReadOutcome, bytes]]:
+    buffers = [aligned(n) for n in lengths.values()]
+    job = store.read([PageRead(k, [b], pool) for k, b in zip(lengths, buffers, strict=True)], **how)
+    assert job.wait(60)
+    assert job.in_flight == 0
+    return [(outcome, bytes(b)) for outcome, b in zip(job.outcomes, buffers, strict=True)]
+
+
+def segments(store: DiskStore) -> list[Path]:
+    return sorted(Path(store.folder).glob("seg-*"))

@@ -1,0 +1,227 @@
+"""The cap holds, the oldest pages go first, and a disk that takes no more costs hits, nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from store_pages import aligned, content, key, open_at, put, read
+
+from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.failing_env import FailingEnv, Fault
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.types import Lookup
+
+CAP = 4 << 20
+
+
+def occupied(root: Path) -> int:
+    return sum(p.lstat().st_blocks * 512 for p in root.rglob("*") if p.is_file())
+
+
+def test_the_cap_holds_while_writing_and_after_a_restart(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+    store = opened(capacity_bytes=CAP, segment_bytes=512 << 10)
+    for batch in range(30):
+        assert set(put(store, {key((batch, i)): content((batch, i), 30_000) for i in range(20)})) == {PutOutcome.STORED}
+        assert occupied(tmp_path) <= CAP
+    assert store.stats().pages_evicted > 400
+    store.close()
+    again = opened(capacity_bytes=CAP, segment_bytes=512 << 10)
+    assert again.stats().pages > 80
+    put(again, {key(("more", i)): content(i, 30_000) for i in range(20)})
+    assert occupied(tmp_path) <= CAP
+
+
+def test_a_smaller_capacity_is_reached_at_the_next_start(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+    store = opened(capacity_bytes=CAP, segment_bytes=512 << 10)
+    put(store, {key(i): content(i, 30_000) for i in range(100)})
+    store.close()
+    again = opened(capacity_bytes=CAP // 2)
+    assert occupied(tmp_path) <= CAP // 2
+    assert 0 < again.stats().pages < 60
+
+
+def test_ranks_share_the_capacity(tmp_path: Path) -> None:
+    stores = [open_at(tmp_path, rank=f"tp{i}", ranks=2, capacity_bytes=CAP) for i in range(2)]
+    for n, store in enumerate(stores):
+        put(store, {key((n, i)): content(i, 30_000) for i in range(200)})
+    assert occupied(tmp_path) <= CAP
+    assert all(store.stats().pages > 30 for store in stores)
+    for store in stores:
+        store.close()
+
+
+def test_the_page_used_longest_ago_goes_first(opened: Callable[..., DiskStore]) -> None:
+    store = opened(capacity_bytes=2 << 20, segment_bytes=2 << 20)
+    n = 0
+    while store.stats().pages_evicted == 0:
+        put(store, {key(n): content(n, 30_000)})
+        n += 1
+    full = store.stats().pages
+    read(store, {key(5): 30_000})
+    store.lookup([key(6)])
+    put(store, {key(("new", i)): content(i, 30_000) for i in range(full - 2)})
+    assert store.lookup([key(5), key(6)]) == [Lookup.HIT, Lookup.HIT]
+    assert set(store.lookup([key(i) for i in range(n) if i not in (5, 6)])) == {Lookup.MISS}
+
+
+def test_one_slot_size_takes_room_that_another_uses_less(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+    store = opened(capacity_bytes=CAP, segment_bytes=256 << 10)
+    put(store, {key(("small", i)): content(i, 4000) for i in range(1000)}, pool="swa")
+    assert PutOutcome.REFUSED not in put(store, {key(("big", i)): content(i, 200_000) for i in range(10)})
+    hits = store.lookup([key(("big", i)) for i in range(10)])
+    assert hits.count(Lookup.HIT) == 10
+    assert occupied(tmp_path) <= CAP
+
+
+def test_the_folders_of_other_models_make_room_unless_they_are_open(tmp_path: Path) -> None:
+    def fill(name: str) -> DiskStore:
+        store = open_at(tmp_path, identity=Identity({"model": name}, name), capacity_bytes=CAP, segment_bytes=512 << 10)
+        put(store, {key((name, i)): content(i, 30_000) for i in range(150)})
+        return store
+
+    first = fill("first")
+    first.close()
+    second = fill("second")
+    assert not Path(first.folder).parent.exists()
+    third = fill("third")
+    assert second.stats().pages > 0 and Path(second.folder).exists()
+    assert occupied(tmp_path) <= CAP + (512 << 10)  # two servers at once: within one segment
+    second.close()
+    put(third, {key(("more", i)): content(i, 30_000) for i in range(150)})
+    assert occupied(tmp_path) <= CAP
+    third.close()
+
+
+def test_pages_being_read_are_not_evicted(opened: Callable[..., DiskStore]) -> None:
+    class Gate(Env):
+        native = False
+        open_ = threading.Event()
+        entered = threading.Event()
+
+        def preadv(self, fd, buffers, offset):  # type: ignore[no-untyped-def]
+            if sum(map(len, buffers)) > 30_000:
+                self.entered.set()
+                self.open_.wait(60)
+            return super().preadv(fd, buffers, offset)
+
+    env = Gate()
+    store = opened(capacity_bytes=2 << 20, env=env, io_threads=1)
+    put(store, {key(i): content(i, 30_000) for i in range(10)})
+    into = [aligned(30_000) for _ in range(10)]
+    job = store.read([PageRead(key(i), [b]) for i, b in enumerate(into)])
+    assert env.entered.wait(60)
+    put(store, {key(("new", i)): content(i, 30_000) for i in range(200)})
+    env.open_.set()
+    assert job.wait(60)
+    assert job.outcomes == [ReadOutcome.OK] * 10
+    assert [bytes(b) for b in into] == [content(i, 30_000) for i in range(10)]
+
+
+def test_an_error_while_writing_refuses_the_page_and_reads_go_on(opened: Callable[..., DiskStore]) -> None:
+    env = FailingEnv()
+    store = opened(env=env)
+    put(store, {key(1): content(1, 5000)})
+    for kind in (errno.ENOSPC, errno.EIO, errno.EROFS):
+        env.arm(Fault(0, kind, forever=True))
+        assert put(store, {key(kind): content(kind, 5000)}) == [PutOutcome.REFUSED]
+        env.arm(None)
+        assert store.lookup([key(kind)]) == [Lookup.MISS]
+        assert read(store, {key(1): 5000}) == [(ReadOutcome.OK, content(1, 5000))]
+        assert put(store, {key(kind): content(kind, 5000)}) == [PutOutcome.STORED]
+
+
+def test_trouble_is_reported_once_with_what_to_do(opened: Callable[..., DiskStore], caplog: pytest.LogCaptureFixture) -> None:
+    env = FailingEnv()
+    store = opened(env=env)
+    env.arm(Fault(0, errno.ENOSPC, forever=True))
+    for i in range(5):
+        put(store, {key(i): b"page"})
+    env.arm(None)
+    about = [r.getMessage() for r in caplog.records if "full" in r.getMessage()]
+    assert len(about) == len(set(about)) > 0
+    assert all("lower store.capacity_bytes" in message for message in about)
+    assert store.stats().pages_refused == 5
+
+
+def test_a_page_that_fails_twice_is_given_up(opened: Callable[..., DiskStore]) -> None:
+    env = FailingEnv()
+    store = opened(env=env)
+    put(store, {key(1): content(1, 5000)})
+    for _ in range(2):
+        assert store.lookup([key(1)]) == [Lookup.HIT]
+        env.arm(Fault(0, errno.EIO, forever=True))
+        assert [o for o, _ in read(store, {key(1): 5000})] == [ReadOutcome.FAILED]
+        env.arm(None)
+    assert store.lookup([key(1)]) == [Lookup.MISS]
+
+
+def test_growth_stops_at_the_free_space_floor(opened: Callable[..., DiskStore]) -> None:
+    class Scarce(Env):
+        left = 3 << 20
+
+        def free_bytes(self, path: str) -> int:
+            return self.left
+
+    store = opened(env=Scarce(), min_free_bytes=2 << 20, segment_bytes=512 << 10)
+    put(store, {key(i): content(i, 30_000) for i in range(20)})
+    Scarce.left = 2 << 20
+    used = store.stats().bytes_on_disk
+    assert PutOutcome.REFUSED not in put(store, {key(("b", i)): content(i, 30_000) for i in range(15)})
+    assert store.stats().bytes_on_disk < used + 65_536
+    assert PutOutcome.STORED not in put(store, {key("other size"): content(1, 100_000)})
+
+
+def test_a_segment_that_cannot_be_removed_still_counts(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+    class Sticky(Env):
+        def unlink(self, path: str) -> None:
+            if "seg-" in path:
+                raise PermissionError(errno.EPERM, "immutable")
+            super().unlink(path)
+
+    store = opened(env=Sticky(), capacity_bytes=CAP, segment_bytes=512 << 10)
+    for size in (4_000, 60_000, 9_000, 200_000):
+        put(store, {key((size, i)): content(i, size) for i in range(40)})
+        assert occupied(tmp_path) <= CAP
+    assert read(store, {key((4_000, 39)): 4_000})[0][0] in (ReadOutcome.OK, ReadOutcome.MISS)
+
+
+@pytest.fixture
+def small_filesystem(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_filesystem_refuses_writes_and_serves_reads(small_filesystem: Path) -> None:
+    store = open_at(small_filesystem, capacity_bytes=64 << 20, segment_bytes=1 << 20)
+    stored = [i for i in range(200) if put(store, {key(i): content(i, 30_000)}) == [PutOutcome.STORED]]
+    assert len(stored) == 200
+    assert store.stats().pages_evicted > 0
+    Path(small_filesystem, "fill").write_bytes(bytes(os.statvfs(small_filesystem).f_bavail * 4096))
+    assert PutOutcome.REFUSED not in put(store, {key("last"): content("last", 30_000)})
+    assert put(store, {key("other size"): content("x", 100_000)}) == [PutOutcome.REFUSED]
+    assert read(store, {key("last"): 30_000}) == [(ReadOutcome.OK, content("last", 30_000))]
+    store.close()
+
+
+def test_a_read_only_filesystem_refuses_writes_and_serves_reads(small_filesystem: Path) -> None:
+    store = open_at(small_filesystem, direct_io="off", capacity_bytes=2 << 20)
+    put(store, {key(1): content(1, 30_000)})
+    store.close()
+    done = subprocess.run(["mount", "-o", "remount,ro", str(small_filesystem)], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this mount cannot be made read-only")
+    with pytest.raises(Exception, match="Choose a store.path that this user can write"):
+        open_at(small_filesystem)

@@ -1,0 +1,205 @@
+"""Whatever is done to the bytes on disk, a page is the one that was put or it is not there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_pages import content, key, put, read, segments
+
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.format import BLOCK, SlotHead
+from sgl_kvtier.types import PageKey
+
+NBYTES = 6000
+SLOT = BLOCK + 2 * BLOCK
+PAGES = {key(i): content(i, NBYTES) for i in range(12)}
+
+
+@pytest.fixture
+def filled(opened: Callable[..., DiskStore]) -> DiskStore:
+    store = opened()
+    put(store, PAGES)
+    return store
+
+
+def outcomes(store: DiskStore) -> list[ReadOutcome]:
+    found = read(store, {k: NBYTES for k in PAGES})
+    for (outcome, data), page in zip(found, PAGES.values(), strict=True):
+        assert outcome is not ReadOutcome.OK or data == page
+    return [outcome for outcome, _ in found]
+
+
+def slot(number: int) -> slice:
+    return slice(BLOCK + number * SLOT, BLOCK + (number + 1) * SLOT)
+
+
+def place(store: DiskStore, wanted: PageKey) -> slice:
+    """The slot that holds the newest page of a key."""
+    (path,) = segments(store)
+    data = path.read_bytes()
+    heads = [(SlotHead.unpack(data[slot(i)]), slot(i)) for i in range((len(data) - BLOCK) // SLOT)]
+    return max((head.sequence, where.start, where) for head, where in heads if head and head.key == wanted)[2]
+
+
+def edit(store: DiskStore, change: Callable[[bytearray], None]) -> None:
+    (path,) = segments(store)
+    data = bytearray(path.read_bytes())
+    change(data)
+    path.write_bytes(data)
+
+
+def test_every_flipped_bit_of_a_header_or_payload_is_found(filled: DiskStore) -> None:
+    chance = random.Random(7)
+    (path,) = segments(filled)
+    whole = path.read_bytes()
+    for _ in range(150):
+        at = place(filled, key(3)).start + chance.choice([chance.randrange(176), chance.randrange(BLOCK + NBYTES)])
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        assert outcomes(filled)[3] is ReadOutcome.CORRUPT
+        path.write_bytes(whole)
+        assert put(filled, {key(3): content(3, NBYTES)}) == [PutOutcome.STORED]
+        whole = path.read_bytes()
+    assert filled.stats().pages_corrupt == 150
+
+
+def test_a_corrupt_page_is_dropped_and_can_be_put_again(filled: DiskStore) -> None:
+    assert filled.damage(key(5), bit=12345)
+    assert outcomes(filled).count(ReadOutcome.CORRUPT) == 1
+    assert outcomes(filled).count(ReadOutcome.MISS) == 1
+    assert put(filled, PAGES).count(PutOutcome.STORED) == 1
+    assert outcomes(filled) == [ReadOutcome.OK] * 12
+
+
+def test_swapped_slots_are_found(filled: DiskStore) -> None:
+    def swap(data: bytearray) -> None:
+        data[slot(1)], data[slot(2)] = data[slot(2)], data[slot(1)]
+
+    edit(filled, swap)
+    found = outcomes(filled)
+    assert found[1] is found[2] is ReadOutcome.CORRUPT
+    assert found.count(ReadOutcome.OK) == 10
+
+
+def test_a_copy_of_another_slot_is_found(filled: DiskStore) -> None:
+    def misdirect(data: bytearray) -> None:
+        data[slot(4)] = data[slot(9)]
+
+    edit(filled, misdirect)
+    assert outcomes(filled)[4] is ReadOutcome.CORRUPT
+
+
+def test_an_older_page_of_the_same_key_in_the_right_slot_is_found(filled: DiskStore) -> None:
+    (path,) = segments(filled)
+    older = path.read_bytes()[place(filled, key(0))]
+    filled.delete([key(0)])
+    assert put(filled, {key(0): content("newer", NBYTES)}) == [PutOutcome.STORED]
+    where = place(filled, key(0))
+
+    def stale(data: bytearray) -> None:
+        data[where] = older
+
+    edit(filled, stale)
+    ((outcome, _),) = read(filled, {key(0): NBYTES})
+    assert outcome is ReadOutcome.CORRUPT
+
+
+def test_a_torn_slot_is_found_wherever_it_is_torn(filled: DiskStore) -> None:
+    (path,) = segments(filled)
+    for cut in range(512, BLOCK + NBYTES, 512):
+        put(filled, {key(cut): content(cut, NBYTES)})
+        where = place(filled, key(cut))
+
+        def tear(data: bytearray, start: int = where.start + cut, stop: int = where.stop) -> None:
+            data[start:stop] = bytes(stop - start)
+
+        edit(filled, tear)
+        ((outcome, _),) = read(filled, {key(cut): NBYTES})
+        assert outcome is ReadOutcome.CORRUPT
+
+
+def test_zeroed_sectors_are_found(filled: DiskStore) -> None:
+    def zero(data: bytearray) -> None:
+        data[slot(6).start + 4608 : slot(6).start + 5120] = bytes(512)
+
+    edit(filled, zero)
+    assert outcomes(filled)[6] is ReadOutcome.CORRUPT
+
+
+def test_a_truncated_segment_loses_its_tail_and_nothing_else(filled: DiskStore) -> None:
+    (path,) = segments(filled)
+    path.write_bytes(path.read_bytes()[: slot(7).start + 5000])
+    assert outcomes(filled) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
+
+
+def test_a_damaged_page_is_also_found_by_a_store_opened_later(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+    filled.damage(key(5), bit=1)
+    filled.close()
+    again = opened()
+    assert outcomes(again) == [ReadOutcome.OK] * 5 + [ReadOutcome.CORRUPT] + [ReadOutcome.OK] * 6
+
+
+def test_without_verification_the_header_is_still_compared(opened: Callable[..., DiskStore]) -> None:
+    store = opened(verify_reads=False)
+    put(store, PAGES)
+
+    def swap(data: bytearray) -> None:
+        data[slot(1)], data[slot(2)] = data[slot(2)], data[slot(1)]
+
+    edit(store, swap)
+    found = read(store, {k: NBYTES for k in PAGES})
+    assert [o for o, _ in found][1:3] == [ReadOutcome.CORRUPT] * 2
+
+
+@pytest.mark.parametrize("damage", ["remove", "empty", "garbage", "cut", "other head"])
+def test_a_lost_index_is_rebuilt_from_the_slots(filled: DiskStore, opened: Callable[..., DiskStore], damage: str) -> None:
+    index = Path(filled.folder) / "index.log"
+    filled.close()
+    data = index.read_bytes()
+    if damage == "remove":
+        index.unlink()
+    else:
+        index.write_bytes(
+            {"empty": b"", "garbage": b"\x17" * 5000, "cut": data[:-9], "other head": b"\0" * 64 + data[64:]}[damage]
+        )
+    again = opened()
+    assert again.stats().pages == 12
+    assert outcomes(again) == [ReadOutcome.OK] * 12
+
+
+def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+    filled.delete([key(0), key(1)])
+    filled.close()
+    (Path(filled.folder) / "index.log").unlink()
+    again = opened()
+    assert again.stats().pages == 10
+    assert outcomes(again)[:2] == [ReadOutcome.MISS] * 2
+
+
+def test_an_index_that_lies_costs_pages_but_never_correctness(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+    filled.close()
+    (path,) = segments(filled)
+    data = bytearray(path.read_bytes())
+    order = list(range(12))
+    random.Random(3).shuffle(order)
+    whole = bytes(data)
+    for to, come_from in enumerate(order):
+        data[slot(to)] = whole[slot(come_from)]
+    path.write_bytes(data)
+    again = opened()
+    found = outcomes(again)
+    assert [i for i, o in enumerate(found) if o is ReadOutcome.OK] == [i for i, j in enumerate(order) if i == j]
+
+
+def test_files_that_are_no_segments_of_ours_are_put_away(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+    filled.close()
+    strange = Path(filled.folder) / "seg-0000002a"
+    strange.write_bytes(b"not a segment" * 1000)
+    again = opened()
+    assert not strange.exists()
+    assert outcomes(again) == [ReadOutcome.OK] * 12

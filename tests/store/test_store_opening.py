@@ -1,0 +1,169 @@
+"""Folders: one owner, one identity, nothing followed out of them, and what a later start finds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_pages import IDENTITY, content, key, open_at, put, read
+
+from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.engine import DiskStore, open_store
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.types import Lookup
+
+PAGES = {key(i): content(i, 5000) for i in range(20)}
+
+
+def test_pages_are_there_after_a_restart(opened: Callable[..., DiskStore]) -> None:
+    first = opened()
+    put(first, PAGES)
+    first.close()
+    again = opened()
+    assert read(again, {k: 5000 for k in PAGES}) == [(ReadOutcome.OK, d) for d in PAGES.values()]
+    put(again, {key("more"): b"more"})
+    again.close()
+    assert opened().stats().pages == 21
+
+
+def test_a_folder_has_one_owner_and_the_message_names_it(store: DiskStore, tmp_path: Path) -> None:
+    with pytest.raises(StoreBusyError, match=rf"process {os.getpid()}.*Stop it"):
+        open_at(tmp_path)
+    open_at(tmp_path, rank="tp1").close()
+    store.close()
+    open_at(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "float8"}, {"page_size": 32}, {"model": "other"}, {"weights": "f00d"}, {"rope": {"theta": 1e6}}],
+)
+def test_another_identity_never_meets_these_pages(opened: Callable[..., DiskStore], change: dict) -> None:
+    put(opened(), PAGES)
+    other = opened(identity=Identity({**IDENTITY.fields, **change}, name="lab"))
+    assert set(other.lookup(list(PAGES))) == {Lookup.MISS}
+    other.close()
+    same = opened(identity=Identity(dict(reversed(IDENTITY.fields.items())), name="lab"), rank="tp1")
+    assert os.path.dirname(same.folder) == os.path.dirname(opened(rank="tp2").folder)
+
+
+def test_segments_copied_from_another_identity_hold_no_pages(opened: Callable[..., DiskStore]) -> None:
+    mine = opened()
+    put(mine, PAGES)
+    mine.close()
+    other = opened(identity=Identity({"model": "other"}))
+    other.close()
+    for name in os.listdir(mine.folder):
+        if name != "lock":
+            Path(other.folder, name).write_bytes(Path(mine.folder, name).read_bytes())
+    again = opened(identity=Identity({"model": "other"}))
+    assert set(again.lookup(list(PAGES))) == {Lookup.MISS}
+
+
+@pytest.mark.parametrize("rank", ["", "..", "a/b", "/abs", "../up", ".hidden", "a..b", "x" * 80])
+def test_a_rank_name_cannot_leave_the_folder(tmp_path: Path, rank: str) -> None:
+    with pytest.raises(StoreError, match="rank"):
+        open_at(tmp_path, rank=rank)
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "..", "", "a/b\0c", "ключ", "x" * 500])
+def test_a_models_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+    store = open_at(tmp_path / "root", identity=Identity({"model": name}, name=name))
+    assert Path(store.folder).parent.parent == tmp_path / "root"
+    store.close()
+
+
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / IDENTITY.directory_name).symlink_to(elsewhere)
+    with pytest.raises(StoreError, match="symbolic link"):
+        open_at(root)
+    (root / IDENTITY.directory_name).unlink()
+    store = open_at(root)
+    put(store, PAGES)
+    store.close()
+    for name in ("index.log", "seg-00000001", "lock"):
+        path = Path(store.folder, name)
+        kept = elsewhere / name
+        path.rename(kept)
+        before = kept.read_bytes()
+        path.symlink_to(kept)
+        try:
+            opened = open_at(root)
+            put(opened, {key("new"): b"new"})
+            opened.close()
+        except StoreError:
+            pass
+        assert kept.read_bytes() == before
+        path.unlink(missing_ok=True)
+        kept.rename(path)
+
+
+def test_a_folder_of_another_identity_with_the_same_name_is_refused(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    store.close()
+    config = Path(store.folder).parent / "config.json"
+    config.write_text(config.read_text().replace("bfloat16", "float32"))
+    with pytest.raises(StoreFormatError, match="describes other pages"):
+        open_at(tmp_path)
+    config.write_text("{")
+    with pytest.raises(StoreFormatError, match="damaged"):
+        open_at(tmp_path)
+
+
+def test_a_path_that_cannot_be_used_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"store\.path is not set"):
+        open_store(StoreConfig(), IDENTITY, "tp0")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="Choose a store.path"):
+        open_at(tmp_path / "file")
+
+
+def test_an_identity_must_be_plain_data() -> None:
+    for bad in ({"x": object()}, {1: "x"}, {"x": float("nan")}, {"x": (1, 2)}):
+        with pytest.raises(StoreError, match="plain JSON"):
+            Identity(bad)  # type: ignore[arg-type]
+
+
+WRITER = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from pathlib import Path
+from store_pages import content, key, open_at, put
+store = open_at(Path(sys.argv[1]))
+n = 0
+while True:
+    put(store, {key(i): content(i, 5000) for i in range(n, n + 8)})
+    n += 8
+    print(n, flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_every_page_it_was_told_was_stored(tmp_path: Path) -> None:
+    kept = 0
+    for _ in range(3):
+        child = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), os.path.dirname(__file__)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            kept = int(line)
+            if kept >= 200:
+                break
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+        store = open_at(tmp_path)
+        found = read(store, {key(i): 5000 for i in range(kept)})
+        assert found == [(ReadOutcome.OK, content(i, 5000)) for i in range(kept)]
+        store.close()
