@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,12 @@ def weights_changed() -> None:
 
 
 def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) -> Identity:
-    """The identity of this rank's pages. `server_args` is the resolved view; `pools` are SGLang's host pools by name."""
-    fields = {
+    """The identity of a server's pages, the same on all of its ranks.
+
+    `server_args` is the resolved view; `pools` are SGLang's host pools by name. Which layers and heads a rank holds
+    follows from the sizes here and the rank's folder (`rank_name`).
+    """
+    fields: dict[str, Any] = {
         "engine": f"sglang-{SGLANG_VERSION}",
         "model": _model_fields(server_args),
         "weights": _runtime_weights or weights_digest(Path(server_args.model_path)),
@@ -37,6 +42,7 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
             name: getattr(storage_config, name)
             for name in ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "tp_lcm_size")
         },
+        "pp_layer_partition": os.environ.get("SGLANG_PP_LAYER_PARTITION"),
         "pools": {name: _pool_fields(pool) for name, pool in sorted(pools.items())},
     }
     return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
@@ -111,7 +117,7 @@ def _model_fields(args: Any) -> dict[str, Any]:
 
 
 def _pool_fields(pool: Any) -> dict[str, Any]:
-    names = ("layout", "page_size", "layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim", "start_layer")
+    names = ("layout", "page_size", "head_num", "head_dim", "v_head_dim", "kv_cache_dim")
     fields = {name: getattr(pool, name) for name in names if isinstance(getattr(pool, name, None), (int, str))}
     fields["dtype"] = str(getattr(pool, "dtype", None))
     fields["format"] = str(getattr(pool, "storage_format_tag", None))
