@@ -67,7 +67,11 @@ def find_trace(source: str, folder: Path | None = None) -> Path:
         return files[matches[0]]
     if matches:
         raise TraceError(f"{source!r} could be any of {', '.join(matches)}; give more of the name")
-    there = f"Traces found: {', '.join(files)}" if files else "No folder with traces was found; give one with --traces"
+    there = (
+        f"Traces found: {', '.join(files)}"
+        if files
+        else "No folder with traces was found; give one with --traces"
+    )
     raise TraceError(
         f"no trace {source!r}: neither a file nor a trace's name. {there}. "
         "Without any trace, generated:swe-mini makes sessions by the published statistics"

@@ -35,20 +35,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     describing = actions.add_parser("describe", help="lengths, waits and prefix reuse of a workload")
     describing.add_argument("source", help="a trace file, a trace's short name, or generated:PRESET")
-    describing.add_argument("--sessions", type=_positive, metavar="N", help="read N sessions (default: all; 20 generated)")
-    describing.add_argument("--skip", type=_count, default=0, metavar="N", help="pass over the first N sessions")
+    describing.add_argument(
+        "--sessions", type=_positive, metavar="N", help="read N sessions (default: all; 20 generated)"
+    )
+    describing.add_argument(
+        "--skip", type=_count, default=0, metavar="N", help="pass over the first N sessions"
+    )
     describing.add_argument("--seed", type=int, default=0, help="for generated sessions (default 0)")
-    describing.add_argument("--divisor", type=_positive, default=1, metavar="D", help="scale tokens down by D (default 1)")
-    describing.add_argument("--page-tokens", type=_positive, default=16, metavar="N", help="page of the cache (default 16)")
+    describing.add_argument(
+        "--divisor", type=_positive, default=1, metavar="D", help="scale tokens down by D (default 1)"
+    )
+    describing.add_argument(
+        "--page-tokens", type=_positive, default=16, metavar="N", help="page of the cache (default 16)"
+    )
     describing.add_argument("--max-calls", type=_positive, metavar="N", help="cut sessions after N calls")
-    describing.add_argument("--max-prompt-tokens", type=_positive, metavar="N", help="cut before a longer prompt, after scaling")
+    describing.add_argument(
+        "--max-prompt-tokens", type=_positive, metavar="N", help="cut before a longer prompt, after scaling"
+    )
     _add_common(describing)
 
     making = actions.add_parser("generate", help="write generated sessions to a file that can be read again")
     making.add_argument("preset", help=f"one of {', '.join(presets())}")
-    making.add_argument("--sessions", type=_positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20")
+    making.add_argument(
+        "--sessions", type=_positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
+    )
     making.add_argument("--seed", type=int, default=0, help="another seed gives other sessions (default 0)")
-    making.add_argument("--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output")
+    making.add_argument(
+        "--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,12 +89,19 @@ def _list(args: argparse.Namespace) -> int:
                 "path": str(path),
             }
         )
-    made = [{"name": GENERATED + p.name, "source": p.source, "licence": p.licence} for p in presets().values()]
+    made = [
+        {"name": GENERATED + p.name, "source": p.source, "licence": p.licence} for p in presets().values()
+    ]
     if args.json is not None:
         write_json(envelope(SCHEMA_LIST, _command(), {"traces": rows, "presets": made}), args.json)
         if args.json == "-":
             return 0
-    names = [Column("name", "trace"), Column("licence", "licence"), Column("source", "from"), Column("about", "what it is")]
+    names = [
+        Column("name", "trace"),
+        Column("licence", "licence"),
+        Column("source", "from"),
+        Column("about", "what it is"),
+    ]
     if rows:
         print_table(Table("Traces found", names, rows))
     else:
@@ -128,7 +149,9 @@ def _describe(args: argparse.Namespace) -> int:
     print()
     columns = [Column("quantity", "quantity"), Column("unit", "unit")]
     columns += [Column(key, key) for key in ("min", "p10", "p50", "p90", "p99", "max", "mean", "n")]
-    note = "Tokens are estimates at 4 characters each" + (f", divided by {args.divisor}." if args.divisor > 1 else ".")
+    note = "Tokens are estimates at 4 characters each" + (
+        f", divided by {args.divisor}." if args.divisor > 1 else "."
+    )
     print_table(Table("Distributions", columns, stats.rows(), notes=(note,)))
     return 0
 
@@ -158,7 +181,9 @@ def _generate(name: str, sessions: int, seed: int, out: str) -> int:
     except OSError as error:
         if whole is not target:
             whole.unlink(missing_ok=True)
-        raise KVTierError(f"cannot write {out}: {error.strerror}. Free space or choose another --out") from error
+        raise KVTierError(
+            f"cannot write {out}: {error.strerror}. Free space or choose another --out"
+        ) from error
     print(f"{sessions} sessions of {name}, seed {seed}, written to {out}")
     return 0
 
@@ -173,7 +198,9 @@ def _write_sessions(raw: IO[bytes], preset: Preset, seed: int, sessions: int, *,
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
 

@@ -49,7 +49,9 @@ class ByteEncoder:
         if divisor < 1:
             raise ConfigError(f"divisor = {divisor}: must be a whole number of at least 1")
         if first_id < 0 or vocab_size - first_id < 64:
-            raise ConfigError(f"vocab_size = {vocab_size}: must leave 64 ids or more from first_id = {first_id} on")
+            raise ConfigError(
+                f"vocab_size = {vocab_size}: must leave 64 ids or more from first_id = {first_id} on"
+            )
         self.vocab_size = vocab_size
         self._divisor = divisor
         self._first_id = first_id
@@ -69,7 +71,9 @@ class ByteEncoder:
         if message.token_ids is not None:
             return np.asarray(message.token_ids, np.int32)
         if message.blocks is not None:
-            return block_token_ids(message.blocks, self._first_id, self.vocab_size, self._divisor, self._block_seed)
+            return block_token_ids(
+                message.blocks, self._first_id, self.vocab_size, self._divisor, self._block_seed
+            )
         assert message.text is not None
         # Logs hold lone surrogates now and then; they must not stop a replay.
         raw = np.frombuffer(message.text.encode("utf-8", "surrogatepass"), np.uint8)
@@ -92,11 +96,15 @@ class TokenizerEncoder:
             # Heavy door: a compiled package that only replays with a real model need.
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError("replaying with a real tokenizer needs a package: pip install tokenizers") from error
+            raise ConfigError(
+                "replaying with a real tokenizer needs a package: pip install tokenizers"
+            ) from error
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise ConfigError(f"{file} does not exist: give a tokenizer.json or the model's folder that has one")
+            raise ConfigError(
+                f"{file} does not exist: give a tokenizer.json or the model's folder that has one"
+            )
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare Exception on a file it cannot read

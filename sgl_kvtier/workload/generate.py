@@ -37,7 +37,9 @@ class Percentiles:
 
     def at(self, share: float) -> float:
         """The value below which `share` of the distribution lies; share from 0 to 1."""
-        upper = next(i for i in range(1, len(self.shares)) if share <= self.shares[i] or i == len(self.shares) - 1)
+        upper = next(
+            i for i in range(1, len(self.shares)) if share <= self.shares[i] or i == len(self.shares) - 1
+        )
         low, high = self.values[upper - 1], self.values[upper]
         part = (share - self.shares[upper - 1]) / (self.shares[upper] - self.shares[upper - 1])
         if low > 0:
@@ -141,7 +143,9 @@ class _Draft:
         first = max(2, round(self.preset.first_prompt_tokens.draw(self.rng)))
         shared = min(self.preset.shared_prefix_tokens, first - 1)
         if shared:
-            prefix = _letters(random.Random(f"kvtier {self.preset.name} prefix"), self.preset.shared_prefix_tokens)
+            prefix = _letters(
+                random.Random(f"kvtier {self.preset.name} prefix"), self.preset.shared_prefix_tokens
+            )
             self._append(Message("system", prefix[: shared * CHARS_PER_TOKEN]))
         self._append(Message("user", _letters(self.rng, first - shared)))
 

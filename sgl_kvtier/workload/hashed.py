@@ -24,6 +24,8 @@ from sgl_kvtier.workload.session import Append, Blocks, Call, Edit, Event, Messa
 
 _MOONCAKE_BLOCK = 512
 _AZURE_BLOCK = 512
+_MOST_PROMPT_TOKENS = 1 << 27
+"""A damaged count must not fill the memory; the longest prompts recorded have under a million tokens."""
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -56,7 +58,13 @@ class ClaudeCodeReader:
         return found
 
     def _collect(
-        self, record: dict[str, Any], name: str, parent: str | None, start_s: float, scope: _Scope, found: list[Session]
+        self,
+        record: dict[str, Any],
+        name: str,
+        parent: str | None,
+        start_s: float,
+        scope: _Scope,
+        found: list[Session],
     ) -> None:
         context = _BlockContext(scope)
         agents: list[tuple[str, float, dict[str, Any]]] = []
@@ -109,7 +117,9 @@ class MooncakeReader:
         ids = [whole(i, "a hash id") for i in list_of(record, "hash_ids")]
         tokens = count_of(record, "input_length")
         if not tokens or len(ids) != -(-tokens // _MOONCAKE_BLOCK):
-            raise BadRecord(f"{len(ids)} blocks of {_MOONCAKE_BLOCK} tokens do not hold 'input_length' = {tokens}")
+            raise BadRecord(
+                f"{len(ids)} blocks of {_MOONCAKE_BLOCK} tokens do not hold 'input_length' = {tokens}"
+            )
         blocks = Blocks(self._stem, _MOONCAKE_BLOCK, _runs(ids), tokens)
         call = Call(output_tokens=count_of(record, "output_length"), arrival_s=0.0)
         return [
@@ -147,7 +157,7 @@ class AzureReader:
             at = datetime.datetime.fromisoformat(stamp[:26])
         except (IndexError, ValueError) as error:
             raise BadRecord(f"not a row of {AZURE_HEADER}: {error}") from error
-        if tokens < 1 or output < 0:
+        if not 0 < tokens <= _MOST_PROMPT_TOKENS or output < 0:
             raise BadRecord(f"{tokens} input and {output} output tokens")
         if self._first is None:
             self._first = at
@@ -171,9 +181,16 @@ class _Scope:
         self._name = name
         self._block_tokens = block_tokens
 
+    def check(self, blocks: int) -> None:
+        """Raises BadRecord when a prompt of so many blocks cannot be meant."""
+        if blocks * self._block_tokens > _MOST_PROMPT_TOKENS:
+            raise BadRecord(f"a prompt of {blocks} blocks of {self._block_tokens} tokens")
+
     def message(self, runs: tuple[tuple[int, int], ...]) -> Message:
         count = sum(n for _, n in runs)
-        return Message("input", blocks=Blocks(self._name, self._block_tokens, runs, count * self._block_tokens))
+        return Message(
+            "input", blocks=Blocks(self._name, self._block_tokens, runs, count * self._block_tokens)
+        )
 
 
 class _BlockContext:
@@ -195,6 +212,7 @@ class _BlockContext:
         new = _new_runs(list_of(request, "new"))
         if not keep and not new:
             raise BadRecord("a request without a whole block")
+        self._scope.check(keep + sum(count for _, count in new))
         if keep < present:
             self._drop_to(keep, present, new)
         elif new:

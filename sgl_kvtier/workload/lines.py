@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
+
+_MOST = 1 << 53
+"""No token count, id or time of a trace comes near; a damaged number may be beyond any."""
 
 
 class BadRecord(ValueError):
@@ -92,7 +94,7 @@ def seconds_of(record: dict[str, Any], key: str) -> float | None:
     value = record.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
         raise BadRecord(f"{key!r} must be a number of seconds, not {_shown(value)}")
     return float(value)
 
@@ -106,8 +108,8 @@ def list_of(record: dict[str, Any], key: str) -> list[Any]:
 
 
 def whole(value: object, what: str) -> int:
-    """`value` if it is a whole number of at least 0. Raises BadRecord naming `what`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    """`value` if it is a whole number of at least 0 that a machine word holds. Raises BadRecord naming `what`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
         raise BadRecord(f"{what} must be a whole number of at least 0, not {_shown(value)}")
     return value
 
@@ -118,7 +120,9 @@ def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
     except IsADirectoryError as error:
         raise TraceError(f"{path} is a folder; name one of the files in it") from error
     except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}. `kvtier trace list` shows what there is") from error
+        raise TraceError(
+            f"cannot read {path}: {error.strerror}. `kvtier trace list` shows what there is"
+        ) from error
     # By its first bytes, not its name: downloads lose or gain a .gz.
     packed = stream.peek(2)[:2] == b"\x1f\x8b"
     return gzip.GzipFile(fileobj=stream) if packed else stream

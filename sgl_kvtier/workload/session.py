@@ -33,10 +33,14 @@ class Blocks:
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or any(count < 1 for _, count in self.runs):
-            raise ValueError(f"blocks of {self.block_tokens} tokens in runs {self.runs[:4]}: sizes must be positive")
+            raise ValueError(
+                f"blocks of {self.block_tokens} tokens in runs {self.runs[:4]}: sizes must be positive"
+            )
         whole = len(self) * self.block_tokens
         if not max(0, whole - self.block_tokens) <= self.tokens <= whole:
-            raise ValueError(f"{len(self)} blocks of {self.block_tokens} tokens cannot hold {self.tokens} tokens")
+            raise ValueError(
+                f"{len(self)} blocks of {self.block_tokens} tokens cannot hold {self.tokens} tokens"
+            )
 
     def __len__(self) -> int:
         return sum(count for _, count in self.runs)
@@ -56,7 +60,9 @@ class Blocks:
                 break
             runs.append((first, min(count, left)))
             left -= count
-        return Blocks(self.scope, self.block_tokens, tuple(runs), min(self.tokens, blocks * self.block_tokens))
+        return Blocks(
+            self.scope, self.block_tokens, tuple(runs), min(self.tokens, blocks * self.block_tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,9 @@ def load_sessions(
     if max_prompt_tokens is not None and encoder is None:
         raise ConfigError("max_prompt_tokens needs an encoder: without one there are no tokens to count")
     if (limit is not None and limit < 1) or skip < 0 or (max_calls is not None and max_calls < 1):
-        raise ConfigError(f"limit = {limit}, skip = {skip}, max_calls = {max_calls}: limits are at least 1, skip at least 0")
+        raise ConfigError(
+            f"limit = {limit}, skip = {skip}, max_calls = {max_calls}: limits are at least 1, skip at least 0"
+        )
     bad: list[BadLine] = []
     if source.startswith(GENERATED):
         if limit is None:
@@ -96,7 +98,11 @@ def load_sessions(
 
 
 def cut_session(
-    session: Session, *, encoder: Encoder | None = None, max_calls: int | None = None, max_prompt_tokens: int | None = None
+    session: Session,
+    *,
+    encoder: Encoder | None = None,
+    max_calls: int | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> Session:
     """The session up to its last call within both limits; without any call when even the first is too long."""
     if max_calls is None and max_prompt_tokens is None:
@@ -134,7 +140,10 @@ class _Chosen:
         """Adds a session and its sub-agents'. A sub-agent whose owner is dropped goes with it."""
         for session in group:
             fitting = cut_session(
-                session, encoder=self.encoder, max_calls=self.max_calls, max_prompt_tokens=self.max_prompt_tokens
+                session,
+                encoder=self.encoder,
+                max_calls=self.max_calls,
+                max_prompt_tokens=self.max_prompt_tokens,
             )
             lost = session.calls - fitting.calls
             self.calls_cut += lost
@@ -169,7 +178,9 @@ class _Chosen:
         if self.cut or self.dropped:
             limits = {"max_calls": self.max_calls, "max_prompt_tokens": self.max_prompt_tokens}
             given = ", ".join(f"{name} = {value}" for name, value in limits.items() if value is not None)
-            notes.append(f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({given}).")
+            notes.append(
+                f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({given})."
+            )
         return " ".join(notes)
 
 

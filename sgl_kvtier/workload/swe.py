@@ -72,7 +72,9 @@ class SweReader:
                 self._schemas = self._read_schemas()
             if reference not in self._schemas:
                 raise BadRecord(f"tools_ref {reference!r} is not in {TOOLS_FILE}")
-            self._tools[reference] = Message("tools", json.dumps(self._schemas[reference], ensure_ascii=False))
+            self._tools[reference] = Message(
+                "tools", json.dumps(self._schemas[reference], ensure_ascii=False)
+            )
         return self._tools[reference]
 
     def _read_schemas(self) -> dict[str, Any]:
@@ -86,7 +88,9 @@ class SweReader:
         except ValueError as error:
             raise TraceError(f"{self._tools_path} is not JSON: {error}. Copy the file again") from error
         if not isinstance(schemas, dict):
-            raise TraceError(f"{self._tools_path} must be an object of tool schemas by name. Copy the file again")
+            raise TraceError(
+                f"{self._tools_path} must be an object of tool schemas by name. Copy the file again"
+            )
         return schemas
 
 

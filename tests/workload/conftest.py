@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_records import WriteTrace
 
 REAL_TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
-
-WriteTrace = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")

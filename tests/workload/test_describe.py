@@ -42,7 +42,9 @@ def test_totals_of_a_session_worked_out_by_hand() -> None:
 
 
 def test_an_infinite_cache_holds_what_other_sessions_sent_in_whole_pages() -> None:
-    sessions = [session(Append(text(10, "a")), Append(text(7, letter)), Call(), name=letter) for letter in "xyx"]
+    sessions = [
+        session(Append(text(10, "a")), Append(text(7, letter)), Call(), name=letter) for letter in "xyx"
+    ]
     one, four = (describe(sessions, ENCODER, page_tokens=n) for n in (1, 4))
     assert one.session_reuse == 0
     # The second shares ten tokens and its role's; the third is the first again.
@@ -58,7 +60,15 @@ def test_outputs_are_held_by_the_infinite_cache_too() -> None:
 
 def test_a_context_that_returns_to_an_earlier_state_is_still_cached() -> None:
     a, b = text(8, "a"), text(8, "b")
-    events = (Append(a), Append(b), Call(), Edit((Span(0, 1), Message("tool", "c" * 40))), Call(), Edit((Span(0, 1), b)), Call())
+    events = (
+        Append(a),
+        Append(b),
+        Call(),
+        Edit((Span(0, 1), Message("tool", "c" * 40))),
+        Call(),
+        Edit((Span(0, 1), b)),
+        Call(),
+    )
     stats = describe([session(*events)], ENCODER, page_tokens=4)
     assert stats.cached_tokens_total == 8 + 16
 

@@ -36,9 +36,13 @@ def test_ids_are_in_range_and_there_is_always_one(text: str, divisor: int) -> No
 
 
 @given(st.text(max_size=200), st.text(max_size=100), st.text(max_size=100), divisors)
-def test_a_common_beginning_of_text_is_a_common_beginning_of_ids(head: str, a: str, b: str, divisor: int) -> None:
+def test_a_common_beginning_of_text_is_a_common_beginning_of_ids(
+    head: str, a: str, b: str, divisor: int
+) -> None:
     common = 1 + len(head.encode("utf-8", "surrogatepass")) // (4 * divisor)
-    assert encoded(head + a, divisor)[:common] == encoded(head + b, divisor)[:common] == encoded(head, divisor)
+    assert (
+        encoded(head + a, divisor)[:common] == encoded(head + b, divisor)[:common] == encoded(head, divisor)
+    )
 
 
 def test_a_changed_character_changes_the_id_of_its_window_alone() -> None:
@@ -63,8 +67,14 @@ def test_different_windows_seldom_look_alike_even_in_a_small_vocabulary() -> Non
     assert max(np.bincount(ids)) < 30
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 4)), min_size=1, max_size=4), st.integers(0, 63), divisors)
-def test_equal_blocks_have_equal_ids_and_lengths_are_divided(runs: list[tuple[int, int]], cut: int, divisor: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(1, 4)), min_size=1, max_size=4),
+    st.integers(0, 63),
+    divisors,
+)
+def test_equal_blocks_have_equal_ids_and_lengths_are_divided(
+    runs: list[tuple[int, int]], cut: int, divisor: int
+) -> None:
     count = sum(n for _, n in runs)
     encoder = ByteEncoder(1 << 30, divisor)
     whole = encoder.encode(Message("input", blocks=Blocks("s", 64, tuple(runs), 64 * count)))
@@ -104,7 +114,10 @@ def test_ids_are_the_same_in_another_process_with_another_hash_seed() -> None:
     )
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     }
@@ -112,7 +125,9 @@ def test_ids_are_the_same_in_another_process_with_another_hash_seed() -> None:
     assert outputs.pop().decode().splitlines()[0] == str(encoded("some text " * 9, 2, "tool"))
 
 
-@pytest.mark.parametrize(("vocab_size", "divisor", "named"), [(70, 1, "vocab_size = 70"), (512, 0, "divisor = 0")])
+@pytest.mark.parametrize(
+    ("vocab_size", "divisor", "named"), [(70, 1, "vocab_size = 70"), (512, 0, "divisor = 0")]
+)
 def test_impossible_settings_are_named(vocab_size: int, divisor: int, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         ByteEncoder(vocab_size, divisor)
@@ -139,7 +154,12 @@ class CountingEncoder(ByteEncoder):
 
 
 def test_only_what_changed_in_a_prompt_is_encoded_again() -> None:
-    a, out, b, fresh = Message("user", "a" * 40), Message("assistant", "o"), Message("tool", "b"), Message("user", "f")
+    a, out, b, fresh = (
+        Message("user", "a" * 40),
+        Message("assistant", "o"),
+        Message("tool", "b"),
+        Message("user", "f"),
+    )
     events = (Append(a), Call(out), Append(b), Call(), Edit((Span(0, 1), fresh)), Call())
     encoder = CountingEncoder()
     tokens = PromptTokens(encoder)
@@ -148,8 +168,16 @@ def test_only_what_changed_in_a_prompt_is_encoded_again() -> None:
     assert encoder.messages == [a, out, b, fresh]
 
 
-@given(st.lists(st.lists(st.sampled_from(["", "abcd", "abcdefgh", "abcdabcd", "xyz" * 5]), max_size=6), min_size=1, max_size=6))
-def test_shown_prompts_are_the_plain_concatenation_and_the_kept_count_is_exact(prompts: list[list[str]]) -> None:
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["", "abcd", "abcdefgh", "abcdabcd", "xyz" * 5]), max_size=6),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_shown_prompts_are_the_plain_concatenation_and_the_kept_count_is_exact(
+    prompts: list[list[str]],
+) -> None:
     encoder = ByteEncoder(VOCABULARY)
     pool = {text: Message("user", text) for prompt in prompts for text in prompt}
     tokens = PromptTokens(encoder)
@@ -163,7 +191,10 @@ def test_shown_prompts_are_the_plain_concatenation_and_the_kept_count_is_exact(p
         kept = tokens.show(context.prompt)
         plain = [i for text in prompt for i in encoded(text)]
         assert tokens.ids.tolist() == plain
-        assert kept == next((i for i, (x, y) in enumerate(zip(before, plain, strict=False)) if x != y), min(len(before), len(plain)))
+        assert kept == next(
+            (i for i, (x, y) in enumerate(zip(before, plain, strict=False)) if x != y),
+            min(len(before), len(plain)),
+        )
         before = plain
 
 
@@ -174,14 +205,19 @@ def test_the_ids_shown_cannot_be_written_to() -> None:
         tokens.ids[0] = 1
 
 
-def test_a_tokenizer_is_asked_for_by_name_when_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tokenizer_is_asked_for_by_name_when_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="pip install tokenizers"):
         TokenizerEncoder(tmp_path)
 
 
 def word_tokenizer(folder: Path) -> Path:
-    vocabulary = {"[UNK]": 0, **{word: i for i, word in enumerate(["user", "tool", "hello", "world", "[EOS]"], 1)}}
+    vocabulary = {
+        "[UNK]": 0,
+        **{word: i for i, word in enumerate(["user", "tool", "hello", "world", "[EOS]"], 1)},
+    }
     file = folder / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
     file.write_text(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}))

@@ -42,7 +42,9 @@ def test_the_same_seed_and_index_give_the_same_session_in_every_process(name: st
     )
     command = [sys.executable, "-c", program, name]
     digests = {
-        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True, text=True).stdout
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True, text=True
+        ).stdout
         for seed in ("0", "99")
     }
     assert digests == {hashlib.sha256(to_line(generate(load_preset(name), 7, 3)).encode()).hexdigest() + "\n"}
@@ -58,7 +60,9 @@ def test_a_generated_session_survives_being_written_and_read(name: str) -> None:
     for session in some(name, 5):
         (again,) = SweReader(Path("x.jsonl"), Origin("", "")).sessions(1, to_line(session))
         timed = load_preset(name).latency_s is not None
-        assert [_comparable(e, timed) for e in again.events] == [_comparable(e, timed) for e in session.events]
+        assert [_comparable(e, timed) for e in again.events] == [
+            _comparable(e, timed) for e in session.events
+        ]
 
 
 def _comparable(event: object, timed: bool) -> object:
@@ -76,7 +80,10 @@ def test_the_statistics_of_many_sessions_are_those_of_the_table(name: str) -> No
     drawn = [
         ([s.calls for s in sessions], preset.calls),
         ([sum(len(m.text or "") for m in prompt) / 4 for prompt in firsts], preset.first_prompt_tokens),
-        ([e.output_tokens or 0 for s in sessions for e in s.events if isinstance(e, Call)], preset.output_tokens),
+        (
+            [e.output_tokens or 0 for s in sessions for e in s.events if isinstance(e, Call)],
+            preset.output_tokens,
+        ),
     ]
     for values, table in drawn:
         # Four standard deviations of how many of so many draws fall below a percentile.
@@ -87,7 +94,14 @@ def test_the_statistics_of_many_sessions_are_those_of_the_table(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "published"), [("swe-mini", 0.9886), ("swe-openhands", 0.949), ("swe-openhands-sdk", 0.9635), ("swe-moatless", 0.8608), ("claude-code", 0.9626)]
+    ("name", "published"),
+    [
+        ("swe-mini", 0.9886),
+        ("swe-openhands", 0.949),
+        ("swe-openhands-sdk", 0.9635),
+        ("swe-moatless", 0.8608),
+        ("claude-code", 0.9626),
+    ],
 )
 def test_prefix_reuse_comes_near_the_published_figure(name: str, published: float) -> None:
     stats = describe(some(name, 60), ByteEncoder(1 << 30, 8), page_tokens=64)

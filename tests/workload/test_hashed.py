@@ -47,7 +47,9 @@ def test_a_request_is_the_blocks_kept_and_the_new_runs() -> None:
 
 
 def test_keeping_less_than_there_was_is_an_edit_that_may_cut_a_run() -> None:
-    (session,) = claude(claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1), request(0, 70, 1)))
+    (session,) = claude(
+        claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1), request(0, 70, 1))
+    )
     assert prompts(session) == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 50], [70]]
     assert [e.why for e in session.events if isinstance(e, Edit)] == ["prefix dropped", "prefix dropped"]
 
@@ -63,7 +65,13 @@ def test_whole_messages_that_are_kept_stay_the_same_objects() -> None:
     assert first[0] is last[0]
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=1, max_size=3)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_decoding_gives_the_ids_that_were_encoded(steps: list[tuple[float, list[int]]]) -> None:
     fresh = iter(range(0, 10_000, 10))
     expected: list[list[int]] = []
@@ -88,7 +96,9 @@ def test_a_sub_agent_is_a_session_of_its_own_behind_its_owner_with_shared_ids() 
 
 
 def test_think_time_is_the_gap_and_the_server_time_the_latency() -> None:
-    session = claude(claude_record(request(0, 1, 1, t=0.0), request(1, t=9.0, api_time=4.0, think_time=7.0)))[0]
+    session = claude(claude_record(request(0, 1, 1, t=0.0), request(1, t=9.0, api_time=4.0, think_time=7.0)))[
+        0
+    ]
     assert [(c.gap_s, c.latency_s, c.arrival_s, c.output_tokens) for c in calls(session)] == [
         (1.0, 2.0, 0.0, 10),
         (7.0, 4.0, 9.0, 10),
@@ -97,7 +107,9 @@ def test_think_time_is_the_gap_and_the_server_time_the_latency() -> None:
 
 def test_a_missing_think_time_is_what_the_clock_leaves_of_the_interval() -> None:
     untimed = {"api_time": None, "think_time": None}
-    session = claude(claude_record(request(0, 1, 1), request(1, t=9.0, **untimed), request(1, t=8.0, **untimed)))[0]
+    session = claude(
+        claude_record(request(0, 1, 1), request(1, t=9.0, **untimed), request(1, t=8.0, **untimed))
+    )[0]
     assert [(c.gap_s, c.latency_s) for c in calls(session)] == [(1.0, 2.0), (7.0, None), (0.0, None)]
 
 
@@ -123,7 +135,12 @@ def test_a_bad_claude_code_line_says_what_is_wrong(record: dict[str, Any], reaso
 
 def test_a_mooncake_line_is_a_session_of_one_call_at_its_time() -> None:
     session = mooncake(mooncake_record(1100, 0, 7, 8, timestamp=3000, output_length=77), line=5)
-    assert (session.session_id, session.start_s, session.source, session.licence) == ("mc:5", 3.0, "owner/repo", "MIT")
+    assert (session.session_id, session.start_s, session.source, session.licence) == (
+        "mc:5",
+        3.0,
+        "owner/repo",
+        "MIT",
+    )
     assert prompts(session) == [[0, 7, 8]]
     assert calls(session)[0].output_tokens == 77
 
@@ -135,11 +152,19 @@ def test_a_mooncake_prompts_last_block_is_cut_to_the_input_length() -> None:
 
 
 def test_mooncake_ids_are_global_to_the_file() -> None:
-    scopes = {prompt[0].blocks.scope for n in (1, 2) for _, prompt in Context(mooncake(mooncake_record(9, 0), n)).calls() if prompt[0].blocks}
+    scopes = {
+        prompt[0].blocks.scope
+        for n in (1, 2)
+        for _, prompt in Context(mooncake(mooncake_record(9, 0), n)).calls()
+        if prompt[0].blocks
+    }
     assert scopes == {"mc"}
 
 
-@pytest.mark.parametrize("record", [mooncake_record(1100, 0, 7), mooncake_record(0), mooncake_record(512, 0, 1), mooncake_record(5, "0")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "record",
+    [mooncake_record(1100, 0, 7), mooncake_record(0), mooncake_record(512, 0, 1), mooncake_record(5, "0")],
+)  # type: ignore[arg-type]
 def test_mooncake_blocks_that_do_not_fit_the_length_are_bad(record: dict[str, Any]) -> None:
     with pytest.raises(BadRecord):
         mooncake(record)
@@ -156,7 +181,9 @@ def test_azure_rows_arrive_at_their_times_and_share_nothing() -> None:
     assert calls(second)[0].output_tokens == 8
 
 
-@pytest.mark.parametrize("row", ["yesterday,1,2", "2023-11-16 18:17:03,1", "2023-11-16 18:17:03,0,5", "2023-11-16 18:17:03,x,5"])
+@pytest.mark.parametrize(
+    "row", ["yesterday,1,2", "2023-11-16 18:17:03,1", "2023-11-16 18:17:03,0,5", "2023-11-16 18:17:03,x,5"]
+)
 def test_azure_rows_that_are_none_are_bad(row: str) -> None:
     with pytest.raises(BadRecord):
         AzureReader(Path("az.csv"), ORIGIN).sessions(2, row)

@@ -26,7 +26,9 @@ def texts(prompt: object) -> list[str | None]:
 
 
 def test_a_prompt_is_the_tools_and_the_context_so_far() -> None:
-    walk = Context(session(Append(says("a")), Call(says("out")), Append(says("b")), Call(), tools=says("tools")))
+    walk = Context(
+        session(Append(says("a")), Call(says("out")), Append(says("b")), Call(), tools=says("tools"))
+    )
     assert walk.next_call() == Call(says("out"))
     assert texts(walk.prompt) == ["tools", "a"]
     assert walk.next_call() == Call()
@@ -65,7 +67,9 @@ def test_an_answer_is_not_added_where_the_next_blocks_stand_for_it() -> None:
 
 
 def test_prompts_handed_out_earlier_do_not_change_when_the_walk_goes_on() -> None:
-    walk = Context(session(Append(says("a")), Call(says("x")), Edit((says("fresh"),)), Call(says("y")), Call()))
+    walk = Context(
+        session(Append(says("a")), Call(says("x")), Edit((says("fresh"),)), Call(says("y")), Call())
+    )
     prompts = [prompt for _, prompt in walk.calls()]
     assert [texts(p) for p in prompts] == [["a"], ["fresh"], ["fresh", "y"]]
 

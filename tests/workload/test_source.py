@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WriteTrace
-from trace_records import assistant, claude_record, mooncake_record, request, swe_record, tool, user
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trace_records import (
+    WriteTrace,
+    assistant,
+    claude_record,
+    mooncake_record,
+    request,
+    swe_record,
+    tool,
+    user,
+)
 
 from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.workload.catalogue import find_trace, known_traces, origin_of, trace_files
+from sgl_kvtier.workload.describe import describe
 from sgl_kvtier.workload.encoder import ByteEncoder
 from sgl_kvtier.workload.session import Append, Call, Edit, Message, Session
 from sgl_kvtier.workload.source import cut_session, load_sessions
@@ -39,7 +50,9 @@ def test_the_format_is_known_by_its_lines(write_trace: WriteTrace) -> None:
         "azure.txt": [azure, "2023-11-16 18:17:03.9799600,4808,10\r", "2023-11-16 18:17:04.0,3,1\r"],
         "swe.txt": ["not json", swe_record(user("a"), assistant("b"))],
     }
-    counts = {name: len(load_sessions(str(write_trace(name, *lines))).sessions) for name, lines in files.items()}
+    counts = {
+        name: len(load_sessions(str(write_trace(name, *lines))).sessions) for name, lines in files.items()
+    }
     assert counts == {"claude.txt": 1, "moon.txt": 1, "azure.txt": 2, "swe.txt": 1}
 
 
@@ -96,12 +109,17 @@ def test_sessions_are_cut_after_so_many_calls_and_it_is_said(write_trace: WriteT
 def test_a_session_ends_before_the_first_prompt_that_is_too_long(write_trace: WriteTrace) -> None:
     # Prompts of 101, 213, 325, ... tokens: 1 + 400 / 4 for the input, 1 + 40 / 4 for the output before it.
     path = str(write_trace("a.jsonl", *numbered(1, calls=5)))
-    kept = {n: load_sessions(path, encoder=ByteEncoder(512), max_prompt_tokens=n).calls for n in (101, 212, 213, 325, 9999)}
+    kept = {
+        n: load_sessions(path, encoder=ByteEncoder(512), max_prompt_tokens=n).calls
+        for n in (101, 212, 213, 325, 9999)
+    }
     assert kept == {101: 1, 212: 1, 213: 2, 325: 3, 9999: 5}
     assert load_sessions(path, encoder=ByteEncoder(512, 4), max_prompt_tokens=213).calls == 5
 
 
-def test_a_session_whose_first_prompt_is_too_long_is_dropped_and_the_next_one_taken(write_trace: WriteTrace) -> None:
+def test_a_session_whose_first_prompt_is_too_long_is_dropped_and_the_next_one_taken(
+    write_trace: WriteTrace,
+) -> None:
     long = swe_record(user("x" * 4000), assistant("b"), session_id="long")
     path = str(write_trace("a.jsonl", long, *numbered(2)))
     loaded = load_sessions(path, limit=2, encoder=ByteEncoder(512), max_prompt_tokens=200)
@@ -130,11 +148,74 @@ def test_generated_sessions_need_a_number_of_them() -> None:
 
 
 def test_generated_sessions_that_do_not_fit_are_replaced_by_the_next() -> None:
-    loaded = load_sessions("generated:claude-code", limit=5, encoder=ByteEncoder(512, 16), max_prompt_tokens=2000)
+    loaded = load_sessions(
+        "generated:claude-code", limit=5, encoder=ByteEncoder(512, 16), max_prompt_tokens=2000
+    )
     assert len(loaded.sessions) == 5
     assert loaded.sessions_dropped > 0
     with pytest.raises(TraceError, match="no session to replay"):
         load_sessions("generated:swe-openhands-sdk", limit=1, encoder=ByteEncoder(512), max_prompt_tokens=10)
+
+
+VALID = [
+    swe_record(
+        user("a"),
+        assistant("b", 1.0, usage={"out": 3}, tool_calls=[{"name": "n", "arguments": "{}"}]),
+        tool("c", 2.0),
+        {"role": "context_edit", "parts": [[0, 1], user("new")], "t_offset_s": 3.0},
+        assistant("d", 4.0),
+    ),
+    claude_record(
+        request(0, 1, 3),
+        {"type": "subagent", "t": 1.0, "agent_id": "a", "requests": [request(0, 1, 2)]},
+        request(2, 9, 1),
+    ),
+    mooncake_record(1100, 0, 7, 8),
+]
+# What a damaged file may hold where something else belongs.
+damage = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.just(10**400),
+    st.floats(),
+    st.text(max_size=3),
+    st.just([]),
+    st.just({}),
+    st.just([[1]]),
+)
+
+
+def _damaged(value: Any, data: st.DataObject) -> Any:
+    """The value with one thing in it, at any depth, replaced or taken away."""
+    inner = (
+        [k for k, v in (value.items() if isinstance(value, dict) else enumerate(value))]
+        if isinstance(value, (dict, list))
+        else []
+    )
+    if not inner or data.draw(st.integers(0, 4)) == 0:
+        return data.draw(damage)
+    key = data.draw(st.sampled_from(inner))
+    changed = value.copy()
+    if data.draw(st.integers(0, 5)) == 0:
+        del changed[key]
+    else:
+        changed[key] = _damaged(value[key], data)
+    return changed
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_no_damage_to_a_line_is_fatal(write_trace: WriteTrace, data: st.DataObject) -> None:
+    record = data.draw(st.sampled_from(VALID))
+    path = write_trace("a.jsonl", record, _damaged(record, data), record)
+    encoder = ByteEncoder(512, 64)
+    loaded = load_sessions(str(path), encoder=encoder, max_prompt_tokens=10**6)
+    whole = load_sessions(str(write_trace("b.jsonl", record)))
+    # The whole lines before and after are there, and the damaged one is either bad or gave sessions that can be walked.
+    assert loaded.calls + loaded.calls_cut >= 2 * whole.calls
+    assert len(loaded.bad_lines) <= 1
+    describe(loaded.sessions, encoder)
 
 
 def test_files_of_unknown_formats_say_which_are_known(write_trace: WriteTrace) -> None:
@@ -154,7 +235,9 @@ def test_traces_are_found_by_name_or_its_beginning(write_trace: WriteTrace, tmp_
         find_trace("swe_", tmp_path)
 
 
-def test_a_name_that_is_nowhere_lists_what_there_is_and_offers_generated_sessions(write_trace: WriteTrace, tmp_path: Path) -> None:
+def test_a_name_that_is_nowhere_lists_what_there_is_and_offers_generated_sessions(
+    write_trace: WriteTrace, tmp_path: Path
+) -> None:
     write_trace("swe_mini.jsonl", *numbered(1))
     with pytest.raises(TraceError, match=r"no trace 'nope'.*Traces found: swe_mini.*generated:swe-mini"):
         find_trace("nope", tmp_path)
@@ -162,7 +245,9 @@ def test_a_name_that_is_nowhere_lists_what_there_is_and_offers_generated_session
         find_trace("nope", tmp_path / "missing")
 
 
-def test_the_name_of_a_trace_goes_before_the_beginning_of_another(write_trace: WriteTrace, tmp_path: Path) -> None:
+def test_the_name_of_a_trace_goes_before_the_beginning_of_another(
+    write_trace: WriteTrace, tmp_path: Path
+) -> None:
     write_trace("moon.jsonl", *numbered(1))
     write_trace("moon_two.jsonl", *numbered(1))
     assert find_trace("moon", tmp_path).name == "moon.jsonl"

@@ -39,7 +39,9 @@ def test_an_assistant_turn_is_a_call_whose_output_joins_the_context() -> None:
 
 
 def test_fields_of_the_line_are_kept() -> None:
-    record = swe_record(user("a"), assistant("b"), batch="run1", batch_offset_s=12.5, model="m", truncated=True)
+    record = swe_record(
+        user("a"), assistant("b"), batch="run1", batch_offset_s=12.5, model="m", truncated=True
+    )
     session = read(record)
     assert (session.session_id, session.source, session.licence) == ("s1", "owner/repo", "MIT")
     assert (session.batch, session.start_s, session.model, session.truncated) == ("run1", 12.5, "m", True)
@@ -57,13 +59,21 @@ def test_a_hist_turn_joins_the_context_without_a_call() -> None:
 
 def test_reasoning_content_and_tool_calls_all_stand_in_later_prompts() -> None:
     made = [{"name": "bash", "arguments": '{"command": "ls"}'}, {"name": "finish", "arguments": "{}"}]
-    session = read(swe_record(user("a"), assistant("text", reasoning="thought", tool_calls=made), tool("b"), assistant("c")))
+    session = read(
+        swe_record(
+            user("a"), assistant("text", reasoning="thought", tool_calls=made), tool("b"), assistant("c")
+        )
+    )
     assert prompts(session)[1][1] == 'thought\ntext\nbash {"command": "ls"}\nfinish {}'
 
 
 def test_an_edit_takes_ranges_of_the_present_context_and_new_messages() -> None:
     edit = {"role": "context_edit", "why": "condensation", "parts": [[0, 1], user("summary"), [3, 4]]}
-    session = read(swe_record(user("a"), assistant("b"), tool("c"), user("d"), edit, assistant("e"), tool("f"), assistant("g")))
+    session = read(
+        swe_record(
+            user("a"), assistant("b"), tool("c"), user("d"), edit, assistant("e"), tool("f"), assistant("g")
+        )
+    )
     assert prompts(session) == [["a"], ["a", "summary", "d"], ["a", "summary", "d", "e", "f"]]
     assert Edit((Span(0, 1), Message("user", "summary"), Span(3, 4)), "condensation") in session.events
 
@@ -97,7 +107,9 @@ def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) ->
 
 
 def test_latency_runs_from_the_turn_before_and_the_gap_from_the_response_before() -> None:
-    session = read(swe_record(user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0)))
+    session = read(
+        swe_record(user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0))
+    )
     first, second = calls(session)
     assert (first.gap_s, first.latency_s, first.arrival_s) == (0.0, 3.0, 0.0)
     assert (second.gap_s, second.latency_s, second.arrival_s) == (1.25, 5.75, 4.25)
@@ -122,17 +134,28 @@ def test_untimed_user_turns_leave_the_whole_interval_to_the_server() -> None:
 
 
 def test_without_offsets_the_tools_run_time_is_the_gap() -> None:
-    session = read(swe_record(user("a"), assistant("b"), tool("c", tool_exec_s=0.5), tool("d", tool_exec_s=1), assistant("e")))
-    assert [(c.gap_s, c.latency_s, c.arrival_s) for c in calls(session)] == [(0.0, None, None), (1.5, None, None)]
+    session = read(
+        swe_record(
+            user("a"), assistant("b"), tool("c", tool_exec_s=0.5), tool("d", tool_exec_s=1), assistant("e")
+        )
+    )
+    assert [(c.gap_s, c.latency_s, c.arrival_s) for c in calls(session)] == [
+        (0.0, None, None),
+        (1.5, None, None),
+    ]
 
 
 def test_output_tokens_are_the_providers_where_it_counted() -> None:
-    session = read(swe_record(user("a"), assistant("b", usage={"in": 9, "out": 7}), user("c"), assistant("d")))
+    session = read(
+        swe_record(user("a"), assistant("b", usage={"in": 9, "out": 7}), user("c"), assistant("d"))
+    )
     assert [c.output_tokens for c in calls(session)] == [7, None]
 
 
 def test_clipped_results_are_counted() -> None:
-    session = read(swe_record(user("a"), assistant("b"), tool("c", clipped_from_chars=99_999), assistant("d")))
+    session = read(
+        swe_record(user("a"), assistant("b"), tool("c", clipped_from_chars=99_999), assistant("d"))
+    )
     assert session.clipped_messages == 1
 
 
@@ -175,7 +198,9 @@ def written_sessions(draw: st.DrawFn) -> Session:
     events: list[Append | Call | Edit] = []
     present = 0
     for number in range(draw(st.integers(1, 8))):
-        events.append(Append(Message(draw(st.sampled_from(["system", "user", "tool"])), draw(st.text(max_size=20)))))
+        events.append(
+            Append(Message(draw(st.sampled_from(["system", "user", "tool"])), draw(st.text(max_size=20))))
+        )
         present += 1
         if draw(st.booleans()):
             events.append(Append(Message("assistant", draw(st.text(max_size=9)))))
@@ -188,14 +213,18 @@ def written_sessions(draw: st.DrawFn) -> Session:
         output = Message("assistant", draw(st.text(max_size=20)))
         events.append(Call(output, draw(st.integers(0, 999)), gap_s, draw(seconds.filter(bool))))
         present += 1
-    return Session("s", "repo", tuple(events), start_s=draw(seconds), licence="MIT", model="m", batch="b", truncated=True)
+    return Session(
+        "s", "repo", tuple(events), start_s=draw(seconds), licence="MIT", model="m", batch="b", truncated=True
+    )
 
 
 @given(written_sessions())
 def test_a_session_written_and_read_again_is_the_same(session: Session) -> None:
     again = read(json.loads(to_line(session)))
     # Arrival times come with reading; they are the sum of what was written.
-    assert [e for e in again.events if not isinstance(e, Call)] == [e for e in session.events if not isinstance(e, Call)]
+    assert [e for e in again.events if not isinstance(e, Call)] == [
+        e for e in session.events if not isinstance(e, Call)
+    ]
     assert [(c.output, c.output_tokens, c.gap_s, c.latency_s) for c in calls(again)] == [
         (c.output, c.output_tokens, c.gap_s, c.latency_s) for c in calls(session)
     ]

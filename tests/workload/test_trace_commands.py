@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import WriteTrace
-from trace_records import assistant, swe_record, user
+from trace_records import WriteTrace, assistant, swe_record, user
 
 from sgl_kvtier.errors import KVTierError, TraceError
 from sgl_kvtier.workload.commands import add_arguments, run
@@ -21,11 +20,25 @@ def kvtier_trace(*words: str) -> int:
     return run(parser.parse_args(list(words)))
 
 
-def test_generated_sessions_can_be_described_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generated_sessions_can_be_described_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "mine.jsonl.gz"
     assert kvtier_trace("generate", "swe-openhands", "--sessions", "4", "--seed", "3", "--out", str(out)) == 0
     assert kvtier_trace("describe", str(out), "--json", str(tmp_path / "file.json")) == 0
-    assert kvtier_trace("describe", "generated:swe-openhands", "--sessions", "4", "--seed", "3", "--json", str(tmp_path / "made.json")) == 0
+    assert (
+        kvtier_trace(
+            "describe",
+            "generated:swe-openhands",
+            "--sessions",
+            "4",
+            "--seed",
+            "3",
+            "--json",
+            str(tmp_path / "made.json"),
+        )
+        == 0
+    )
     assert "4 sessions of swe-openhands, seed 3" in capsys.readouterr().out
     from_file, made = (json.loads((tmp_path / name).read_text()) for name in ("file.json", "made.json"))
     assert from_file["totals"] == made["totals"]
@@ -53,7 +66,9 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         kvtier_trace("generate", "chat", "--out", str(tmp_path / "file" / "x.jsonl"))
 
 
-def test_describe_shows_bad_lines_beside_the_table(write_trace: WriteTrace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_shows_bad_lines_beside_the_table(
+    write_trace: WriteTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_trace("a.jsonl", swe_record(user("a"), assistant("b")), *["{oops"] * 12)
     assert kvtier_trace("describe", str(path)) == 0
     shown = capsys.readouterr()
@@ -78,7 +93,10 @@ def test_list_names_the_traces_of_a_folder_and_the_presets(
     shown = capsys.readouterr().out
     assert "mooncake_synthetic_trace" in shown and "generated:swe-mini" in shown
     result = json.loads((tmp_path / "list.json").read_text())
-    assert {t["name"]: t["licence"] for t in result["traces"]} == {"mine": None, "mooncake_synthetic_trace": "Apache-2.0"}
+    assert {t["name"]: t["licence"] for t in result["traces"]} == {
+        "mine": None,
+        "mooncake_synthetic_trace": "Apache-2.0",
+    }
 
 
 def test_an_unwritable_json_target_is_found_before_the_work(tmp_path: Path) -> None:
@@ -86,13 +104,17 @@ def test_an_unwritable_json_target_is_found_before_the_work(tmp_path: Path) -> N
         kvtier_trace("describe", "nope", "--json", str(tmp_path))
 
 
-@pytest.mark.parametrize("words", [["describe", "nope"], ["describe", "generated:nope"], ["generate", "nope", "--out", "-"]])
+@pytest.mark.parametrize(
+    "words", [["describe", "nope"], ["describe", "generated:nope"], ["generate", "nope", "--out", "-"]]
+)
 def test_unknown_names_are_errors_that_list_the_known(words: list[str]) -> None:
     with pytest.raises(TraceError, match="swe-mini"):
         kvtier_trace(*words)
 
 
-@pytest.mark.parametrize("words", [["describe", "x", "--sessions", "0"], ["describe", "x", "--skip", "-1"], []])
+@pytest.mark.parametrize(
+    "words", [["describe", "x", "--sessions", "0"], ["describe", "x", "--skip", "-1"], []]
+)
 def test_wrong_numbers_are_refused_by_the_parser(words: list[str]) -> None:
     with pytest.raises(SystemExit):
         kvtier_trace(*words)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+WriteTrace = Callable[..., Path]
+"""The fixture `write_trace`: a file's name and its records to the file's path."""
 
 
 def swe_record(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -33,7 +38,13 @@ def request(keep: int, *new: int, **fields: Any) -> dict[str, Any]:
 
 def claude_record(*requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """One line of the Claude Code format with these requests."""
-    head = {"id": "trace_1", "block_size": 64, "hash_id_scope": "local", "tool_tokens": 64, "system_tokens": 64}
+    head = {
+        "id": "trace_1",
+        "block_size": 64,
+        "hash_id_scope": "local",
+        "tool_tokens": 64,
+        "system_tokens": 64,
+    }
     return {**head, **fields, "requests": list(requests)}
 
 
