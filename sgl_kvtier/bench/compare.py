@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Comparison:
-    """One run. `run` returns when all rounds are done; on KeyboardInterrupt it stops the servers and returns what there is."""
+    """One run. What it measures is in the `outcome` given to it, also when it is interrupted."""
 
     def __init__(self, options: CompareOptions, load: Load, outcome: Outcome) -> None:
         check_arms(options.arms)
@@ -74,10 +74,12 @@ class Comparison:
         self._outcome = outcome
         self._servers: dict[str, Server] = {}
         self._warm: set[str] = set()
+        self._log_path = options.folder / "requests.jsonl"
 
     def run(self) -> None:
-        """All rounds. Raises BenchError only when no arm could be measured at all."""
+        """All rounds, or what was possible until Ctrl-C; no server is left. Raises BenchError when every arm failed."""
         options, outcome = self._options, self._outcome
+        self._log_path.unlink(missing_ok=True)
         try:
             if self._together():
                 self._start_all()
@@ -173,7 +175,7 @@ class Comparison:
             await _make_cold(client, one.arm)
             one.before = await client.metrics()
             disk = server.disk_bytes()
-            log = SampleLog(options.folder / "requests.jsonl", arm=one.arm, round=one.number)
+            log = SampleLog(self._log_path, arm=one.arm, round=one.number)
             watch = CpuWatch(lambda: server.usage().cpu_s)
             try:
                 await replay(

@@ -45,9 +45,10 @@ SCHEMA = "kvtier.compare/1"
 
 _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
 _CPU = LoadOptions()
-_QUICK = LoadOptions(turns=6)
+_QUICK = LoadOptions(sessions=6, turns=5)
 _GPU = LoadOptions(turns=40, divisor=1)
-_REPLAY = ReplayOptions(concurrency=8, gap_cap_s=2.0)
+# Three to six agents worked at a time when the default trace was recorded.
+_REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     _need_sglang()
     arms = _arms(args)
     outcome = Outcome()
-    with end_on_signals(), _work_folder(args.folder) as folder:
+    with end_on_signals(), _work_folder(args.folder, outcome) as folder:
         device = args.device or detect_device()
         model = _model(args)
         encoder = choose_encoder(Path(model), _load_defaults(args, device).divisor if args.divisor is None else args.divisor)
@@ -241,8 +242,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _work_folder(wanted: Path | None) -> Iterator[Path]:
-    """The given folder, or a temporary one. That is removed unless something failed: then its logs are what is needed."""
+def _work_folder(wanted: Path | None, outcome: Outcome) -> Iterator[Path]:
+    """The given folder, or a temporary one. That is removed unless an arm failed: then its logs are what is needed."""
     if wanted is not None:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
@@ -253,14 +254,13 @@ def _work_folder(wanted: Path | None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="kvtier-compare-"))
     try:
         yield folder
-    except BenchError:
-        for storage in folder.glob("*/storage"):
-            shutil.rmtree(storage, ignore_errors=True)
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if outcome.failures:
+            for storage in folder.glob("*/storage"):
+                shutil.rmtree(storage, ignore_errors=True)
+            print(f"The servers' logs are kept in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class Server:
         self._launch = launch
         self._module = module
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_s = 0.0
 
     @property
     def url(self) -> str:
@@ -104,10 +105,11 @@ class Server:
                 )
         except OSError as error:
             raise BenchError(f"{self.name}: cannot start a server: {error}") from error
+        self._started_s = time.monotonic()
         _RUNNING[id(self)] = self
 
     def wait_until_healthy(self, timeout_s: float = 300.0) -> float:
-        """Blocks until /health says 200 and returns the seconds waited.
+        """Blocks until /health says 200 and returns the seconds since the start.
 
         Raises BenchError with the log's last lines when the process ends or the time is over; it is stopped then.
         """
@@ -115,7 +117,7 @@ class Server:
         while time.monotonic() - began < timeout_s:
             self.raise_if_ended("while starting")
             if self._healthy():
-                return time.monotonic() - began
+                return time.monotonic() - self._started_s
             time.sleep(0.5)
         log = self.last_lines()
         self.stop()

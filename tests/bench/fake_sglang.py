@@ -81,17 +81,18 @@ class FakeServer:
         return web.json_response({"model_path": "fake"})
 
     @asynccontextmanager
-    async def up(self) -> AsyncIterator[FakeServer]:
-        """The server, listening on a port of its own."""
+    async def up(self, port: int = 0) -> AsyncIterator[FakeServer]:
+        """The server, listening on a port of its own unless one is given."""
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/flush_cache", self.note)
         app.router.add_post("/hicache/storage-backend/clear", self.note)
         app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health", self.note)
         app.router.add_get("/model_info", self.model_info)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
         self.url = "http://{}:{}".format(*runner.addresses[0][:2])
         try:
