@@ -1,0 +1,118 @@
+"""The figures: equality, tiers, bytes and ratios, computed from requests made up here."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_kvtier.bench.client import Cached, Completion, Metrics
+from sgl_kvtier.bench.machine import CpuWatch
+from sgl_kvtier.bench.measures import Round, arm_figures, ratios, sample_rows
+from sgl_kvtier.bench.replay import Sample
+
+
+def make_round(
+    arm: str,
+    number: int,
+    ttfts_s: list[float | None],
+    *,
+    ids: tuple[int, ...] = (1, 2, 3),
+    cached: Cached | None = None,
+    before: str = "",
+    after: str = "",
+) -> Round:
+    samples = []
+    for turn, ttft in enumerate(ttfts_s, 1):
+        if ttft is None:
+            done = Completion(0.0, 1.0, error="HTTP 500")
+        else:
+            times = tuple(ttft + 0.01 * i for i in range(len(ids)))
+            done = Completion(0.0, times[-1], ids, times, prompt_tokens=100, cached=cached or Cached())
+        samples.append(Sample("s", turn, done))
+    return Round(arm, number, samples, Metrics.parse(before), Metrics.parse(after), wall_s=2.0, complete=True)
+
+
+def figures(arm: str, rounds: list[Round]) -> dict:
+    return arm_figures(arm, rounds, sample_rows(rounds))
+
+
+def test_percentiles_are_over_the_requests_that_ended_well() -> None:
+    result = figures("kvtier", [make_round("kvtier", 1, [0.1, 0.2, 0.3, None])])
+    assert result["ttft_ms"]["p50"] == pytest.approx(200)
+    assert result["ttft_ms"]["n"] == 3
+    assert result["tpot_ms"]["p50"] == pytest.approx(10)
+    assert result["e2e_ms"]["p50"] == pytest.approx(220)
+    assert (result["requests"], result["errors"], result["error_messages"]) == (4, 1, ["HTTP 500"])
+    assert result["throughput_tokens_per_s"] == pytest.approx(9 / 2)
+
+
+def test_outputs_are_compared_with_what_recompute_answered_first() -> None:
+    rounds = [
+        make_round("kvtier", 1, [0.1, 0.1]),
+        make_round("recompute", 1, [0.1, 0.1]),
+        make_round("kvtier", 2, [0.1, 0.1], ids=(1, 2, 4)),
+        make_round("recompute", 2, [0.1, None]),
+    ]
+    assert figures("kvtier", rounds)["equal_tokens_fraction"] == 0.5
+    assert figures("recompute", rounds)["equal_tokens_fraction"] == 1.0
+    equal = [row["equal"] for row in sample_rows(rounds)]
+    assert equal == [True, True, None, None, False, False, True, None]
+
+
+def test_without_recompute_nothing_is_said_about_equality() -> None:
+    assert figures("kvtier", [make_round("kvtier", 1, [0.1])])["equal_tokens_fraction"] is None
+
+
+def test_tiers_are_summed_and_responses_that_do_not_add_up_are_counted() -> None:
+    rounds = [
+        make_round("kvtier", 1, [0.1, 0.1], cached=Cached(16, 32, 48, 96)),
+        make_round("kvtier", 2, [0.1], cached=Cached(16, 0, 0, 32)),
+    ]
+    result = figures("kvtier", rounds)
+    assert result["cached_tokens"] == {"device": 48, "host": 64, "storage": 96}
+    assert result["cached_tokens_check"]["requests_whose_tiers_do_not_sum"] == 1
+    assert result["cached_tokens_check"]["requests_checked"] == 3
+
+
+def test_storage_bytes_are_the_servers_tokens_times_its_bytes_per_token_within_the_rounds() -> None:
+    before = (
+        'sglang:backuped_tokens_total{tp_rank="0"} 100\nsglang:prefetched_tokens_total 10\n'
+        "sglang:hicache_backup_tokens_total 100\nsglang:hicache_backup_bytes_total 1600\n"
+    )
+    after = (
+        'sglang:backuped_tokens_total{tp_rank="0"} 150\nsglang:prefetched_tokens_total 40\n'
+        "sglang:hicache_backup_tokens_total 200\nsglang:hicache_backup_bytes_total 3200\n"
+    )
+    result = figures("kvtier", [make_round("kvtier", 1, [0.1], before=before, after=after)])
+    assert result["bytes"] == {"read": 30 * 16, "written": 50 * 16}
+
+
+def test_an_arm_without_storage_moved_no_bytes_and_one_that_cannot_tell_says_so() -> None:
+    assert figures("hicache", [make_round("hicache", 1, [0.1])])["bytes"] == {"read": 0, "written": 0}
+    unknown = make_round("kvtier", 1, [0.1], after="sglang:backuped_tokens_total 5\n")
+    assert figures("kvtier", [unknown])["bytes"] == {"read": None, "written": None}
+
+
+def test_ratios_pair_the_same_round_of_two_arms() -> None:
+    rounds = [
+        make_round("kvtier", 1, [0.1]),
+        make_round("hicache-file", 1, [0.2]),
+        make_round("kvtier", 2, [0.4]),
+        make_round("hicache-file", 2, [0.4]),
+        make_round("kvtier", 3, [None]),
+        make_round("hicache-file", 3, [0.4]),
+    ]
+    found = ratios(sample_rows(rounds), ["hicache-file", "kvtier"], 3)
+    assert found["kvtier/hicache-file"]["ttft_ms"]["median"] == pytest.approx(0.75)
+    assert found["kvtier/hicache-file"]["ttft_ms"]["n"] == 2
+
+
+def test_without_our_arm_there_are_no_ratios() -> None:
+    assert ratios(sample_rows([make_round("hicache", 1, [0.1])]), ["hicache"], 1) == {}
+
+
+def test_foreign_use_is_never_negative_even_if_our_processes_vanish() -> None:
+    readings = iter([50.0, 1.0])
+    share = CpuWatch(lambda: next(readings)).stop()
+    assert share.own_cores >= 0
+    assert share.foreign_cores >= 0
+    assert share.wall_s > 0
