@@ -266,6 +266,7 @@ class DiskStore:
                     continue
                 dropped[i] = target.head
                 core.table.drop(np.array([row]))
+        self._erase_heads([head for i, head in dropped.items() if i in corrupt])
         core.log.append(records_of(list(dropped.values()), DROP))
         return set(dropped)
 
@@ -279,15 +280,18 @@ class DiskStore:
     def _erase(self, rows: Rows, heads: list[SlotHead]) -> None:
         """Takes pages off the disk for good, so that no later scan finds them."""
         core = self._core
-        mover = self._mover()
-        for head in heads:
-            try:
-                mover.erase(self._room.segments[head.segment], head.slot)
-            except OSError as error:
-                core.complaints.about("deleting pages", error)
+        self._erase_heads(heads)
         core.log.append(records_of(heads, DROP))
         with core.lock:
             self._room.release(core.table.unpin(rows))
+
+    def _erase_heads(self, heads: list[SlotHead]) -> None:
+        mover = self._mover() if heads else None
+        for head in heads:
+            try:
+                mover.erase(self._room.segments[head.segment], head.slot)  # type: ignore[union-attr]
+            except OSError as error:
+                self._core.complaints.about("deleting pages", error)
 
     def _snapshot(self) -> np.ndarray:
         with self._core.lock:

@@ -20,6 +20,8 @@ from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
 _RUN_BYTES = 4 << 20
 _GIVE_WAY_S = 0.02
 """Longest wait for readers before each run: readers go first, and a writer still moves 200 MB/s beside them."""
+_ROUNDS = 2
+"""Making room for new pages can cost one of the same batch that was there a moment ago; it gets a second chance."""
 
 
 @dataclass(slots=True)
@@ -49,12 +51,19 @@ class Writer:
         data = [[part.cast("B") for part in page.data] for page in pages]
         lengths = [sum(map(len, parts)) for parts in data]
         fitting = [i for i, length in enumerate(lengths) if 0 < length <= MAX_PAYLOAD]
-        with self._core.lock:
-            absent = self._absent(pages, fitting)
-        for size, count in Counter(slot_bytes(lengths[i]) for i in absent).items():
-            self._room.make(size, count)
-        with self._core.lock:
-            new, others = self._enter(pages, data, lengths, fitting, outcomes)
+        new: list[_New] = []
+        others: list[tuple[int, int, int]] = []
+        for _ in range(_ROUNDS):
+            with self._core.lock:
+                absent = self._absent(pages, fitting)
+            for size, count in Counter(slot_bytes(lengths[i]) for i in absent).items():
+                self._room.make(size, count)
+            with self._core.lock:
+                claimed, waiting, fitting = self._enter(pages, data, lengths, fitting, outcomes)
+            new += claimed
+            others += waiting
+            if not fitting:
+                break
         written: list[_New] = []
         try:
             self._write(new, written)
@@ -76,8 +85,11 @@ class Writer:
         lengths: list[int],
         indexes: list[int],
         outcomes: list[PutOutcome],
-    ) -> tuple[list[_New], list[tuple[int, int, int]]]:
-        """Locked. Claims slots for new pages; returns them and (index, row, sequence) of pages others are writing."""
+    ) -> tuple[list[_New], list[tuple[int, int, int]], list[int]]:
+        """Locked. Claims slots for new pages.
+
+        Returns them, (index, row, sequence) of pages being written already, and the pages that found no slot.
+        """
         table = self._core.table
         rows = find_pages(self._core, [(pages[i].key, pages[i].pool) for i in indexes])
         here = dict(zip(indexes, rows.tolist(), strict=True))
@@ -92,6 +104,7 @@ class Writer:
         new = self._claim([(i, pages[i], data[i], lengths[i]) for i in fresh.values()])
         claimed = {(n.head.key, n.head.pool): n.row for n in new}
         others = []
+        homeless = [i for i in indexes if here[i] == EMPTY and (pages[i].key, pages[i].pool) not in claimed]
         for i in [i for i in indexes if here[i] != EMPTY] + repeats:
             row = here[i] if here[i] != EMPTY else claimed.get((pages[i].key, pages[i].pool), EMPTY)
             if row != EMPTY and table.state[row] == State.LIVE:
@@ -101,7 +114,7 @@ class Writer:
         kept = [here[i] for i in indexes if outcomes[i] is PutOutcome.KEPT]
         table.touch(np.array(kept, np.int64))
         self._core.counters.pages_kept += len(kept)
-        return new, others
+        return new, others, homeless
 
     def _claim(self, wanted: list[tuple[int, PageWrite, list[memoryview], int]]) -> list[_New]:
         """Locked. A slot for each page as far as there are any, in the order given."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from store_pages import aligned, content, key, open_at, put, read
 
+from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.env import Env
@@ -79,6 +80,14 @@ def test_one_slot_size_takes_room_that_another_uses_less(opened: Callable[..., D
     hits = store.lookup([key(("big", i)) for i in range(10)])
     assert hits.count(Lookup.HIT) == 10
     assert occupied(tmp_path) <= CAP
+
+
+def test_a_page_evicted_for_its_own_batch_is_written_again(opened: Callable[..., DiskStore]) -> None:
+    store = opened(capacity_bytes=1 << 20, segment_bytes=128 << 10)
+    put(store, {key(0): content(0, 100)})
+    put(store, {key(("a", 0)): content("a", 5000)})
+    put(store, {key(("b", i)): content(i, 20_000) for i in range(11)})
+    assert PutOutcome.REFUSED not in put(store, {key(i): content(i, 70_000) for i in range(6)})
 
 
 def test_the_folders_of_other_models_make_room_unless_they_are_open(tmp_path: Path) -> None:
@@ -216,12 +225,12 @@ def test_a_full_filesystem_refuses_writes_and_serves_reads(small_filesystem: Pat
     store.close()
 
 
-def test_a_read_only_filesystem_refuses_writes_and_serves_reads(small_filesystem: Path) -> None:
+def test_a_read_only_filesystem_is_refused_at_the_start(small_filesystem: Path) -> None:
     store = open_at(small_filesystem, direct_io="off", capacity_bytes=2 << 20)
     put(store, {key(1): content(1, 30_000)})
     store.close()
     done = subprocess.run(["mount", "-o", "remount,ro", str(small_filesystem)], capture_output=True, check=False)
     if done.returncode:
         pytest.skip("this mount cannot be made read-only")
-    with pytest.raises(Exception, match="Choose a store.path that this user can write"):
+    with pytest.raises(StoreError, match=r"Choose a store\.path that this user can write"):
         open_at(small_filesystem)

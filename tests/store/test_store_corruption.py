@@ -27,7 +27,7 @@ def filled(opened: Callable[..., DiskStore]) -> DiskStore:
 
 
 def outcomes(store: DiskStore) -> list[ReadOutcome]:
-    found = read(store, {k: NBYTES for k in PAGES})
+    found = read(store, dict.fromkeys(PAGES, NBYTES))
     for (outcome, data), page in zip(found, PAGES.values(), strict=True):
         assert outcome is not ReadOutcome.OK or data == page
     return [outcome for outcome, _ in found]
@@ -110,7 +110,6 @@ def test_an_older_page_of_the_same_key_in_the_right_slot_is_found(filled: DiskSt
 
 
 def test_a_torn_slot_is_found_wherever_it_is_torn(filled: DiskStore) -> None:
-    (path,) = segments(filled)
     for cut in range(512, BLOCK + NBYTES, 512):
         put(filled, {key(cut): content(cut, NBYTES)})
         where = place(filled, key(cut))
@@ -152,7 +151,7 @@ def test_without_verification_the_header_is_still_compared(opened: Callable[...,
         data[slot(1)], data[slot(2)] = data[slot(2)], data[slot(1)]
 
     edit(store, swap)
-    found = read(store, {k: NBYTES for k in PAGES})
+    found = read(store, dict.fromkeys(PAGES, NBYTES))
     assert [o for o, _ in found][1:3] == [ReadOutcome.CORRUPT] * 2
 
 

@@ -23,7 +23,7 @@ STORED, KEPT, REFUSED = PutOutcome.STORED, PutOutcome.KEPT, PutOutcome.REFUSED
 def test_a_page_comes_back_as_it_was_put(store: DiskStore, nbytes: int) -> None:
     pages = {key(i): content(i, nbytes) for i in range(5)}
     assert put(store, pages) == [STORED] * 5
-    assert read(store, {k: nbytes for k in pages}) == [(ReadOutcome.OK, data) for data in pages.values()]
+    assert read(store, dict.fromkeys(pages, nbytes)) == [(ReadOutcome.OK, data) for data in pages.values()]
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
@@ -140,7 +140,7 @@ def scattered(count: int) -> dict:
 
 
 def test_pages_are_begun_in_the_order_given(gated: tuple[DiskStore, GatedEnv]) -> None:
-    store, env = gated
+    store, _ = gated
     pages = scattered(4)
     put(store, pages)
     ended: list[int] = []
@@ -231,7 +231,7 @@ def test_neighbouring_pages_are_read_in_one_call_in_either_direction(gated: tupl
     put(store, pages)
     for order in (list(pages), list(pages)[::-1]):
         env.offsets.clear()
-        assert read(store, {k: 4096 for k in order}) == [(ReadOutcome.OK, pages[k]) for k in order]
+        assert read(store, dict.fromkeys(order, 4096)) == [(ReadOutcome.OK, pages[k]) for k in order]
         assert len(env.offsets) == 1
 
 
@@ -245,4 +245,4 @@ def test_two_threads_that_put_the_same_pages_write_each_once(store: DiskStore) -
         t.join()
     assert store.stats().pages_written == 50
     assert sorted(o.value for os_ in outcomes for o in os_) == ["kept"] * 150 + ["stored"] * 50
-    assert read(store, {k: 20_000 for k in pages}) == [(ReadOutcome.OK, d) for d in pages.values()]
+    assert read(store, dict.fromkeys(pages, 20000)) == [(ReadOutcome.OK, d) for d in pages.values()]

@@ -27,7 +27,7 @@ def test_pages_are_there_after_a_restart(opened: Callable[..., DiskStore]) -> No
     put(first, PAGES)
     first.close()
     again = opened()
-    assert read(again, {k: 5000 for k in PAGES}) == [(ReadOutcome.OK, d) for d in PAGES.values()]
+    assert read(again, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, d) for d in PAGES.values()]
     put(again, {key("more"): b"more"})
     again.close()
     assert opened().stats().pages == 21
@@ -125,7 +125,7 @@ def test_a_path_that_cannot_be_used_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"store\.path is not set"):
         open_store(StoreConfig(), IDENTITY, "tp0")
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="Choose a store.path"):
+    with pytest.raises(StoreError, match=r"Choose a store\.path"):
         open_at(tmp_path / "file")
 
 

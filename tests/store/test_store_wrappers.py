@@ -1,0 +1,137 @@
+"""A slower device takes its time and keeps the order; an unreliable one fails as its seed says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from store_pages import aligned, content, key, put, read
+
+from sgl_kvtier.config import FaultConfig, ThrottleConfig
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.wrappers import Faulty, Throttled
+from sgl_kvtier.types import Lookup
+
+NBYTES = 50_000
+PAGES = {key(i): content(i, NBYTES) for i in range(20)}
+
+
+@pytest.fixture
+def filled(store: DiskStore) -> DiskStore:
+    put(store, PAGES)
+    return store
+
+
+def ask(store: Throttled, keys: list, **how):  # type: ignore[no-untyped-def]
+    return store.read([PageRead(k, [aligned(NBYTES)]) for k in keys], **how)
+
+
+def test_a_throttled_store_returns_the_same_pages(filled: DiskStore) -> None:
+    slow = Throttled(filled, ThrottleConfig(read_gbps=1.0, latency_ms=1))
+    assert read(slow, dict.fromkeys(PAGES, NBYTES)) == [(ReadOutcome.OK, d) for d in PAGES.values()]
+    assert put(slow, {key("new"): b"new"}) == [PutOutcome.STORED]
+    assert slow.lookup([key("new"), key("none")]) == [Lookup.HIT, Lookup.MISS]
+    slow.close()
+
+
+def test_a_link_is_never_faster_than_its_bandwidth_whoever_shares_it(filled: DiskStore) -> None:
+    slow = Throttled(filled, ThrottleConfig(read_gbps=0.05))
+    keys = list(PAGES)
+    started = time.monotonic()
+    jobs = [ask(slow, keys[:5]), ask(slow, keys[5:10])]
+    assert all(job.wait(60) for job in jobs)
+    # A lower bound holds on any machine, however busy.
+    assert time.monotonic() - started >= 10 * NBYTES * 8 / 0.05e9 * 0.99
+    slow.close()
+
+
+def test_pages_come_over_a_link_in_order_and_urgent_jobs_overtake(filled: DiskStore) -> None:
+    slow = Throttled(filled, ThrottleConfig(read_gbps=0.01))
+    order: list[str] = []
+    keys = list(PAGES)
+    first = threading.Event()
+
+    def note(name: str) -> Callable[[int, ReadOutcome], None]:
+        return lambda i, _: (order.append(f"{name}{i}"), first.set())[0]
+
+    jobs = [ask(slow, keys[:4], priority=1, on_page=note("a"))]
+    assert first.wait(60)
+    jobs += [ask(slow, keys[4:6], priority=0, on_page=note("b"))]
+    assert all(job.wait(60) for job in jobs)
+    assert [name for name in order if name[0] == "a"] == ["a0", "a1", "a2", "a3"]
+    assert order.index("b1") < order.index("a3")
+    slow.close()
+
+
+def test_pages_that_are_not_there_do_not_stop_a_link(filled: DiskStore) -> None:
+    slow = Throttled(filled, ThrottleConfig(read_gbps=1.0))
+    job = ask(slow, [key("none"), key(0)])
+    assert job.wait(60)
+    assert job.outcomes == [ReadOutcome.MISS, ReadOutcome.OK]
+    slow.close()
+
+
+def test_a_link_keeps_deadlines_and_cancels(filled: DiskStore) -> None:
+    slow = Throttled(filled, ThrottleConfig(read_gbps=0.002))
+    late = ask(slow, list(PAGES), deadline_s=0.3)
+    assert late.wait(60)
+    assert late.outcomes[0] is ReadOutcome.OK
+    assert late.outcomes[-1] is ReadOutcome.LATE
+    cancelled = ask(slow, list(PAGES))
+    cancelled.cancel()
+    assert cancelled.wait(60)
+    assert cancelled.outcomes[-1] is ReadOutcome.CANCELLED
+    slow.close()
+    assert ask(slow, list(PAGES)).outcomes == [ReadOutcome.CANCELLED] * 20
+
+
+def test_latency_delays_a_job_and_not_its_neighbours(filled: DiskStore) -> None:
+    slow = Throttled(filled, ThrottleConfig(latency_ms=50))
+    started = time.monotonic()
+    jobs = [ask(slow, [k]) for k in PAGES]
+    assert all(job.wait(60) for job in jobs)
+    assert time.monotonic() - started >= 0.05
+    assert [job.outcomes for job in jobs] == [[ReadOutcome.OK]] * 20
+    slow.close()
+
+
+def test_a_faulty_store_fails_the_pages_its_seed_says(filled: DiskStore) -> None:
+    config = FaultConfig(read_error_rate=0.3, write_error_rate=0.3, seed=5)
+    runs = []
+    for _ in range(2):
+        faulty = Faulty(filled, config)
+        outcomes = [o for o, _ in read(faulty, dict.fromkeys(PAGES, NBYTES))]
+        refused = put(faulty, {key(("w", i)): content(i, 100) for i in range(20)})
+        filled.delete([key(("w", i)) for i in range(20)])
+        runs.append((outcomes, refused))
+    assert runs[0] == runs[1]
+    assert 0 < runs[0][0].count(ReadOutcome.FAILED) < 20
+    assert 0 < runs[0][1].count(PutOutcome.REFUSED) < 20
+
+
+def test_flipped_bits_are_written_to_disk_and_found_by_the_store(store: DiskStore) -> None:
+    faulty = Faulty(store, FaultConfig(corrupt_rate=0.5, seed=1))
+    put(faulty, PAGES)
+    outcomes = [o for o, _ in read(faulty, dict.fromkeys(PAGES, NBYTES))]
+    assert set(outcomes) == {ReadOutcome.OK, ReadOutcome.CORRUPT}
+    assert store.stats().pages_corrupt == outcomes.count(ReadOutcome.CORRUPT)
+
+
+def test_bits_can_only_be_flipped_right_at_the_disk(store: DiskStore) -> None:
+    slow = Throttled(store, ThrottleConfig())
+    with pytest.raises(StoreError, match="directly around"):
+        Faulty(slow, FaultConfig(corrupt_rate=0.1))
+    slow.close()
+
+
+def test_a_stalled_page_ends_later_and_whole(filled: DiskStore) -> None:
+    faulty = Faulty(filled, FaultConfig(stall_ms=50, seed=0))
+    started = time.monotonic()
+    jobs = [faulty.read([PageRead(k, [aligned(NBYTES)])]) for k in list(PAGES) * 25]
+    assert all(job.wait(60) for job in jobs)
+    assert {job.outcomes[0] for job in jobs} == {ReadOutcome.OK}
+    assert time.monotonic() - started >= 0.05
