@@ -1,0 +1,96 @@
+"""kvtier.json: what is read, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier import config
+from sgl_kvtier.errors import ConfigError
+
+
+def test_an_empty_file_gives_the_defaults():
+    assert config.parse_config({}) == config.KVTierConfig()
+
+
+def test_settings_survive_being_written_and_read_again(tmp_path):
+    changed = config.parse_config({"store": {"path": "/p", "capacity_bytes": "3GiB"}, "throttle": {"read_gbps": 2}})
+    file = tmp_path / "kvtier.json"
+    file.write_text(json.dumps(config.to_dict(changed)))
+    assert config.load_config(file) == changed
+    assert changed.store.capacity_bytes == 3 << 30
+    assert changed.throttle.read_gbps == 2.0
+
+
+def test_sglangs_own_keys_are_passed_over():
+    assert config.parse_config({"prefetch_threshold": 1, "interface_v1": 1}) == config.KVTierConfig()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "must be an object"),
+        ({"store": []}, "store must be an object"),
+        ({"stores": {}}, r"unknown setting stores\. Did you mean store\?"),
+        ({"store": {"pathh": ""}}, r"unknown setting store\.pathh\. Did you mean store\.path\?"),
+        ({"store": {"path": 3}}, r"store\.path = 3: must be a text"),
+        ({"store": {"io_threads": True}}, r"store\.io_threads = True: must be a whole number"),
+        ({"store": {"io_threads": 257}}, "from 1 to 256"),
+        ({"store": {"direct_io": "maybe"}}, "must be one of auto, on, off"),
+        ({"store": {"capacity_bytes": "many"}}, "a size such as"),
+        ({"store": {"capacity_bytes": "1KiB"}}, r"at least 1\.0 MiB"),
+        ({"faults": {"corrupt_rate": 1.5}}, "from 0 to 1"),
+        ({"throttle": {"read_gbps": float("nan")}}, "must be a number"),
+        ({"store": {"verify_reads": 1}}, "true or false"),
+    ],
+)
+def test_a_mistake_is_named_with_key_value_and_range(data, message):
+    with pytest.raises(ConfigError, match=message):
+        config.parse_config(data)
+
+
+def test_a_missing_file_and_broken_json_say_where(tmp_path):
+    with pytest.raises(ConfigError, match=r"examples/kvtier\.json"):
+        config.load_config(tmp_path / "none.json")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{\n"store": }')
+    with pytest.raises(ConfigError, match=r"broken\.json:2: not JSON"):
+        config.load_config(broken)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), (4096, 4096), ("64KiB", 65536), ("1.5 GB", 1_500_000_000), ("2g", 2_000_000_000), ("3 TiB", 3 << 40), ("7b", 7)],
+)
+def test_sizes_are_read_in_both_units(text, nbytes):
+    assert config.parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 parsec", "0x10", True])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="not a size"):
+        config.parse_bytes(text)
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_size_for_people_is_close_to_the_size(nbytes):
+    shown = config.parse_bytes(config.format_bytes(nbytes))
+    assert abs(shown - nbytes) <= 0.06 * max(nbytes, 1)
+
+
+def test_every_setting_is_described():
+    rows = config.describe_config()
+    sections = [getattr(config.KVTierConfig(), f.name) for f in fields(config.KVTierConfig)]
+    assert len(rows) == sum(len(fields(s)) for s in sections)
+    assert all(row["meaning"] and row["allowed"] for row in rows)
+
+
+def test_the_example_is_valid():
+    from pathlib import Path
+
+    example = Path(__file__).parents[2] / "examples" / "kvtier.json"
+    assert config.load_config(example).store.path

@@ -1,0 +1,45 @@
+"""The walls between rooms, and that nothing of a workplace stands in the project."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rooms_import_downwards_only():
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wall_checker_would_notice(tmp_path):
+    rule = (
+        "[importlinter]\nroot_package = sgl_kvtier\n"
+        "[importlinter:contract:no]\nname = no\ntype = forbidden\n"
+        "source_modules = sgl_kvtier.store\nforbidden_modules = sgl_kvtier.config\n"
+    )
+    (tmp_path / "rules.ini").write_text(rule)
+    code = f"from importlinter.cli import lint_imports; raise SystemExit(lint_imports(config_filename={str(tmp_path / 'rules.ini')!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("room", ["store", "workload", "bench", "report", "runtime"])
+def test_every_room_has_a_readme(room):
+    readme = ROOT / "sgl_kvtier" / room / "README.md"
+    assert readme.is_file()
+    modules = [p.name for p in (ROOT / "sgl_kvtier" / room).glob("*.py") if p.name != "__init__.py"]
+    missing = [name for name in modules if name not in readme.read_text()]
+    assert missing == []
+
+
+def test_the_manifest_in_patches_is_the_one_the_package_ships():
+    link = ROOT / "patches" / "sglang-0.5.23" / "seams.json"
+    assert link.resolve() == (ROOT / "sgl_kvtier" / "runtime" / "seams-sglang-0.5.23.json").resolve()

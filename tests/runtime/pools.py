@@ -1,0 +1,60 @@
+"""SGLang's real host pools, small, in this process; and a backend on a temporary store."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from sgl_kvtier.runtime.cpu import hicache
+
+PAGE, PAGES = 16, 32
+
+
+def host_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    """An MHA host pool of 32 pages with random contents: 3 layers, 2 heads of 32, so a page is 2 x 12,288 bytes in fp32."""
+    hicache.install()
+    device = MHATokenToKVPool(
+        size=256, page_size=PAGE, dtype=dtype, head_num=2, head_dim=32, layer_num=3, device="cpu", enable_memory_saver=False
+    )
+    pool = MHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout,
+        device_capacity_tokens=256, start_layer=0, end_layer=3, host_token_capacity=PAGES * PAGE,
+    )  # fmt: skip
+    pool.kv_buffer.view(-1).view(torch.uint8).copy_(
+        torch.randint(0, 255, (pool.kv_buffer.nbytes,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    )
+    return pool
+
+
+def storage_config(**changes: Any) -> HiCacheStorageConfig:
+    """One rank, no metrics; `extra_config` is for the caller to give."""
+    values: dict[str, Any] = {
+        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
+        "is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False, "model_name": "m",
+    }  # fmt: skip
+    return HiCacheStorageConfig(**{**values, **changes})
+
+
+def server_args(model_path: str = "no-such-folder", **changes: Any) -> SimpleNamespace:
+    """The fields of a server's configuration that make up an identity."""
+    values: dict[str, Any] = {
+        "model_path": model_path, "revision": None, "dtype": "float32", "quantization": None, "kv_cache_dtype": "auto",
+        "json_model_override_args": "{}", "load_format": "auto", "speculative_algorithm": None, "random_seed": 1,
+        "speculative_draft_model_path": None, "quantization_param_path": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+def slots(pages: list[int]) -> torch.Tensor:
+    """The host slots of these pages."""
+    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def page_bytes(pool: Any, page: int) -> bytes:
+    """One page's bytes, whatever the layout."""
+    return pool.get_data_page(page * PAGE).contiguous().view(torch.uint8).numpy().tobytes()

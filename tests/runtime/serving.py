@@ -1,0 +1,161 @@
+"""A real server for tests: launched with our backend or another, asked over HTTP, always stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.bench.lab_model import write_model
+from sgl_kvtier.bench.server import Launch, Server
+
+STRICT = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OMP_NUM_THREADS": "1",
+}
+ADMIN = {"Authorization": "Bearer test-admin"}
+TOKENS = 600
+"""Length of a prompt here: more than SGLang's threshold for reading from storage, 256 tokens."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Output tokens, their log-probs, and where the prompt's tokens came from."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    device: int
+    host: int
+    storage: int
+    cached: int
+
+
+class Served:
+    """A running server: questions and upkeep."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    def ask(self, ids: Sequence[int], tokens: int = 6, **more: Any) -> Answer:
+        body = {
+            "input_ids": list(ids),
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+            "return_logprob": True,
+            **more,
+        }
+        answer = self.call("POST", "/generate", body)
+        meta = answer["meta_info"]
+        where = meta.get("cached_tokens_details") or {}
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        split = [where.get(tier) or 0 for tier in ("device", "host", "storage")]
+        return Answer(answer["output_ids"], logprobs, *split, meta["cached_tokens"])
+
+    def flush(self) -> None:
+        """Waits until write-back has come to rest, then empties device and host caches."""
+        self.settle()
+        self.call("POST", "/flush_cache", {}, ADMIN)
+
+    def settle(self) -> None:
+        """Waits until the store has the same number of pages three times in a row."""
+        seen: list[float] = []
+        for _ in range(60):
+            seen.append(self.metric("kvtier:store_pages"))
+            if len(seen) > 3 and len(set(seen[-3:])) == 1:
+                return
+            time.sleep(0.6)
+
+    def metric(self, name: str) -> float:
+        """The sum over ranks of a metric; 0 where it is not there (another backend)."""
+        text = self.call("GET", "/metrics", None, raw=True)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+    def call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, *, raw: bool = False
+    ) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.server.url + path, data=data, method=method, headers={"Content-Type": "application/json", **(headers or {})}
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            text = response.read().decode()
+        if raw:
+            return text
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+
+def prompts(count: int, tokens: int = TOKENS, seed: int = 0) -> list[list[int]]:
+    """Random prompts that share no prefix, in a lab model's vocabulary."""
+    rng = random.Random(seed)
+    return [[rng.randrange(4, 500) for _ in range(tokens)] for _ in range(count)]
+
+
+def config_file(folder: Path, **sections: Any) -> Path:
+    """A kvtier.json for a store below `folder`; more sections, or settings of the store, by keyword."""
+    store = {"path": str(folder / "store"), "capacity_bytes": "256MiB", "min_free_bytes": 0, "segment_bytes": "8MiB"}
+    store.update(sections.pop("store", {}))
+    path = folder / "kvtier.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"store": store, "prefetch_threshold": 64, **sections}))
+    return path
+
+
+def flags(model: str = "tiny-qwen3", *, seed: int = 0, dtype: str = "float32", backend: str | None = "kvtier", **more: Any):
+    """Launch arguments of a small server. `more` are further flags, underscores for dashes; None leaves one away."""
+    values: dict[str, Any] = {
+        "model_path": str(write_model(model, seed=seed)),
+        "dtype": dtype,
+        "max_total_tokens": 4096,
+        "context_length": 4096,
+        "chunked_prefill_size": 256,
+        "max_running_requests": 8,
+        "enable_hierarchical_cache": backend is not None,
+        "hicache_ratio": 2 if backend else None,
+        "hicache_storage_backend": backend,
+        "hicache_storage_prefetch_policy": "wait_complete" if backend else None,
+        "enable_metrics": True,
+        "enable_cache_report": True,
+        "admin_api_key": "test-admin",
+        **more,
+    }
+    arguments: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        arguments.append("--" + name.replace("_", "-"))
+        if value is not True:
+            arguments.append(str(value))
+    return arguments
+
+
+@contextmanager
+def serving(folder: Path, arguments: Sequence[str], config: Path | None = None, **env: str) -> Iterator[Served]:
+    """A server that answers, stopped at the end whatever happens."""
+    extra = ["--hicache-storage-backend-extra-config", f"@{config}"] if config else []
+    launch = Launch((*arguments, *extra), {**STRICT, **env})
+    with Server(folder.name, launch, folder) as server:
+        server.wait_until_healthy(420)
+        yield Served(server)
+
+
+def refused(folder: Path, arguments: Sequence[str], config: Path | None = None, **env: str) -> str:
+    """The log of a server that must refuse to start; fails when it starts."""
+    from sgl_kvtier.errors import BenchError
+
+    try:
+        with serving(folder, arguments, config, **env):
+            pass
+    except BenchError:
+        return (folder / "server.log").read_text(errors="replace")
+    raise AssertionError("the server started although it should have refused")

@@ -1,0 +1,133 @@
+"""Whose pages are whose: what must and what must not make a new identity."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pools import host_pool, server_args, storage_config
+from safetensors.numpy import save_file
+
+from sgl_kvtier.runtime import identity
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 8}')
+    save_file({"a": np.arange(5000.0), "b": np.zeros(3000)}, folder / "model.safetensors")
+    return folder
+
+
+def fingerprint(model, *, pools=None, config=None, **args):
+    who = identity.identity_of(
+        server_args(str(model), **args), storage_config(**(config or {})), pools or {"kv": host_pool()}
+    )
+    return who.fingerprint
+
+
+def test_the_same_server_has_the_same_identity(model):
+    assert fingerprint(model) == fingerprint(model)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"quantization": "fp8"},
+        {"revision": "other"},
+        {"json_model_override_args": '{"rope_theta": 1}'},
+        {"load_format": "dummy"},
+    ],
+    ids=lambda args: next(iter(args)),
+)
+def test_what_changes_the_numbers_changes_the_identity(model, args):
+    assert fingerprint(model, **args) != fingerprint(model)
+
+
+@pytest.mark.parametrize("size", ["tp_size", "pp_size", "attn_cp_size"])
+def test_another_number_of_ranks_is_another_identity(model, size):
+    assert fingerprint(model, config={size: 2}) != fingerprint(model)
+
+
+def test_all_ranks_of_a_server_have_one_identity(model):
+    first = fingerprint(model, config={"tp_size": 2, "tp_rank": 0})
+    assert first == fingerprint(model, config={"tp_size": 2, "tp_rank": 1})
+
+
+def test_layout_and_dtype_of_the_pool_are_part_of_it(model):
+    assert fingerprint(model, pools={"kv": host_pool("page_first")}) != fingerprint(model)
+    assert fingerprint(model, pools={"kv": host_pool(dtype=torch.bfloat16)}) != fingerprint(model)
+    assert fingerprint(model, pools={"kv": host_pool(), "swa": host_pool()}) != fingerprint(model)
+
+
+def test_a_partition_of_layers_by_hand_is_another_identity(model, monkeypatch):
+    before = fingerprint(model)
+    monkeypatch.setenv("SGLANG_PP_LAYER_PARTITION", "3,1")
+    assert fingerprint(model) != before
+
+
+def test_one_changed_tensor_changes_the_weights_digest(model):
+    before = identity.weights_digest(model)
+    b = np.zeros(3000)
+    b[-1] = 1e-9
+    save_file({"a": np.arange(5000.0), "b": b}, model / "model.safetensors")
+    assert identity.weights_digest(model) != before
+
+
+def test_a_changed_configuration_changes_the_weights_digest(model):
+    before = identity.weights_digest(model)
+    (model / "config.json").write_text('{"hidden_size": 8, "rope_theta": 5}')
+    assert identity.weights_digest(model) != before
+
+
+def test_a_copy_of_the_model_elsewhere_is_the_same(model, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in model.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert identity.weights_digest(copy) == identity.weights_digest(model)
+
+
+def test_a_file_named_by_its_hash_is_taken_at_its_name(model, tmp_path):
+    blob = tmp_path / ("ab" * 32)
+    (model / "model.safetensors").rename(blob)
+    (model / "model.safetensors").symlink_to(blob)
+    named = identity.weights_digest(model)
+    other = tmp_path / ("cd" * 32)
+    blob.rename(other)
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(other)
+    assert identity.weights_digest(model) != named
+
+
+def test_a_damaged_weights_file_still_has_a_digest(model):
+    (model / "model.safetensors").write_bytes(b"\xff" * 5000)
+    assert len(identity.weights_digest(model)) == 64
+
+
+def test_random_weights_differ_by_their_seed(model):
+    dummy = {"load_format": "dummy"}
+    assert fingerprint(model, **dummy, random_seed=1) != fingerprint(model, **dummy, random_seed=2)
+    assert fingerprint(model, random_seed=1) == fingerprint(model, random_seed=2)
+
+
+def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    before = fingerprint(model)
+    identity.weights_changed()
+    first = fingerprint(model)
+    identity.weights_changed()
+    assert len({before, first, fingerprint(model)}) == 3
+
+
+def test_ranks_have_folders_of_their_own():
+    names = {
+        identity.rank_name(storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d))
+        for t in (0, 1)
+        for p in (0, 1)
+        for d in (0, 1)
+    }
+    assert len(names) == 8

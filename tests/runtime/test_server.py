@@ -1,0 +1,185 @@
+"""The real SGLang server with our storage backend on this machine's CPU: pages leave, come back, and survive a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+
+import pytest
+from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, refused, serving
+
+pytestmark = pytest.mark.server
+PAGE = 16
+WHOLE = (TOKENS - 1) // PAGE * PAGE
+"""Tokens of a prompt that can come from a cache: whole pages, and at least one token is always computed."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    with serving(folder, flags(), config_file(folder)) as server:
+        yield server
+
+
+def test_flushed_prompts_come_back_from_the_store_with_equal_answers(served: Served):
+    asked = prompts(3, seed=1)
+    first = [served.ask(ids) for ids in asked]
+    assert all(a.cached == 0 for a in first)
+    served.flush()
+    again = [served.ask(ids) for ids in asked]
+    assert [a.storage for a in again] == [WHOLE] * 3
+    assert [a.tokens for a in again] == [a.tokens for a in first]
+    for a, b in zip(again, first):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_the_split_by_tier_sums_to_the_cached_tokens(served: Served):
+    ids = prompts(1, seed=2)[0]
+    served.ask(ids)
+    hot = served.ask(ids)
+    assert (hot.device, hot.host, hot.storage) == (WHOLE, 0, 0)
+    served.flush()
+    longer = ids + prompts(1, 100, seed=3)[0]
+    cold = served.ask(longer)
+    assert cold.device + cold.host + cold.storage == cold.cached == TOKENS // PAGE * PAGE
+
+
+def test_a_cache_salt_keeps_tenants_apart_in_the_store(served: Served):
+    ids = prompts(1, seed=4)[0]
+    served.ask(ids, extra_key="tenant-a")
+    served.flush()
+    assert served.ask(ids, extra_key="tenant-b").storage == 0
+    served.flush()
+    assert served.ask(ids, extra_key="tenant-a").storage == WHOLE
+
+
+def test_metrics_tell_what_the_store_did(served: Served):
+    assert served.metric("kvtier:bytes_written_total") > 0
+    assert served.metric("kvtier:bytes_read_total") > 0
+    assert served.metric("kvtier:store_pages") > 0
+    assert served.metric("kvtier:pages_corrupt_total") == 0
+    assert served.metric("sglang:storage_prefetch_hit_tokens_total") > 0
+    assert served.metric("sglang:prefetch_bandwidth_count") > 0
+
+
+def test_the_store_is_detached_attached_and_cleared_at_run_time(served: Served):
+    ids = prompts(1, seed=5)[0]
+    first = served.ask(ids)
+    served.flush()
+    served.call("DELETE", "/hicache/storage-backend", None, ADMIN)
+    assert served.ask(ids).cached == 0
+    served.call("POST", "/flush_cache", {}, ADMIN)
+    with pytest.raises(urllib.error.HTTPError) as wrong:
+        served.call(
+            "PUT", "/hicache/storage-backend",
+            {"hicache_storage_backend": "kvtier", "hicache_storage_backend_extra_config_json": '{"store": {"pth": "x"}}'},
+            ADMIN,
+        )  # fmt: skip
+    assert "Did you mean store.path" in wrong.value.read().decode()
+    config = served.server.folder / "kvtier.json"
+    served.call(
+        "PUT", "/hicache/storage-backend",
+        {
+            "hicache_storage_backend": "kvtier",
+            "hicache_storage_backend_extra_config_json": config.read_text(),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        },
+        ADMIN,
+    )  # fmt: skip
+    again = served.ask(ids)
+    assert (again.storage, again.tokens) == (WHOLE, first.tokens)
+    served.flush()
+    served.call("POST", "/hicache/storage-backend/clear", {}, ADMIN)
+    served.settle()
+    assert served.metric("kvtier:store_pages") == 0
+    assert served.ask(ids).cached == 0
+
+
+def test_a_killed_server_finds_its_pages_again_and_another_setup_finds_none(tmp_path):
+    config, asked = config_file(tmp_path), prompts(3, seed=6)
+    with serving(tmp_path / "first", flags(), config) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.settle()
+        os.killpg(server.server.pid, signal.SIGKILL)
+    with serving(tmp_path / "second", flags(), config) as server:
+        again = [server.ask(ids) for ids in asked]
+        assert [a.storage for a in again] == [WHOLE] * 3
+        assert [a.tokens for a in again] == [a.tokens for a in first]
+        assert server.metric("kvtier:pages_corrupt_total") == 0
+        log = refused(tmp_path / "busy", flags(), config)
+        assert "StoreBusyError" in log and "store.path" in log
+    with serving(tmp_path / "weights", flags(seed=1), config) as server:
+        assert [server.ask(ids).storage for ids in asked] == [0] * 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "bfloat16"}, {"page_size": 32}, {"hicache_mem_layout": "layer_first"}],
+    ids=["dtype", "page-size", "layout"],
+)
+def test_pages_of_another_setup_are_not_found(served: Served, tmp_path, changes):
+    ids = prompts(1, seed=7)[0]
+    served.ask(ids)
+    served.settle()
+    config = config_file(tmp_path)
+    # the same root as the running server's: only the identity keeps the two apart
+    config.write_text((served.server.folder / "kvtier.json").read_text())
+    with serving(tmp_path / "other", flags(**changes), config) as server:
+        first = server.ask(ids)
+        assert first.cached == 0
+        server.flush()
+        again = server.ask(ids)
+        assert (again.storage > 0, again.tokens) == (True, first.tokens)
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp2", "pp2"])
+def test_two_ranks_agree_on_what_the_store_gives(tmp_path, ranks):
+    asked = prompts(2, seed=8)
+    env = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+    with serving(tmp_path, flags("tiny-llama", **ranks), config_file(tmp_path), **env) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        again = [server.ask(ids) for ids in asked]
+        assert [a.storage for a in again] == [WHOLE] * 2
+        assert [a.tokens for a in again] == [a.tokens for a in first]
+        assert len({p.parent.name for p in (tmp_path / "store").glob("*/*/lock")}) == 2
+
+
+def test_a_disk_that_loses_reads_and_flips_bits_changes_no_answer(tmp_path):
+    asked = prompts(6, seed=9)
+    config = config_file(tmp_path, faults={"read_error_rate": 0.1, "corrupt_rate": 0.1, "seed": 3})
+    with serving(tmp_path, flags(), config) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        again = [server.ask(ids) for ids in asked]
+        assert [a.tokens for a in again] == [a.tokens for a in first]
+        assert sum(a.storage for a in again) < WHOLE * len(asked)
+        assert server.metric("kvtier:pages_corrupt_total") > 0
+
+
+def test_the_dynamic_form_serves_as_well(tmp_path):
+    ids = prompts(1, seed=10)[0]
+    config = config_file(
+        tmp_path, backend_name="kvtier", module_path="sgl_kvtier.runtime.storage", class_name="KVTierStorage", interface_v1=1
+    )
+    with serving(tmp_path, flags(backend="dynamic"), config) as server:
+        first = server.ask(ids)
+        server.flush()
+        again = server.ask(ids)
+        assert (again.storage, again.tokens) == (WHOLE, first.tokens)
+
+
+def test_a_wrong_setting_stops_the_launch_before_a_model_is_loaded(tmp_path):
+    log = refused(tmp_path, flags(), config_file(tmp_path, store={"io_threads": 0}))
+    assert "store.io_threads = 0: must be a whole number from 1 to 256" in log
+    assert "Load weight" not in log
+
+
+def test_stock_torch_native_attention_can_be_chosen_and_answers_the_same(served: Served, tmp_path):
+    ids = prompts(1, 300, seed=11)[0]
+    ours = served.ask(ids)
+    with serving(tmp_path, flags(backend=None, attention_backend="torch_native")) as server:
+        stock = server.ask(ids)
+    assert stock.tokens == ours.tokens
+    assert stock.logprobs == pytest.approx(ours.logprobs, abs=1e-4)

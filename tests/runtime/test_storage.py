@@ -1,0 +1,259 @@
+"""The storage backend against SGLang's own host pools, and against what HiCacheFile answers."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_config
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+
+from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
+from sgl_kvtier.runtime import identity
+from sgl_kvtier.runtime.storage import KVTierStorage, is_page_contiguous
+
+CONTIGUOUS = ["page_first_direct", "page_first"]
+
+
+def keys(*names: object) -> list[str]:
+    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Opens backends on one folder; they are closed at the end."""
+    opened = []
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", server_args)
+    monkeypatch.setattr("sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args)
+
+    def opening(pool, side_pools=(), faults=None, **config):
+        extra = {
+            "module_path": "sgl_kvtier.runtime.storage",
+            "store": {"path": str(tmp_path / "store"), "min_free_bytes": 0, "segment_bytes": "4MiB"},
+        }
+        if faults:
+            extra["faults"] = faults
+        backend = KVTierStorage(storage_config(extra_config=extra, **config), {})
+        backend.register_mem_pool_host(pool)
+        for name, side in side_pools:
+            backend.register_mem_host_pool_v2(side, name)
+        backend.on_host_pools_registered()
+        opened.append(backend)
+        return backend
+
+    yield opening
+    for backend in opened:
+        backend.close()
+
+
+@pytest.mark.parametrize("layout", CONTIGUOUS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_pages_come_back_into_other_slots_byte_for_byte(make, layout, dtype):
+    pool = host_pool(layout, dtype)
+    backend = make(pool)
+    names = keys(*range(4))
+    assert backend.batch_set_v1(names, slots([3, 9, 4, 20])) == [True] * 4
+    stored = [page_bytes(pool, p) for p in (3, 9, 4, 20)]
+    neighbours = [page_bytes(pool, p) for p in (0, 13, 31)]
+    assert backend.batch_get_v1(names, slots([11, 12, 30, 14])) == [True] * 4
+    assert [page_bytes(pool, p) for p in (11, 12, 30, 14)] == stored
+    assert [page_bytes(pool, p) for p in (0, 13, 31)] == neighbours
+
+
+@pytest.mark.parametrize("layout", ["layer_first", *CONTIGUOUS])
+def test_pages_come_back_through_flat_copies(make, layout):
+    pool = host_pool(layout)
+    backend = make(pool)
+    names = keys("a", "b")
+    assert backend.batch_set(names, [pool.get_data_page(5 * PAGE), pool.get_data_page(6 * PAGE)])
+    targets = [pool.get_dummy_flat_data_page() for _ in range(3)]
+    first, missing, second = backend.batch_get([names[0], *keys("none"), names[1]], targets)
+    assert missing is None
+    pool.set_from_flat_data_page(1 * PAGE, first)
+    pool.set_from_flat_data_page(2 * PAGE, second)
+    assert page_bytes(pool, 1) == page_bytes(pool, 5)
+    assert page_bytes(pool, 2) == page_bytes(pool, 6)
+    assert backend.get(names[0], pool.get_dummy_flat_data_page()) is not None
+
+
+def test_only_layouts_whose_pages_lie_together_are_read_in_place():
+    assert [is_page_contiguous(host_pool(layout)) for layout in ("layer_first", *CONTIGUOUS)] == [False, True, True]
+
+
+def test_existence_counts_from_the_front_and_stops_at_the_first_gap(make):
+    pool = host_pool()
+    backend = make(pool)
+    a, b, c, d = keys("a", "b", "c", "d")
+    backend.batch_set_v1([a, b, d], slots([0, 1, 2]))
+    assert backend.batch_exists([a, b, c, d]) == 2
+    assert backend.batch_exists([c, d]) == 0
+    assert backend.batch_exists([]) == 0
+    assert backend.exists(d) and not backend.exists(c)
+
+
+def test_a_missing_page_is_false_and_the_others_arrive(make):
+    pool = host_pool()
+    backend = make(pool)
+    a, b = keys("a", "b")
+    backend.batch_set_v1([a, b], slots([0, 1]))
+    assert backend.batch_get_v1([a, *keys("gone"), b], slots([8, 9, 10])) == [True, False, True]
+    assert page_bytes(pool, 10) == page_bytes(pool, 1)
+
+
+def test_a_second_write_of_a_key_counts_as_stored_and_writes_nothing(make):
+    pool = host_pool()
+    backend = make(pool)
+    assert backend.batch_set_v1(keys("a"), slots([0])) == [True]
+    written = backend._store.stats().bytes_written
+    assert backend.batch_set_v1(keys("a"), slots([1])) == [True]
+    assert backend._store.stats().bytes_written == written
+    backend.batch_get_v1(keys("a"), slots([5]))
+    assert page_bytes(pool, 5) == page_bytes(pool, 0)
+
+
+def test_pages_are_there_after_the_backend_was_closed_and_opened_again(make):
+    pool = host_pool()
+    first = make(pool)
+    first.batch_set_v1(keys("a"), slots([7]))
+    first.close()
+    assert make(pool).batch_get_v1(keys("a"), slots([8])) == [True]
+    assert page_bytes(pool, 8) == page_bytes(pool, 7)
+
+
+def test_two_backends_of_one_rank_cannot_open_one_folder(make):
+    make(host_pool())
+    with pytest.raises(StoreBusyError, match="store.path"):
+        make(host_pool())
+
+
+def test_clear_drops_everything(make):
+    backend = make(host_pool())
+    backend.batch_set_v1(keys("a", "b"), slots([0, 1]))
+    backend.clear()
+    assert backend.batch_exists(keys("a", "b")) == 0
+
+
+def test_after_new_weights_nothing_is_served_or_stored(make):
+    backend = make(host_pool())
+    backend.batch_set_v1(keys("a"), slots([0]))
+    backend.leave_identity()
+    assert backend.batch_exists(keys("a")) == 0
+    assert backend.batch_get_v1(keys("a"), slots([3])) == [False]
+    assert backend.batch_set_v1(keys("b"), slots([1])) == [False]
+
+
+def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):
+    backend = make(host_pool())
+    backend.batch_set_v1(keys("a"), slots([0]))
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    identity.weights_changed()
+    backend.leave_identity()
+    assert make(host_pool()).batch_exists(keys("a")) == 0
+
+
+@pytest.mark.parametrize("faults", [{"read_error_rate": 1.0}, {"corrupt_rate": 1.0}], ids=["errors", "flipped-bits"])
+def test_a_failing_disk_makes_misses_and_no_exception(make, faults):
+    pool = host_pool()
+    backend = make(pool, faults=faults)
+    backend.batch_set_v1(keys("a", "b"), slots([0, 1]))
+    assert backend.batch_get_v1(keys("a", "b"), slots([4, 5])) == [False, False]
+
+
+def test_a_refusing_disk_says_so_and_no_exception(make):
+    backend = make(host_pool(), faults={"write_error_rate": 1.0})
+    assert backend.batch_set_v1(keys("a"), slots([0])) == [False]
+    assert backend.batch_exists(keys("a")) == 0
+
+
+def test_statistics_tell_pages_and_bandwidth_of_each_batch_once(make):
+    backend = make(host_pool(), enable_storage_metrics=True)
+    backend.batch_set_v1(keys("a", "b", "c"), slots([0, 1, 2]))
+    backend.batch_get_v1(keys("a", "b"), slots([4, 5]))
+    stats = backend.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [2])
+    assert stats.backup_bandwidth[0] > 0 and stats.prefetch_bandwidth[0] > 0
+    assert backend.get_stats().prefetch_pgs == []
+
+
+def test_every_rank_writes_the_mla_pages_that_all_of_them_hold(make):
+    config = {"is_mla_model": True, "tp_size": 2, "tp_rank": 1}
+    assert not storage_config(**config).is_storage_writer
+    backend = make(host_pool(), **config)
+    assert backend.storage_config.is_storage_writer
+
+
+def test_a_model_without_kv_pages_is_refused():
+    backend = KVTierStorage(
+        storage_config(extra_config={"module_path": "x", "store": {"path": "unused"}}), {}
+    )
+    with pytest.raises(ConfigError, match="Choose another --hicache-storage-backend"):
+        backend.register_mem_pool_host(type("LogicalHostPool", (), {"kv_buffer": None})())
+
+
+def test_without_the_plugin_the_named_backend_refuses_to_start():
+    with pytest.raises(SeamError, match="SGLANG_PLUGINS"):
+        KVTierStorage(storage_config(extra_config={"store": {"path": "unused"}}), {})
+
+
+def test_keys_that_are_no_hash_are_kept_apart(make):
+    backend = make(host_pool())
+    assert backend.batch_set_v1(["short", "f" * 63 + "x"], slots([0, 1])) == [True, True]
+    assert backend.batch_exists(["short", "f" * 63 + "x", "other"]) == 2
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "layer_first"])
+def test_side_pools_have_pages_of_their_own_under_the_same_keys(make, layout):
+    pool, side = host_pool(), host_pool(layout, seed=1)
+    backend = make(pool, side_pools=[(PoolName.SWA, side)])
+    names = keys("a", "b")
+    backend.batch_set_v1(names, slots([0, 1]))
+    transfer = PoolTransfer(name=PoolName.SWA, host_indices=slots([2, 3]), keys=names)
+    assert backend.batch_set_v2([transfer]) == {PoolName.SWA: [True, True]}
+    back = PoolTransfer(name=PoolName.SWA, host_indices=slots([8, 9]), keys=names)
+    assert backend.batch_get_v2([back]) == {PoolName.SWA: [True, True]}
+    assert page_bytes(side, 8) == page_bytes(side, 2)
+    assert page_bytes(side, 9) == page_bytes(side, 3)
+
+
+def test_a_side_transfer_that_does_not_fit_its_slots_moves_nothing(make):
+    pool, side = host_pool(), host_pool(seed=1)
+    backend = make(pool, side_pools=[(PoolName.SWA, side)])
+    transfer = PoolTransfer(name=PoolName.SWA, host_indices=slots([2]), keys=keys("a", "b"))
+    assert backend.batch_set_v2([transfer]) == {PoolName.SWA: [False, False]}
+    assert backend._store.stats().pages == 0
+
+
+present = st.lists(st.booleans(), min_size=6, max_size=6)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kv=present, swa=present, mamba=present, window=st.integers(1, 4))
+def test_the_usable_prefix_is_what_hicachefile_says(make, tmp_path_factory, monkeypatch, kv, swa, mamba, window):
+    pool, sides = host_pool(), {PoolName.SWA: host_pool(seed=1), PoolName.INDEXER: host_pool(seed=2)}
+    folder = tmp_path_factory.mktemp("file")
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
+    ours, theirs = make(pool, side_pools=list(sides.items())), HiCacheFile(storage_config())
+    theirs.register_mem_pool_host(pool)
+    for name, side in sides.items():
+        theirs.register_mem_host_pool_v2(side, name)
+    names = keys(*range(6))
+    for backend in (ours, theirs):
+        for i, name in enumerate(names):
+            if kv[i]:
+                backend.set(name, pool.get_data_page(i * PAGE))
+        for which, have in ((PoolName.SWA, swa), (PoolName.INDEXER, mamba)):
+            mine = [i for i in range(6) if have[i]]
+            backend.batch_set_v2([PoolTransfer(name=which, host_indices=slots(mine), keys=[names[i] for i in mine])])
+    asked = [
+        PoolTransfer(name=PoolName.SWA, keys=names[:window], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        PoolTransfer(name=PoolName.INDEXER, keys=names, hit_policy=PoolHitPolicy.ALL_PAGES),
+    ]
+    mine, other = ours.batch_exists_v2(names, asked), theirs.batch_exists_v2(names, asked)
+    ours.clear()
+    ours.close()
+    assert mine.kv_hit_pages == other.kv_hit_pages
+    assert mine.restorable_prefix_pages == other.restorable_prefix_pages
+    assert mine.extra_pool_hit_pages == other.extra_pool_hit_pages
