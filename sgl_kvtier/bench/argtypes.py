@@ -52,7 +52,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
     group.add_argument("--traces-dir", type=Path, metavar="DIR", help="where traces are (default: ../shared/traces)")
     group.add_argument("--sessions", type=positive, metavar="N", help=f"sessions (default {defaults.sessions})")
     group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the trace's first N sessions")
-    group.add_argument("--turns", type=positive, metavar="N", help=f"cut sessions after N calls (default {defaults.turns})")
+    group.add_argument("--turns", type=positive, metavar="N", help=f"cut sessions after N calls (default {defaults.turns or 'all'})")
     group.add_argument(
         "--divisor",
         type=positive,
@@ -60,7 +60,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
         help=f"lab models: divide all token counts by D, keep the structure (default {defaults.divisor})",
     )
     group.add_argument("--max-prompt-tokens", type=positive, metavar="N", help="cut sessions before a longer prompt")
-    group.add_argument("--max-output-tokens", type=positive, metavar="N", help="generate at most N tokens a call")
+    group.add_argument("--max-output-tokens", type=positive, metavar="N", help=f"generate at most N tokens a call (default {defaults.most_output_tokens or 'all'})")
 
 
 def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:

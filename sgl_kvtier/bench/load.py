@@ -27,7 +27,7 @@ class LoadOptions:
     traces_dir: Path | None = None
     sessions: int = 8
     skip: int = 0
-    turns: int | None = 12
+    turns: int | None = None
     divisor: int = 4
     most_prompt_tokens: int | None = None
     most_output_tokens: int | None = None
