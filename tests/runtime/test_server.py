@@ -30,7 +30,7 @@ def test_flushed_prompts_come_back_from_the_store_with_equal_answers(served: Ser
     again = [served.ask(ids) for ids in asked]
     assert [a.storage for a in again] == [WHOLE] * 3
     assert [a.tokens for a in again] == [a.tokens for a in first]
-    for a, b in zip(again, first):
+    for a, b in zip(again, first, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 

@@ -125,7 +125,7 @@ def test_pages_are_there_after_the_backend_was_closed_and_opened_again(make):
 
 def test_two_backends_of_one_rank_cannot_open_one_folder(make):
     make(host_pool())
-    with pytest.raises(StoreBusyError, match="store.path"):
+    with pytest.raises(StoreBusyError, match=r"store\.path"):
         make(host_pool())
 
 

@@ -41,7 +41,7 @@ def batch(lengths, news, q_heads, kv_heads, dim, dtype, page_size=PAGE, seed=0):
     q = torch.randn((sum(news), q_heads, dim), generator=g).to(dtype)
     ids = torch.arange(1, len(lengths) + 1)
     as_tensor = torch.tensor
-    return q, k, v, rows, ids, as_tensor(lengths), as_tensor([n - m for n, m in zip(lengths, news)]), as_tensor(news)
+    return q, k, v, rows, ids, as_tensor(lengths), as_tensor([n - m for n, m in zip(lengths, news, strict=True)]), as_tensor(news)
 
 
 CASES = [

@@ -49,6 +49,6 @@ def test_one_buffer_per_layer_serves_mla():
 def test_layer_first_rows_go_where_their_indices_say():
     src, dst = device_layers(4), [torch.zeros_like(layer) for layer in device_layers(4)]
     copies.transfer_kv_direct(src, dst, slots([1, 2]), slots([6, 5]), PAGE)
-    for s, d in zip(src, dst):
+    for s, d in zip(src, dst, strict=True):
         assert torch.equal(d[5 * PAGE : 6 * PAGE], s[2 * PAGE : 3 * PAGE])
         assert torch.equal(d[6 * PAGE : 7 * PAGE], s[PAGE : 2 * PAGE])
