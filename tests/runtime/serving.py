@@ -124,6 +124,7 @@ def flags(model: str = "tiny-qwen3", *, seed: int = 0, dtype: str = "float32", b
         "hicache_ratio": 2 if backend else None,
         "hicache_storage_backend": backend,
         "hicache_storage_prefetch_policy": "wait_complete" if backend else None,
+        "sleep_on_idle": True,  # several servers share this machine's cores
         "enable_metrics": True,
         "enable_cache_report": True,
         "admin_api_key": "test-admin",

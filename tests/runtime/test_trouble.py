@@ -1,0 +1,105 @@
+"""What a user meets when something is wrong with the disk or the installation: a message, and no lost request."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import TOKENS, config_file, flags, prompts, refused, serving
+
+pytestmark = pytest.mark.server
+WHOLE = (TOKENS - 1) // 16 * 16
+
+
+@contextmanager
+def small_filesystem(folder: Path, size: str):
+    """A tmpfs of its own; skips where this user cannot mount."""
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small filesystem needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def remount(folder: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+
+
+def test_damaged_page_files_cost_hits_and_change_no_answer(tmp_path):
+    asked = prompts(3, seed=21)
+    with serving(tmp_path, flags(), config_file(tmp_path)) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        for segment in (tmp_path / "store").glob("*/*/seg-*"):
+            with segment.open("r+b") as file:
+                for offset in range(6000, segment.stat().st_size, 100_000):
+                    file.seek(offset)
+                    file.write(b"\xa5" * 64)
+                os.fsync(file.fileno())
+        again = [server.ask(ids) for ids in asked]
+        assert [a.tokens for a in again] == [a.tokens for a in first]
+        assert server.metric("kvtier:pages_corrupt_total") > 0
+        assert sum(a.storage for a in again) < WHOLE * 3
+
+
+def test_a_full_filesystem_stops_writes_and_nothing_else(tmp_path):
+    with small_filesystem(tmp_path / "small", "3m") as folder:
+        config = config_file(tmp_path, store={"path": str(folder / "store"), "segment_bytes": "1MiB"})
+        asked = prompts(6, seed=22)
+        with serving(tmp_path, flags(), config) as server:
+            first = [server.ask(ids) for ids in asked]
+            server.flush()
+            again = [server.ask(ids) for ids in asked]
+            assert [a.tokens for a in again] == [a.tokens for a in first]
+            assert server.metric("kvtier:pages_refused_total") + server.metric("kvtier:pages_evicted_total") > 0
+            assert server.metric("kvtier:store_bytes_on_disk") <= 3 << 20
+
+
+def test_a_disk_that_turns_read_only_stops_writes_and_goes_on_reading(tmp_path):
+    with small_filesystem(tmp_path / "disk", "64m") as folder:
+        config = config_file(tmp_path, store={"path": str(folder / "store")})
+        asked = prompts(2, seed=23)
+        with serving(tmp_path, flags(), config) as server:
+            kept = server.ask(asked[0])
+            server.flush()
+            # files that are open for writing keep a remount from happening, so the failure comes at the device instead
+            before = server.metric("kvtier:store_pages")
+            fill = folder / "fill"
+            with fill.open("wb") as file:
+                try:
+                    while True:
+                        file.write(b"\0" * (1 << 20))
+                except OSError:
+                    pass
+            new = server.ask(asked[1])
+            server.flush()
+            assert server.ask(asked[0]).tokens == kept.tokens
+            assert server.ask(asked[1]).tokens == new.tokens
+            assert server.metric("kvtier:store_pages") >= before
+
+
+def test_a_read_only_folder_is_refused_at_start_with_what_to_do(tmp_path):
+    with small_filesystem(tmp_path / "disk", "1m") as folder:
+        remount(folder, "ro")
+        log = refused(tmp_path, flags(), config_file(tmp_path, store={"path": str(folder / "store")}))
+        assert "Read-only file system" in log and "store.path" in log
+
+
+def test_another_sglang_release_refuses_to_serve(tmp_path):
+    fake = tmp_path / "site" / "sglang-0.6.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.6.0\n")
+    log = refused(tmp_path, flags(), config_file(tmp_path), PYTHONPATH=str(fake.parent))
+    assert "SGLang 0.6.0 is installed" in log and "pip install 'sglang==0.5.23'" in log
+    assert "Load weight" not in log
+
+
+def test_a_server_whose_plugins_were_restricted_refuses_instead_of_serving_stock(tmp_path):
+    log = refused(tmp_path, flags(), config_file(tmp_path), SGLANG_PLUGINS="kvtier_cpu")
+    assert "invalid choice: 'kvtier'" in log
