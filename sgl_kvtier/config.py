@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.sizes import format_bytes, parse_bytes
 
 HOST_KEYS = frozenset(
     {
@@ -31,32 +31,6 @@ HOST_KEYS = frozenset(
     }
 )
 """Top-level keys of the same file that belong to SGLang; they are passed over here."""
-
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?\s*$", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes from 4096, "4096", "64KiB", "1.5 GB". KiB/MiB/GiB are powers of 1024, KB/MB/GB of 1000. ValueError if not."""
-    if isinstance(text, bool):
-        raise ValueError(f"not a size: {text!r}")
-    if isinstance(text, int):
-        return text
-    match = _SIZE.match(text)
-    if match is None:
-        raise ValueError(f"not a size: {text!r}")
-    unit = (match[2] or "").lower()
-    base = 1024 if "i" in unit else 1000
-    return int(float(match[1]) * base ** _POWERS[unit.rstrip("b").rstrip("i")])
-
-
-def format_bytes(nbytes: float) -> str:
-    """A size for people, in powers of 1024: 1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError("unreachable")
 
 
 def setting(
@@ -89,6 +63,7 @@ class StoreConfig:
         "auto", "bypass the page cache: auto probes, on insists, off never", choices=("auto", "on", "off")
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
+    native_io: bool = setting(True, "use the compiled I/O lanes where they are built; off: Python threads")
     verify_reads: bool = setting(True, "check the checksum of every page read")
     durable: bool = setting(
         False, "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sgl_kvtier.bench.load import LoadOptions
 from sgl_kvtier.bench.replay import FEEDBACK, ReplayOptions
-from sgl_kvtier.config import parse_bytes
+from sgl_kvtier.sizes import parse_bytes
 
 
 def positive(text: str) -> int:

@@ -10,12 +10,12 @@ from sgl_kvtier.report.table import (
     MISSING,
     Column,
     Table,
-    format_bytes,
     format_share,
     format_value,
     print_table,
     to_markdown,
 )
+from sgl_kvtier.sizes import format_bytes
 
 __all__ = [
     "MISSING",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from sgl_kvtier.report.stats import percentile
-from sgl_kvtier.report.table import Column, Table, format_bytes, format_share
+from sgl_kvtier.report.table import Column, Table, format_share
+from sgl_kvtier.sizes import format_bytes
 
 OURS = "kvtier"
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from importlib import resources
 
 from sgl_kvtier.report.figure import HOW_TO_GET_PLOTS
-from sgl_kvtier.report.table import MISSING, Table, format_bytes, format_value, is_missing
+from sgl_kvtier.report.table import MISSING, Table, format_value, is_missing
+from sgl_kvtier.sizes import format_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 

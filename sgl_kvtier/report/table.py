@@ -108,16 +108,6 @@ def format_share(value: object) -> str:
     return f"{percent:.0f} %" if percent in (0, 100) else f"{percent:.1f} %"
 
 
-def format_bytes(value: object) -> str:
-    """A size for people, in powers of 1024: 1536 -> "1.5 KiB"."""
-    nbytes = float(value)  # type: ignore[arg-type]
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.1f} TiB"
-
-
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Print a table to `file` (stdout if None).
 

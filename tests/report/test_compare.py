@@ -13,7 +13,8 @@ import pytest
 from sgl_kvtier.report import MISSING, compare_html, compare_tables, losing_cells, to_json
 from sgl_kvtier.report.compare import prompt_parts
 from sgl_kvtier.report.html import flatten
-from sgl_kvtier.report.table import format_bytes, format_share
+from sgl_kvtier.report.table import format_share
+from sgl_kvtier.sizes import format_bytes
 
 VOID = {"meta", "link", "br", "img"}
 
