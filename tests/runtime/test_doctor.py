@@ -1,0 +1,79 @@
+"""kvtier doctor: what it finds, and what it says to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sgl_kvtier import cli
+from sgl_kvtier.runtime import disk_probe, doctor, seams
+
+
+def findings(capsys, *arguments: str) -> dict[str, dict[str, str]]:
+    """What doctor --json says, by check; and that its exit status fits."""
+    status = cli.main(["doctor", "--json", "-", *arguments])
+    result = json.loads(capsys.readouterr().out)
+    assert result["schema"] == "kvtier.doctor/1"
+    assert status == (1 if any(f["state"] == "fail" for f in result["findings"]) else 0)
+    return {f["check"]: f for f in result["findings"]}
+
+
+def test_a_good_machine_is_ready(tmp_path, capsys):
+    found = findings(capsys, "--store", str(tmp_path))
+    assert {f["state"] for f in found.values()} <= {"ok", "warn"}
+    assert found["seams: storage"]["state"] == "ok"
+    assert "MB/s" in found["disk speed"]["found"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_at_a_folder_that_is_not_there_leaves_none_behind(tmp_path, capsys):
+    findings(capsys, "--store", str(tmp_path / "new"), "--no-disk")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_wrong_setting_fails_with_its_message(tmp_path, capsys):
+    config = tmp_path / "kvtier.json"
+    config.write_text('{"store": {"path": "x", "io_threads": -1}}')
+    found = findings(capsys, "--config", str(config))
+    assert found["settings"]["state"] == "fail"
+    assert "store.io_threads = -1" in found["settings"]["advice"]
+
+
+def test_a_folder_that_cannot_be_made_fails(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    found = findings(capsys, "--store", str(tmp_path / "file" / "store"))
+    assert found["disk"]["state"] == "fail"
+
+
+def test_too_little_space_fails_and_names_the_setting(tmp_path, capsys, monkeypatch):
+    probe = disk_probe.DiskProbe("ext4", 1000, True)
+    monkeypatch.setattr(doctor.disk_probe, "look", lambda folder: probe)
+    found = findings(capsys, "--store", str(tmp_path), "--no-disk")
+    assert found["disk"]["state"] == "fail"
+    assert "store.min_free_bytes" in found["disk"]["advice"]
+
+
+@pytest.mark.parametrize(("version", "text"), [(None, "not installed"), ("0.6.0", "0.6.0")])
+def test_no_or_another_sglang_fails(version, text, capsys, monkeypatch):
+    monkeypatch.setattr(seams, "installed_version", lambda: version)
+    found = findings(capsys)
+    assert (found["sglang"]["state"], found["sglang"]["found"]) == ("fail", text)
+
+
+def test_a_changed_symbol_is_named(capsys, monkeypatch):
+    broken = seams.Seam("storage", "sglang.srt.server_args.ServerArgs.gone", "we call it")
+    monkeypatch.setattr(seams, "load_manifest", lambda: [broken])
+    found = findings(capsys)
+    assert found["seams: storage"]["state"] == "fail"
+    assert "gone: missing" in found["seams: storage"]["found"]
+
+
+def test_a_plugin_list_without_us_fails(capsys, monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    assert "kvtier" in findings(capsys)["SGLANG_PLUGINS"]["advice"]
+
+
+def test_every_setting_can_be_listed(capsys):
+    assert cli.main(["doctor", "--settings"]) == 0
+    assert "store.capacity_bytes" in capsys.readouterr().out
