@@ -21,9 +21,11 @@ from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.format import DROP, POOL_BYTES, PUT, RECORD, SlotHead
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.jobs import DiskReadJob, Ended, Target
-from sgl_kvtier.store.lanes import Lanes
+from sgl_kvtier.store.jobs import Ended
+from sgl_kvtier.store.lanes import Lanes, ThreadLanes
+from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
+from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes
 from sgl_kvtier.store.recovery import load_table
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
@@ -70,8 +72,8 @@ class DiskStore:
         self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path))
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
-        self._lanes = Lanes(env, self._mover, config.io_threads)
-        self._writer = Writer(self._core, self._room, self._lanes, self._mover)
+        self._lanes = self._open_lanes()
+        self._writer = Writer(self._core, self._room, self._lanes)
         self._suspects: dict[int, int] = {}
         self._closed = False
         logger.info(
@@ -87,6 +89,11 @@ class DiskStore:
     def direct_io(self) -> bool:
         """Whether reads and writes bypass the page cache."""
         return bool(self._core.io.flags)
+
+    @property
+    def native(self) -> bool:
+        """Whether the compiled lanes move the pages."""
+        return isinstance(self._lanes, NativeLanes)
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         with self._core.lock:
@@ -108,10 +115,8 @@ class DiskStore:
         asked = [PageRead(page.key, [part.cast("B") for part in page.into], page.pool) for page in pages]
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
         with self._core.lock:
-            targets = self._targets(asked)
-        job = DiskReadJob(asked, targets, deadline, on_page, self._settle)
-        self._lanes.submit(job, priority)
-        return job
+            located = self._locate(asked)
+        return self._lanes.read(asked, located, priority, deadline, on_page, self._settle)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         for page in pages:
@@ -186,24 +191,37 @@ class DiskStore:
                 self._room.release(core.table.unpin(rows))
         return True
 
+    def _open_lanes(self) -> Lanes:
+        core = self._core
+        if core.config.native_io and core.env.native and NATIVE:
+            return NativeLanes(core.config.io_threads, core.config.verify_reads, core.io.alignment)
+        return ThreadLanes(core.env, self._mover, core.config.io_threads)
+
     def _mover(self) -> Mover:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
-    def _targets(self, asked: list[PageRead]) -> list[Target | None]:
-        """Locked. Where the pages are; their rows are pinned. None for those that are not there in the length asked for."""
+    def _locate(self, asked: list[PageRead]) -> Located:
+        """Locked. Where the pages are that are there in the length asked for. Their rows are pinned until `_settle`."""
         table = self._core.table
         rows = find_pages(self._core, [(page.key, page.pool) for page in asked])
-        lengths = np.array([sum(map(len, page.into)) for page in asked])
+        wanted = np.array([sum(map(len, page.into)) for page in asked], np.int64)
         hit = rows != EMPTY
-        hit[hit] = (table.state[rows[hit]] == State.LIVE) & (table.length[rows[hit]] == lengths[hit])
-        found = rows[hit]
-        table.pin(found)
-        table.touch(found)
-        heads = iter(self._heads(found))
-        return [
-            Target(row, self._room.segments[(head := next(heads)).segment], head) if there else None
-            for row, there in zip(rows.tolist(), hit.tolist(), strict=True)
-        ]
+        hit[hit] = (table.state[rows[hit]] == State.LIVE) & (table.length[rows[hit]] == wanted[hit])
+        rows[~hit] = EMPTY
+        table.pin(rows[hit])
+        table.touch(rows[hit])
+        # Row 0 stands in where there is no page, so that columns stay whole; nobody looks at those entries.
+        any_row = np.maximum(rows, 0) if len(table.state) else np.empty(0, np.int64)
+        segment = table.segment[any_row] if len(any_row) else np.zeros(len(rows), np.uint32)
+        if not len(any_row):
+            return Located.nothing(self._core.identity, len(rows))
+        segments = {n: self._room.segments[n] for n in np.unique(segment[hit]).tolist()}
+        slots = any_row - np.array([segments[n].base if n in segments else 0 for n in segment.tolist()], np.int64)
+        names = np.array([page.pool.encode() for page in asked], "S32")
+        return Located(
+            self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row],
+            table.length[any_row], slots, segment, segments,
+        )
 
     def _heads(self, rows: Rows) -> list[SlotHead]:
         """Locked. What the slots of these rows must say."""
@@ -224,50 +242,43 @@ class DiskStore:
             )
         return heads
 
-    def _settle(self, job: DiskReadJob, ended: Ended) -> Ended:
+    def _settle(self, located: Located, ended: Ended) -> Ended:
         """Settles pages that were read or will not be: drops the damaged, unpins, counts."""
         core = self._core
-        bad = [i for i, outcome in ended if outcome in (ReadOutcome.CORRUPT, ReadOutcome.FAILED)]
-        dropped: set[int] = set()
-        if bad:
-            dropped = self._drop_bad(job, bad, {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT})
-        seen = []
-        for i, outcome in ended:
+        corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT}
+        failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED]
+        if corrupt or failed:
+            deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
             # A slot that was deleted while it was being read is no damage.
-            deleted = outcome is ReadOutcome.CORRUPT and i not in dropped
-            seen.append((i, ReadOutcome.MISS if deleted else outcome))
-        targets = [job.targets[i] for i, _ in ended]
+            ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
+        indexes = np.array([i for i, _ in ended], np.int64)
+        good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
+        rows = located.rows[indexes]
         with core.lock:
-            rows = np.array([target.row for target in targets if target], np.int64)
-            self._room.release(core.table.unpin(rows))
-            for outcome, count in Counter(outcome for _, outcome in seen).items():
+            self._room.release(core.table.unpin(rows[rows != EMPTY]))
+            for outcome, count in Counter(outcome for _, outcome in ended).items():
                 name = _COUNTED[outcome]
                 setattr(core.counters, name, getattr(core.counters, name) + count)
-            for i, outcome in seen:
-                target = job.targets[i]
-                if target and outcome is ReadOutcome.OK:
-                    core.counters.bytes_read += target.head.length
-        return seen
+            core.counters.bytes_read += int(located.lengths[good].sum())
+        return ended
 
-    def _drop_bad(self, job: DiskReadJob, bad: list[int], corrupt: set[int]) -> set[int]:
+    def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
         """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows stay pinned."""
         core = self._core
-        dropped = {}
+        dropped = []
         with core.lock:
-            for i in bad:
-                target = job.targets[i]
-                assert target is not None
-                row, sequence = target.row, target.head.sequence
+            for i in corrupt + failed:
+                row, sequence = int(located.rows[i]), int(located.sequences[i])
                 if core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
                     continue
                 if i not in corrupt and self._suspects.pop(row, None) != sequence:
                     # One failed read may be the device's bad moment; a second one costs the page.
                     self._suspects[row] = sequence
                     continue
-                dropped[i] = target.head
+                dropped.append(i)
                 core.table.drop(np.array([row]))
-        self._erase_heads([head for i, head in dropped.items() if i in corrupt])
-        core.log.append(records_of(list(dropped.values()), DROP))
+        self._erase_heads([located.head(i) for i in dropped if i in corrupt])
+        core.log.append(records_of([located.head(i) for i in dropped], DROP))
         return set(dropped)
 
     def _doom(self, rows: Rows) -> list[SlotHead]:

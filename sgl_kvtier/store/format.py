@@ -48,6 +48,23 @@ RECORD = np.dtype(
 )
 """One line of the index log: a slot now holds a page (PUT), or holds none (DROP)."""
 
+HEAD = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("block", "<u4"),
+        ("identity", "S32"),
+        ("key", "<u8", (4,)),
+        ("pool", "S32"),
+        ("sequence", "<u8"),
+        ("length", "<u8"),
+        ("segment", "<u4"),
+        ("slot", "<u4"),
+        ("checksum", "V16"),
+    ]
+)
+"""The fields at the start of a slot's header; the rest of its block is zero."""
+
 PUT = 1
 DROP = 2
 
@@ -66,23 +83,25 @@ class SlotHead:
     segment: int
     slot: int
 
-    def pack(self) -> bytes:
-        """The 4 KiB header block with its checksum left zero."""
-        pool = self.pool.encode()
-        head = _SLOT.pack(
+    def fields(self) -> bytes:
+        """The meaningful part of the header, its checksum left zero."""
+        return _SLOT.pack(
             _SLOT_MAGIC,
             VERSION,
             BLOCK,
             self.identity,
             self.key,
-            pool,
+            self.pool.encode(),
             self.sequence,
             self.length,
             self.segment,
             self.slot,
             bytes(16),
         )
-        return head + _ZEROS[len(head) :]
+
+    def pack(self) -> bytes:
+        """The 4 KiB header block with its checksum left zero."""
+        return self.fields() + _ZEROS[_SLOT.size :]
 
     @classmethod
     def unpack(cls, block: bytes | memoryview) -> SlotHead | None:
@@ -95,6 +114,30 @@ class SlotHead:
         except UnicodeDecodeError:
             return None
         return cls(identity, key, name, sequence, length, segment, slot)
+
+
+def heads_of(
+    identity: bytes,
+    keys: np.ndarray,
+    pools: np.ndarray,
+    sequences: np.ndarray,
+    lengths: np.ndarray,
+    segments: np.ndarray,
+    slots: np.ndarray,
+) -> np.ndarray:
+    """The fields of many slots' headers, as `SlotHead.fields` makes one."""
+    heads = np.zeros(len(keys), HEAD)
+    heads["magic"] = _SLOT_MAGIC
+    heads["version"] = VERSION
+    heads["block"] = BLOCK
+    heads["identity"] = identity
+    heads["key"] = keys
+    heads["pool"] = pools
+    heads["sequence"] = sequences
+    heads["length"] = lengths
+    heads["segment"] = segments
+    heads["slot"] = slots
+    return heads
 
 
 def checksum(head: bytes, payload: Iterable[memoryview]) -> bytes:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from sgl_kvtier.store.base import PageRead, ReadOutcome
-from sgl_kvtier.store.format import SlotHead
-from sgl_kvtier.store.segment import Segment
+from sgl_kvtier.store.located import Located
 
 logger = logging.getLogger(__name__)
 
@@ -122,20 +120,12 @@ class OrderedJob:
                 logger.exception("an on_page callback failed")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a page to read lies: its row is pinned until the page has ended."""
-
-    row: int
-    segment: Segment
-    head: SlotHead
+Settle = Callable[[Located, Ended], Ended]
+"""What the engine does with pages that ended, before anybody sees it: drop the damaged, unpin, count."""
 
 
 class DiskReadJob(OrderedJob):
-    """An ordered job whose neighbours on disk are begun together, up or down the file.
-
-    `settle` gets each batch of ended pages with the job: the engine unpins there. A page without a target is a MISS.
-    """
+    """An ordered job whose neighbours on disk are begun together, up or down the file."""
 
     RUN_BYTES = 1 << 20
     RUN_PAGES = 64
@@ -143,23 +133,23 @@ class DiskReadJob(OrderedJob):
     def __init__(
         self,
         pages: Sequence[PageRead],
-        targets: Sequence[Target | None],
+        located: Located,
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
-        settle: Callable[[DiskReadJob, Ended], Ended],
+        settle: Settle,
     ) -> None:
         super().__init__(pages, deadline, on_page)
-        self.targets = targets
+        self.located = located
         self._settled_by = settle
 
     def _settle(self, ended: Ended) -> Ended:
-        return self._settled_by(self, ended)
+        return self._settled_by(self.located, ended)
 
     def _run_end(self, start: int) -> int:
-        first = self.targets[start]
-        if first is None:
+        if not self.located.found(start):
             return start + 1
-        most = min(self.RUN_PAGES, self.RUN_BYTES // first.segment.slot_bytes, len(self.pages) - start)
+        slot_bytes = self.located.segment_of(start).slot_bytes
+        most = min(self.RUN_PAGES, self.RUN_BYTES // slot_bytes, len(self.pages) - start)
         stop = start + 1
         step = 0
         while stop < start + most:
@@ -171,7 +161,7 @@ class DiskReadJob(OrderedJob):
         return stop
 
     def _gap(self, left: int, right: int) -> int:
-        a, b = self.targets[left], self.targets[right]
-        if a is None or b is None or a.segment is not b.segment:
+        at = self.located
+        if not at.found(left) or not at.found(right) or at.segment[left] != at.segment[right]:
             return 0
-        return b.head.slot - a.head.slot
+        return int(at.slots[right] - at.slots[left])

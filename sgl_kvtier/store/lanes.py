@@ -1,20 +1,66 @@
-"""I/O threads that serve read jobs by priority, one run of neighbouring pages at a time."""
+"""I/O threads that serve read jobs by priority, one run of neighbouring pages at a time: the lanes in pure Python.
+
+`native_lanes` has the same lanes in C, for processes in which another Python thread is busy. The bytes are the same.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.base import PageRead, ReadJob, ReadOutcome
 from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.jobs import DiskReadJob, Ended
-from sgl_kvtier.store.transfer import Mover
+from sgl_kvtier.store.format import SlotHead
+from sgl_kvtier.store.jobs import DiskReadJob, Ended, Settle
+from sgl_kvtier.store.located import Located
+from sgl_kvtier.store.segment import Segment
+from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
+
+WRITE_RUN_BYTES = 4 << 20
+_GIVE_WAY_S = 0.02
+"""Longest wait for readers before each run: readers go first, and a writer still moves 200 MB/s beside them."""
 
 
-class Lanes:
-    """A queue of read jobs and the threads that work on it.
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """A page to write into a slot that was claimed for it."""
+
+    segment: Segment
+    head: SlotHead
+    data: Sequence[memoryview]
+
+
+class Lanes(Protocol):
+    """What moves pages between slots and memory. Any thread."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that threads spent reading and checking, added up over threads."""
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        located: Located,
+        priority: int,
+        deadline: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        settle: Settle,
+    ) -> ReadJob:
+        """Begins reading and returns at once. After `close` every page is CANCELLED."""
+
+    def write(self, pages: Sequence[SlotWrite], failed: Callable[[OSError], None]) -> list[SlotWrite]:
+        """Writes pages given in the order of their slots; returns those that were. `failed` is told of each error."""
+
+    def close(self) -> None:
+        """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
+
+
+class ThreadLanes:
+    """A queue of read jobs and the Python threads that work on it. Writes are done by the thread that asks for them.
 
     Jobs of a lower priority number go first, equal ones in the order they came. Every submitted job ends: by being
     read, by its deadline, by its cancellation, or CANCELLED when the lanes close.
@@ -35,13 +81,23 @@ class Lanes:
             threading.Thread(target=self._serve, args=(movers(),), name=f"kvtier-read-{i}", daemon=True)
             for i in range(threads)
         ]
+        self._new_mover = movers
+        self._movers: list[Mover] = []
         self._watch = threading.Thread(target=self._watch_deadlines, name="kvtier-deadlines", daemon=True)
         self._watch_changed = threading.Condition()
         for thread in [*self._threads, self._watch]:
             thread.start()
 
-    def submit(self, job: DiskReadJob, priority: int) -> None:
-        """Queues a job. After `close` it is CANCELLED at once."""
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        located: Located,
+        priority: int,
+        deadline: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        settle: Settle,
+    ) -> DiskReadJob:
+        job = DiskReadJob(pages, located, deadline, on_page, settle)
         order = next(self._order)
         with self._changed:
             closing = self._closing
@@ -50,17 +106,29 @@ class Lanes:
                 self._changed.notify(len(job.pages))
         if closing:
             job.end_rest(ReadOutcome.CANCELLED)
-            return
-        if job.deadline is not None:
+        elif deadline is not None:
             with self._watch_changed:
-                heapq.heappush(self._deadlines, (job.deadline, order, job))
+                heapq.heappush(self._deadlines, (deadline, order, job))
                 self._watch_changed.notify()
+        return job
 
-    def give_way(self, longest_s: float) -> None:
-        """Blocks while pages wait to be read, but not for longer than this: for writers, who can wait."""
-        with self._idle:
-            if self._queue:
-                self._idle.wait_for(lambda: not self._queue, longest_s)
+    def write(self, pages: Sequence[SlotWrite], failed: Callable[[OSError], None]) -> list[SlotWrite]:
+        with self._changed:
+            mover = self._movers.pop() if self._movers else self._new_mover()
+        written: list[SlotWrite] = []
+        for run in _runs(pages):
+            with self._idle:
+                if self._queue:
+                    self._idle.wait_for(lambda: not self._queue, _GIVE_WAY_S)
+            try:
+                mover.write(run[0].segment, [page.head for page in run], [page.data for page in run])
+            except OSError as error:
+                failed(error)
+                continue
+            written.extend(run)
+        with self._changed:
+            self._movers.append(mover)
+        return written
 
     def close(self) -> None:
         """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
@@ -117,12 +185,29 @@ class Lanes:
 
 
 def _read_run(mover: Mover, job: DiskReadJob, begun: list[int]) -> Ended:
-    targets = {i: job.targets[i] for i in begun}
-    first = targets[begun[0]]
-    if first is None:
+    located = job.located
+    if not located.found(begun[0]):
         return [(begun[0], ReadOutcome.MISS)]
     # A run may go down the file (back to front); the device is always asked upwards.
-    upwards = sorted(begun, key=lambda i: targets[i].head.slot)  # type: ignore[union-attr]
-    heads = [targets[i].head for i in upwards]  # type: ignore[union-attr]
-    outcomes = dict(zip(upwards, mover.read(first.segment, heads, [job.pages[i].into for i in upwards]), strict=True))
-    return [(i, outcomes[i]) for i in begun]
+    upwards = sorted(begun, key=lambda i: located.slots[i])
+    heads = [located.head(i) for i in upwards]
+    outcomes = mover.read(located.segment_of(begun[0]), heads, [job.pages[i].into for i in upwards])
+    by_index = dict(zip(upwards, outcomes, strict=True))
+    return [(i, by_index[i]) for i in begun]
+
+
+def _runs(pages: Sequence[SlotWrite]) -> Iterator[list[SlotWrite]]:
+    """Pages in neighbouring slots, as many as make one large write."""
+    run: list[SlotWrite] = []
+    nbytes = buffers = 0
+    for page in pages:
+        size, parts = page.segment.slot_bytes, len(page.data) + 2
+        joined = run and run[-1].segment is page.segment and run[-1].head.slot + 1 == page.head.slot
+        if run and (not joined or nbytes + size > WRITE_RUN_BYTES or buffers + parts > MOST_BUFFERS):
+            yield run
+            run, nbytes, buffers = [], 0, 0
+        run.append(page)
+        nbytes += size
+        buffers += parts
+    if run:
+        yield run

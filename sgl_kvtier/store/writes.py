@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,14 +11,10 @@ import numpy as np
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.format import MAX_PAYLOAD, PUT, RECORD, SlotHead, slot_bytes
-from sgl_kvtier.store.lanes import Lanes
+from sgl_kvtier.store.lanes import Lanes, SlotWrite
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.slots import EMPTY, Rows, State, words
-from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
 
-_RUN_BYTES = 4 << 20
-_GIVE_WAY_S = 0.02
-"""Longest wait for readers before each run: readers go first, and a writer still moves 200 MB/s beside them."""
 _ROUNDS = 2
 """Making room for new pages can cost one of the same batch that was there a moment ago; it gets a second chance."""
 
@@ -30,20 +25,20 @@ class _New:
 
     index: int
     row: int
-    head: SlotHead
-    data: Sequence[memoryview]
+    page: SlotWrite
+
+    @property
+    def head(self) -> SlotHead:
+        return self.page.head
 
 
 class Writer:
     """The write path of one open store. Any number of threads."""
 
-    def __init__(self, core: Core, room: Room, lanes: Lanes, movers: Callable[[], Mover]) -> None:
+    def __init__(self, core: Core, room: Room, lanes: Lanes) -> None:
         self._core = core
         self._room = room
         self._lanes = lanes
-        self._new_mover = movers
-        self._movers: list[Mover] = []
-        self._movers_lock = threading.Lock()
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
@@ -141,30 +136,23 @@ class Writer:
                 head = SlotHead(
                     core.identity, page.key, page.pool, int(core.table.sequence[row]), length, segment.number, row - segment.base
                 )
-                new.append(_New(index, row, head, parts))
+                new.append(_New(index, row, SlotWrite(segment, head, parts)))
         return new
 
     def _write(self, new: list[_New], written: list[_New]) -> None:
         if not new:
             return
-        mover = self._take_mover()
-        started = self._core.env.now()
-        try:
-            for run in self._runs(sorted(new, key=lambda n: n.row)):
-                self._lanes.give_way(_GIVE_WAY_S)
-                segment = self._room.segments[run[0].head.segment]
-                try:
-                    segment.dirty = True
-                    mover.write(segment, [n.head for n in run], [n.data for n in run])
-                except OSError as error:
-                    self._core.complaints.about("writing pages", error)
-                    continue
-                written.extend(run)
-            if self._core.config.durable and written:
-                self._sync(written)
-        finally:
-            self._give_mover(mover)
-            self._core.counters.write_busy_s += self._core.env.now() - started
+        core = self._core
+        started = core.env.now()
+        by_head = {id(n.page): n for n in new}
+        upwards = sorted(new, key=lambda n: n.row)
+        for n in upwards:
+            n.page.segment.dirty = True
+        done = self._lanes.write([n.page for n in upwards], lambda error: core.complaints.about("writing pages", error))
+        written.extend(by_head[id(page)] for page in done)
+        if core.config.durable and written:
+            self._sync(written)
+        core.counters.write_busy_s += core.env.now() - started
 
     def _sync(self, written: list[_New]) -> None:
         try:
@@ -217,30 +205,6 @@ class Writer:
         if refused:
             with self._core.lock:
                 self._core.counters.pages_refused += refused
-
-    def _runs(self, new: list[_New]) -> Iterator[list[_New]]:
-        """Pages in neighbouring slots, as many as make one large write."""
-        run: list[_New] = []
-        nbytes = buffers = 0
-        for n in new:
-            size, parts = slot_bytes(n.head.length), len(n.data) + 2
-            joined = run and run[-1].head.segment == n.head.segment and run[-1].head.slot + 1 == n.head.slot
-            if run and (not joined or nbytes + size > _RUN_BYTES or buffers + parts > MOST_BUFFERS):
-                yield run
-                run, nbytes, buffers = [], 0, 0
-            run.append(n)
-            nbytes += size
-            buffers += parts
-        if run:
-            yield run
-
-    def _take_mover(self) -> Mover:
-        with self._movers_lock:
-            return self._movers.pop() if self._movers else self._new_mover()
-
-    def _give_mover(self, mover: Mover) -> None:
-        with self._movers_lock:
-            self._movers.append(mover)
 
 
 def find_pages(core: Core, names: list[tuple[bytes, str]]) -> Rows:

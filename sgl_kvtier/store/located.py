@@ -1,0 +1,61 @@
+"""Where the pages of one read lie and what their slots must say, as columns: no object per page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_kvtier.store.format import SlotHead, heads_of
+from sgl_kvtier.store.segment import Segment
+from sgl_kvtier.store.slots import EMPTY, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """One entry per page asked for, with row EMPTY where there is no such page. Rows found are pinned until they are read."""
+
+    identity: bytes
+    rows: Rows
+    keys: NDArray[np.uint64]
+    pools: NDArray[np.bytes_]
+    sequences: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    slots: Rows
+    segment: NDArray[np.uint32]
+    segments: dict[int, Segment]
+    """The segments these pages are in, by number."""
+
+    @classmethod
+    def nothing(cls, identity: bytes, count: int) -> Located:
+        """None of `count` pages is there."""
+        none = np.zeros(count, np.int64)
+        return cls(
+            identity, none + EMPTY, np.zeros((count, 4), np.uint64), np.zeros(count, "S32"), none.astype(np.uint64),
+            none.astype(np.uint32), none, none.astype(np.uint32), {},
+        )
+
+    def found(self, index: int) -> bool:
+        return bool(self.rows[index] != EMPTY)
+
+    def segment_of(self, index: int) -> Segment:
+        return self.segments[int(self.segment[index])]
+
+    def head(self, index: int) -> SlotHead:
+        """What the slot of a page that was found must say."""
+        return SlotHead(
+            self.identity,
+            self.keys[index].tobytes(),
+            self.pools[index].decode(),
+            int(self.sequences[index]),
+            int(self.lengths[index]),
+            int(self.segment[index]),
+            int(self.slots[index]),
+        )
+
+    def heads(self) -> np.ndarray:
+        """The same for all pages at once; meaningless where a page was not found."""
+        return heads_of(
+            self.identity, self.keys, self.pools, self.sequences, self.lengths, self.segment, self.slots
+        )

@@ -1,0 +1,343 @@
+/* Python's door to pool.h: Pool (threads and a queue), Job (one ordered batch of pages) and checksum().
+ *
+ * Every wait and every byte moved happens without Python's lock. A job holds its buffers until it is deallocated, and its
+ * deallocation waits for pages in flight: whoever keeps memory alive through Python cannot lose it under a transfer.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "pool.h"
+
+typedef struct {
+    PyObject_HEAD
+    Pool pool;
+    int started;
+} PoolObject;
+
+typedef struct {
+    PyObject_HEAD
+    PoolObject *owner;
+    Job job;
+    size_t taken, buffer_count;
+    Py_buffer *buffers;
+} JobObject;
+
+static PyTypeObject PoolType, JobType;
+
+static uint64_t later_ns(double seconds) {
+    if (seconds > 1e9) seconds = 1e9;
+    return now_ns() + (uint64_t)(seconds > 0 ? seconds * 1e9 : 0);
+}
+
+static void make_monotonic(pthread_cond_t *cond) {
+    pthread_condattr_t attr;
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(cond, &attr);
+    pthread_condattr_destroy(&attr);
+}
+
+static void stop(PoolObject *self) {
+    Pool *pool = &self->pool;
+    pthread_mutex_lock(&pool->lock);
+    pool->stopping = 1;
+    while (pool->reads) end_rest(pool, pool->reads, CANCELLED);
+    while (pool->writes) end_rest(pool, pool->writes, CANCELLED);
+    pthread_cond_broadcast(&pool->work);
+    pthread_cond_broadcast(&pool->any_end);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < pool->thread_count; i++) pthread_join(pool->threads[i], NULL);
+    pool->thread_count = 0;
+}
+
+static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"threads", "verify", "alignment", "read_run", "write_run", NULL};
+    int threads, verify;
+    Py_ssize_t alignment, read_run_bytes, write_run_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipnnn", names, &threads, &verify, &alignment, &read_run_bytes,
+                                     &write_run_bytes))
+        return NULL;
+    if (threads < 1 || alignment < 1) return PyErr_Format(PyExc_ValueError, "a pool has at least one thread");
+    PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    Pool *pool = &self->pool;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    make_monotonic(&pool->any_end);
+    pool->verify = verify;
+    pool->alignment = (size_t)alignment;
+    pool->read_run = (size_t)read_run_bytes;
+    pool->write_run = (size_t)write_run_bytes;
+    pool->threads = calloc((size_t)threads, sizeof(pthread_t));
+    self->started = 1;
+    for (int i = 0; pool->threads && i < threads; i++) {
+        if (pthread_create(&pool->threads[i], NULL, serve, pool)) break;
+        pool->thread_count++;
+    }
+    if (pool->thread_count < threads) {
+        Py_DECREF(self);
+        return PyErr_Format(PyExc_OSError, "cannot start %d I/O threads", threads);
+    }
+    return (PyObject *)self;
+}
+
+static void pool_dealloc(PoolObject *self) {
+    if (self->started) {
+        Py_BEGIN_ALLOW_THREADS stop(self);
+        Py_END_ALLOW_THREADS free(self->pool.threads);
+        pthread_mutex_destroy(&self->pool.lock);
+        pthread_cond_destroy(&self->pool.work);
+        pthread_cond_destroy(&self->pool.any_end);
+    }
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *pool_close(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
+    Py_BEGIN_ALLOW_THREADS stop(self);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *pool_wait(PoolObject *self, PyObject *args) {
+    unsigned long long seen;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "Kd", &seen, &seconds)) return NULL;
+    uint64_t until = later_ns(seconds);
+    Py_BEGIN_ALLOW_THREADS seen = await_any(&self->pool, seen, until);
+    Py_END_ALLOW_THREADS return PyLong_FromUnsignedLongLong(seen);
+}
+
+static PyObject *pool_busy(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
+    return PyFloat_FromDouble((double)self->pool.busy_ns * 1e-9);
+}
+
+/* An array of `n` items of `size` bytes, copied out of a buffer object. */
+static void *copied(PyObject *source, size_t n, size_t size, const char *name) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(source, &view, PyBUF_C_CONTIGUOUS)) return NULL;
+    void *copy = NULL;
+    if ((size_t)view.len != n * size)
+        PyErr_Format(PyExc_ValueError, "%s: %zd bytes instead of %zu", name, view.len, n * size);
+    else if (!(copy = malloc(n * size + 1)))
+        PyErr_NoMemory();
+    else
+        memcpy(copy, view.buf, n * size);
+    PyBuffer_Release(&view);
+    return copy;
+}
+
+static int take_buffers(JobObject *self, PyObject *buffers) {
+    Job *job = &self->job;
+    size_t count = (size_t)PyList_GET_SIZE(buffers);
+    self->buffers = calloc(count + 1, sizeof(Py_buffer));
+    job->iov = calloc(count + 1, sizeof(struct iovec));
+    if (!self->buffers || !job->iov) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        int flags = PyBUF_C_CONTIGUOUS | (job->writing ? 0 : PyBUF_WRITABLE);
+        if (PyObject_GetBuffer(PyList_GET_ITEM(buffers, (Py_ssize_t)i), &self->buffers[i], flags)) return -1;
+        self->buffer_count++;
+        job->iov[i] = (struct iovec){self->buffers[i].buf, (size_t)self->buffers[i].len};
+    }
+    return 0;
+}
+
+static int set_pages(JobObject *self, const int32_t *fds, const uint32_t *sizes, const uint64_t *offsets,
+                     const uint32_t *lengths, const uint32_t *parts) {
+    Job *job = &self->job;
+    size_t first = 0;
+    for (size_t i = 0; i < job->n; i++) {
+        Page *page = &job->pages[i];
+        *page = (Page){fds[i], sizes[i], lengths[i], offsets[i], (uint32_t)first, parts[i]};
+        first += parts[i];
+        if (parts[i] > MAX_IOV - 100 || first > self->buffer_count) goto wrong;
+        size_t bytes = 0;
+        for (size_t k = page->first; k < first; k++) bytes += job->iov[k].iov_len;
+        if (page->fd >= 0 && (bytes != page->length || BLOCK + padded(page->length) != page->slot_bytes)) goto wrong;
+    }
+    if (first == self->buffer_count) return 0;
+wrong:
+    PyErr_SetString(PyExc_ValueError, "the buffers do not fit the pages");
+    return -1;
+}
+
+static PyObject *pool_submit(PoolObject *self, PyObject *args) {
+    int writing, notify;
+    long priority;
+    double deadline;
+    PyObject *fds, *sizes, *offsets, *lengths, *heads, *parts, *buffers;
+    if (!PyArg_ParseTuple(args, "ppldOOOOOOO!", &writing, &notify, &priority, &deadline, &fds, &sizes, &offsets, &lengths, &heads,
+                          &parts, &PyList_Type, &buffers))
+        return NULL;
+    Py_ssize_t n = PyObject_Length(fds);
+    if (n < 0) return NULL;
+    JobObject *result = (JobObject *)JobType.tp_alloc(&JobType, 0);
+    if (!result) return NULL;
+    Job *job = &result->job;
+    Py_INCREF(self);
+    result->owner = self;
+    job->writing = writing;
+    job->notify = notify;
+    job->priority = priority;
+    job->deadline_ns = deadline > 0 ? (uint64_t)(deadline * 1e9) : 0;
+    job->n = (size_t)n;
+    make_monotonic(&job->progress);
+    int32_t *fd = copied(fds, job->n, 4, "fds");
+    uint32_t *size = fd ? copied(sizes, job->n, 4, "sizes") : NULL;
+    uint64_t *offset = size ? copied(offsets, job->n, 8, "offsets") : NULL;
+    uint32_t *length = offset ? copied(lengths, job->n, 4, "lengths") : NULL;
+    uint32_t *part = length ? copied(parts, job->n, 4, "parts") : NULL;
+    job->heads = part ? copied(heads, job->n, HEAD_BYTES, "heads") : NULL;
+    job->pages = calloc(job->n + 1, sizeof(Page));
+    job->state = calloc(job->n + 1, 1);
+    job->ended = calloc(job->n + 1, sizeof(uint32_t));
+    int good = job->heads != NULL;
+    if (good && (!job->pages || !job->state || !job->ended)) {
+        PyErr_NoMemory();
+        good = 0;
+    }
+    good = good && !take_buffers(result, buffers) && !set_pages(result, fd, size, offset, length, part);
+    free(fd), free(size), free(offset), free(length), free(part);
+    if (!good) {
+        Py_DECREF(result);
+        return NULL;
+    }
+    job->open = job->n;
+    Py_BEGIN_ALLOW_THREADS enter_queue(&self->pool, job);
+    Py_END_ALLOW_THREADS return (PyObject *)result;
+}
+
+static void job_dealloc(JobObject *self) {
+    Job *job = &self->job;
+    if (self->owner && job->open) {
+        Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->owner->pool.lock);
+        end_rest(&self->owner->pool, job, CANCELLED);
+        pthread_mutex_unlock(&self->owner->pool.lock);
+        await_job(&self->owner->pool, job, 0);
+        Py_END_ALLOW_THREADS
+    }
+    for (size_t i = 0; i < self->buffer_count; i++) PyBuffer_Release(&self->buffers[i]);
+    free(self->buffers), free(job->iov), free(job->pages), free(job->state), free(job->ended), free(job->heads);
+    if (self->owner) pthread_cond_destroy(&job->progress);
+    Py_XDECREF(self->owner);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *job_take(JobObject *self, PyObject *Py_UNUSED(ignored)) {
+    Job *job = &self->job;
+    Pool *pool = &self->owner->pool;
+    size_t from, to;
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&pool->lock);
+    expire(pool, job);
+    from = self->taken;
+    self->taken = to = job->n - job->open;
+    pthread_mutex_unlock(&pool->lock);
+    Py_END_ALLOW_THREADS
+    /* What lies before `to` in `ended` does not change any more. */
+    PyObject *list = PyList_New((Py_ssize_t)(to - from));
+    for (size_t i = from; list && i < to; i++) {
+        PyObject *pair = Py_BuildValue("(Ii)", job->ended[i], job->state[job->ended[i]]);
+        if (!pair) Py_CLEAR(list);
+        else PyList_SET_ITEM(list, (Py_ssize_t)(i - from), pair);
+    }
+    return list;
+}
+
+static PyObject *job_wait(JobObject *self, PyObject *args) {
+    double seconds;
+    if (!PyArg_ParseTuple(args, "d", &seconds)) return NULL;
+    uint64_t until = seconds < 0 ? 0 : later_ns(seconds);
+    Py_BEGIN_ALLOW_THREADS await_job(&self->owner->pool, &self->job, until);
+    Py_END_ALLOW_THREADS return PyBool_FromLong(self->job.open == 0);
+}
+
+static PyObject *job_cancel(JobObject *self, PyObject *Py_UNUSED(ignored)) {
+    Pool *pool = &self->owner->pool;
+    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&pool->lock);
+    end_rest(pool, &self->job, CANCELLED);
+    pthread_mutex_unlock(&pool->lock);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *job_in_flight(JobObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(__atomic_load_n(&self->job.in_flight, __ATOMIC_ACQUIRE));
+}
+
+static PyObject *job_open(JobObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromSize_t(__atomic_load_n(&self->job.open, __ATOMIC_ACQUIRE));
+}
+
+static PyObject *job_error(JobObject *self, void *Py_UNUSED(closure)) { return PyLong_FromLong(self->job.error); }
+
+static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *buffers) {
+    if (!PyList_Check(buffers)) return PyErr_Format(PyExc_TypeError, "checksum() takes a list of buffers");
+    JobObject scratch = {.job = {.writing = 1}};
+    uint8_t digest[16];
+    uint64_t total = 0;
+    PyObject *result = NULL;
+    if (!take_buffers(&scratch, buffers)) {
+        for (size_t i = 0; i < scratch.buffer_count; i++) total += scratch.job.iov[i].iov_len;
+        if (total < XXH3_SHORTEST) {
+            PyErr_Format(PyExc_ValueError, "checksum() needs at least %d bytes", XXH3_SHORTEST);
+        } else {
+            Py_BEGIN_ALLOW_THREADS xxh3_128(scratch.job.iov, (int)scratch.buffer_count, digest);
+            Py_END_ALLOW_THREADS result = PyBytes_FromStringAndSize((char *)digest, 16);
+        }
+    }
+    for (size_t i = 0; i < scratch.buffer_count; i++) PyBuffer_Release(&scratch.buffers[i]);
+    free(scratch.buffers), free(scratch.job.iov);
+    return result;
+}
+
+static PyMethodDef pool_methods[] = {
+    {"submit", (PyCFunction)pool_submit, METH_VARARGS,
+     "submit(writing, notify, priority, deadline, fds, sizes, offsets, lengths, heads, parts, buffers) -> Job"},
+    {"wait", (PyCFunction)pool_wait, METH_VARARGS, "wait(seen, seconds) -> how often pages of jobs with `notify` have ended"},
+    {"busy", (PyCFunction)pool_busy, METH_NOARGS, "seconds spent reading, added up over threads"},
+    {"close", (PyCFunction)pool_close, METH_NOARGS, "cancels what has not begun and joins the threads"},
+    {NULL, NULL, 0, NULL}};
+
+static PyMethodDef job_methods[] = {
+    {"take", (PyCFunction)job_take, METH_NOARGS, "(index, outcome code) of pages that ended since the last call"},
+    {"wait", (PyCFunction)job_wait, METH_VARARGS, "wait(seconds): until all ended; negative: no limit"},
+    {"cancel", (PyCFunction)job_cancel, METH_NOARGS, "pages not begun end now"},
+    {NULL, NULL, 0, NULL}};
+
+static PyGetSetDef job_fields[] = {{"in_flight", (getter)job_in_flight, NULL, "pages begun and not ended", NULL},
+                                   {"open", (getter)job_open, NULL, "pages not ended", NULL},
+                                   {"error", (getter)job_error, NULL, "errno of the last page that failed, or 0", NULL},
+                                   {NULL, NULL, NULL, NULL, NULL}};
+
+static PyTypeObject PoolType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvtier.store._native.Pool",
+                                .tp_basicsize = sizeof(PoolObject),
+                                .tp_flags = Py_TPFLAGS_DEFAULT,
+                                .tp_new = pool_new,
+                                .tp_dealloc = (destructor)pool_dealloc,
+                                .tp_methods = pool_methods};
+
+static PyTypeObject JobType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvtier.store._native.Job",
+                               .tp_basicsize = sizeof(JobObject),
+                               .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                               .tp_dealloc = (destructor)job_dealloc,
+                               .tp_methods = job_methods,
+                               .tp_getset = job_fields};
+
+static PyMethodDef functions[] = {{"checksum", checksum, METH_O, "XXH3-128 of a list of buffers, 241 bytes or more"},
+                                  {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "I/O lanes that do not hold Python's lock", -1,
+                                    functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    xxh3_choose();
+    if (PyType_Ready(&PoolType) || PyType_Ready(&JobType)) return NULL;
+    PyObject *m = PyModule_Create(&module);
+    if (!m) return NULL;
+    Py_INCREF(&PoolType);
+    if (PyModule_AddObject(m, "Pool", (PyObject *)&PoolType) || PyModule_AddIntConstant(m, "HEAD_BYTES", HEAD_BYTES)) {
+        Py_DECREF(m);
+        return NULL;
+    }
+    return m;
+}

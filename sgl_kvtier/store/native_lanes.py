@@ -1,0 +1,241 @@
+"""The same lanes in C (native/): I/O, checksums, order, deadlines and cancellation without Python's lock.
+
+A Python thread is needed to settle pages that ended. That is the one who waits for the job or asks about it; a thread of
+our own does it only for jobs with callbacks, and from time to time for jobs that nobody asks about any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sgl_kvtier.store.base import PageRead, ReadOutcome
+from sgl_kvtier.store.format import BLOCK, HEAD
+from sgl_kvtier.store.jobs import Ended, Settle
+from sgl_kvtier.store.lanes import WRITE_RUN_BYTES, SlotWrite
+from sgl_kvtier.store.located import Located
+
+_native: Any
+try:
+    from sgl_kvtier.store import _native  # type: ignore[no-redef, attr-defined, unused-ignore]
+except ImportError:
+    _native = None
+
+logger = logging.getLogger(__name__)
+
+NATIVE = _native is not None and HEAD.itemsize == _native.HEAD_BYTES
+"""Whether the extension module is there and speaks this version's format."""
+
+_READ_RUN_BYTES = 1 << 20
+_OUTCOMES = {
+    2: ReadOutcome.OK,
+    3: ReadOutcome.MISS,
+    4: ReadOutcome.CORRUPT,
+    5: ReadOutcome.FAILED,
+    6: ReadOutcome.LATE,
+    7: ReadOutcome.CANCELLED,
+}
+_WRITTEN = 2
+_SWEEP_S = 0.25
+"""How long a job that nobody asks about may keep its slots pinned after it has ended."""
+_DEADLINE_POLL_S = 0.01
+"""How late a callback may tell that a deadline passed while every lane hangs in the device."""
+
+
+class NativeReadJob:
+    """A `ReadJob` whose pages are moved by the native pool. Any thread."""
+
+    def __init__(
+        self,
+        count: int,
+        located: Located,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        settle: Settle,
+        deadline: float | None,
+    ) -> None:
+        self.located = located
+        self.on_page = on_page
+        self.deadline = deadline
+        self._settle = settle
+        self._outcomes: list[ReadOutcome | None] = [None] * count
+        self._fresh: Ended = []
+        self._unsettled = count
+        self._settling = threading.Lock()
+        self._settled = threading.Condition(self._settling)
+        self._job: Any = None
+
+    def begin(self, job: Any) -> None:
+        """The pool's job, once it is under way."""
+        self._job = job
+
+    @property
+    def outcomes(self) -> list[ReadOutcome | None]:
+        self._reap()
+        with self._settling:
+            return list(self._outcomes)
+
+    @property
+    def in_flight(self) -> int:
+        return int(self._job.in_flight)
+
+    @property
+    def done(self) -> bool:
+        if self._unsettled and not self._job.open:
+            self._reap()
+        return self._unsettled == 0
+
+    def drain(self) -> Ended:
+        self._reap()
+        with self._settling:
+            fresh, self._fresh = self._fresh, []
+            return fresh
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self._job.wait(-1.0 if timeout_s is None else max(0.0, timeout_s)):
+            self._reap()
+            return False
+        self._reap()
+        with self._settling:
+            return self._settled.wait_for(lambda: self._unsettled == 0, timeout_s)
+
+    def cancel(self) -> None:
+        self._job.cancel()
+        self._reap()
+
+    def settle_ended(self) -> bool:
+        """Settles what ended since the last call; True when nothing is left. For the lanes' own thread."""
+        with self._settling:
+            ended = [(index, _OUTCOMES[code]) for index, code in self._job.take()]
+            if ended:
+                ended = self._settle(self.located, ended)
+            if self.on_page is None:
+                self._record(ended)
+        if self.on_page is not None:
+            # One thread alone settles jobs with callbacks, so this keeps their order without holding the lock.
+            self._call_back(self.on_page, ended)
+            with self._settling:
+                self._record(ended)
+        return self._unsettled == 0
+
+    def _record(self, ended: Ended) -> None:
+        for index, outcome in ended:
+            self._outcomes[index] = outcome
+        self._fresh.extend(ended)
+        self._unsettled -= len(ended)
+        if self._unsettled == 0:
+            self._settled.notify_all()
+
+    def _reap(self) -> None:
+        # Callbacks belong to an I/O thread: their jobs are left to it.
+        if self.on_page is None:
+            self.settle_ended()
+
+    def _call_back(self, on_page: Callable[[int, ReadOutcome], None], ended: Ended) -> None:
+        for index, outcome in ended:
+            try:
+                on_page(index, outcome)
+            except Exception:
+                # Somebody else's code on our I/O thread: the thread has to outlive it.
+                logger.exception("an on_page callback failed")
+
+
+class NativeLanes:
+    """The native pool, and the thread that settles what nobody waits for."""
+
+    def __init__(self, threads: int, verify: bool, alignment: int) -> None:
+        self._pool = _native.Pool(threads, verify, alignment, _READ_RUN_BYTES, WRITE_RUN_BYTES)
+        self._jobs: dict[int, NativeReadJob] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._sweeper = threading.Thread(target=self._sweep, name="kvtier-settle", daemon=True)
+        self._sweeper.start()
+
+    @property
+    def busy_s(self) -> float:
+        return float(self._pool.busy())
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        located: Located,
+        priority: int,
+        deadline: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        settle: Settle,
+    ) -> NativeReadJob:
+        job = NativeReadJob(len(pages), located, on_page, settle, deadline)
+        fds, sizes, offsets = _places(located)
+        buffers = [part for page in pages for part in page.into]
+        parts = np.fromiter((len(page.into) for page in pages), np.uint32, len(pages))
+        with self._lock:
+            job.begin(
+                self._pool.submit(
+                    False, on_page is not None, priority, deadline or 0.0,
+                    fds, sizes, offsets, located.lengths, located.heads(), parts, buffers,
+                )
+            )  # fmt: skip
+            self._jobs[id(job)] = job
+            closing = self._closing
+        if closing:
+            self._settle_all()
+        return job
+
+    def write(self, pages: Sequence[SlotWrite], failed: Callable[[OSError], None]) -> list[SlotWrite]:
+        job = self._pool.submit(
+            True, False, 0, 0.0,
+            np.array([page.segment.fd for page in pages], np.int32),
+            np.array([page.segment.slot_bytes for page in pages], np.uint32),
+            np.array([page.segment.offset(page.head.slot) for page in pages], np.uint64),
+            np.array([page.head.length for page in pages], np.uint32),
+            b"".join([page.head.fields() for page in pages]),
+            np.array([len(page.data) for page in pages], np.uint32),
+            [part for page in pages for part in page.data],
+        )  # fmt: skip
+        job.wait(-1.0)
+        if job.error:
+            failed(OSError(job.error, "writing pages"))
+        return [pages[index] for index, code in sorted(job.take()) if code == _WRITTEN]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+        self._pool.close()
+        if self._sweeper is not threading.current_thread():
+            self._sweeper.join()
+        self._settle_all()
+
+    def _sweep(self) -> None:
+        seen = 0
+        while not self._closing:
+            with self._lock:
+                waiting = any(job.on_page and job.deadline for job in self._jobs.values())
+            now = self._pool.wait(seen, _DEADLINE_POLL_S if waiting else _SWEEP_S)
+            if now != seen or self._jobs:
+                self._settle_all()
+            seen = now
+
+    def _settle_all(self) -> None:
+        with self._lock:
+            jobs = list(self._jobs.items())
+        for name, job in jobs:
+            if job.settle_ended():
+                with self._lock:
+                    self._jobs.pop(name, None)
+
+
+def _places(located: Located) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(descriptor, slot size, offset) of each page; descriptor -1 where there is none."""
+    count = len(located.rows)
+    fds = np.full(count, -1, np.int32)
+    sizes = np.zeros(count, np.uint32)
+    offsets = np.zeros(count, np.uint64)
+    for number, segment in located.segments.items():
+        mine = (located.segment == number) & (located.rows >= 0)
+        fds[mine] = segment.fd
+        sizes[mine] = segment.slot_bytes
+        offsets[mine] = BLOCK + located.slots[mine] * segment.slot_bytes
+    return fds, sizes, offsets

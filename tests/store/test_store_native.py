@@ -1,0 +1,150 @@
+"""The compiled lanes: the same checksums, the same bytes on disk, the same outcomes as the Python ones."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import xxhash
+from store_pages import aligned, content, key, open_at, put, read
+
+from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.format import BLOCK, HEAD, SlotHead, heads_of
+from sgl_kvtier.store.native_lanes import NATIVE
+from sgl_kvtier.store.slots import words
+
+if not NATIVE:
+    pytest.skip("the native lanes are not built here", allow_module_level=True)
+
+from sgl_kvtier.store import _native
+
+SIZES = (1, 1000, 4096, 65_536, 300_001)
+
+
+def test_checksums_equal_the_reference_however_the_bytes_are_cut() -> None:
+    chance = random.Random(1)
+    lengths = [*range(241, 1300), *(64 * i + d for i in range(20, 60) for d in (-1, 0, 1)), *(1024 * i for i in range(1, 40))]
+    for length in lengths:
+        data = chance.randbytes(length)
+        parts, at = [], 0
+        while at < length:
+            step = chance.choice([1, 7, 63, 64, 65, 512, chance.randrange(1, 3000)])
+            parts.append(data[at : at + step])
+            at += step
+        assert _native.checksum(parts) == xxhash.xxh3_128(data).digest()
+
+
+def test_short_input_is_refused_rather_than_hashed_wrongly() -> None:
+    with pytest.raises(ValueError, match="241"):
+        _native.checksum([b"x" * 240])
+
+
+def test_many_headers_at_once_are_the_same_as_one_by_one() -> None:
+    heads = [SlotHead(b"\x07" * 32, key(i), "kv", 1000 + i, 10 * i, 3, i) for i in range(5)]
+    columns = heads_of(
+        b"\x07" * 32, words([h.key for h in heads]), [b"kv"] * 5, range(1000, 1005), range(0, 50, 10), [3] * 5, range(5)
+    )
+    assert [column.tobytes() for column in columns] == [head.fields() for head in heads]
+    assert len(heads[0].fields()) == _native.HEAD_BYTES
+
+
+@pytest.mark.parametrize("writer", [True, False], ids=["native writes", "threads write"])
+def test_either_kind_of_lanes_reads_what_the_other_wrote(tmp_path: Path, writer: bool) -> None:
+    pages = {key((size, i)): content((size, i), size) for size in SIZES for i in range(9)}
+    store = open_at(tmp_path, native_io=writer, capacity_bytes=64 << 20)
+    assert store.native is writer
+    assert set(put(store, pages)) == {PutOutcome.STORED}
+    store.close()
+    store = open_at(tmp_path, native_io=not writer, capacity_bytes=64 << 20)
+    assert read(store, {k: len(d) for k, d in pages.items()}) == [(ReadOutcome.OK, d) for d in pages.values()]
+    store.close()
+
+
+def test_both_kinds_of_lanes_write_the_same_bytes(tmp_path: Path) -> None:
+    images = []
+    for native in (True, False):
+        store = open_at(tmp_path / str(native), native_io=native)
+        put(store, {key(i): content(i, 5000) for i in range(20)})
+        store.close()
+        (path,) = Path(store.folder).glob("seg-*")
+        data = path.read_bytes()
+        slots = [data[at : at + 3 * BLOCK] for at in range(BLOCK, BLOCK + 20 * 3 * BLOCK, 3 * BLOCK)]
+        heads = [SlotHead.unpack(slot) for slot in slots]
+        first = heads[0].sequence
+        # Sequence numbers come from the clock; what they make of the checksum is left out with them.
+        images.append([(h.key, h.sequence - first, slot[HEAD.itemsize :]) for h, slot in zip(heads, slots, strict=True)])
+    assert images[0] == images[1]
+
+
+def test_a_queue_that_cannot_be_served_in_time_ends_late_while_its_lane_is_busy(tmp_path: Path) -> None:
+    store = open_at(tmp_path, capacity_bytes=256 << 20, io_threads=1, segment_bytes=64 << 20)
+    big = {key(i): content(i, 8 << 20) for i in range(8)}
+    put(store, big)
+    into = [aligned(8 << 20) for _ in big]
+    first = store.read([PageRead(k, [b]) for k, b in zip(big, into, strict=True)])
+    second = store.read([PageRead(k, [aligned(8 << 20)]) for k in big], deadline_s=0.0)
+    assert second.wait(60)
+    assert second.outcomes == [ReadOutcome.LATE] * 8
+    third = store.read([PageRead(k, [aligned(8 << 20)]) for k in big])
+    third.cancel()
+    assert third.wait(60) and set(third.outcomes) <= {ReadOutcome.CANCELLED, ReadOutcome.OK}
+    assert first.wait(60) and first.outcomes == [ReadOutcome.OK] * 8
+    store.close()
+
+
+def test_a_job_nobody_asks_about_gives_its_slots_back(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    put(store, {key(i): content(i, 5000) for i in range(10)})
+    store.read([PageRead(key(i), [aligned(5000)]) for i in range(10)])
+    until = time.monotonic() + 60
+    while store.stats().pages_read < 10 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert store.stats().pages_read == 10
+    store.close()
+
+
+def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(tmp_path: Path) -> None:
+    store = open_at(tmp_path, io_threads=1)
+    put(store, {key(i): content(i, 5000) for i in range(10)})
+    seen: list[tuple[int, int]] = []
+    job = store.read(
+        [PageRead(key(i), [aligned(5000)]) for i in (3, 99, 1)],
+        on_page=lambda i, _: seen.append((i, threading.get_ident())),
+    )
+    assert job.wait(60)
+    assert [i for i, _ in seen] == [0, 1, 2]
+    assert threading.get_ident() not in {thread for _, thread in seen}
+    assert job.drain() == [(0, ReadOutcome.OK), (1, ReadOutcome.MISS), (2, ReadOutcome.OK)]
+    store.close()
+
+
+def test_writes_and_reads_at_once_from_many_threads_stay_apart(tmp_path: Path) -> None:
+    store = open_at(tmp_path, capacity_bytes=4 << 20, segment_bytes=512 << 10)
+    wrong: list[object] = []
+
+    def work(worker: int) -> None:
+        chance = random.Random(worker)
+        for _ in range(60):
+            names = [chance.randrange(200) for _ in range(6)]
+            size = chance.choice((3000, 20_000))
+            for outcome in store.put([PageWrite(key((n, size)), [memoryview(content((n, size), size))]) for n in names]):
+                if outcome is PutOutcome.REFUSED:
+                    wrong.append(outcome)
+            names = list(dict.fromkeys(names))
+            for n, (outcome, data) in zip(names, read(store, {key((n, size)): size for n in names}), strict=True):
+                if outcome is ReadOutcome.OK and data != content((n, size), size):
+                    wrong.append(n)
+                if outcome not in (ReadOutcome.OK, ReadOutcome.MISS):
+                    wrong.append(outcome)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert store.stats().pages_evicted > 0
+    store.close()
