@@ -37,7 +37,7 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
     fields: dict[str, Any] = {
         "engine": f"sglang-{SGLANG_VERSION}",
         "model": _model_fields(server_args),
-        "weights": _runtime_weights or weights_digest(Path(server_args.model_path)),
+        "weights": _runtime_weights or weights_digest(model_folder(server_args.model_path, server_args.revision)),
         "ranks": {
             name: getattr(storage_config, name)
             for name in ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "tp_lcm_size")
@@ -48,13 +48,29 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
     return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
 
 
-def rank_name(storage_config: Any) -> str:
-    """The folder of one rank below its identity: ranks never share a folder."""
+def rank_name(storage_config: Any, replica: int | None = None) -> str:
+    """The folder of one rank below its identity: ranks never share a folder. `replica` is the data-parallel copy's number."""
     c = storage_config
     name = f"tp{c.tp_rank}-pp{c.pp_rank}"
     if c.attn_cp_size > 1:
         name += f"-cp{c.attn_cp_rank}"
-    return name + (f"-dp{c.dp_rank}" if c.dp_rank else "")
+    if c.dp_rank:
+        name += f"-dp{c.dp_rank}"
+    return name + (f"-copy{replica}" if replica else "")
+
+
+def model_folder(model_path: str, revision: str | None = None) -> Path:
+    """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under its name."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import try_to_load_from_cache  # comes with SGLang; not needed for local folders
+
+        found = try_to_load_from_cache(model_path, "config.json", revision=revision)
+    except (ImportError, ValueError):  # ValueError: not a name a hub could have
+        return folder
+    return Path(found).parent if isinstance(found, str) else folder
 
 
 def weights_digest(model_path: Path) -> str:

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
-from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.errors import ConfigError, StoreError
 from sgl_kvtier.runtime import identity, plugin, seams, settings
 from sgl_kvtier.runtime.metrics import StoreMetrics
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
@@ -85,13 +85,17 @@ class KVTierStorage(HiCacheStorage):
     def on_host_pools_registered(self) -> None:
         """Opens the store under the identity that all pools together make. Raises StoreError (busy, not writable)."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_parallel, get_server_args
 
-        c = self.storage_config
+        c, parallel = self.storage_config, get_parallel()
         who = identity.identity_of(resolving_view(get_server_args()), c, self.registered_pools)
-        ranks = c.tp_size * c.pp_size * c.attn_cp_size
-        rank = identity.rank_name(c)
-        self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config)
+        ranks = c.tp_size * c.pp_size * c.attn_cp_size * max(1, parallel.num_dp_ranks)
+        rank = identity.rank_name(c, parallel.dp_rank)
+        try:
+            self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config)
+        except StoreError as error:
+            again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
+            raise type(error)(f"{error}. {again}") from error
         if c.enable_storage_metrics:
             self._metrics = StoreMetrics({"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank)})
         stats = self._store.stats()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -125,9 +127,21 @@ def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):
 
 def test_ranks_have_folders_of_their_own():
     names = {
-        identity.rank_name(storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d))
+        identity.rank_name(storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d), copy)
         for t in (0, 1)
         for p in (0, 1)
         for d in (0, 1)
+        for copy in (0, 1)
     }
-    assert len(names) == 8
+    assert len(names) == 16
+
+
+def test_a_model_named_by_its_hub_name_is_its_cached_snapshot(tmp_path, monkeypatch):
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    cached = {"org/model": str(snapshot / "config.json")}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, revision: cached.get(name))
+    assert identity.model_folder("org/model") == snapshot
+    assert identity.model_folder("org/other") == Path("org/other")
+    assert identity.model_folder(str(snapshot)) == snapshot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,9 @@ def make(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", server_args)
     monkeypatch.setattr("sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args)
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1)
+    )
 
     def opening(pool, side_pools=(), faults=None, **config):
         extra = {
