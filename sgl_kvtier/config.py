@@ -55,7 +55,7 @@ class StoreConfig:
     capacity_bytes: int = setting(
         64 << 30, "most bytes on disk, all ranks of a server together", low=1 << 20, is_bytes=True
     )
-    min_free_bytes: int = setting(1 << 30, "writes stop while the filesystem has less free", low=0, is_bytes=True)
+    min_free_bytes: int = setting(1 << 30, "the store stops growing while the filesystem has less free", low=0, is_bytes=True)
     segment_bytes: int = setting(
         256 << 20, "size of one pre-allocated segment file", low=64 << 10, high=64 << 30, is_bytes=True
     )
@@ -65,6 +65,11 @@ class StoreConfig:
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
     native_io: bool = setting(True, "use the compiled I/O lanes where they are built; off: Python threads")
     verify_reads: bool = setting(True, "check the checksum of every page read")
+    admission: str = setting(
+        "all",
+        "which new pages are written: all, or second-hit = those offered twice (spares flash)",
+        choices=("all", "second-hit"),
+    )
     durable: bool = setting(
         False, "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them"
     )

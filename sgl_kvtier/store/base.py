@@ -84,6 +84,18 @@ class StoreStats:
     reads_cancelled: int = 0
     read_busy_s: float = 0.0
     write_busy_s: float = 0.0
+    open_s: float = 0.0
+    """Seconds since the store was opened."""
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes the device was given per payload byte kept; 1 is the least."""
+        return self.bytes_written_to_device / self.bytes_written if self.bytes_written else 1.0
+
+    @property
+    def bytes_written_per_day(self) -> float:
+        """What the device would be given in a day at this rate: compare it with the drive's endurance rating."""
+        return self.bytes_written_to_device / self.open_s * 86_400 if self.open_s else 0.0
 
 
 class ReadJob(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -76,6 +75,7 @@ class DiskStore:
         self._writer = Writer(self._core, self._room, self._lanes)
         self._suspects: dict[int, int] = {}
         self._closed = False
+        self._opened_at = env.now()
         logger.info(
             "page store %s: %d pages, %s", folder.path, len(self._core.table), "O_DIRECT" if io.flags else "page cache"
         )
@@ -104,6 +104,12 @@ class DiskStore:
             states = np.where(rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE)
         return [_ANSWERS[state] for state in states.tolist()]
 
+    def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
+        """Says which pages will be used next, the soonest first: they are evicted last, the farthest of them first."""
+        with self._core.lock:
+            rows = self._core.table.find(keys, pool)
+            self._core.table.age(rows[rows != EMPTY][::-1])
+
     def read(
         self,
         pages: Sequence[PageRead],
@@ -112,11 +118,10 @@ class DiskStore:
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob:
-        asked = [PageRead(page.key, [part.cast("B") for part in page.into], page.pool) for page in pages]
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
         with self._core.lock:
-            located = self._locate(asked)
-        return self._lanes.read(asked, located, priority, deadline, on_page, self._settle)
+            located = self._locate(pages)
+        return self._lanes.read(pages, located, priority, deadline, on_page, self._settle)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         for page in pages:
@@ -148,11 +153,13 @@ class DiskStore:
 
     def stats(self) -> StoreStats:
         counters = {name: getattr(self._core.counters, name) for name in self._core.counters.__slots__}
+        counters["bytes_written_to_device"] += self._core.log.bytes_written
         return StoreStats(
             pages=len(self._core.table),
             bytes_on_disk=self._room.bytes_used + self._core.log.nbytes,
             capacity_bytes=self._room.allowance,
             read_busy_s=self._lanes.busy_s,
+            open_s=self._core.env.now() - self._opened_at,
             **counters,
         )
 
@@ -200,11 +207,11 @@ class DiskStore:
     def _mover(self) -> Mover:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
-    def _locate(self, asked: list[PageRead]) -> Located:
+    def _locate(self, asked: Sequence[PageRead]) -> Located:
         """Locked. Where the pages are that are there in the length asked for. Their rows are pinned until `_settle`."""
         table = self._core.table
-        rows = find_pages(self._core, [(page.key, page.pool) for page in asked])
-        wanted = np.array([sum(map(len, page.into)) for page in asked], np.int64)
+        rows = find_pages(self._core, asked)
+        wanted = np.array([sum([part.nbytes for part in page.into]) for page in asked], np.int64)
         hit = rows != EMPTY
         hit[hit] = (table.state[rows[hit]] == State.LIVE) & (table.length[rows[hit]] == wanted[hit])
         rows[~hit] = EMPTY
@@ -217,7 +224,7 @@ class DiskStore:
             return Located.nothing(self._core.identity, len(rows))
         segments = {n: self._room.segments[n] for n in np.unique(segment[hit]).tolist()}
         slots = any_row - np.array([segments[n].base if n in segments else 0 for n in segment.tolist()], np.int64)
-        names = np.array([page.pool.encode() for page in asked], "S32")
+        names = np.array([page.pool for page in asked], f"S{POOL_BYTES}")
         return Located(
             self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row],
             table.length[any_row], slots, segment, segments,
@@ -245,21 +252,23 @@ class DiskStore:
     def _settle(self, located: Located, ended: Ended) -> Ended:
         """Settles pages that were read or will not be: drops the damaged, unpins, counts."""
         core = self._core
-        corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT}
-        failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED]
+        good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
+        corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT} if len(good) < len(ended) else set()
+        failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED] if len(good) < len(ended) else []
         if corrupt or failed:
             deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
             # A slot that was deleted while it was being read is no damage.
             ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
-        indexes = np.array([i for i, _ in ended], np.int64)
-        good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
+        indexes = good if len(good) == len(ended) else np.array([i for i, _ in ended], np.int64)
         rows = located.rows[indexes]
         with core.lock:
             self._room.release(core.table.unpin(rows[rows != EMPTY]))
-            for outcome, count in Counter(outcome for _, outcome in ended).items():
-                name = _COUNTED[outcome]
-                setattr(core.counters, name, getattr(core.counters, name) + count)
+            core.counters.pages_read += len(good)
             core.counters.bytes_read += int(located.lengths[good].sum())
+            for _, outcome in ended if len(good) < len(ended) else ():
+                if outcome is not ReadOutcome.OK:
+                    name = _COUNTED[outcome]
+                    setattr(core.counters, name, getattr(core.counters, name) + 1)
         return ended
 
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
@@ -316,7 +325,6 @@ _ANSWERS = {
     State.WRITING: Lookup.PENDING,
 }
 _COUNTED = {
-    ReadOutcome.OK: "pages_read",
     ReadOutcome.MISS: "pages_missed",
     ReadOutcome.CORRUPT: "pages_corrupt",
     ReadOutcome.FAILED: "reads_failed",

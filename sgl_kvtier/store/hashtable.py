@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+_native: Any
+try:
+    from sgl_kvtier.store import _native  # type: ignore[no-redef, attr-defined, unused-ignore]
+except ImportError:
+    _native = None
 
 EMPTY = -1
 _GONE = -2
@@ -38,6 +46,9 @@ class HashTable:
         """The row of each wanted key, EMPTY where there is none."""
         rows = np.full(len(wanted), EMPTY, np.int64)
         if not self._live:
+            return rows
+        if _native is not None:
+            _native.find(self._buckets, keys, pools, wanted, pool, rows)
             return rows
         mask = len(self._buckets) - 1
         at = key_hash(wanted, np.full(len(wanted), pool, np.uint16)) & mask

@@ -41,15 +41,24 @@ class Identity:
     def canonical(self) -> str:
         """The fields and the store's format as JSON with sorted keys: equal texts, equal identities."""
         data = {"fields": dict(self.fields), "store_format": VERSION}
-        return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return _canonical(data)
 
     @property
     def fingerprint(self) -> bytes:
         """SHA-256 of the canonical text: 32 bytes, in every slot header."""
-        return hashlib.sha256(self.canonical().encode()).digest()
+        return fingerprint_of(json.loads(self.canonical()))
 
     @property
     def directory_name(self) -> str:
         """A folder name that shows the model and cannot leave its parent folder."""
         readable = _UNSAFE.sub("-", self.name).strip("-.")[-64:].strip("-.") or "pages"
         return f"{readable}-{self.fingerprint.hex()[:16]}"
+
+
+def fingerprint_of(data: Any) -> bytes:
+    """The fingerprint of an identity as its folder's config.json has it."""
+    return hashlib.sha256(_canonical(data).encode()).digest()
+
+
+def _canonical(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)

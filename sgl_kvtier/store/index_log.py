@@ -37,6 +37,8 @@ class IndexLog:
         self._fd = -1
         self._end = 0
         self._records = 0
+        self.bytes_written = 0
+        """Since the store was opened."""
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +85,7 @@ class IndexLog:
                 return False
             self._drop_descriptor()
             self._fd, self._end, self._records = fd, len(data), len(live)
+            self.bytes_written += len(data)
             return True
 
     def append(self, records: np.ndarray) -> bool:
@@ -99,6 +102,7 @@ class IndexLog:
                 logger.debug("index records were lost: %s", error)
                 return False
             self._end += len(data)
+            self.bytes_written += len(data)
             self._records += len(records)
             return True
 

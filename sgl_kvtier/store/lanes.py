@@ -97,6 +97,7 @@ class ThreadLanes:
         on_page: Callable[[int, ReadOutcome], None] | None,
         settle: Settle,
     ) -> DiskReadJob:
+        pages = [PageRead(page.key, [part.cast("B") for part in page.into], page.pool) for page in pages]
         job = DiskReadJob(pages, located, deadline, on_page, settle)
         order = next(self._order)
         with self._changed:

@@ -61,10 +61,13 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
     core.table.age(rows)
 
 
-def open_segments(env: Env, folder: str, identity: bytes, io: DirectIO) -> tuple[list[Segment], list[int]]:
+def open_segments(
+    env: Env, folder: str, identity: bytes, io: DirectIO, *, remove: bool = True
+) -> tuple[list[Segment], list[int]]:
     """Every segment of ours in the folder, and the numbers of those that cannot be opened or removed.
 
-    A file with a segment's name and another content is removed: it can hold no page of ours. Raises OSError.
+    A file with a segment's name and another content can hold no page of ours: it is removed, or with `remove` false
+    passed over. Raises OSError.
     """
     found = []
     aside = []
@@ -77,8 +80,9 @@ def open_segments(env: Env, folder: str, identity: bytes, io: DirectIO) -> tuple
             if segment is not None:
                 found.append(segment)
                 continue
-            logger.warning("%s/%s is not a segment of this store; removing it", folder, name)
-            env.unlink(os.path.join(folder, name))
+            logger.warning("%s/%s is not a segment of this store", folder, name)
+            if remove:
+                env.unlink(os.path.join(folder, name))
         except OSError as error:
             logger.warning("leaving %s/%s aside: %s", folder, name, error)
             aside.append(number)

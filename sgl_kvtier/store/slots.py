@@ -92,7 +92,7 @@ class SlotTable:
 
     def age(self, rows: Rows) -> None:
         """Marks rows as used one after the other, the first one longest ago."""
-        self.used[rows] = self._clock + 1 + np.arange(len(rows))
+        self.used[rows] = self._clock + 1 + np.arange(len(rows), dtype=np.uint64)
         self._clock += len(rows)
 
     def enter(self, rows: Rows, keys: NDArray[np.uint64], pools: Rows, lengths: Rows, sequences: Rows) -> None:
@@ -125,9 +125,10 @@ class SlotTable:
     def unpin(self, rows: Rows) -> Rows:
         """Takes back one pin each; returns the rows that are free now."""
         np.subtract.at(self.pins, rows, 1)
-        rows = np.unique(rows)
-        freed = rows[(self.pins[rows] == 0) & (self.state[rows] == State.DOOMED)]
-        self.state[freed] = State.FREE
+        freed = rows[(self.state[rows] == State.DOOMED) & (self.pins[rows] == 0)]
+        if len(freed):
+            freed = np.unique(freed)
+            self.state[freed] = State.FREE
         return freed
 
     def key_of(self, row: int) -> bytes:
@@ -157,7 +158,7 @@ class SlotTable:
 
 def words(keys: Sequence[PageKey]) -> NDArray[np.uint64]:
     """Keys as rows of four 64-bit words. Raises ValueError for keys that are not 32 bytes."""
-    if any(len(key) != KEY_BYTES for key in keys):
+    if not set(map(len, keys)) <= {KEY_BYTES}:
         raise ValueError(f"a page key is {KEY_BYTES} bytes")
     return np.frombuffer(b"".join(keys), np.dtype("<u8")).reshape(-1, 4)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_kvtier.store.base import PageWrite, PutOutcome
+from sgl_kvtier.store.admission import Everything, SecondHit
+from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.format import MAX_PAYLOAD, PUT, RECORD, SlotHead, slot_bytes
 from sgl_kvtier.store.lanes import Lanes, SlotWrite
@@ -39,6 +40,7 @@ class Writer:
         self._core = core
         self._room = room
         self._lanes = lanes
+        self._admission = SecondHit() if core.config.admission == "second-hit" else Everything()
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
@@ -46,6 +48,8 @@ class Writer:
         data = [[part.cast("B") for part in page.data] for page in pages]
         lengths = [sum(map(len, parts)) for parts in data]
         fitting = [i for i, length in enumerate(lengths) if 0 < length <= MAX_PAYLOAD]
+        with self._core.lock:
+            fitting = self._worth_it(pages, fitting)
         new: list[_New] = []
         others: list[tuple[int, int, int]] = []
         for _ in range(_ROUNDS):
@@ -68,9 +72,16 @@ class Writer:
         self._count_refused(outcomes)
         return outcomes
 
+    def _worth_it(self, pages: Sequence[PageWrite], indexes: list[int]) -> list[int]:
+        """Locked. The pages that are there already or that the admission filter lets in."""
+        absent = self._absent(pages, indexes)
+        admitted = self._admission.admit([pages[i].key for i in absent])
+        turned_away = {i for i, yes in zip(absent, admitted, strict=True) if not yes}
+        return [i for i in indexes if i not in turned_away]
+
     def _absent(self, pages: Sequence[PageWrite], indexes: list[int]) -> list[int]:
         """Locked. The pages that are not in the table."""
-        rows = find_pages(self._core, [(pages[i].key, pages[i].pool) for i in indexes])
+        rows = find_pages(self._core, [pages[i] for i in indexes])
         return [i for i, row in zip(indexes, rows.tolist(), strict=True) if row == EMPTY]
 
     def _enter(
@@ -86,7 +97,7 @@ class Writer:
         Returns them, (index, row, sequence) of pages being written already, and the pages that found no slot.
         """
         table = self._core.table
-        rows = find_pages(self._core, [(pages[i].key, pages[i].pool) for i in indexes])
+        rows = find_pages(self._core, [pages[i] for i in indexes])
         here = dict(zip(indexes, rows.tolist(), strict=True))
         fresh: dict[tuple[bytes, str], int] = {}
         repeats: list[int] = []
@@ -207,12 +218,15 @@ class Writer:
                 self._core.counters.pages_refused += refused
 
 
-def find_pages(core: Core, names: list[tuple[bytes, str]]) -> Rows:
-    """Locked. The row of each (key, pool), EMPTY where there is none."""
-    rows = np.full(len(names), EMPTY, np.int64)
-    for pool in {pool: None for _, pool in names}:
-        mine = [i for i, (_, other) in enumerate(names) if other == pool]
-        rows[mine] = core.table.find([names[i][0] for i in mine], pool)  # type: ignore[misc]
+def find_pages(core: Core, pages: Sequence[PageRead | PageWrite]) -> Rows:
+    """Locked. The row of each page's key in its pool, EMPTY where there is none."""
+    pools = [page.pool for page in pages]
+    if len(set(pools)) == 1:
+        return core.table.find([page.key for page in pages], pools[0])
+    rows = np.full(len(pages), EMPTY, np.int64)
+    for pool in dict.fromkeys(pools):
+        mine = [i for i, other in enumerate(pools) if other == pool]
+        rows[mine] = core.table.find([pages[i].key for i in mine], pool)
     return rows
 
 

@@ -6,6 +6,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "find.h"
 #include "pool.h"
 
 typedef struct {
@@ -290,6 +291,24 @@ static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *buffers) {
     return result;
 }
 
+/* find(buckets, keys, pools, wanted, pool, rows): fills `rows`, an array of int64. */
+static PyObject *find(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer buckets, keys, pools, wanted, rows;
+    unsigned short pool;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*Hw*", &buckets, &keys, &pools, &wanted, &pool, &rows)) return NULL;
+    size_t count = (size_t)wanted.len / 32, table = (size_t)pools.len / 2, size = (size_t)buckets.len / 4;
+    if ((size_t)rows.len != count * 8 || (size_t)keys.len != table * 32 || !size || (size & (size - 1))) {
+        PyErr_SetString(PyExc_ValueError, "the table's arrays do not fit each other");
+    } else {
+        find_rows(buckets.buf, size - 1, keys.buf, pools.buf, table, wanted.buf, count, pool, rows.buf);
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&buckets), PyBuffer_Release(&keys), PyBuffer_Release(&pools);
+    PyBuffer_Release(&wanted), PyBuffer_Release(&rows);
+    return result;
+}
+
 static PyMethodDef pool_methods[] = {
     {"submit", (PyCFunction)pool_submit, METH_VARARGS,
      "submit(writing, notify, priority, deadline, fds, sizes, offsets, lengths, heads, parts, buffers) -> Job"},
@@ -323,7 +342,8 @@ static PyTypeObject JobType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvt
                                .tp_methods = job_methods,
                                .tp_getset = job_fields};
 
-static PyMethodDef functions[] = {{"checksum", checksum, METH_O, "XXH3-128 of a list of buffers, 241 bytes or more"},
+static PyMethodDef functions[] = {{"find", find, METH_VARARGS, "the row of each wanted key in a hash table"},
+                                  {"checksum", checksum, METH_O, "XXH3-128 of a list of buffers, 241 bytes or more"},
                                   {NULL, NULL, 0, NULL}};
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "I/O lanes that do not hold Python's lock", -1,

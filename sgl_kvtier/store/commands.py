@@ -1,0 +1,176 @@
+"""`kvtier stat`, `kvtier fsck` and `kvtier purge`: what is in a store, whether it is whole, and removing it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import sys
+from typing import Any
+
+from sgl_kvtier.errors import StoreBusyError, StoreError
+from sgl_kvtier.report import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    format_bytes,
+    print_table,
+    progress,
+    write_json,
+)
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.namespace import remove_namespace
+from sgl_kvtier.store.offline import Namespace, check_rank, count_pages, is_open, namespaces
+
+SCHEMA_STAT = "kvtier.stat/1"
+SCHEMA_FSCK = "kvtier.fsck/1"
+SCHEMA_PURGE = "kvtier.purge/1"
+
+
+class Stat:
+    """`kvtier stat`: the identities in a store, their sizes, and who has them open. Safe beside a running server."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _add_common(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Prints one row per identity. Raises KVTierError."""
+        env, found = _find(args)
+        rows = [_row(env, namespace) for namespace in found]
+        columns = [
+            Column("name", "pages of"),
+            Column("pages", "pages", decimals=0),
+            Column("nbytes", "on disk", format=_size),
+            Column("ranks", "ranks", decimals=0),
+            Column("opened", "last opened"),
+            Column("in_use", "in use"),
+        ]
+        total = sum(row["nbytes"] for row in rows)
+        table = Table(f"Page store {args.path}", columns, rows, notes=[f"{format_bytes(total)} in all"])
+        _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
+        return 0
+
+
+class Fsck:
+    """`kvtier fsck`: reads every page of a store that is not in use and compares its checksum."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _add_common(parser)
+        parser.add_argument("--repair", action="store_true", help="erase damaged pages and foreign files (default: only report)")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Prints one row per rank; 1 when something is damaged and was not repaired. Raises KVTierError."""
+        env, found = _find(args)
+        ranks = [(namespace, rank) for namespace in found for rank in namespace.ranks]
+        for namespace, rank in ranks:
+            if is_open(env, rank):
+                raise StoreBusyError(
+                    f"{rank} is in use: its pages change while they are read. Stop that server first, or name other "
+                    "identities with --match"
+                )
+            if namespace.fingerprint is None:
+                raise StoreError(f"{namespace.path}/config.json cannot be read. Remove the folder, or put the file back")
+        rows: list[dict[str, Any]] = []
+        with progress("checking pages", float(sum(n.nbytes for n in found)) or None, "B") as shown:
+            for namespace, rank in ranks:
+                shown.describe(os.path.relpath(rank, args.path))
+                check = check_rank(env, namespace, rank, repair=args.repair, step=shown.advance)
+                rows.append({"rank": os.path.relpath(rank, args.path), **dataclasses.asdict(check)})
+        names = ("pages", "good", "corrupt", "unreadable", "not_indexed", "stale", "erased")
+        columns = [Column("rank", "rank"), *(Column(n, n.replace("_", " "), decimals=0) for n in names)]
+        bad = sum(row["corrupt"] + row["unreadable"] - row["erased"] for row in rows)
+        if bad:
+            print(f"{bad} pages are damaged. They are never served; --repair gives their room back", file=sys.stderr)
+        table = Table(f"Page store {args.path}", columns, rows)
+        _show(args, table, SCHEMA_FSCK, {"path": args.path, "ranks": rows, "damaged": bad})
+        return 1 if bad else 0
+
+
+class Purge:
+    """`kvtier purge`: removes the pages of whole identities that are not in use."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        _add_common(parser)
+        parser.add_argument("--all", action="store_true", help="every identity in the store")
+        parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Prints what was removed; 1 when an identity was in use. Raises KVTierError."""
+        if not args.match and not args.all:
+            raise StoreError("say which pages: --match NAME=VALUE (see kvtier stat --json -), or --all")
+        env, found = _find(args)
+        rows = []
+        for namespace in found:
+            row = _row(env, namespace)
+            row["removed"] = "would be" if args.dry_run else _remove(env, namespace)
+            rows.append(row)
+        columns = [Column("name", "pages of"), Column("nbytes", "on disk", format=_size), Column("removed", "removed")]
+        table = Table(f"Page store {args.path}", columns, rows)
+        _show(args, table, SCHEMA_PURGE, {"path": args.path, "namespaces": rows})
+        return 1 if any(row["removed"].startswith("no") for row in rows) else 0
+
+
+stat = Stat()
+fsck = Fsck()
+purge = Purge()
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", help="the store's folder (store.path in kvtier.json)")
+    parser.add_argument(
+        "--match",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="only identities with this field, as kvtier stat --json shows it (model=..., cache_salt=...); repeatable",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+
+
+def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
+    if args.json is not None:
+        check_target(args.json)
+    wanted = []
+    for text in args.match:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise StoreError(f"--match {text}: give NAME=VALUE, for example --match model=Qwen3-8B")
+        wanted.append((name, value))
+    env = Env()
+    found = namespaces(env, args.path)
+    return env, [n for n in found if all(str(n.fields.get(name)) == value for name, value in wanted)]
+
+
+def _row(env: Env, namespace: Namespace) -> dict[str, Any]:
+    opened = datetime.datetime.fromtimestamp(namespace.opened_ns / 1e9, datetime.timezone.utc)
+    return {
+        "name": os.path.basename(namespace.path),
+        "identity": namespace.fields,
+        "pages": sum(count_pages(env, namespace, rank) for rank in namespace.ranks),
+        "nbytes": namespace.nbytes,
+        "ranks": len(namespace.ranks),
+        "opened": opened.strftime("%Y-%m-%d %H:%M UTC") if namespace.opened_ns else None,
+        "in_use": "yes" if any(is_open(env, rank) for rank in namespace.ranks) else "no",
+    }
+
+
+def _remove(env: Env, namespace: Namespace) -> str:
+    try:
+        freed = remove_namespace(env, namespace.path)
+    except OSError as error:
+        return f"no: {error}"
+    return "yes" if freed or not env.exists(namespace.path) else "no: in use. Stop that server first"
+
+
+def _size(value: object) -> str:
+    return format_bytes(float(str(value)))
+
+
+def _show(args: argparse.Namespace, table: Table, schema: str, results: dict[str, Any]) -> None:
+    """The table, unless standard output is for the JSON."""
+    if args.json != "-":
+        print_table(table)
+    if args.json is not None:
+        write_json(envelope(schema, ["kvtier", *sys.argv[1:]], results), args.json)

@@ -1,0 +1,189 @@
+"""Looking at a store that no server has open: its identities, ranks and slots, and whether each page is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.env import Env, read_file
+from sgl_kvtier.store.format import BLOCK, PUT, SlotHead, unpack_log
+from sgl_kvtier.store.identity import fingerprint_of
+from sgl_kvtier.store.index_log import NAME
+from sgl_kvtier.store.namespace import CONFIG, folder_bytes, list_namespaces, list_ranks, lock_folder
+from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, scan
+from sgl_kvtier.store.segment import BUFFERED, Segment
+from sgl_kvtier.store.transfer import Mover
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """An identity's folder. `fields` is empty and `fingerprint` None when its config.json cannot be read."""
+
+    path: str
+    fields: dict[str, Any]
+    fingerprint: bytes | None
+    ranks: list[str]
+    nbytes: int
+    opened_ns: int
+
+
+@dataclass(slots=True)
+class Check:
+    """What fsck found in one rank's folder."""
+
+    pages: int = 0
+    good: int = 0
+    corrupt: int = 0
+    unreadable: int = 0
+    not_indexed: int = 0
+    """Whole pages that the index does not know: a restart does not find them, they cost room until they are overwritten."""
+    stale: int = 0
+    """Index entries whose slot holds something else."""
+    erased: int = 0
+    index_whole: bool = True
+
+
+def namespaces(env: Env, root: str) -> list[Namespace]:
+    """All identities below a store's path. Raises StoreError when there is no such folder."""
+    if not env.is_directory(root) and not os.path.isdir(root):
+        raise StoreError(f"no store at {root}: give the folder that store.path names")
+    found = []
+    for path in list_namespaces(env, root):
+        config = os.path.join(path, CONFIG)
+        fields, fingerprint, opened = _read_config(env, config)
+        ranks = list_ranks(env, path)
+        found.append(
+            Namespace(path, fields, fingerprint, ranks, sum(folder_bytes(env, rank) for rank in ranks), opened)
+        )
+    return found
+
+
+def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
+    """Pages that the index of a rank lists; safe beside a running server, whose latest pages may be missing."""
+    if namespace.fingerprint is None:
+        return 0
+    try:
+        records, _ = unpack_log(read_file(env, os.path.join(rank, NAME)), namespace.fingerprint)
+    except OSError:
+        return 0
+    if not len(records):
+        return 0
+    place = records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"]
+    _, last = np.unique(place[::-1], return_index=True)
+    return int((records["kind"][len(records) - 1 - last] == PUT).sum())
+
+
+def is_open(env: Env, rank: str) -> bool:
+    """Whether a running process owns this rank's folder."""
+    try:
+        env.close(lock_folder(env, rank))
+    except StoreError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def check_rank(
+    env: Env, namespace: Namespace, rank: str, *, repair: bool, step: Callable[[int], None] = lambda _: None
+) -> Check:
+    """Reads every page of a rank and compares its checksum; `repair` erases what is damaged.
+
+    Owns the folder while it works: raises StoreBusyError beside a running server. `step` is called with bytes read.
+    """
+    if namespace.fingerprint is None:
+        raise StoreError(f"{namespace.path}/{CONFIG} cannot be read: nobody can tell whose pages these are. "
+                         f"Remove {namespace.path}, or put the file back")
+    try:
+        lock = lock_folder(env, rank)
+    except OSError as error:
+        raise StoreError(f"cannot lock {rank}: {error}. Run this as the user who owns the store") from error
+    result = Check()
+    try:
+        segments, _ = open_segments(env, rank, namespace.fingerprint, BUFFERED, remove=repair)
+        try:
+            _check_segments(env, namespace.fingerprint, rank, segments, result, repair, step)
+        finally:
+            for segment in segments:
+                env.close(segment.fd)
+    finally:
+        env.close(lock)
+    return result
+
+
+def _check_segments(
+    env: Env,
+    identity: bytes,
+    rank: str,
+    segments: list[Segment],
+    result: Check,
+    repair: bool,
+    step: Callable[[int], None],
+) -> None:
+    mover = Mover(env, BUFFERED, verify=True)
+    try:
+        records, result.index_whole = unpack_log(read_file(env, os.path.join(rank, NAME)), identity)
+    except OSError:
+        records, result.index_whole = unpack_log(b"", identity)
+    live = latest(records, segments, newest_sequence(env))
+    indexed = {
+        (int(r["segment"]), int(r["slot"])): (bytes(r["key"]), int(r["sequence"])) for r in live
+    }
+    for segment in segments:
+        seen = set()
+        for head in _heads(env, segment, identity):
+            result.pages += 1
+            outcome = _check_page(mover, segment, head, result)
+            place = (segment.number, head.slot)
+            known = indexed.get(place)
+            if known == (head.key, head.sequence):
+                seen.add(place)
+            elif outcome is ReadOutcome.OK:
+                result.not_indexed += 1
+            if repair and outcome is ReadOutcome.CORRUPT:
+                mover.erase(segment, head.slot)
+                result.erased += 1
+            step(segment.slot_bytes)
+        result.stale += sum(place[0] == segment.number and place not in seen for place in indexed)
+
+
+def _heads(env: Env, segment: Segment, identity: bytes) -> Iterator[SlotHead]:
+    for record in scan(env, segment, identity):
+        yield SlotHead(
+            identity,
+            bytes(record["key"]),
+            record["pool"].decode("ascii", "replace"),
+            int(record["sequence"]),
+            int(record["length"]),
+            int(record["segment"]),
+            int(record["slot"]),
+        )
+
+
+def _check_page(mover: Mover, segment: Segment, head: SlotHead, result: Check) -> ReadOutcome:
+    fits = head.length <= segment.slot_bytes - BLOCK
+    outcome = ReadOutcome.CORRUPT
+    if fits:
+        (outcome,) = mover.read(segment, [head], [[memoryview(bytearray(head.length))]])
+    if outcome is ReadOutcome.OK:
+        result.good += 1
+    elif outcome is ReadOutcome.FAILED:
+        result.unreadable += 1
+    else:
+        result.corrupt += 1
+    return outcome
+
+
+def _read_config(env: Env, path: str) -> tuple[dict[str, Any], bytes | None, int]:
+    try:
+        data = json.loads(read_file(env, path))["identity"]
+        return dict(data["fields"]), fingerprint_of(data), env.modified_ns(path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, None, 0

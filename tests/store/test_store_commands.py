@@ -1,0 +1,136 @@
+"""stat, fsck and purge: right beside a running owner, right on a damaged store, and readable by programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_pages import IDENTITY, content, key, open_at, put, read
+
+from sgl_kvtier.errors import StoreBusyError, StoreError
+from sgl_kvtier.store import commands
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.types import Lookup
+
+OTHER = Identity({"model": "other", "dtype": "float8"}, name="other")
+
+
+def run(command: Any, *arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return int(command.run(parser.parse_args(list(arguments))))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for identity in (IDENTITY, OTHER):
+        store = open_at(tmp_path, identity)
+        put(store, {key(i): content(i, 5000) for i in range(10)})
+        store.close()
+    return tmp_path
+
+
+def result(command: Any, root: Path, *arguments: str) -> tuple[int, dict]:
+    out = root / "out.json"
+    status = run(command, str(root), *arguments, "--json", str(out))
+    return status, json.loads(out.read_text())
+
+
+def test_stat_lists_identities_pages_and_owners(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    running = open_at(root, rank="tp1")
+    status, data = result(commands.stat, root)
+    running.close()
+    assert status == 0
+    assert data["schema"] == "kvtier.stat/1"
+    rows = {row["identity"]["model"]: row for row in data["namespaces"]}
+    assert [rows[m]["pages"] for m in ("lab", "other")] == [10, 10]
+    assert [rows[m]["in_use"] for m in ("lab", "other")] == ["yes", "no"]
+    assert rows["lab"]["ranks"] == 2
+    assert "other" in capsys.readouterr().out
+
+
+def test_json_alone_goes_to_standard_output(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(commands.stat, str(root), "--json", "-")
+    assert len(json.loads(capsys.readouterr().out)["namespaces"]) == 2
+
+
+def test_a_sound_store_passes_fsck(root: Path) -> None:
+    status, data = result(commands.fsck, root)
+    assert status == 0
+    assert [(row["pages"], row["good"], row["corrupt"]) for row in data["ranks"]] == [(10, 10, 0)] * 2
+
+
+def test_fsck_finds_damage_and_repairs_it_only_when_told(root: Path) -> None:
+    store = open_at(root)
+    store.damage(key(3), bit=99)
+    store.close()
+    for arguments, damaged, status in (((), 1, 1), (("--repair",), 0, 0), ((), 0, 0)):
+        found_status, data = result(commands.fsck, root, *arguments)
+        assert (found_status, data["damaged"]) == (status, damaged)
+    store = open_at(root)
+    found = [outcome for outcome, _ in read(store, {key(i): 5000 for i in range(10)})]
+    store.close()
+    assert found.count(ReadOutcome.OK) == 9
+
+
+def test_fsck_refuses_beside_a_running_owner(root: Path) -> None:
+    store = open_at(root)
+    with pytest.raises(StoreBusyError, match="Stop that server first"):
+        run(commands.fsck, str(root))
+    assert run(commands.fsck, str(root), "--match", "model=other") == 0
+    store.close()
+
+
+def test_purge_removes_what_matches_and_spares_what_is_in_use(root: Path) -> None:
+    with pytest.raises(StoreError, match="say which pages"):
+        run(commands.purge, str(root))
+    _, data = result(commands.purge, root, "--all", "--dry-run")
+    assert {row["removed"] for row in data["namespaces"]} == {"would be"}
+    store = open_at(root)
+    status, data = result(commands.purge, root, "--all")
+    assert status == 1
+    assert {row["identity"]["model"]: row["removed"][:3] for row in data["namespaces"]} == {"lab": "no:", "other": "yes"}
+    assert store.lookup([key(1)]) == [Lookup.HIT]
+    store.close()
+    assert run(commands.purge, str(root), "--match", "model=lab") == 0
+    assert [p.name for p in root.iterdir()] == ["out.json"]
+
+
+def test_a_path_without_a_store_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"store\.path"):
+        run(commands.stat, str(tmp_path / "none"))
+
+
+def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(opened: Callable[..., DiskStore]) -> None:
+    store = opened(admission="second-hit")
+    pages = {key(i): content(i, 5000) for i in range(5)}
+    assert put(store, pages) == [PutOutcome.REFUSED] * 5
+    assert put(store, pages) == [PutOutcome.STORED] * 5
+    assert put(store, pages) == [PutOutcome.KEPT] * 5
+
+
+def test_pages_expected_soon_are_evicted_last(opened: Callable[..., DiskStore]) -> None:
+    store = opened(capacity_bytes=2 << 20, segment_bytes=2 << 20)
+    n = 0
+    while store.stats().pages_evicted == 0:
+        put(store, {key(n): content(n, 30_000)})
+        n += 1
+    here = [i for i in range(n) if store.lookup([key(i)]) == [Lookup.HIT]]
+    order = here[::-1]
+    store.expect([key(i) for i in order])
+    put(store, {key(("new", i)): content(i, 30_000) for i in range(len(here) - 3)})
+    assert [i for i in order if store.lookup([key(i)]) == [Lookup.HIT]] == order[:3]
+
+
+def test_write_amplification_and_daily_writes_are_reported(opened: Callable[..., DiskStore]) -> None:
+    store = opened()
+    put(store, {key(i): content(i, 4096) for i in range(100)})
+    stats = store.stats()
+    assert 2.0 < stats.write_amplification < 2.1  # a header block per 4 KiB page, and the index's log
+    assert stats.bytes_written_per_day > stats.bytes_written
