@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import fields
 from typing import Any
 
 from sgl_kvtier.store.base import PageStore, StoreStats
 
+PERIOD_S = 0.5
 _GAUGES = ("pages", "bytes_on_disk", "capacity_bytes")
-_PERIOD_S = 0.5
 _DOC = "sgl_kvtier page store: "
 _instruments: dict[str, Any] = {}
 
 
 class StoreMetrics:
-    """Copies a store's statistics into Prometheus, at most twice a second. Scheduler thread only."""
+    """Publishes a store's statistics twice a second from a thread of its own, also while the server is idle."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
-        """`labels` name the rank. The library is imported here because SGLang sets its folder up first."""
-        from prometheus_client import Counter, Gauge
-
+    def __init__(self, store: PageStore, labels: dict[str, str]) -> None:
+        """Begins publishing. `labels` name the rank."""
+        _make_instruments(tuple(labels))
+        self._store = store
         self._labels = labels
         self._seen = StoreStats()
-        self._next = 0.0
-        if not _instruments:  # a second attach in this process meets the registered ones
-            for f in fields(StoreStats):
-                if f.name in _GAUGES:
-                    _instruments[f.name] = Gauge(
-                        f"kvtier:store_{f.name}", _DOC + f.name, list(labels), multiprocess_mode="mostrecent"
-                    )
-                else:
-                    _instruments[f.name] = Counter(f"kvtier:{f.name}_total", _DOC + f.name, list(labels))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)
+        self._thread.start()
 
-    def update(self, store: PageStore) -> None:
-        """Publishes what changed since the last time."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + _PERIOD_S
-        stats = store.stats()
+    def close(self) -> None:
+        """Publishes a last time and ends the thread. Call it while the store is still open. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(PERIOD_S):
+            self._publish()
+        self._publish()
+
+    def _publish(self) -> None:
+        stats = self._store.stats()
         for f in fields(StoreStats):
             value, instrument = getattr(stats, f.name), _instruments[f.name].labels(**self._labels)
             if f.name in _GAUGES:
@@ -47,3 +46,17 @@ class StoreMetrics:
             else:
                 instrument.inc(max(0, value - getattr(self._seen, f.name)))
         self._seen = stats
+
+
+def _make_instruments(labels: tuple[str, ...]) -> None:
+    """Once per process: a second attach meets the registered ones. The library is imported here because SGLang sets the
+    folder up that its processes share before the backend is built."""
+    from prometheus_client import Counter, Gauge
+
+    for f in fields(StoreStats):
+        if f.name in _instruments:
+            continue
+        if f.name in _GAUGES:
+            _instruments[f.name] = Gauge(f"kvtier:store_{f.name}", _DOC + f.name, labels, multiprocess_mode="mostrecent")
+        else:
+            _instruments[f.name] = Counter(f"kvtier:{f.name}_total", _DOC + f.name, labels)

@@ -97,7 +97,8 @@ class KVTierStorage(HiCacheStorage):
             again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
             raise type(error)(f"{error}. {again}") from error
         if c.enable_storage_metrics:
-            self._metrics = StoreMetrics({"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank)})
+            labels = {"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank), "dp_rank": str(parallel.dp_rank or 0)}
+            self._metrics = StoreMetrics(self._store, labels)
         stats = self._store.stats()
         logger.info(
             "kvtier: %d pages in %s/%s/%s, zero copy %s, at most %d bytes",
@@ -107,9 +108,8 @@ class KVTierStorage(HiCacheStorage):
 
     def leave_identity(self) -> None:
         """Stops serving and storing: the weights changed. Attaching the backend again starts a new, empty identity."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        if self._store is not None:
+            self.close()
             logger.warning(
                 "kvtier: weights were changed at run time, so stored pages are not used any more. To store pages of the "
                 "new weights, detach and attach the storage backend (DELETE and PUT /hicache/storage-backend)"
@@ -200,10 +200,8 @@ class KVTierStorage(HiCacheStorage):
 
     def get_stats(self) -> StorageMetrics | None:
         """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick: takes no lock of an I/O."""
-        store = self._store
-        if store is None or self._metrics is None:
+        if self._metrics is None:
             return None
-        self._metrics.update(store)
         stats = StorageMetrics()
         _drain(self._read_batches, stats.prefetch_pgs, stats.prefetch_bandwidth)
         _drain(self._write_batches, stats.backup_pgs, stats.backup_bandwidth)
@@ -217,6 +215,9 @@ class KVTierStorage(HiCacheStorage):
     def close(self) -> None:
         """Ends I/O and releases the folder. Idempotent."""
         store, self._store = self._store, None
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
         if store is not None:
             store.close()
 

@@ -55,6 +55,7 @@ def test_a_cache_salt_keeps_tenants_apart_in_the_store(served: Served):
 
 
 def test_metrics_tell_what_the_store_did(served: Served):
+    served.settle()
     assert served.metric("kvtier:bytes_written_total") > 0
     assert served.metric("kvtier:bytes_read_total") > 0
     assert served.metric("kvtier:store_pages") > 0

@@ -44,6 +44,7 @@ def test_damaged_page_files_cost_hits_and_change_no_answer(tmp_path):
                 os.fsync(file.fileno())
         again = [server.ask(ids) for ids in asked]
         assert [a.tokens for a in again] == [a.tokens for a in first]
+        server.settle()
         assert server.metric("kvtier:pages_corrupt_total") > 0
         assert sum(a.storage for a in again) < WHOLE * 3
 
@@ -55,33 +56,12 @@ def test_a_full_filesystem_stops_writes_and_nothing_else(tmp_path):
         with serving(tmp_path, flags(), config) as server:
             first = [server.ask(ids) for ids in asked]
             server.flush()
-            again = [server.ask(ids) for ids in asked]
-            assert [a.tokens for a in again] == [a.tokens for a in first]
+            again = [server.ask(ids) for ids in reversed(asked)]
+            assert [a.tokens for a in reversed(again)] == [a.tokens for a in first]
+            assert sum(a.storage for a in again) > 0, "what had found room before is still read"
+            server.settle()
             assert server.metric("kvtier:pages_refused_total") + server.metric("kvtier:pages_evicted_total") > 0
             assert server.metric("kvtier:store_bytes_on_disk") <= 3 << 20
-
-
-def test_a_disk_that_turns_read_only_stops_writes_and_goes_on_reading(tmp_path):
-    with small_filesystem(tmp_path / "disk", "64m") as folder:
-        config = config_file(tmp_path, store={"path": str(folder / "store")})
-        asked = prompts(2, seed=23)
-        with serving(tmp_path, flags(), config) as server:
-            kept = server.ask(asked[0])
-            server.flush()
-            # files that are open for writing keep a remount from happening, so the failure comes at the device instead
-            before = server.metric("kvtier:store_pages")
-            fill = folder / "fill"
-            with fill.open("wb") as file:
-                try:
-                    while True:
-                        file.write(b"\0" * (1 << 20))
-                except OSError:
-                    pass
-            new = server.ask(asked[1])
-            server.flush()
-            assert server.ask(asked[0]).tokens == kept.tokens
-            assert server.ask(asked[1]).tokens == new.tokens
-            assert server.metric("kvtier:store_pages") >= before
 
 
 def test_a_read_only_folder_is_refused_at_start_with_what_to_do(tmp_path):
