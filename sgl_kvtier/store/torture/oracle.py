@@ -1,0 +1,168 @@
+"""What the store may answer: an account of pages kept outside it, and the work whose pages it accounts for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore, open_store
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.types import PageKey
+
+IDENTITY = Identity({"model": "torture"}, name="torture")
+CAPACITY = 2 << 20
+SEGMENT = 256 << 10
+SIZES = (3000, 4096, 9000)
+NAMES = 400
+
+
+def page_key(name: int) -> PageKey:
+    return PageKey(hashlib.sha256(b"torture %d" % name).digest())
+
+
+def size_of(name: int) -> int:
+    """Bytes of a page: fixed by its name, so that a reader can ask for any version."""
+    return SIZES[name % len(SIZES)]
+
+
+def content(name: int, version: int) -> bytes:
+    """A page nobody could make by accident."""
+    return random.Random((name << 40) | version).randbytes(size_of(name))
+
+
+def open_at(root: str, env: Env | None = None, **settings: Any) -> DiskStore:
+    """A small store under torture; `settings` as in StoreConfig."""
+    defaults: dict[str, Any] = {
+        "path": root,
+        "capacity_bytes": CAPACITY,
+        "segment_bytes": SEGMENT,
+        "min_free_bytes": 0,
+        "io_threads": 2,
+    }
+    return open_store(StoreConfig(**(defaults | settings)), IDENTITY, "r0", env=env)
+
+
+def buffers(names: Iterable[int]) -> list[memoryview]:
+    return [memoryview(mmap.mmap(-1, size_of(name))) for name in names]
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was seen when pages were read back."""
+
+    right: int = 0
+    wrong: int = 0
+    missing: int = 0
+    corrupt: int = 0
+
+    def add(self, other: Verdict) -> None:
+        self.right += other.right
+        self.wrong += other.wrong
+        self.missing += other.missing
+        self.corrupt += other.corrupt
+
+
+@dataclass(slots=True)
+class Oracle:
+    """Which versions of each page may be returned. A miss is always allowed; any other bytes are wrong."""
+
+    allowed: dict[int, set[int]] = field(default_factory=dict)
+    acknowledged: list[int] = field(default_factory=list)
+    """Names in the order they were acknowledged, deleted ones left out."""
+
+    def intends(self, name: int, version: int) -> None:
+        self.allowed.setdefault(name, set()).add(version)
+
+    def stored(self, name: int, version: int) -> None:
+        self.allowed[name] = {version}
+        self.acknowledged.append(name)
+
+    def deleted(self, name: int) -> None:
+        self.allowed.pop(name, None)
+        self.acknowledged = [other for other in self.acknowledged if other != name]
+
+    def check(self, store: PageStore, names: Iterable[int]) -> Verdict:
+        """Reads pages and judges each. A page read as OK whose bytes are no allowed version is wrong."""
+        names = list(names)
+        into = buffers(names)
+        job = store.read([PageRead(page_key(n), [b]) for n, b in zip(names, into, strict=True)])
+        verdict = Verdict()
+        if not job.wait(120):
+            raise RuntimeError("a read did not end within 120 seconds")
+        for name, data, outcome in zip(names, into, job.outcomes, strict=True):
+            if outcome is ReadOutcome.OK:
+                fine = any(data == content(name, version) for version in self.allowed.get(name, ()))
+                verdict.right += fine
+                verdict.wrong += not fine
+            elif outcome is ReadOutcome.CORRUPT:
+                verdict.corrupt += 1
+            else:
+                verdict.missing += 1
+        return verdict
+
+
+class Journal:
+    """What the worker tells the oracle before and after each call, through a pipe that survives the worker."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def say(self, *words: Any) -> None:
+        os.write(self._fd, json.dumps(words).encode() + b"\n")
+
+
+def work(store: PageStore, journal: Journal, seed: int, first_version: int, calls: int) -> None:
+    """Puts, deletes and reads at random, announced before and reported after. Runs until killed or `calls` are done."""
+    chance = random.Random(seed)
+    version = first_version
+    for _ in range(calls):
+        names = chance.sample(range(NAMES), chance.randint(1, 12))
+        if chance.random() < 0.08:
+            journal.say("delete", names)
+            store.delete([page_key(n) for n in names])
+            journal.say("deleted", names)
+            continue
+        version += 1
+        journal.say("put", names, version)
+        outcomes = store.put([PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names])
+        stored = [n for n, outcome in zip(names, outcomes, strict=True) if outcome is PutOutcome.STORED]
+        journal.say("stored", stored, version, [n for n in names if n not in stored])
+
+
+def hear(oracle: Oracle, lines: bytes) -> int:
+    """Brings the oracle up to what a worker said; returns the highest version it mentioned."""
+    highest = 0
+    for line in lines.split(b"\n"):
+        try:
+            word, names, *rest = json.loads(line)
+        except ValueError:
+            continue  # the last line of a killed worker
+        if word == "put":
+            highest = max(highest, rest[0])
+            for name in names:
+                oracle.intends(name, rest[0])
+        elif word == "stored":
+            for name in names:
+                oracle.stored(name, rest[0])
+            for name in rest[1]:
+                oracle.allowed.get(name, set()).discard(rest[0])
+        elif word == "deleted":
+            for name in names:
+                oracle.deleted(name)
+    return highest
+
+
+def quick_pages(count: int, nbytes: int, seed: int) -> np.ndarray:
+    """Random pages as rows of one array."""
+    return np.random.default_rng(seed).integers(0, 256, (count, nbytes), np.uint8)

@@ -1,0 +1,42 @@
+"""A short, seeded run of every kind of torture; `kvtier bench torture` is the long one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from sgl_kvtier.store.torture import command
+from sgl_kvtier.store.torture.command import PARTS, QUICK, bad, torture
+from sgl_kvtier.store.torture.kills import POINTS
+
+DONE = {
+    "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] == 1.0,
+    "points": lambda r: sorted(r["points"]) == sorted(" ".join(p) for p in POINTS),
+    "sweep": lambda r: r["io_faults"] > 100 and r["io_calls"] > 200,
+    "power": lambda r: r["power_loss_states"] == QUICK.power_states and r["synced"] > 100,
+    "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
+    "crowd": lambda r: r["crowd_operations"] > 7000,
+    "stall": lambda r: r["stall"]["late_pages"] > 0,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
+    result = torture(str(tmp_path), QUICK, seed=3, parts=(part,))
+    assert bad(result) == 0, {name: value for name, value in result.items() if value}
+    assert DONE[part](result)
+
+
+def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    out = tmp_path / "torture.json"
+    args = parser.parse_args(["--quick", "--only", "stall", "--dir", str(tmp_path), "--json", str(out)])
+    assert command.run(args) == 0
+    data = json.loads(out.read_text())
+    assert data["schema"] == "kvtier.torture/1"
+    assert {"kills", "failed_opens", "wrong_pages", "corruptions", "undetected", "false_alarms", "io_faults"} <= data.keys()
+    assert list(tmp_path.iterdir()) == [out]
