@@ -50,8 +50,23 @@ COMMANDS = {
     ),
     "bench": Command(
         "sgl_kvtier.runtime.benchmarks",
-        "measure one part: attention",
-        "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg",
+        "measure one part: attention, torture",
+        "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
+    ),
+    "stat": Command(
+        "sgl_kvtier.store.commands:stat",
+        "what is in a page store, and who has it open",
+        "kvtier stat /mnt/nvme/kvtier",
+    ),
+    "fsck": Command(
+        "sgl_kvtier.store.commands:fsck",
+        "read and check every page of a store that is not in use",
+        "kvtier fsck /mnt/nvme/kvtier",
+    ),
+    "purge": Command(
+        "sgl_kvtier.store.commands:purge",
+        "remove pages from a store",
+        "kvtier purge /mnt/nvme/kvtier --all --dry-run",
     ),
     "doctor": Command(
         "sgl_kvtier.runtime.doctor",

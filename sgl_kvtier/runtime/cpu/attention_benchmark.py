@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json != "-":
         print_table(table)
     if args.json:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "plot", "part")}
+        settings = {key: value for key, value in vars(args).items() if key not in ("json", "plot", "part", "run_part")}
         results = {"settings": {**settings, "threads": torch.get_num_threads()}, "chunks": rows, "total_ms": total}
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     if args.plot:
