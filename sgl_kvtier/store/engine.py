@@ -95,6 +95,11 @@ class DiskStore:
         """Whether the compiled lanes move the pages."""
         return isinstance(self._lanes, NativeLanes)
 
+    @property
+    def index_bytes(self) -> int:
+        """Memory of the index: what stands for all slots."""
+        return self._core.table.nbytes
+
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         with self._core.lock:
             table = self._core.table
@@ -150,6 +155,16 @@ class DiskStore:
         self._erase(rows, heads)
         self._room.give_back_empty()
         return len(rows)
+
+    def sync(self) -> bool:
+        """Makes every page stored so far survive a power loss; False when the device did not confirm it."""
+        try:
+            self._room.sync()
+            self._core.log.sync()
+        except OSError as error:
+            self._core.complaints.about("syncing pages", error)
+            return False
+        return True
 
     def stats(self) -> StoreStats:
         counters = {name: getattr(self._core.counters, name) for name in self._core.counters.__slots__}

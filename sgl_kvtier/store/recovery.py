@@ -41,20 +41,18 @@ def load_table(core: Core, room: Room) -> None:
     known = written["sequence"][written["sequence"] <= newest]
     core.sequence = max(core.env.wall_ns(), int(known.max()) if len(known) else 0)
     room.settle(int(written["segment"].max()) if len(written) else 0)
-    live = live[np.isin(live["segment"], list(room.segments))]
     if not whole or not core.log.resume(len(written)) or core.log.worth_rewriting(len(live)):
-        core.log.rewrite(lambda: live)
+        core.log.rewrite(lambda: live[np.isin(live["segment"], list(room.segments))])
 
 
 def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
     if not len(live):
         return
-    live = live[np.argsort(live["sequence"], kind="stable")]
-    numbers = np.array(sorted(bases))
-    base = np.array([bases[n] for n in sorted(bases)])[np.searchsorted(numbers, live["segment"])]
-    rows = base + live["slot"].astype(np.int64)
-    names, pool = np.unique(live["pool"], return_inverse=True)
-    ids = np.array([core.table.pool_id(name.decode("ascii", "replace")) for name in names])
+    base = np.zeros(max(bases) + 1, np.int64)
+    base[list(bases)] = list(bases.values())
+    rows = base[live["segment"]] + live["slot"]
+    names, pool = pool_codes(live)
+    ids = np.array([core.table.pool_id(name) for name in names])
     core.table.enter(rows, key_words(live), ids[pool], live["length"], live["sequence"])
     core.table.publish(rows)
     # The order of writing stands in for the order of use, which is not kept on disk.
@@ -90,19 +88,33 @@ def open_segments(
 
 
 def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:
-    """One PUT record per page that the log says is there: the last word on each slot, then the newest of each key.
+    """One PUT record per page that the log says is there, oldest first: the last word on each slot, then the newest of
+    each key.
 
     `newest` is the largest sequence number that can be true.
     """
-    slots = {segment.number: segment for segment in segments}
-    if not len(records) or not slots:
-        return records[:0]
-    place = records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"]
-    _, last = np.unique(place[::-1], return_index=True)
-    records = records[len(records) - 1 - last]
-    records = records[(records["kind"] == PUT) & (records["sequence"] <= newest)]
-    records = records[_fits(records, slots)]
-    records = records[np.argsort(records["sequence"], kind="stable")]
+    segments = list(segments)
+    nothing = np.empty(0, RECORD)
+    if not len(records) or not segments:
+        return nothing
+    # Each slot has a place in one dense array; of several records for it the last one stays.
+    highest = max(s.number for s in segments)
+    slots, bases = np.zeros(highest + 1, np.int64), np.zeros(highest + 1, np.int64)
+    payload = np.zeros(highest + 1, np.int64)
+    total = 0
+    for segment in segments:
+        slots[segment.number], bases[segment.number] = segment.slots, total
+        payload[segment.number] = segment.slot_bytes - slot_bytes(0)
+        total += segment.slots
+    numbers = np.minimum(records["segment"], highest)
+    known = np.flatnonzero((records["segment"] <= highest) & (records["slot"] < slots[numbers]))
+    last = np.full(total, -1, np.int64)
+    last[bases[numbers[known]] + records["slot"][known]] = known
+    records = records[last[last >= 0]]
+    fits = records["length"] <= payload[records["segment"]]
+    records = records[fits & (records["kind"] == PUT) & (records["sequence"] <= newest)]
+    if (records["sequence"][1:] < records["sequence"][:-1]).any():
+        records = records[np.argsort(records["sequence"], kind="stable")]
     return _newest_of_each_key(records)
 
 
@@ -129,17 +141,20 @@ def newest_sequence(env: Env) -> int:
     return env.wall_ns() + _FUTURE_NS
 
 
-def _fits(records: np.ndarray, slots: dict[int, Segment]) -> NDArray[np.bool_]:
-    keep = np.zeros(len(records), bool)
-    for number, segment in slots.items():
-        mine = records["segment"] == number
-        keep |= mine & (records["slot"] < segment.slots) & (records["length"] <= segment.slot_bytes - slot_bytes(0))
-    return keep
+def pool_codes(records: np.ndarray) -> tuple[list[str], NDArray[np.int64]]:
+    """The pools' names, and for each record the position of its pool's name among them."""
+    pools = records["pool"]
+    if len(pools) and (pools == pools[0]).all():
+        return [pools[0].decode("ascii", "replace")], np.zeros(len(pools), np.int64)
+    names, codes = np.unique(pools, return_inverse=True)
+    return [name.decode("ascii", "replace") for name in names], codes
 
 
 def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
     # 64 bits stand for a key here: should two keys ever share them, one page is lost, none is wrong.
-    _, pool = np.unique(records["pool"], return_inverse=True)
-    names = key_hash(key_words(records), pool.astype(np.uint16))
+    names = key_hash(key_words(records), pool_codes(records)[1].astype(np.uint16))
+    in_order = np.sort(names)
+    if not (in_order[1:] == in_order[:-1]).any():
+        return records
     _, first = np.unique(names[::-1], return_index=True)
-    return records[len(records) - 1 - first]
+    return records[np.sort(len(records) - 1 - first)]

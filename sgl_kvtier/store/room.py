@@ -73,7 +73,7 @@ class Room:
         self._next_number = max(self._next_number, highest_number + 1)
         for segment in self.segments.values():
             rows = np.arange(segment.base, segment.base + segment.slots)
-            self.release(rows[self._core.table.state[rows] == State.FREE])
+            self._free[segment.slot_bytes].extend(rows[self._core.table.state[rows] == State.FREE].tolist())
         self._others = others_by_age(self._core.env, self._namespace)
         self._evict_others(self.bytes_used)
         while self.bytes_used > self.allowance and self._retire_coldest(None):

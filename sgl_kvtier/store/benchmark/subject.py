@@ -1,0 +1,97 @@
+"""Our store as the benchmark drives it: one calling thread, batches of 128 pages, a wait after each."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import open_store
+from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.types import PageKey
+
+BATCH = 128
+
+
+class Subject:
+    """A store filled with `nbytes` of pages of one size. Rates in bytes per second."""
+
+    def __init__(self, folder: str, page_bytes: int, nbytes: int, **settings: Any) -> None:
+        config = StoreConfig(path=folder, capacity_bytes=2 * nbytes + (1 << 30), min_free_bytes=0, **settings)
+        self.store = open_store(config, Identity({"benchmark": "store"}, "benchmark"), "r0")
+        self.page_bytes = page_bytes
+        self._count = max(1, nbytes // page_bytes)
+        self.keys = [PageKey(os.urandom(32)) for _ in range(self._count)]
+        memory = memoryview(mmap.mmap(-1, page_bytes * min(BATCH, self._count)))
+        memory[:] = (os.urandom(1 << 20) * (len(memory) // (1 << 20) + 1))[: len(memory)]
+        self._pages = [memory[i : i + page_bytes] for i in range(0, len(memory), page_bytes)]
+
+    def write(self) -> float:
+        """Writes every page anew, into slots used before, and syncs at the end."""
+        self.store.delete(self.keys)
+        self.store.sync()
+        started = time.monotonic()
+        for batch in self._batches(self.keys):
+            outcomes = self.store.put([PageWrite(key, [page]) for key, page in zip(batch, self._pages, strict=False)])
+            if set(outcomes) != {PutOutcome.STORED}:
+                raise BenchError(f"the store refused pages while it was measured: is {self.store.folder} full?")
+        if not self.store.sync():
+            raise BenchError("the disk did not confirm a sync")
+        return self._rate(started)
+
+    def read_random(self) -> float:
+        """Reads every page once in random order."""
+        return self._read(random.sample(self.keys, len(self.keys)))
+
+    def read_prefix(self) -> float:
+        """Reads every page in the order they were stored, as one long prefix."""
+        return self._read(self.keys)
+
+    def read_beside_a_busy_thread(self) -> float:
+        """Reads in random order while another Python thread of this process never rests."""
+        stop = threading.Event()
+        busy = threading.Thread(target=_spin, args=(stop,))
+        busy.start()
+        try:
+            return self.read_random()
+        finally:
+            stop.set()
+            busy.join()
+
+    def lookup_seconds(self, count: int) -> float:
+        """One existence query for so many keys."""
+        keys = (self.keys * (count // len(self.keys) + 1))[:count]
+        started = time.monotonic()
+        self.store.lookup(keys)
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        self.store.close()
+
+    def _read(self, keys: Sequence[PageKey]) -> float:
+        started = time.monotonic()
+        for batch in self._batches(keys):
+            job = self.store.read([PageRead(key, [page]) for key, page in zip(batch, self._pages, strict=False)])
+            job.wait()
+            if set(job.outcomes) != {ReadOutcome.OK}:
+                raise BenchError(f"a read failed while it was measured: {set(job.outcomes)}")
+        return self._rate(started)
+
+    def _rate(self, started: float) -> float:
+        return self._count * self.page_bytes / (time.monotonic() - started)
+
+    def _batches(self, keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
+        return [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
+
+
+def _spin(stop: threading.Event) -> None:
+    turns = 0
+    while not stop.is_set():
+        turns += 1
