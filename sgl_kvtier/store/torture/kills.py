@@ -15,7 +15,7 @@ from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.torture.oracle import NAMES, Journal, Oracle, Verdict, hear, open_at, work
 
-_RECENT = 40
+_RECENT = 15
 """Of the pages acknowledged last, so many fit any capacity: they must survive but for the last moment's."""
 
 POINTS = (

@@ -21,10 +21,10 @@ from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.types import PageKey
 
 IDENTITY = Identity({"model": "torture"}, name="torture")
-CAPACITY = 2 << 20
-SEGMENT = 256 << 10
+CAPACITY = 768 << 10
+SEGMENT = 96 << 10
 SIZES = (3000, 4096, 9000)
-NAMES = 400
+NAMES = 150
 
 
 def page_key(name: int) -> PageKey:
