@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "index.log"
 _SLACK = 512
-"""Records more than this over four times the live ones make the log worth writing anew."""
+"""Records more than this over twice the live ones make the log worth writing anew."""
+INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
+"""What the log may take per slot: two records, and one in the new log while it replaces the old one."""
 
 
 class IndexLog:
@@ -108,7 +110,7 @@ class IndexLog:
 
     def worth_rewriting(self, live: int) -> bool:
         """Whether most of the log is about pages that are gone."""
-        return self._records > 4 * live + _SLACK
+        return self._records > 2 * live + _SLACK
 
     def sync(self) -> None:
         """Makes what was appended survive a power loss. Raises OSError."""

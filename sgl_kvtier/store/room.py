@@ -13,6 +13,7 @@ import numpy as np
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
 from sgl_kvtier.store.format import BLOCK
+from sgl_kvtier.store.index_log import INDEX_BYTES_PER_SLOT
 from sgl_kvtier.store.namespace import others_by_age, remove_namespace
 from sgl_kvtier.store.segment import Segment, create_segment, segment_name
 from sgl_kvtier.store.slots import Rows, State
@@ -23,8 +24,8 @@ _MOST_SEGMENTS = 512
 """Open files a store may need; a larger capacity gets larger segments."""
 _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can live side by side."""
-_INDEX_SHARE = 64
-"""One byte in so many of the capacity is left for the index log."""
+_INDEX_FIXED_BYTES = 128 << 10
+"""Left for the index log's head, its slack, and the small files beside it (an eighth of the capacity where that is less)."""
 
 
 class Room:
@@ -51,11 +52,16 @@ class Room:
         return sum(s.nbytes for s in list(self.segments.values())) + self._stuck_bytes
 
     @property
+    def charged_bytes(self) -> int:
+        """The same with what the index log can grow to for their slots."""
+        return self.bytes_used + INDEX_BYTES_PER_SLOT * sum(s.slots for s in list(self.segments.values()))
+
+    @property
     def allowance(self) -> int:
         """Bytes this rank may take now: its share of the capacity less what other identities occupy."""
         others = sum(nbytes for _, nbytes in self._others)
         share = max(0, self._core.config.capacity_bytes - others) // self._ranks
-        return share - share // _INDEX_SHARE
+        return share - min(_INDEX_FIXED_BYTES, share // 8)
 
     def adopt(self, segments: list[Segment], aside: list[int]) -> None:
         """Takes over the segments found when opening; files set aside only count. Before any other thread runs."""
@@ -75,8 +81,8 @@ class Room:
             rows = np.arange(segment.base, segment.base + segment.slots)
             self._free[segment.slot_bytes].extend(rows[self._core.table.state[rows] == State.FREE].tolist())
         self._others = others_by_age(self._core.env, self._namespace)
-        self._evict_others(self.bytes_used)
-        while self.bytes_used > self.allowance and self._retire_coldest(None):
+        self._evict_others(self.charged_bytes)
+        while self.charged_bytes > self.allowance and self._retire_coldest(None):
             pass
 
     def release(self, rows: Rows) -> None:
@@ -185,9 +191,9 @@ class Room:
         share = config.capacity_bytes // self._ranks
         target = min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
         full = max(1, (target - BLOCK) // slot_bytes)
-        if self.bytes_used + BLOCK + full * slot_bytes > self.allowance:
-            self._evict_others(self.bytes_used + BLOCK + full * slot_bytes)
-        slots = min(full, (self.allowance - self.bytes_used - BLOCK) // slot_bytes)
+        cost = slot_bytes + INDEX_BYTES_PER_SLOT
+        self._evict_others(self.charged_bytes + BLOCK + full * cost)
+        slots = min(full, (self.allowance - self.charged_bytes - BLOCK) // cost)
         # A remainder much smaller than a segment is not worth a file, unless pages of this size have no place at all.
         if slots < 1 or (slots < full // 8 and self._of_size(slot_bytes)):
             return 0
@@ -204,7 +210,7 @@ class Room:
         """Gives back the coldest segment of another slot size when all its pages are older than what we would evict."""
         with self._core.lock:
             own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
-        if self.bytes_used + BLOCK + slot_bytes <= self.allowance:
+        if self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance:
             return False
         return self._retire_coldest(slot_bytes, own)
 
