@@ -69,10 +69,13 @@ def run(args: argparse.Namespace) -> int:
         root = tempfile.mkdtemp(prefix="kvtier-torture-", dir=args.dir)
     except OSError as error:
         raise BenchError(f"cannot work in {args.dir}: {error}. Give another --dir") from error
-    logging.getLogger("sgl_kvtier.store").setLevel(logging.CRITICAL)  # every warning here was caused on purpose
+    logger = logging.getLogger("sgl_kvtier.store")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
     try:
         result = torture(root, QUICK if args.quick else FULL, args.seed, tuple(args.only or PARTS))
     finally:
+        logger.setLevel(level)
         shutil.rmtree(root, ignore_errors=True)
     if args.json != "-":
         rows = [{"what": name.replace("_", " "), "value": value} for name, value in result.items() if not isinstance(value, dict)]
