@@ -81,6 +81,8 @@ class Core:
     counters: Counters = field(default_factory=Counters)
     lock: threading.Condition = field(default_factory=threading.Condition)
     sequence: int = 0
+    closing: bool = False
+    """Set once, under the lock: from then on nothing is claimed, doomed or made."""
 
     def next_sequence(self, count: int) -> int:
         """The first of `count` sequence numbers never used before. Under the lock."""

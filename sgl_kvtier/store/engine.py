@@ -74,7 +74,6 @@ class DiskStore:
         self._lanes = self._open_lanes()
         self._writer = Writer(self._core, self._room, self._lanes)
         self._suspects: dict[int, int] = {}
-        self._closed = False
         self._opened_at = env.now()
         logger.info(
             "page store %s: %d pages, %s", folder.path, len(self._core.table), "O_DIRECT" if io.flags else "page cache"
@@ -126,15 +125,18 @@ class DiskStore:
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
         with self._core.lock:
             located = self._locate(pages)
-        return self._lanes.read(pages, located, priority, deadline, on_page, self._settle)
+        try:
+            return self._lanes.read(pages, located, priority, deadline, on_page, self._settle)
+        except (BufferError, TypeError, ValueError):
+            # Memory that cannot be read into is the caller's mistake; the pages must not stay pinned for it.
+            self._unpin(located.rows[located.rows != EMPTY])
+            raise
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         for page in pages:
             _check_pool(page.pool)
-        if self._closed:
-            return [PutOutcome.REFUSED] * len(pages)
         outcomes = self._writer.put(pages)
-        if self._core.log.worth_rewriting(len(self._core.table)):
+        if not self._core.closing and self._core.log.worth_rewriting(len(self._core.table)):
             self._core.log.rewrite(self._snapshot)
         return outcomes
 
@@ -142,19 +144,17 @@ class DiskStore:
         with self._core.lock:
             rows = self._core.table.find(keys, pool)
             rows = np.unique(rows[rows != EMPTY])
-            rows = rows[self._core.table.state[rows] == State.LIVE]
-            heads = self._doom(rows)
+            rows, heads = self._doom(rows[self._core.table.state[rows] == State.LIVE])
         self._erase(rows, heads)
         return len(rows)
 
     def clear(self) -> int:
-        core = self._core
-        with core.lock:
-            rows = np.flatnonzero(core.table.state == State.LIVE)
-            heads = self._doom(rows)
+        table = self._core.table
+        removed = self._room.give_back_idle()
+        with self._core.lock:
+            rows, heads = self._doom(np.flatnonzero(table.state == State.LIVE))
         self._erase(rows, heads)
-        self._room.give_back_empty()
-        return len(rows)
+        return removed + len(rows)
 
     def sync(self) -> bool:
         """Makes every page stored so far survive a power loss; False when the device did not confirm it."""
@@ -179,14 +179,14 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        with self._core.lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._lanes.close()
         core = self._core
         with core.lock:
-            core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any())
+            if core.closing:
+                return
+            core.closing = True
+        self._lanes.close()
+        with core.lock:
+            core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any())
         if core.log.worth_rewriting(0):
             core.log.rewrite(self._snapshot)
         with contextlib.suppress(OSError):
@@ -202,15 +202,14 @@ class DiskStore:
         core = self._core
         with core.lock:
             rows = self._core.table.find([key], pool)
-            if rows[0] == EMPTY or core.table.state[rows[0]] != State.LIVE:
+            if core.closing or rows[0] == EMPTY or core.table.state[rows[0]] != State.LIVE:
                 return False
             head = self._heads(rows)[0]
             core.table.pin(rows)
         try:
             self._mover().flip(self._room.segments[head.segment], head, bit % (8 * head.length))
         finally:
-            with core.lock:
-                self._room.release(core.table.unpin(rows))
+            self._unpin(rows)
         return True
 
     def _open_lanes(self) -> Lanes:
@@ -278,6 +277,8 @@ class DiskStore:
         rows = located.rows[indexes]
         with core.lock:
             self._room.release(core.table.unpin(rows[rows != EMPTY]))
+            if core.closing:
+                core.lock.notify_all()
             core.counters.pages_read += len(good)
             core.counters.bytes_read += int(located.lengths[good].sum())
             for _, outcome in ended if len(good) < len(ended) else ():
@@ -305,20 +306,24 @@ class DiskStore:
         core.log.append(records_of([located.head(i) for i in dropped], DROP))
         return set(dropped)
 
-    def _doom(self, rows: Rows) -> list[SlotHead]:
-        """Locked. Pages that nobody can find any more, pinned until `_erase`."""
+    def _doom(self, rows: Rows) -> tuple[Rows, list[SlotHead]]:
+        """Locked. Pages that nobody can find any more, pinned until `_erase`. None while closing."""
+        rows = rows[:0] if self._core.closing else rows
         heads = self._heads(rows)
         self._core.table.pin(rows)
         self._core.table.drop(rows)
-        return heads
+        return rows, heads
 
     def _erase(self, rows: Rows, heads: list[SlotHead]) -> None:
         """Takes pages off the disk for good, so that no later scan finds them."""
-        core = self._core
         self._erase_heads(heads)
-        core.log.append(records_of(heads, DROP))
-        with core.lock:
-            self._room.release(core.table.unpin(rows))
+        self._core.log.append(records_of(heads, DROP))
+        self._unpin(rows)
+
+    def _unpin(self, rows: Rows) -> None:
+        with self._core.lock:
+            self._room.release(self._core.table.unpin(rows))
+            self._core.lock.notify_all()
 
     def _erase_heads(self, heads: list[SlotHead]) -> None:
         mover = self._mover() if heads else None

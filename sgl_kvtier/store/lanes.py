@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from sgl_kvtier.store.jobs import DiskReadJob, Ended, Settle
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.segment import Segment
 from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
+
+logger = logging.getLogger(__name__)
 
 WRITE_RUN_BYTES = 4 << 20
 _GIVE_WAY_S = 0.02
@@ -98,6 +101,8 @@ class ThreadLanes:
         settle: Settle,
     ) -> DiskReadJob:
         pages = [PageRead(page.key, [part.cast("B") for part in page.into], page.pool) for page in pages]
+        if any(part.readonly for page in pages for part in page.into):
+            raise BufferError("a page is read into memory that can be written")
         job = DiskReadJob(pages, located, deadline, on_page, settle)
         order = next(self._order)
         with self._changed:
@@ -163,7 +168,12 @@ class ThreadLanes:
                 job.end_rest(ReadOutcome.LATE)
             if begun:
                 started = self._env.now()
-                ended = _read_run(mover, job, begun)
+                try:
+                    ended = _read_run(mover, job, begun)
+                except Exception:
+                    # Out of memory, or a mistake of ours: these pages fail, the lane lives on.
+                    logger.exception("reading pages failed")
+                    ended = [(i, ReadOutcome.FAILED) for i in begun]
                 with self._changed:
                     self.busy_s += self._env.now() - started
                 job.finish(ended)

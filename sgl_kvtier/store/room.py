@@ -108,7 +108,7 @@ class Room:
         with self._growing:
             while True:
                 with self._core.lock:
-                    if len(self._free[slot_bytes]) >= count:
+                    if self._core.closing or len(self._free[slot_bytes]) >= count:
                         return
                 if not self._grow(slot_bytes) and not self._take_from_others(slot_bytes):
                     return
@@ -129,20 +129,20 @@ class Room:
         span = range(segment.base, segment.base + segment.slots)
         self._free[segment.slot_bytes] = [row for row in self._free[segment.slot_bytes] if row not in span]
 
-    def give_back_empty(self) -> None:
-        """Deletes segments that hold nothing. Does I/O; never raises OSError."""
+    def give_back_idle(self) -> int:
+        """Deletes segments that nobody reads or writes, and their pages; returns how many. Never raises OSError."""
         with self._growing:
+            idle = []
             with self._core.lock:
-                state, pins = self._core.table.state, self._core.table.pins
-                empty = [
-                    s
-                    for s in self.segments.values()
-                    if (state[s.base : s.base + s.slots] == State.FREE).all() and not pins[s.base : s.base + s.slots].any()
-                ]
-                for segment in empty:
-                    self.forget(segment)
-            for segment in empty:
+                before = len(self._core.table)
+                for segment in [] if self._core.closing else list(self.segments.values()):
+                    if coldest_segment(self._core.table, [segment]) is not None:
+                        self.forget(segment)
+                        idle.append(segment)
+                removed = before - len(self._core.table)
+            for segment in idle:
                 self.remove(segment)
+        return removed
 
     def close(self) -> None:
         """Closes all files."""

@@ -125,6 +125,8 @@ class Writer:
     def _claim(self, wanted: list[tuple[int, PageWrite, list[memoryview], int]]) -> list[_New]:
         """Locked. A slot for each page as far as there are any, in the order given."""
         core = self._core
+        if core.closing:
+            return []
         new: list[_New] = []
         by_size: dict[int, list[tuple[int, PageWrite, list[memoryview], int]]] = {}
         for item in wanted:

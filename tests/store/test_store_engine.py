@@ -246,3 +246,51 @@ def test_two_threads_that_put_the_same_pages_write_each_once(store: DiskStore) -
     assert store.stats().pages_written == 50
     assert sorted(o.value for os_ in outcomes for o in os_) == ["kept"] * 150 + ["stored"] * 50
     assert read(store, dict.fromkeys(pages, 20000)) == [(ReadOutcome.OK, d) for d in pages.values()]
+
+
+def test_memory_that_cannot_be_written_is_a_callers_mistake_and_pins_nothing(store: DiskStore) -> None:
+    put(store, {key(1): content(1, 4096)})
+    with pytest.raises(BufferError):
+        store.read([PageRead(key(1), [memoryview(bytes(4096))])])
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        store.read([PageRead(key(1), [aligned(8192)[::2]])])
+    assert store.clear() == 1
+    store.close()  # would wait for a page that stayed pinned
+
+
+def test_clearing_gives_the_disk_space_back(store: DiskStore) -> None:
+    put(store, {key(i): content(i, 30_000) for i in range(100)})
+    before = store.stats().bytes_on_disk
+    assert store.clear() == 100
+    assert store.stats().bytes_on_disk < before // 10
+
+
+def test_a_store_that_is_closing_under_load_ends_every_call(opened: Callable[..., DiskStore]) -> None:
+    for _ in range(5):
+        store = opened(io_threads=2)
+        stop = threading.Event()
+        wrong: list[BaseException] = []
+
+        def work(worker: int, store: DiskStore = store, stop: threading.Event = stop, wrong: list = wrong) -> None:
+            n = 0
+            try:
+                while not stop.is_set():
+                    n += 1
+                    names = [key((worker, n, i)) for i in range(4)]
+                    put(store, {k: content(n, 5000) for k in names})
+                    found = [o for o, _ in read(store, dict.fromkeys(names, 5000))]
+                    store.delete(names[:2])
+                    assert set(found) <= {ReadOutcome.OK, ReadOutcome.MISS, ReadOutcome.CANCELLED}
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        threading.Event().wait(0.05)
+        store.close()
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert wrong == []
