@@ -17,7 +17,7 @@ from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
 from sgl_kvtier.store.core import Complaints, Core
 from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import DROP, POOL_BYTES, PUT, RECORD, SlotHead
+from sgl_kvtier.store.format import DROP, POOL_BYTES, RECORD, SlotHead
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.store.index_log import IndexLog
 from sgl_kvtier.store.jobs import Ended
@@ -25,7 +25,7 @@ from sgl_kvtier.store.lanes import Lanes, ThreadLanes
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
 from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes
-from sgl_kvtier.store.recovery import load_table
+from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
 from sgl_kvtier.store.slots import EMPTY, Rows, State
@@ -224,6 +224,7 @@ class DiskStore:
     def _locate(self, asked: Sequence[PageRead]) -> Located:
         """Locked. Where the pages are that are there in the length asked for. Their rows are pinned until `_settle`."""
         table = self._core.table
+        names = np.array([page.pool for page in asked], f"S{POOL_BYTES}")
         rows = find_pages(self._core, asked)
         wanted = np.array([sum([part.nbytes for part in page.into]) for page in asked], np.int64)
         hit = rows != EMPTY
@@ -238,7 +239,6 @@ class DiskStore:
             return Located.nothing(self._core.identity, len(rows))
         segments = {n: self._room.segments[n] for n in np.unique(segment[hit]).tolist()}
         slots = any_row - np.array([segments[n].base if n in segments else 0 for n in segment.tolist()], np.int64)
-        names = np.array([page.pool for page in asked], f"S{POOL_BYTES}")
         return Located(
             self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row],
             table.length[any_row], slots, segment, segments,
@@ -334,9 +334,7 @@ class DiskStore:
                 self._core.complaints.about("deleting pages", error)
 
     def _snapshot(self) -> np.ndarray:
-        with self._core.lock:
-            state = self._core.table.state
-            return records_of(self._heads(np.flatnonzero((state == State.LIVE) | (state == State.WRITING))), PUT)
+        return snapshot(self._core, self._room)
 
 
 _ANSWERS = {

@@ -20,6 +20,7 @@ from sgl_kvtier.store.format import BLOCK, MAX_PAYLOAD, PUT, RECORD, SlotHead, k
 from sgl_kvtier.store.hashtable import key_hash
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import DirectIO, Segment, open_segment, segment_number
+from sgl_kvtier.store.slots import State
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,25 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
     core.table.publish(rows)
     # The order of writing stands in for the order of use, which is not kept on disk.
     core.table.age(rows)
+
+
+def snapshot(core: Core, room: Room) -> np.ndarray:
+    """Records of all pages that are there or being written, taken at one moment: what a new log begins with."""
+    table = core.table
+    with core.lock:
+        rows = np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
+        records = np.zeros(len(rows), RECORD)
+        bases = np.zeros(max(room.segments, default=0) + 1, np.int64)
+        for number, segment in room.segments.items():
+            bases[number] = segment.base
+        records["key"] = table.keys[rows].view("V32").reshape(-1)
+        records["pool"] = np.array([name.encode() for name in table.pools] or [b""], "S32")[table.pool[rows]]
+        records["sequence"] = table.sequence[rows]
+        records["segment"] = table.segment[rows]
+        records["slot"] = rows - bases[table.segment[rows]]
+        records["length"] = table.length[rows]
+        records["kind"] = PUT
+        return records
 
 
 def open_segments(

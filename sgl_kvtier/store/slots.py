@@ -43,6 +43,7 @@ class SlotTable:
         self._table = HashTable()
         self._clock = 0
         self._gaps: list[tuple[int, int]] = []
+        self._rows = 0
 
     def __len__(self) -> int:
         """Pages that can be found: written or being written."""
@@ -66,8 +67,9 @@ class SlotTable:
                 self._gaps[i] = (start + count, stop)
                 break
         else:
-            start = len(self.state)
-            self._grow(start + count)
+            start = self._rows
+            self._rows += count
+            self._grow(self._rows)
         self._gaps = [gap for gap in self._gaps if gap[0] < gap[1]]
         self.state[start : start + count] = State.FREE
         self.segment[start : start + count] = segment
@@ -150,6 +152,8 @@ class SlotTable:
     def _grow(self, rows: int) -> None:
         if rows <= len(self.state):
             return
+        # A quarter more than asked for, so that a store that grows segment by segment is not copied each time.
+        rows = max(rows, len(self.state) * 5 // 4)
         for name, column in self._columns().items():
             wider = np.zeros((rows, *column.shape[1:]), column.dtype)
             wider[: len(column)] = column

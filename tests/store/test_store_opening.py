@@ -135,6 +135,24 @@ def test_an_identity_must_be_plain_data() -> None:
             Identity(bad)  # type: ignore[arg-type]
 
 
+def test_a_log_that_is_written_anew_says_the_same(opened: Callable[..., DiskStore]) -> None:
+    store = opened(capacity_bytes=64 << 20)
+    kept = {key(("kept", i)): content(i, 3000) for i in range(10)}
+    put(store, kept)
+    put(store, {key(("swa", i)): content(i, 9000) for i in range(10)}, pool="swa")
+    for i in range(60):
+        names = [key((i, n)) for n in range(10)]
+        put(store, dict.fromkeys(names, b"short-lived"))
+        store.delete(names)
+    log = Path(store.folder, "index.log").stat().st_size
+    assert log < 88 * 1000  # every put and delete left a record; most of them are gone again
+    store.close()
+    again = opened(capacity_bytes=64 << 20)
+    assert again.stats().pages == 20
+    assert read(again, dict.fromkeys(kept, 3000)) == [(ReadOutcome.OK, d) for d in kept.values()]
+    assert [o for o, _ in read(again, {key(("swa", i)): 9000 for i in range(10)}, pool="swa")] == [ReadOutcome.OK] * 10
+
+
 WRITER = """
 import sys
 sys.path[:0] = sys.argv[2:]
