@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "sgl_kvtier.runtime.benchmarks",
-        "measure one part: attention, torture",
+        "measure one part: attention, store, torture",
         "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
     ),
     "stat": Command(

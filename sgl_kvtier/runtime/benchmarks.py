@@ -10,6 +10,7 @@ from sgl_kvtier.runtime.cpu import attention_arguments
 
 PARTS: dict[str, tuple[Any, str]] = {
     "attention": (attention_arguments, "CPU prefill attention per chunk, torch_native and ours in turn"),
+    "store": ("sgl_kvtier.store.benchmark.command", "the page store against fio and HiCache's file backend on this disk"),
     "torture": ("sgl_kvtier.store.torture.command", "crashes, faults and damage: what the store loses, and that it never lies"),
 }
 

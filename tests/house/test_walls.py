@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,12 @@ def test_every_room_has_a_readme(room):
 def test_the_manifest_in_patches_is_the_one_the_package_ships():
     link = ROOT / "patches" / "sglang-0.5.23" / "seams.json"
     assert link.resolve() == (ROOT / "sgl_kvtier" / "runtime" / "seams-sglang-0.5.23.json").resolve()
+
+
+def test_every_json_schema_is_documented():
+    written = set()
+    for source in (ROOT / "sgl_kvtier").rglob("*.py"):
+        written |= set(re.findall(r'"(kvtier\.[a-z.]+/\d+)"', source.read_text()))
+    documented = (ROOT / "docs" / "json.md").read_text()
+    assert len(written) > 10
+    assert sorted(name for name in written if f"`{name}`" not in documented) == []
