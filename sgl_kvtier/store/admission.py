@@ -33,11 +33,3 @@ class SecondHit:
             self._old, self._young = self._young, set()
         self._young.add(short)
         return False
-
-
-class Everything:
-    """Lets every page in."""
-
-    def admit(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Whether each page should be written now: yes."""
-        return [True] * len(keys)

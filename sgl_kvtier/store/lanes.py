@@ -23,9 +23,9 @@ from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
 
 logger = logging.getLogger(__name__)
 
-WRITE_RUN_BYTES = 4 << 20
+WRITE_RUN_BYTES = 1 << 20
 _GIVE_WAY_S = 0.02
-"""Longest wait for readers before each run: readers go first, and a writer still moves 200 MB/s beside them."""
+"""Longest wait for readers before each run: readers go first, and a writer still moves 50 MB/s beside them."""
 
 
 @dataclass(frozen=True, slots=True)

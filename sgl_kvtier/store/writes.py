@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_kvtier.store.admission import Everything, SecondHit
+from sgl_kvtier.store.admission import SecondHit
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.format import MAX_PAYLOAD, PUT, RECORD, SlotHead, slot_bytes
@@ -40,7 +40,7 @@ class Writer:
         self._core = core
         self._room = room
         self._lanes = lanes
-        self._admission = SecondHit() if core.config.admission == "second-hit" else Everything()
+        self._admission = SecondHit() if core.config.admission == "second-hit" else None
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
@@ -74,6 +74,8 @@ class Writer:
 
     def _worth_it(self, pages: Sequence[PageWrite], indexes: list[int]) -> list[int]:
         """Locked. The pages that are there already or that the admission filter lets in."""
+        if self._admission is None:
+            return indexes
         absent = self._absent(pages, indexes)
         admitted = self._admission.admit([pages[i].key for i in absent])
         turned_away = {i for i, yes in zip(absent, admitted, strict=True) if not yes}
@@ -144,10 +146,11 @@ class Writer:
                 np.array([length for _, _, _, length in items]),
                 np.arange(first, first + len(items)),
             )
-            for row, (index, page, parts, length) in zip(rows.tolist(), items, strict=True):
-                segment = self._room.segments[int(core.table.segment[row])]
+            numbers = core.table.segment[rows].tolist()
+            for k, (row, (index, page, parts, length)) in enumerate(zip(rows.tolist(), items, strict=True)):
+                segment = self._room.segments[numbers[k]]
                 head = SlotHead(
-                    core.identity, page.key, page.pool, int(core.table.sequence[row]), length, segment.number, row - segment.base
+                    core.identity, page.key, page.pool, first + k, length, segment.number, row - segment.base
                 )
                 new.append(_New(index, row, SlotWrite(segment, head, parts)))
         return new

@@ -295,7 +295,7 @@ static Job *choose(Pool *pool) {
         expire(pool, job);
         if (job->queued) break;
     }
-    int writers_allowed = pool->writers < (pool->thread_count + 1) / 2;
+    int writers_allowed = pool->writers < (pool->reads ? (pool->thread_count + 1) / 2 : pool->thread_count);
     int turn = pool->writes && writers_allowed && (!pool->reads || now_ns() - pool->last_write_ns > WRITE_TURN_NS);
     return turn ? pool->writes : pool->reads;
 }
