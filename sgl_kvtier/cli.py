@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": Command(
         "sgl_kvtier.bench.commands:serve",
         "run an SGLang server with the kvtier storage tier",
-        "kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier\n  kvtier serve Qwen/Qwen3-8B --print -- --tp 2",
+        "kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier\n  kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier --print -- --tp 2",
     ),
     "compare": Command(
         "sgl_kvtier.bench.commands:compare",
