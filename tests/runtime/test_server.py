@@ -177,6 +177,29 @@ def test_a_wrong_setting_stops_the_launch_before_a_model_is_loaded(tmp_path):
     assert "Load weight" not in log
 
 
+def test_the_event_loop_without_overlap_gives_the_same_answers(served: Served, tmp_path):
+    ids = prompts(1, seed=12)[0]
+    overlapped = served.ask(ids)
+    with serving(tmp_path, flags(disable_overlap_schedule=True), config_file(tmp_path)) as server:
+        first = server.ask(ids)
+        server.flush()
+        again = server.ask(ids)
+    assert overlapped.tokens == first.tokens == again.tokens
+    assert again.storage == WHOLE
+
+
+def test_stock_hicache_runs_here_with_its_file_backend(tmp_path):
+    ids = prompts(1, seed=13)[0]
+    config = tmp_path / "file.json"
+    config.write_text('{"prefetch_threshold": 64}')
+    folder = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "pages")}
+    with serving(tmp_path / "stock", flags(backend="file"), config, **folder) as server:
+        first = server.ask(ids)
+        server.flush()
+        again = server.ask(ids)
+    assert (again.storage, again.tokens) == (WHOLE, first.tokens)
+
+
 def test_stock_torch_native_attention_can_be_chosen_and_answers_the_same(served: Served, tmp_path):
     ids = prompts(1, 300, seed=11)[0]
     ours = served.ask(ids)
