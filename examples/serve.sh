@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# An SGLang server with the kvtier storage tier. The same as `kvtier serve MODEL`, written out.
+# An SGLang server with the kvtier storage tier, in SGLang's own words. `kvtier serve MODEL --store FOLDER --print` shows the
+# command with all of our recommended flags for this machine.
 #   examples/serve.sh MODEL [kvtier.json] [more SGLang options]
 set -euo pipefail
 model=${1:?usage: examples/serve.sh MODEL [kvtier.json] [more SGLang options]}

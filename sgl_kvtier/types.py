@@ -1,4 +1,4 @@
-"""The words every room shares: page keys, tiers, links and half-open ranges. Standard library only."""
+"""The words every room shares. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,20 +8,6 @@ from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
 """SGLang's chained SHA-256 page hash as its 32 raw bytes. It names all tokens from the start up to the page's end."""
-
-
-def page_key(hex_digest: str) -> PageKey:
-    """The key for a page hash as SGLang writes it (hexadecimal text). Raises ValueError on anything else."""
-    return PageKey(bytes.fromhex(hex_digest))
-
-
-class Tier(enum.IntEnum):
-    """Where a page lives, nearest first. SGLang calls the first three L1, L2 and L3."""
-
-    HBM = 0
-    DRAM = 1
-    SSD = 2
-    REMOTE = 3
 
 
 class Lookup(enum.Enum):

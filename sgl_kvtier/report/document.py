@@ -33,7 +33,8 @@ def envelope(schema: str, command: list[str], results: dict) -> dict:
     taken = [key for key in ENVELOPE_KEYS if key in results]
     if taken:
         raise ValueError(f"results may not have the envelope's keys: {', '.join(taken)}")
-    return {"schema": schema, "command": list(command), "environment": environment(), **results}
+    words = [PurePath(word).name for word in command[:1]] + list(command[1:])  # where a program lies is nobody's business
+    return {"schema": schema, "command": words, "environment": environment(), **results}
 
 
 def plain(value: object) -> object:

@@ -1,4 +1,4 @@
-"""`kvtier doctor`: is this machine ready, and if not, what to do. Imports neither torch nor SGLang's modules."""
+"""`kvtier doctor`: is this machine ready, and if not, what to do. Imports no SGLang, and torch only to look for accelerators."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
         columns = (Column("check", "check"), Column("state", ""), Column("found", "found"), Column("advice", "what to do"))
         print_table(Table("kvtier doctor", columns, [asdict(f) for f in findings]))
     if args.json:
-        write_json(envelope(SCHEMA, sys.argv, {"findings": [asdict(f) for f in findings]}), args.json)
+        symbols = [{**asdict(s.seam), "problem": s.problem} for s in seams.check()]
+        results = {"findings": [asdict(f) for f in findings], "seams": symbols}
+        write_json(envelope(SCHEMA, sys.argv, results), args.json)
     failed = [f for f in findings if f.state == "fail"]
     if args.json != "-":
         print(f"{len(failed)} to mend before a server can run here" if failed else "ready")
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 def _list_settings(target: str | None) -> int:
     rows = describe_config()
     if target:
+        check_target(target)
         write_json(envelope("kvtier.settings/1", sys.argv, {"settings": rows}), target)
         return 0
     columns = tuple(Column(name, name) for name in ("key", "default", "allowed", "meaning"))
@@ -97,7 +100,7 @@ def _seams() -> Iterator[Finding]:
         mine = [s for s in statuses if s.seam.feature == feature]
         broken = [s for s in mine if s.problem]
         if broken:
-            found = "; ".join(f"{s.seam.symbol.rsplit('.', 1)[1]}: {s.problem}" for s in broken[:3])
+            found = "; ".join(f"{s.seam.symbol.rsplit('.', 1)[1]}: {s.problem}" for s in broken)
             yield Finding(f"seams: {feature}", "fail", found, f"reinstall sglang=={seams.SGLANG_VERSION}")
         else:
             yield Finding(f"seams: {feature}", "ok", f"{len(mine)} symbols as expected")

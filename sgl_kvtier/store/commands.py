@@ -124,7 +124,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="only identities with this field, as kvtier stat --json shows it (model=..., cache_salt=...); repeatable",
+        help="only identities with this field, as kvtier stat --json shows it, dots for nesting (model.dtype=bfloat16), or with "
+        "this model's name (name=Qwen3-8B); repeatable",
     )
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
@@ -136,11 +137,29 @@ def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
     for text in args.match:
         name, equals, value = text.partition("=")
         if not equals:
-            raise StoreError(f"--match {text}: give NAME=VALUE, for example --match model=Qwen3-8B")
+            raise StoreError(f"--match {text}: give NAME=VALUE, for example --match name=Qwen3-8B")
         wanted.append((name, value))
     env = Env()
     found = namespaces(env, args.path)
-    return env, [n for n in found if all(str(n.fields.get(name)) == value for name, value in wanted)]
+    described = [_flat(n) for n in found]
+    matching = [n for n, flat in zip(found, described, strict=True) if all(flat.get(k) == v for k, v in wanted)]
+    if wanted and found and not matching:
+        known = sorted({name for flat in described for name in flat})
+        raise StoreError(f"no identity has {' and '.join(args.match)}. The fields there are: {', '.join(known)}")
+    return env, matching
+
+
+def _flat(namespace: Namespace) -> dict[str, str]:
+    """An identity's fields as texts, nested ones under dotted names; `name` is the readable part of its folder."""
+    flat = {"name": os.path.basename(namespace.path).rsplit("-", 1)[0]}
+    todo: list[tuple[str, Any]] = list(namespace.fields.items())
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{name}.{inner}", item) for inner, item in value.items()]
+        else:
+            flat[name] = str(value)
+    return flat
 
 
 def _row(env: Env, namespace: Namespace) -> dict[str, Any]:
@@ -152,8 +171,15 @@ def _row(env: Env, namespace: Namespace) -> dict[str, Any]:
         "nbytes": namespace.nbytes,
         "ranks": len(namespace.ranks),
         "opened": opened.strftime("%Y-%m-%d %H:%M UTC") if namespace.opened_ns else None,
-        "in_use": "yes" if any(is_open(env, rank) for rank in namespace.ranks) else "no",
+        "in_use": _in_use(env, namespace),
     }
+
+
+def _in_use(env: Env, namespace: Namespace) -> str:
+    try:
+        return "yes" if any(is_open(env, rank) for rank in namespace.ranks) else "no"
+    except PermissionError:
+        return "unknown"
 
 
 def _remove(env: Env, namespace: Namespace) -> str:

@@ -16,7 +16,7 @@ from sgl_kvtier.store.env import Env, read_file
 from sgl_kvtier.store.format import BLOCK, PUT, SlotHead, unpack_log
 from sgl_kvtier.store.identity import fingerprint_of
 from sgl_kvtier.store.index_log import NAME
-from sgl_kvtier.store.namespace import CONFIG, folder_bytes, list_namespaces, list_ranks, lock_folder
+from sgl_kvtier.store.namespace import CONFIG, LOCK, folder_bytes, list_namespaces, list_ranks, lock_folder
 from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, scan
 from sgl_kvtier.store.segment import BUFFERED, Segment
 from sgl_kvtier.store.transfer import Mover
@@ -81,13 +81,19 @@ def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
 
 
 def is_open(env: Env, rank: str) -> bool:
-    """Whether a running process owns this rank's folder."""
+    """Whether a running process owns this rank's folder. Changes nothing in it. Raises PermissionError where it may not look."""
     try:
-        env.close(lock_folder(env, rank))
-    except StoreError:
-        return True
+        fd = env.open(os.path.join(rank, LOCK), os.O_RDONLY)
+    except PermissionError:
+        raise
     except OSError:
         return False
+    try:
+        env.lock(fd)  # given back at once: the descriptor is closed
+    except BlockingIOError:
+        return True
+    finally:
+        env.close(fd)
     return False
 
 

@@ -102,6 +102,24 @@ def test_purge_removes_what_matches_and_spares_what_is_in_use(root: Path) -> Non
     assert [p.name for p in root.iterdir()] == ["out.json"]
 
 
+def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> None:
+    nested = Identity({"engine": "x", "model": {"dtype": "float16", "revision": None}, "ranks": {"tp_size": 2}}, name="Big-8B")
+    open_at(root, nested).close()
+    for match in ("name=Big-8B", "model.dtype=float16", "ranks.tp_size=2"):
+        _, data = result(commands.stat, root, "--match", match)
+        assert [row["name"][:6] for row in data["namespaces"]] == ["Big-8B"]
+    with pytest.raises(StoreError, match=r"no identity has model=Big.*model\.dtype"):
+        run(commands.purge, str(root), "--match", "model=Big")
+
+
+def test_looking_at_a_store_changes_nothing_in_it(root: Path) -> None:
+    running = open_at(root, rank="tp1")
+    before = {p: p.read_bytes() for p in root.rglob("*") if p.is_file()}
+    run(commands.stat, str(root))
+    assert {p: p.read_bytes() for p in root.rglob("*") if p.is_file()} == before
+    running.close()
+
+
 def test_a_path_without_a_store_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"store\.path"):
         run(commands.stat, str(tmp_path / "none"))
