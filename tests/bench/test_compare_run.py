@@ -24,7 +24,9 @@ def environment(tmp_path: Path, task: str = "") -> dict[str, str]:
 
 
 def command(tmp_path: Path, *extra: str) -> list[str]:
-    start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
+    # A shell's background job ignores SIGINT and so would this child: Ctrl-C is put back to what it is at a terminal.
+    ctrl_c = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = f"{ctrl_c}; import sys; from sgl_kvtier.cli import main; sys.exit(main())"
     folder = ["--folder", str(tmp_path / "work"), "--json", str(tmp_path / "out.json")]
     return [sys.executable, "-c", start, "compare", *SMALL, *folder, *extra]
 
