@@ -37,7 +37,9 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
     fields: dict[str, Any] = {
         "engine": f"sglang-{SGLANG_VERSION}",
         "model": _model_fields(server_args),
-        "weights": _runtime_weights or weights_digest(model_folder(server_args.model_path, server_args.revision)),
+        "weights": _runtime_weights or weights_digest(
+            model_folder(server_args.model_path, server_args.revision, getattr(server_args, "download_dir", None))
+        ),
         "ranks": {
             name: getattr(storage_config, name)
             for name in ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "tp_lcm_size")
@@ -59,15 +61,15 @@ def rank_name(storage_config: Any, replica: int | None = None) -> str:
     return name + (f"-copy{replica}" if replica else "")
 
 
-def model_folder(model_path: str, revision: str | None = None) -> Path:
+def model_folder(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
     """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under its name."""
     folder = Path(model_path)
-    if folder.is_dir():
+    if folder.exists():
         return folder
     try:
         from huggingface_hub import try_to_load_from_cache  # comes with SGLang; not needed for local folders
 
-        found = try_to_load_from_cache(model_path, "config.json", revision=revision)
+        found = try_to_load_from_cache(model_path, "config.json", cache_dir=download_dir, revision=revision)
     except (ImportError, ValueError):  # ValueError: not a name a hub could have
         return folder
     return Path(found).parent if isinstance(found, str) else folder
@@ -81,6 +83,9 @@ def weights_digest(model_path: Path) -> str:
     its name. Where there is no folder to read (a remote model), the path is all there is.
     """
     digest = hashlib.sha256()
+    if model_path.is_file():
+        _add_weight_file(digest, model_path)
+        return digest.hexdigest()
     if not model_path.is_dir():
         digest.update(f"path {model_path}".encode())
         return digest.hexdigest()

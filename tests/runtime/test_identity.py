@@ -110,6 +110,14 @@ def test_a_damaged_weights_file_still_has_a_digest(model):
     assert len(identity.weights_digest(model)) == 64
 
 
+def test_a_model_that_is_one_file_is_known_by_its_contents(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(bytes(100_000))
+    before = identity.weights_digest(identity.model_folder(str(file)))
+    file.write_bytes(bytes(99_999) + b"1")
+    assert identity.weights_digest(identity.model_folder(str(file))) != before
+
+
 def test_random_weights_differ_by_their_seed(model):
     dummy = {"load_format": "dummy"}
     assert fingerprint(model, **dummy, random_seed=1) != fingerprint(model, **dummy, random_seed=2)
@@ -141,7 +149,7 @@ def test_a_model_named_by_its_hub_name_is_its_cached_snapshot(tmp_path, monkeypa
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     cached = {"org/model": str(snapshot / "config.json")}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, revision: cached.get(name))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, **_: cached.get(name))
     assert identity.model_folder("org/model") == snapshot
     assert identity.model_folder("org/other") == Path("org/other")
     assert identity.model_folder(str(snapshot)) == snapshot
