@@ -116,8 +116,8 @@ def test_a_killed_server_finds_its_pages_again_and_another_setup_finds_none(tmp_
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16"}, {"page_size": 32}, {"hicache_mem_layout": "layer_first"}],
-    ids=["dtype", "page-size", "layout"],
+    [{"dtype": "bfloat16"}, {"page_size": 32}, {"hicache_mem_layout": "layer_first"}, {"tp_size": 2}],
+    ids=["dtype", "page-size", "layout", "tp-size"],
 )
 def test_pages_of_another_setup_are_not_found(served: Served, tmp_path, changes):
     ids = prompts(1, seed=7)[0]
