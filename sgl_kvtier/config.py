@@ -67,8 +67,12 @@ class StoreConfig:
     verify_reads: bool = setting(True, "check the checksum of every page read")
     admission: str = setting(
         "all",
-        "which new pages are written: all, or second-hit = those offered twice (spares flash)",
-        choices=("all", "second-hit"),
+        "which new pages are written: all, second-hit = those offered twice, or recompute-cost = those that take "
+        "store.admission_cost_s or longer to compute again (both spare flash)",
+        choices=("all", "second-hit", "recompute-cost"),
+    )
+    admission_cost_s: float = setting(
+        0.0, "for recompute-cost: least seconds to compute a page again; pages whose cost nobody knows are written", low=0
     )
     durable: bool = setting(
         False, "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them"
@@ -96,12 +100,83 @@ class FaultConfig:
 
 
 @dataclass(frozen=True)
+class PolicyConfig:
+    """What is decided and by which rule: the same section steers the server and the simulator."""
+
+    restore: str = setting(
+        "off",
+        "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for each request, "
+        "both = compute its front while loading its back, load, compute, or off = SGLang's own way. auto is off on more than "
+        "one rank and on a GPU, where it was not shown under stress yet",
+        choices=("auto", "both", "load", "compute", "off"),
+    )
+    rule: str = setting(
+        "kvtier",
+        "kvtier, or the published rule of a paper for comparison: cake (whole chunks, no fallback, arrival order), "
+        "cacheflow (whole chunks, I/O goes to the longest remaining restoration)",
+        choices=("kvtier", "cake", "cacheflow"),
+    )
+    io_order: str = setting(
+        "auto",
+        "which restoration is loaded for first: arrival, longest or shortest remaining recompute time; auto = the rule's",
+        choices=("auto", "arrival", "longest", "shortest"),
+    )
+    min_restore_tokens: int = setting(256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000)
+    split_margin: float = setting(
+        0.02, "compute and load together only if that is predicted to save this share of the better of the two", low=0, high=1
+    )
+    min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
+    load_tokens: int = setting(128, "tokens per load: the unit that is in flight, lands or fails", low=1, high=65536)
+    load_horizon_s: float = setting(
+        0.3, "loads handed out ahead of the device, in seconds of its bandwidth", low=0.001, high=60
+    )
+    load_deadline_s: float = setting(
+        2.0, "a load that has not begun this long after it should have been over is given up", low=0.001, high=600
+    )
+    yield_to_fresh: bool = setting(
+        True, "requests that restore nothing are prefilled before a restoring one that can go on loading (Cake section 4)"
+    )
+    max_yields: int = setting(4, "steps in a row a restoring request may be held back so", low=0, high=10_000)
+    prefetch: str = setting(
+        "kvtier",
+        "pages of waiting requests are moved up before their turn: kvtier = by deadline, bytes charged to the links; "
+        "tierkv = the paper's test per page; or off",
+        choices=("kvtier", "tierkv", "off"),
+    )
+    lookahead: int = setting(
+        -1, "K: iterations ahead whose requests' pages are brought to HBM; 0 = none, -1 = from measured speeds", low=-1, high=4096
+    )
+    lookahead_ssd: int = setting(
+        -1, "iterations ahead whose requests' pages are brought from SSD to DRAM; -1 = from measured speeds", low=-1, high=4096
+    )
+    scheduling_slack_s: float = setting(0.0001, "TierKV's delta: how late a prefetched page may come", low=0, high=10)
+    prefetch_margin: float = setting(0.25, "links are taken to be this share slower than measured", low=0, high=10)
+    prefetch_share: float = setting(0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1)
+    eviction: str = setting(
+        "next-use",
+        "which pages leave HBM and DRAM first: next-use = of whoever runs latest, lru or lfu",
+        choices=("next-use", "lru", "lfu"),
+    )
+    map_pages: int = setting(1_000_000, "pages whose place is remembered, 200 bytes each", low=1, high=100_000_000)
+    sessions: bool = setting(True, "learn when idle sessions return; keep or bring back their pages accordingly")
+    session_idle_s: float = setting(900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000)
+    demote_after_s: float = setting(
+        10.0, "pages of sessions expected back later than this get a copy in a lower tier early", low=0, high=1_000_000
+    )
+    hint_limit_s: float = setting(3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000)
+    decision_log: str = setting(
+        "", "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim replay-log); empty = none"
+    )
+
+
+@dataclass(frozen=True)
 class KVTierConfig:
     """Everything in kvtier.json but the keys SGLang reads itself (`HOST_KEYS`)."""
 
     store: StoreConfig = field(default_factory=StoreConfig)
     throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
 
 
 def load_config(path: str | Path) -> KVTierConfig:

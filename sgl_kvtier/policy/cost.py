@@ -1,0 +1,145 @@
+"""What a prefill chunk costs, by its position and size, learned from the chunks that ran.
+
+A chunk of n tokens that starts behind s others takes
+
+    fixed + a n + b n (s + n / 2)        seconds,
+
+since every token attends to all before it (Cake Fig. 4: cost grows linearly with the chunk's index; CacheFlow Fig. 1c: a
+short chunk costs little less than a longer one). The sum over any chunks of one range depends only on their number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_KEEP = 0.985
+"""Weight an earlier chunk keeps per later one: about the last 70 chunks count."""
+_GUESS_WEIGHT = 0.01
+"""A first guess weighs as much as this share of a measured chunk at each of its points."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """The three coefficients, in seconds, seconds per token, and seconds per token and token before it."""
+
+    fixed_s: float
+    per_token_s: float
+    per_token_position_s: float = 0.0
+
+    def chunk_seconds(self, start: int, tokens: float) -> float:
+        """One forward pass over tokens [start, start + tokens)."""
+        return self.fixed_s + self.work_seconds(start, tokens)
+
+    def work_seconds(self, start: float, tokens: float) -> float:
+        """The same without the part every chunk pays."""
+        return tokens * (self.per_token_s + self.per_token_position_s * (start + tokens / 2))
+
+    def range_seconds(self, start: int, tokens: float, chunk_tokens: int) -> float:
+        """All chunks of [start, start + tokens), each of at most `chunk_tokens`."""
+        if tokens <= 0:
+            return 0.0
+        return math.ceil(tokens / chunk_tokens) * self.fixed_s + self.work_seconds(start, tokens)
+
+
+GUESS = PrefillCost(0.01, 1 / 4000)
+"""Where nothing is known yet: it only has to be sane until a few chunks have run."""
+
+
+class CostModel:
+    """PrefillCost fitted online by weighted least squares with forgetting; never negative. Pure arithmetic, no clock.
+
+    `initial` is what a profile says. It counts as a few faint measurements, so that it holds until chunks have been
+    measured at several sizes and positions and gives way as soon as they have.
+    """
+
+    def __init__(self, initial: PrefillCost = GUESS) -> None:
+        self._initial = initial
+        self._matrix = [[0.0] * 3 for _ in range(3)]
+        self._right = [0.0] * 3
+        self._seen = 0
+        self._cost = initial
+        for start in (0, 4096):
+            for tokens in (64, 512):
+                self._add(start, tokens, initial.chunk_seconds(start, tokens), _GUESS_WEIGHT)
+
+    @property
+    def cost(self) -> PrefillCost:
+        """The present estimate."""
+        return self._cost
+
+    @property
+    def seen(self) -> int:
+        """Chunks measured."""
+        return self._seen
+
+    def saw(self, start: int, tokens: int, seconds: float) -> None:
+        """A chunk of one request ran alone."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        self._seen += 1
+        for row in self._matrix:
+            for column in range(3):
+                row[column] *= _KEEP
+        self._right = [value * _KEEP for value in self._right]
+        self._add(start, tokens, seconds, 1.0)
+        self._cost = _solve(self._matrix, self._right) or self._initial
+
+    def profile(self) -> dict[str, float]:
+        """The estimate as plain data."""
+        cost = self._cost
+        return {
+            "fixed_s": cost.fixed_s,
+            "per_token_s": cost.per_token_s,
+            "per_token_position_s": cost.per_token_position_s,
+        }
+
+    def _add(self, start: int, tokens: int, seconds: float, weight: float) -> None:
+        # Weighted by 1/seconds^2: a chunk counts by its relative error, so that small chunks shape the fixed part.
+        weight /= seconds * seconds
+        terms = (1.0, float(tokens), tokens * (start + tokens / 2))
+        for i in range(3):
+            for j in range(3):
+                self._matrix[i][j] += weight * terms[i] * terms[j]
+            self._right[i] += weight * terms[i] * seconds
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
+    """The least-squares solution with no negative coefficient: the best over the subsets of terms whose solution has none."""
+    best: tuple[float, tuple[float, ...]] | None = None
+    for used in ((0, 1, 2), (0, 1), (1, 2), (0, 2), (1,), (0,), (2,)):
+        values = _solve_subset(matrix, right, used)
+        if values is None or min(values) < 0:
+            continue
+        # Up to a constant: |A x - y|^2 = x'Mx - 2 r'x
+        error = sum(values[i] * (sum(matrix[i][j] * values[j] for j in range(3)) - 2 * right[i]) for i in range(3))
+        if best is None or error < best[0] - 1e-12 * abs(best[0]):
+            best = (error, values)
+        if used == (0, 1, 2):
+            break
+    return PrefillCost(*best[1]) if best else None
+
+
+def _solve_subset(matrix: list[list[float]], right: list[float], used: tuple[int, ...]) -> tuple[float, ...] | None:
+    """Gaussian elimination on the chosen terms, scaled by their diagonal; None when they cannot be told apart."""
+    scale = [math.sqrt(matrix[i][i]) for i in used]
+    if min(scale) <= 0:
+        return None
+    rows = [
+        [matrix[i][j] / (scale[a] * scale[b]) for b, j in enumerate(used)] + [right[i] / scale[a]]
+        for a, i in enumerate(used)
+    ]
+    size = len(used)
+    for a in range(size):
+        pivot = max(range(a, size), key=lambda row: (abs(rows[row][a]), -row))
+        if abs(rows[pivot][a]) < 1e-9:
+            return None
+        rows[a], rows[pivot] = rows[pivot], rows[a]
+        for row in range(size):
+            if row != a:
+                factor = rows[row][a] / rows[a][a]
+                rows[row] = [value - factor * top for value, top in zip(rows[row], rows[a], strict=True)]
+    values = [0.0, 0.0, 0.0]
+    for a, i in enumerate(used):
+        values[i] = rows[a][size] / rows[a][a] / scale[a]
+    return tuple(values)

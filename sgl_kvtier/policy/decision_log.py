@@ -1,0 +1,213 @@
+"""A run as lines of JSON: every fact and view a planner was given and every plan it made, to be replayed and compared.
+
+    {"log": "kvtier.decisions", "version": 1, "config": {...}, "engine": {...}, "profile": {...} | null}
+    {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}       facts, in the order they were observed
+    {"type": "StepView", ...}                                      one step: the view,
+    {"type": "StepPlan", "starts": [...], ...}                     and the plan that answered it
+    {"type": "PolicyChanged", "config": {...}}                     other settings from here on
+    {"type": "PlannerFailed", "error": "..."}                      the fact or view before made the planner raise
+    {"type": "LinesDropped", "count": 12}                          a hole: what follows cannot be replayed
+
+Spans are [start, stop], tiers their names, links and modes their values, page keys hexadecimal. Floats keep all digits, so
+decoding and encoding again gives the same line. Fields at their default are left out. Pure functions; files are others' trade.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.policy import messages
+from sgl_kvtier.policy.messages import Fact, Mode, StepPlan, StepView
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+NAME = "kvtier.decisions"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line: what the planner was made with."""
+
+    config: PolicyConfig
+    engine: EngineShape
+    profile: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged:
+    """The planner was given other settings."""
+
+    config: PolicyConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerFailed:
+    """The planner raised on the line before."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinesDropped:
+    """So many lines that belong here could not be kept: the writer was behind."""
+
+    count: int
+
+
+Record: TypeAlias = Fact | StepView | StepPlan | PolicyChanged | PlannerFailed | LinesDropped
+
+
+def encode_header(header: Header) -> str:
+    """The first line of a log, without its line break."""
+    data = {"log": NAME, "version": VERSION, **dataclasses.asdict(header)}
+    return json.dumps(data, separators=(",", ":"))
+
+
+def decode_header(line: str) -> Header:
+    """Reads a first line. Raises TraceError when it is not one, or of a version this package does not read."""
+    data = _parse(line)
+    if data.get("log") != NAME:
+        raise TraceError("not a decision log: its first line must name kvtier.decisions")
+    if data.get("version") != VERSION:
+        raise TraceError(f"decision log version {data.get('version')}: this kvtier reads version {VERSION}; use its own")
+    try:
+        return Header(PolicyConfig(**data["config"]), EngineShape(**data["engine"]), data["profile"])
+    except (KeyError, TypeError) as error:
+        raise TraceError(f"the decision log's first line is damaged: {error}") from error
+
+
+def encode(record: Record) -> str:
+    """One fact, view or plan as a line, without its line break."""
+    return json.dumps(_to_plain(record), separators=(",", ":"))
+
+
+def decode(line: str) -> Record:
+    """Reads such a line. Raises TraceError when it is none."""
+    data = _parse(line)
+    kind = data.get("type")
+    if kind not in _RECORDS:
+        raise TraceError(f"a line of the decision log has the type {kind!r}; known are {', '.join(_RECORDS)}")
+    try:
+        return _from_plain(_RECORDS[kind], data)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise TraceError(f"a {kind} of the decision log is damaged: {error}") from error
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TraceError(f"a line of the decision log is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise TraceError("a line of the decision log is not an object")
+    return data
+
+
+def _to_plain(record: Any) -> dict[str, Any]:
+    data: dict[str, Any] = {"type": type(record).__name__}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if not _is_default(field, value):
+            data[field.name] = _codec(field)[0](value)
+    return data
+
+
+def _from_plain(kind: type, data: Mapping[str, Any]) -> Any:
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = [name for name in data if name not in known and name != "type"]
+    if unknown:
+        raise ValueError(f"it has fields of another version: {', '.join(unknown)}")
+    return kind(**{name: _codec(known[name])[1](value) for name, value in data.items() if name != "type"})
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.default is not dataclasses.MISSING:
+        return bool(value == field.default and type(value) is type(field.default))
+    return field.default_factory is not dataclasses.MISSING and not value
+
+
+_Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _codec(field: dataclasses.Field[Any]) -> _Codec:
+    return _CODECS[str(field.type)]
+
+
+def _many(codec: _Codec) -> _Codec:
+    return lambda values: [codec[0](v) for v in values], lambda values: tuple(codec[1](v) for v in values)
+
+
+def _message(kind: type) -> _Codec:
+    return _to_plain, lambda data: _from_plain(kind, data)
+
+
+_PLAIN: _Codec = (_same, _same)
+_SPAN: _Codec = (lambda span: [span.start, span.stop], lambda pair: Span(*pair))
+_KEY: _Codec = (lambda key: key.hex(), lambda text: PageKey(bytes.fromhex(text)))
+_TIER: _Codec = (lambda tier: tier.name, lambda name: Tier[name])
+_SOURCE: _Codec = (lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])], lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])))
+
+_CODECS: dict[str, _Codec] = {
+    **dict.fromkeys(("str", "int", "float", "bool", "str | None", "int | None"), _PLAIN),
+    "tuple[str, ...]": (list, tuple),
+    "Span": _SPAN,
+    "Tier": _TIER,
+    "Link": (lambda link: link.value, Link),
+    "Mode": (lambda mode: mode.value, Mode),
+    "PolicyConfig": (dataclasses.asdict, lambda data: PolicyConfig(**data)),
+    "tuple[PageKey, ...]": _many(_KEY),
+    "tuple[tuple[Span, Tier], ...]": _many(_SOURCE),
+    "dict[Tier, int]": (
+        lambda pages: {tier.name: count for tier, count in pages.items()},
+        lambda pages: {Tier[name]: count for name, count in pages.items()},
+    ),
+    **{
+        f"tuple[{kind.__name__}, ...]": _many(_message(kind))
+        for kind in (
+            messages.RestoreStart,
+            messages.Cancel,
+            messages.Load,
+            messages.Compute,
+            messages.Evict,
+            messages.Move,
+        )
+    },
+}
+"""How a field is written and read, by its annotation in messages.py. A new kind of field fails at import, just below."""
+
+_RECORDS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (
+        messages.RequestArrived,
+        messages.RequestFinished,
+        messages.RestoreOffered,
+        messages.TransferDone,
+        messages.PagesLost,
+        messages.ChunkStarted,
+        messages.ChunkDone,
+        messages.StepDone,
+        messages.PagesPlaced,
+        messages.PagesDropped,
+        StepView,
+        StepPlan,
+        PolicyChanged,
+        PlannerFailed,
+        LinesDropped,
+    )
+}
+
+for _kind in _RECORDS.values():
+    for _field in dataclasses.fields(_kind):
+        if str(_field.type) not in _CODECS:
+            raise TypeError(f"{_kind.__name__}.{_field.name}: {_field.type} has no form in the decision log")

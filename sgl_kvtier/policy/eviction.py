@@ -1,0 +1,181 @@
+"""Which page of a tier gives way first: LRU, LFU, NextUse, and the shelves they are kept on.
+
+A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used page goes first.
+Nothing is sorted or searched per page, so that a victim costs the same among a thousand pages and a million.
+
+    LRU       one shelf
+    LFU       one shelf per number of uses
+    NextUse   one shelf per group of owners; the shelf whose owners run latest goes first (TierKV section 3.4;
+              CachedAttention and KVFlow evict in the same order)
+
+How to write another: examples/own_eviction.py.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
+from typing import Protocol
+
+from sgl_kvtier.policy.owners import UNOWNED, Owners
+
+
+class Rule(Protocol):
+    """The order in which pages give way. Pure: `group` says who wants the page (see Owners), shelves are whole numbers >= 0."""
+
+    def entered(self, group: int) -> int:
+        """The shelf of a page that has come into the tier."""
+
+    def used(self, shelf: int, group: int) -> int:
+        """The shelf of a page on `shelf` that was used."""
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        """The shelf of a page on `shelf` whose owners are now `group`."""
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
+        """(shelf, next use of its pages) of the shelves that hold pages, the first to give way first; infinity where the
+        rule does not know. Shelves it leaves out are never emptied. Most callers want the first few. Pages may move
+        while the answer is read, so it must not iterate over `shelves` itself without a copy; a shelf -1 is the map's."""
+
+
+class LRU:
+    """Least recently used first."""
+
+    def entered(self, group: int) -> int:
+        return 0
+
+    def used(self, shelf: int, group: int) -> int:
+        return shelf
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        return shelf
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
+        return [(0, math.inf)] if 0 in shelves else []
+
+
+class LFU:
+    """Least often used first, least recently used among equals: the papers' Frequency baseline. Counts do not age."""
+
+    def entered(self, group: int) -> int:
+        return 1
+
+    def used(self, shelf: int, group: int) -> int:
+        return min(shelf + 1, 65535)
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        return shelf
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
+        return ((shelf, math.inf) for shelf in sorted(shelves))
+
+
+class NextUse:
+    """Farthest next execution first: pages nobody is known to want, then those of whoever runs latest."""
+
+    def entered(self, group: int) -> int:
+        return group
+
+    def used(self, shelf: int, group: int) -> int:
+        return group
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        return group
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterator[tuple[int, float]]:
+        if UNOWNED in shelves:
+            yield UNOWNED, math.inf
+        for group, turn in owners.farthest_first():
+            if group in shelves:
+                yield group, turn
+
+
+RULES: Mapping[str, Callable[[], Rule]] = {"lru": LRU, "lfu": LFU, "next-use": NextUse}
+"""By their names in kvtier.json."""
+
+
+class Shelves:
+    """Pages (slots of the map) on numbered shelves, each a ring from the least to the most recently used one.
+
+    12 bytes per slot; every operation takes constant time. The shelf of a slot that is taken off is remembered.
+    """
+
+    def __init__(self) -> None:
+        self.shelf = array("i")
+        self._before = array("I")
+        self._after = array("I")
+        self._oldest: dict[int, int] = {}
+        self._pages: dict[int, int] = {}
+        self.total = 0
+
+    def grow(self, slots: int) -> None:
+        """Makes room for so many more slots."""
+        self.shelf.extend([0] * slots)
+        self._before.extend([0] * slots)
+        self._after.extend([0] * slots)
+
+    @property
+    def names(self) -> KeysView[int]:
+        """Shelves that hold pages."""
+        return self._oldest.keys()
+
+    def pages(self, shelf: int) -> int:
+        """How many stand there."""
+        return self._pages.get(shelf, 0)
+
+    def oldest(self, shelf: int) -> int | None:
+        """The least recently used slot."""
+        return self._oldest.get(shelf)
+
+    def put(self, slot: int) -> None:
+        """Puts a slot that stands nowhere on its shelf as the most recently used one."""
+        shelf = self.shelf[slot]
+        self.total += 1
+        first = self._oldest.get(shelf)
+        if first is None:
+            self._oldest[shelf] = self._before[slot] = self._after[slot] = slot
+            self._pages[shelf] = 1
+            return
+        last = self._before[first]
+        self._after[last] = slot
+        self._before[slot] = last
+        self._after[slot] = first
+        self._before[first] = slot
+        self._pages[shelf] += 1
+
+    def take(self, slot: int) -> None:
+        """Takes a slot off the shelf it stands on."""
+        shelf = self.shelf[slot]
+        self.total -= 1
+        after = self._after[slot]
+        if after == slot:
+            del self._oldest[shelf], self._pages[shelf]
+            return
+        before = self._before[slot]
+        self._after[before] = after
+        self._before[after] = before
+        self._pages[shelf] -= 1
+        if self._oldest[shelf] == slot:
+            self._oldest[shelf] = after
+
+    def assign(self, slot: int, shelf: int) -> None:
+        """The shelf a slot that stands nowhere will be put on."""
+        self.shelf[slot] = shelf
+
+    def move(self, slot: int, shelf: int) -> None:
+        """Takes a slot off its shelf and puts it on this one as the most recently used one."""
+        self.take(slot)
+        self.shelf[slot] = shelf
+        self.put(slot)
+
+    def walk(self, shelf: int) -> Iterator[int]:
+        """Its slots from the least recently used on. Nothing may be put or taken meanwhile."""
+        first = self._oldest.get(shelf)
+        if first is None:
+            return
+        yield first
+        slot = self._after[first]
+        while slot != first:
+            yield slot
+            slot = self._after[slot]

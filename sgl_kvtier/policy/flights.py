@@ -1,0 +1,84 @@
+"""Pages being moved between tiers at our request, until the hands say that they have come or will not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sgl_kvtier.types import Link, PageKey, Tier
+
+
+@dataclass(slots=True)
+class _Move:
+    target: Tier
+    links: tuple[Link, ...]
+    pages: dict[PageKey, None]
+    late_at: float
+
+
+class Flights:
+    """Each page is in flight to one tier at most. Seconds of the hands' clock; memory grows with the pages in flight."""
+
+    def __init__(self) -> None:
+        self._of: dict[PageKey, _Move] = {}
+        self._moves: dict[int, _Move] = {}
+        self._serial = 0
+        self._pages: dict[Link, int] = {}
+        self._since: dict[Link, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._of
+
+    def pages(self, link: Link) -> int:
+        """Pages that have yet to come over a link."""
+        return self._pages.get(link, 0)
+
+    def begin(self, keys: Sequence[PageKey], target: Tier, links: tuple[Link, ...], now: float, late_at: float) -> None:
+        """A move was handed out; from `late_at` on it counts as failed."""
+        move = _Move(target, links, dict.fromkeys(keys), late_at)
+        self._serial += 1
+        self._moves[self._serial] = move
+        for key in keys:
+            assert key not in self._of, "a page in flight is not moved again"
+            self._of[key] = move
+        for link in links:
+            if not self._pages.get(link):
+                self._since[link] = now
+            self._pages[link] = self._pages.get(link, 0) + len(keys)
+
+    def ended(self, keys: Sequence[PageKey], target: Tier, now: float) -> int:
+        """Pages have come to a tier, or will not. Returns how many of them were in flight to it."""
+        count = 0
+        for key in keys:
+            move = self._of.get(key)
+            if move is None or move.target is not target:
+                continue
+            del self._of[key], move.pages[key]
+            count += 1
+            for link in move.links:
+                self._pages[link] -= 1
+                self._since[link] = now
+        return count
+
+    def backlog_seconds(self, link: Link, seconds_per_page: float, now: float) -> float:
+        """Until a link has brought all of it, what has passed since its last arrival taken off."""
+        pages = self._pages.get(link, 0)
+        return max(0.0, pages * seconds_per_page - (now - self._since[link])) if pages else 0.0
+
+    def late(self, now: float) -> list[tuple[tuple[PageKey, ...], Tier]]:
+        """Takes out the moves that are overdue, looking at the oldest ones first."""
+        overdue = []
+        while self._moves:
+            serial = next(iter(self._moves))
+            move = self._moves[serial]
+            if move.pages and move.late_at > now:
+                break
+            del self._moves[serial]
+            if move.pages:
+                keys = tuple(move.pages)
+                self.ended(keys, move.target, now)
+                overdue.append((keys, move.target))
+        return overdue

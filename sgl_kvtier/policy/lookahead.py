@@ -1,0 +1,288 @@
+"""Who runs next, and what that means for pages: the half of a planner that looks ahead.
+
+It keeps the TierMap from facts, turns waiting requests and expected sessions into turns, and says once per step which
+pages to move and which to give up first. A planner hands it every fact and adds what `step` returns to its plan:
+
+    ahead = Lookahead(config, engine, bandwidth)       # the planner's own Bandwidth: it learns from TransferDone facts
+    ahead.observe(fact)
+    evictions, moves = ahead.step(view, busy_s=links.backlogs(view.now), restoring=planner.restoring)
+
+What hands report: every page that comes into a tier or leaves it, as PagesPlaced and PagesDropped; a Move that fails is
+a PagesDropped in the target tier.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.eviction import RULES
+from sgl_kvtier.policy.messages import (
+    ChunkStarted,
+    Evict,
+    Fact,
+    Move,
+    PagesDropped,
+    PagesPlaced,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+    StepView,
+)
+from sgl_kvtier.policy.prefetch import SCOPE, Prefetch, Prefetcher
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.sessions import Hint, HintAnswer, Return, Sessions
+from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.turns import Turn
+from sgl_kvtier.types import Link, PageKey, Tier
+
+_KEEP = 0.8
+_STEADY = 0.1
+"""A turn is only moved in the map when its prediction has changed by more than this share of the time left."""
+_ROUNDS = 4
+"""Every so many steps victims are named for what prefill will claim until the next time, and each turn reaches the map."""
+_MOST_IDLE = 10_000
+
+
+@dataclass(slots=True)
+class _Request:
+    owner: str
+    session: str | None
+    prompt_tokens: int
+    keys: tuple[PageKey, ...]
+    running: bool = False
+
+
+class Lookahead:
+    """The map, the prefetcher and the sessions, fed with facts. Never raises on unknown ids; one thread, no clock."""
+
+    def __init__(self, config: PolicyConfig, engine: EngineShape, bandwidth: Bandwidth) -> None:
+        self._config = config
+        self._engine = engine
+        self._bandwidth = bandwidth
+        self.map = TierMap(config.map_pages, RULES[config.eviction](), RULES[config.eviction]())
+        self.prefetcher = Prefetcher(config, self.map, bandwidth, engine.page_bytes)
+        self.sessions = Sessions(config.session_idle_s, config.hint_limit_s, _MOST_IDLE)
+        self.last = Prefetch()
+        """What the last step decided, with its overlap tests: for logs and reports."""
+        self._requests: dict[str, _Request] = {}
+        self._active: dict[str, None] = {}
+        self._idle: dict[str, Return] = {}
+        self._soon_at: dict[str, float] = {}
+        self._soon: list[tuple[float, str]] = []
+        self._due: dict[str, None] = {}
+        self._demote: dict[str, None] = {}
+        self._iteration_s = 0.0
+        self._round = 0
+        self._observers: dict[type, Callable[[Any], None]] = {
+            RequestArrived: self._arrived,
+            RequestFinished: self._finished,
+            ChunkStarted: self._started,
+            StepDone: self._stepped,
+            PagesPlaced: self._placed,
+            PagesDropped: self._dropped,
+        }
+
+    @property
+    def active(self) -> bool:
+        """Whether it knows of a request or a session at all: without RequestArrived there is nothing to look ahead to."""
+        return bool(self._requests or self._idle)
+
+    def observe(self, fact: Fact) -> None:
+        """Takes note of what happened."""
+        observer = self._observers.get(type(fact))
+        if observer is not None:
+            observer(fact)
+
+    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+        """The client's word on when its session returns; what came of it."""
+        answer = self.sessions.hint(session, hint, now)
+        expected = self.sessions.expected(session, now)
+        if answer.accepted and expected is not None and session in self._idle:
+            self._expect(expected, now)
+        return answer
+
+    def step(
+        self, view: StepView, busy_s: Mapping[Link, float] | None = None, restoring: Collection[str] = ()
+    ) -> tuple[tuple[Evict, ...], tuple[Move, ...]]:
+        """What to give up first, and what to move. `restoring` requests get their pages another way."""
+        for expected in self.sessions.changed(view.now):
+            if expected.session in self._idle:
+                self._expect(expected, view.now)
+        self._look_for_sessions(view.now)
+        idle = self.prefetcher.idle(view.now, self._iteration(), busy_s)
+        turns = [] if idle else self._turns(view, restoring)
+        self._round = (self._round + 1) % _ROUNDS
+        claimed = view.prefill_tokens // self._engine.page_tokens if view.waiting or view.slot is not None else 0
+        ahead = 0 if self._round else _ROUNDS * claimed
+        self.last = self.prefetcher.plan(
+            view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead
+        )
+        return self.last.evictions, self.last.moves + self._demotions(view)
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def _arrived(self, fact: RequestArrived) -> None:
+        owner = f"request {fact.rid}"
+        session = fact.session if self._config.sessions else None
+        if session is not None and session not in self._active:
+            # A session's pages stay its own from turn to turn: only the new ones are claimed.
+            owner = f"session {session}"
+            self.sessions.returned(session, fact.now)
+            self._not_idle(session)
+            self._active[session] = None
+        else:
+            session = None
+        self.map.claim(owner, fact.keys, fact.now + self._iteration() * (1 + len(self._requests)))
+        self.prefetcher.watch(owner)
+        self._requests[fact.rid] = _Request(owner, session, fact.prompt_tokens, fact.keys)
+
+    def _started(self, fact: ChunkStarted) -> None:
+        request = self._requests.get(fact.rid)
+        if request is None or request.running:
+            return
+        request.running = True
+        self.prefetcher.started(request.owner, request.keys)
+        self.prefetcher.unwatch(request.owner)
+        self.map.used(request.keys, fact.now)
+        self.map.expect(request.owner, -math.inf)
+
+    def _finished(self, fact: RequestFinished) -> None:
+        request = self._requests.pop(fact.rid, None)
+        if request is None:
+            return
+        keys = request.keys
+        if fact.keys:
+            keys = fact.keys
+            self.map.claim(request.owner, keys)
+        self.map.used(keys, fact.now)
+        self.prefetcher.forget(request.owner)
+        if request.session is None:
+            self.map.release(request.owner)
+            return
+        del self._active[request.session]
+        self._expect(self.sessions.left(request.session, fact.now), fact.now)
+        if len(self._idle) > _MOST_IDLE:
+            self._give_up(next(iter(self._idle)))
+
+    def _stepped(self, fact: StepDone) -> None:
+        if fact.prefill_tokens > 0:
+            self._iteration_s = self._iteration_s * _KEEP + fact.seconds * (1 - _KEEP) if self._iteration_s else fact.seconds
+
+    def _placed(self, fact: PagesPlaced) -> None:
+        self.map.placed(fact.keys, fact.tier, fact.now)
+        self.prefetcher.placed(fact.keys, fact.tier, fact.now)
+
+    def _dropped(self, fact: PagesDropped) -> None:
+        self.map.dropped(fact.keys, fact.tier)
+        self.prefetcher.dropped(fact.keys, fact.tier, fact.now)
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def _iteration(self) -> float:
+        return self._iteration_s or self._config.load_horizon_s
+
+    def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
+        """The next runs in the order of their windows: waiting requests as they will run, sessions as they should return."""
+        turns = self._waiting_turns(view, restoring)
+        iteration_s = self._iteration()
+        for session in self._due:
+            window_s = max(iteration_s, self._idle[session].early - view.now)
+            turns.append(Turn(f"session {session}", None, int(window_s / iteration_s), window_s))
+        return sorted(turns, key=lambda turn: turn.window_s) if self._due else turns
+
+    def _look_for_sessions(self, now: float) -> None:
+        """Idle sessions whose pages have to be thought of from now on."""
+        while self._soon and self._soon[0][0] <= now:
+            at, session = heapq.heappop(self._soon)
+            if self._soon_at.get(session) == at:
+                self._due[session] = None
+                self.prefetcher.watch(f"session {session}")
+
+    def _waiting_turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
+        """Turns of the first waiting requests that lack pages. Whoever lacks none only takes its time, and its room."""
+        wanting, known = self.prefetcher.refresh(), self.prefetcher.known
+        turns: list[Turn] = []
+        page, iteration_s = self._engine.page_tokens, self._iteration()
+        step_tokens = view.prefill_tokens or self._engine.chunk_tokens
+        ahead = before = 0
+        most = min(SCOPE, len(wanting) - self._lacking(restoring, wanting)) if wanting else 0
+        for rid in view.waiting:
+            if len(turns) >= most:
+                break
+            request = self._requests.get(rid)
+            if request is None or request.running or rid in restoring:
+                continue
+            missing = known.get(request.owner) or self.prefetcher.missing(request.owner)
+            if missing.runs:
+                steps = ahead // step_tokens
+                turns.append(Turn(request.owner, rid, steps, steps * iteration_s, before))
+                before = 0
+            else:
+                before += missing.pages - missing.reach
+            ahead += max(1, request.prompt_tokens - missing.reach * page)
+        for turn in turns[self._round :: _ROUNDS]:
+            self._move_turn(turn.owner, view.now, turn.window_s)
+        return turns
+
+    def _lacking(self, rids: Collection[str], wanting: Mapping[str, None]) -> int:
+        found = (self._requests.get(rid) for rid in rids)
+        return sum(request is not None and request.owner in wanting for request in found)
+
+    def _move_turn(self, owner: str, now: float, window_s: float) -> None:
+        number = self.map.owners.number(owner)
+        if number is not None and abs(self.map.owners.turn(number) - now - window_s) > _STEADY * window_s + self._iteration():
+            self.map.owners.expect(number, now + window_s)
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def _expect(self, expected: Return, now: float) -> None:
+        """An idle session is expected at another time than before, or for the first time."""
+        session = expected.session
+        if expected.at == math.inf:
+            self._idle.setdefault(session, expected)
+            self._give_up(session)
+            return
+        first = session not in self._idle
+        self._idle[session] = expected
+        self.map.expect(f"session {session}", expected.next_use)
+        pages = self.prefetcher.missing(f"session {session}").pages
+        lead_s = 2 * (self._iteration() + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes))
+        self._soon_at[session] = soon_at = expected.early - lead_s
+        if soon_at > now and self._due.pop(session, self) is None:
+            self.prefetcher.unwatch(f"session {session}")
+        heapq.heappush(self._soon, (soon_at, session))
+        if first and expected.at - now > self._config.demote_after_s:
+            self._demote[session] = None
+
+    def _not_idle(self, session: str) -> None:
+        self._idle.pop(session, None)
+        self._soon_at.pop(session, None)
+        if self._due.pop(session, self) is None:
+            self.prefetcher.unwatch(f"session {session}")
+        self._demote.pop(session, None)
+
+    def _give_up(self, session: str) -> None:
+        """It is not expected any more: its pages are nobody's."""
+        self._not_idle(session)
+        self.map.release(f"session {session}")
+        self.prefetcher.forget(f"session {session}")
+
+    def _demotions(self, view: StepView) -> tuple[Move, ...]:
+        """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can leave at once later."""
+        if not self._demote or self._config.prefetch == "off":
+            return ()
+        session = next(iter(self._demote))
+        del self._demote[session]
+        owner = f"session {session}"
+        room = max(0, view.free_pages.get(Tier.DRAM, 0) - self.map.evictable(Tier.DRAM))
+        moves = (
+            self.prefetcher.demote(owner, Tier.HBM, Tier.DRAM, room, view.now),
+            self.prefetcher.demote(owner, Tier.DRAM, Tier.SSD, len(self.map), view.now),
+        )
+        return tuple(move for move in moves if move is not None)

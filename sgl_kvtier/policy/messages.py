@@ -1,0 +1,257 @@
+"""The protocol between the deciding half and its hands, on one screen: facts in, a view in, a plan out.
+
+A planner is told what happened (`observe(fact)`) and asked what to do next (`step(view) -> StepPlan`), both from one
+thread and once per scheduler step. The hands are `runtime/` (SGLang) or `sim/` (virtual time); they carry out a plan and
+report, and never choose. Everything is a frozen dataclass. Seconds are floats of whatever clock the hands keep; with
+several ranks, only values all ranks agree on may be put into a fact or a view.
+
+A restoration covers pages [0, pages) of one request: [0, resident) are in HBM already, the rest lies in lower tiers.
+Compute takes pages from the front, transfers take them from the back; every page is taken by one of them exactly once.
+
+    RestoreOffered ─▶ RestoreStart ─▶ Load…  ─▶ TransferDone, PagesLost
+                                   └▶ Compute… ─▶ ChunkStarted, ChunkDone     until the front has reached `pages`
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+
+class Mode(enum.Enum):
+    """How a prefix is made resident."""
+
+    COMPUTE = "compute"
+    LOAD = "load"
+    BOTH = "both"
+
+
+# --- facts: what happened -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A request is waiting. `keys` name its full prompt pages in order; `session` groups the turns of one client."""
+
+    rid: str
+    now: float
+    prompt_tokens: int
+    keys: tuple[PageKey, ...] = ()
+    session: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished:
+    """A request has left, finished or aborted. Its restoration, if any, is over; loads begun may still end. `keys` name the
+    full pages of prompt and output, which its session's next turn will begin with; empty where that is not known."""
+
+    rid: str
+    now: float
+    aborted: bool = False
+    keys: tuple[PageKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOffered:
+    """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending page spans
+    with the tier each lies in, and cover that range."""
+
+    rid: str
+    now: float
+    prompt_tokens: int
+    resident: int
+    pages: int
+    sources: tuple[tuple[Span, Tier], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """A transfer ended. `span` are pages of `rid`'s prompt (empty for a move of pages that belong to no request);
+    `seconds` is the time the link was busy with it, queueing not included."""
+
+    rid: str
+    link: Link
+    span: Span
+    nbytes: int
+    seconds: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesLost:
+    """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front must compute them."""
+
+    rid: str
+    span: Span
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStarted:
+    """Prefill of tokens [start, stop) of a request was launched. It may be less than a Compute granted, never more."""
+
+    rid: str
+    tokens: Span
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """That prefill has ended; `seconds` is its forward time, `shared_tokens` what else was in the same batch."""
+
+    rid: str
+    tokens: Span
+    seconds: float
+    now: float
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """One engine iteration ended: its time and how many tokens of which kind it held."""
+
+    seconds: float
+    prefill_tokens: int
+    decode_tokens: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesPlaced:
+    """Pages are resident in a tier from now on."""
+
+    keys: tuple[PageKey, ...]
+    tier: Tier
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PagesDropped:
+    """Pages are no longer in a tier."""
+
+    keys: tuple[PageKey, ...]
+    tier: Tier
+    now: float
+
+
+Fact: TypeAlias = (
+    RequestArrived
+    | RequestFinished
+    | RestoreOffered
+    | TransferDone
+    | PagesLost
+    | ChunkStarted
+    | ChunkDone
+    | StepDone
+    | PagesPlaced
+    | PagesDropped
+)
+
+# --- the view: what could be done now ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """The moment of decision.
+
+    `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring request that holds the
+    engine's one slot for chunked prefill, or None when it is free; `slot_open` says whether a restoring request may take
+    it in this step. `prefill_tokens` bounds this step's prefill, `fresh_tokens` are waiting prefill tokens of requests
+    that restore nothing, `decoding` counts running requests. `free_pages` is what may be claimed per tier: destinations
+    of loads come from HBM and, where the hands stage in host memory, from DRAM.
+    """
+
+    now: float
+    waiting: tuple[str, ...] = ()
+    slot: str | None = None
+    slot_open: bool = True
+    prefill_tokens: int = 0
+    fresh_tokens: int = 0
+    decoding: int = 0
+    free_pages: dict[Tier, int] = field(default_factory=dict)
+
+
+# --- the plan: what to do next ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreStart:
+    """The answer to a RestoreOffered. COMPUTE: forget the offer. LOAD: keep the request waiting until its pages are in."""
+
+    rid: str
+    mode: Mode
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Read pages `span` of `rid` into HBM over `link`, highest page first. Late after `deadline_s` seconds from now."""
+
+    rid: str
+    span: Span
+    source: Tier
+    link: Link
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Take back loads of these pages where they were not begun; each comes back as landed or as PagesLost("cancelled")."""
+
+    rid: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What the request in the slot does now: first make the landed pages `splice` part of its prefix (its front is
+    `splice.start`), then prefill `tokens`. 0 waits in this step; None leaves the size to the engine (nothing more to
+    restore). Until then it is a multiple of the page size and never reaches into a page that a transfer has taken."""
+
+    rid: str
+    splice: Span
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy pages one or two tiers up (prefetch) or down (demotion), for `rid`'s sake where that is known."""
+
+    keys: tuple[PageKey, ...]
+    source: Tier
+    target: Tier
+    rid: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Give up these pages' copies in a tier, in this order, as far as room is needed."""
+
+    keys: tuple[PageKey, ...]
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Commands of one step, each tuple in the order to be carried out. An empty plan is always safe to carry out."""
+
+    starts: tuple[RestoreStart, ...] = ()
+    cancels: tuple[Cancel, ...] = ()
+    loads: tuple[Load, ...] = ()
+    computes: tuple[Compute, ...] = ()
+    evictions: tuple[Evict, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+
+class Planner(Protocol):
+    """Whoever decides: ours, or a baseline it is compared with. Never blocks, never raises on facts about unknown ids."""
+
+    def observe(self, fact: Fact) -> None:
+        """Takes note of what happened."""
+
+    def step(self, view: StepView) -> StepPlan:
+        """What to do now. Claims made here hold until a fact ends them."""

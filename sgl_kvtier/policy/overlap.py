@@ -1,0 +1,43 @@
+"""Whether transfers were predicted to be hidden, and whether the prediction was right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """One test of Eq. 1: all that `owner` lacks takes `transfer_s` behind what is before it, `window_s` are left."""
+
+    owner: str
+    pages: int
+    transfer_s: float
+    window_s: float
+    held: bool
+
+
+class Overlaps:
+    """Counts tests and outcomes. The first test of each turn is the one that is judged; memory is bounded by open turns."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, bool] = {}
+        self.counts = {"held": 0, "failed": 0, "held_right": 0, "held_wrong": 0, "failed_right": 0, "failed_wrong": 0}
+        """held_right: predicted to be hidden, and all pages were there at the turn; failed_wrong: predicted not to be, and were."""
+
+    def tested(self, test: Overlap) -> bool:
+        """Takes note of a test; False if this turn was tested before."""
+        if test.owner in self._open:
+            return False
+        self._open[test.owner] = test.held
+        self.counts["held" if test.held else "failed"] += 1
+        return True
+
+    def started(self, owner: str, complete: bool) -> None:
+        """The turn has come; `complete`: none of its pages was missing."""
+        held = self._open.pop(owner, None)
+        if held is not None:
+            self.counts[("held_" if held else "failed_") + ("right" if held is complete else "wrong")] += 1
+
+    def forget(self, owner: str) -> None:
+        """The turn will not come."""
+        self._open.pop(owner, None)

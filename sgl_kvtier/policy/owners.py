@@ -1,0 +1,181 @@
+"""Who will want which pages, and when: requests and idle sessions, each with the time of its next run.
+
+Pages wanted by exactly the same owners share a group, so that one small number per page is enough, and the next use of a
+hundred thousand pages changes with one assignment. Group 0 is that of pages nobody is known to want.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import insort
+from collections.abc import Iterator, Sequence
+
+UNOWNED = 0
+"""The group of pages without an owner."""
+
+
+class Owners:
+    """Owners by name and by small number, and the groups of pages they share. Numbers are used again after `close`.
+
+    Memory: about 8 bytes per page and owner, and a few hundred per owner and group. Not for other threads.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._names: list[str] = []
+        self._free: list[int] = []
+        self._turns = array("d")
+        self.slots: list[tuple[int, ...]] = []
+        """What each owner claims, as slots of the map, in the order of its prompt."""
+        self._groups_of: list[dict[int, None]] = []
+        self._members: list[tuple[int, ...]] = [()]
+        self._pages: list[int] = [0]
+        self._group_of: dict[tuple[int, ...], int] = {(): UNOWNED}
+        self._free_groups: list[int] = []
+        self._order: list[int] = []
+        self._farthest: list[tuple[int, float]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._numbers)
+
+    def number(self, name: str) -> int | None:
+        """The owner's number while it is open."""
+        return self._numbers.get(name)
+
+    def name(self, number: int) -> str:
+        """The name behind a number in use."""
+        return self._names[number]
+
+    def open(self, name: str) -> int:
+        """The owner's number; a new owner's next run is unknown."""
+        number = self._numbers.get(name)
+        if number is not None:
+            return number
+        if self._free:
+            number = self._free.pop()
+            self._names[number] = name
+        else:
+            number = len(self._names)
+            self._names.append(name)
+            self._turns.append(math.inf)
+            self.slots.append(())
+            self._groups_of.append({})
+        self._numbers[name] = number
+        self._turns[number] = math.inf
+        self._order.insert(0, number)
+        return number
+
+    def close(self, number: int) -> None:
+        """The owner is gone. Its pages must have left its groups."""
+        assert not self._groups_of[number], f"owner {self._names[number]} still has pages"
+        del self._numbers[self._names[number]]
+        self._names[number] = ""
+        self.slots[number] = ()
+        self._free.append(number)
+        self._order.remove(number)
+
+    def expect(self, number: int, turn: float) -> None:
+        """When it will run next, in seconds of the hands' clock; infinity if that is not known."""
+        if self._turns[number] != turn:
+            self._turns[number] = turn
+            self._farthest = None
+
+    def turn(self, number: int) -> float:
+        """When it will run next."""
+        return self._turns[number]
+
+    def next_use(self, group: int) -> float:
+        """When the first of a group's owners will run; infinity for group 0."""
+        return min(map(self._turns.__getitem__, self._members[group]), default=math.inf)
+
+    def members(self, group: int) -> tuple[int, ...]:
+        """The owners of a group, as ascending numbers."""
+        return self._members[group]
+
+    # --- groups: kept by the map, which knows the pages -----------------------------------------------------------
+
+    def with_owner(self, group: int, number: int) -> int:
+        """The group of pages that this owner wants too."""
+        members = self._members[group]
+        if number in members:
+            return group
+        wanted = list(members)
+        insort(wanted, number)
+        return self._group(tuple(wanted))
+
+    def without_owner(self, group: int, number: int) -> int:
+        """The group of pages that this owner no longer wants."""
+        members = self._members[group]
+        if number not in members:
+            return group
+        return self._group(tuple(other for other in members if other != number))
+
+    def moved(self, old: int, new: int, pages: int) -> None:
+        """So many pages went from one group to another; a group without pages ends."""
+        if new != UNOWNED:
+            self._pages[new] += pages
+        if old != UNOWNED:
+            self._pages[old] -= pages
+            if not self._pages[old]:
+                self._end(old)
+
+    def _group(self, members: tuple[int, ...]) -> int:
+        group = self._group_of.get(members)
+        if group is not None:
+            return group
+        if self._free_groups:
+            group = self._free_groups.pop()
+            self._members[group] = members
+        else:
+            group = len(self._members)
+            self._members.append(members)
+            self._pages.append(0)
+        self._group_of[members] = group
+        self._farthest = None
+        for number in members:
+            self._groups_of[number][group] = None
+        return group
+
+    def _end(self, group: int) -> None:
+        members = self._members[group]
+        del self._group_of[members]
+        self._farthest = None
+        for number in members:
+            del self._groups_of[number][group]
+        self._members[group] = ()
+        self._free_groups.append(group)
+
+    # --- order ----------------------------------------------------------------------------------------------------
+
+    def farthest_first(self) -> Sequence[tuple[int, float]]:
+        """(group, next use) of every group with an owner, the latest next use first.
+
+        Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not their beginnings.
+        Worked out anew after a turn or a group has changed.
+        """
+        if self._farthest is None:
+            # Nearly sorted already, which is what list.sort is fastest at. Equal turns stay in the order they had.
+            self._order.sort(key=self._turns.__getitem__, reverse=True)
+            self._farthest = list(self._walk())
+        return self._farthest
+
+    def _walk(self) -> Iterator[tuple[int, float]]:
+        seen: dict[int, int] = {}
+        for number in self._order:
+            turn = self._turns[number]
+            shared = []
+            for group in self._groups_of[number]:
+                owners = len(self._members[group])
+                if owners == 1:
+                    yield group, turn
+                    continue
+                # A group's turn is that of its first owner: the last of them in this order.
+                seen[group] = count = seen.get(group, 0) + 1
+                if count == owners:
+                    shared.append((owners, group))
+            for _, group in sorted(shared) if len(shared) > 1 else shared:
+                yield group, turn

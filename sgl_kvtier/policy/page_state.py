@@ -1,0 +1,71 @@
+"""A page's state in one byte, and what can be read from a row of them.
+
+Bit t says that tier t holds the page, bit t + 4 that it is on its way there.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from sgl_kvtier.types import Span, Tier
+
+RESIDENT, MOVING = 0x0F, 0xF0
+IN_HBM, IN_DRAM = 1 << Tier.HBM, 1 << Tier.DRAM
+TIERS = tuple(Tier)
+
+
+def _letter(state: int) -> int:
+    """Where lookahead would take a page from: H D S R resident, h d on its way to HBM or DRAM, . nowhere."""
+    for tier, there, coming in ((Tier.HBM, "H", "h"), (Tier.DRAM, "D", "d"), (Tier.SSD, "S", ""), (Tier.REMOTE, "R", "")):
+        if state >> tier & 1:
+            return ord(there)
+        if coming and state >> (4 + tier) & 1:
+            return ord(coming)
+    return ord(".")
+
+
+_LETTERS = bytes(_letter(state) for state in range(256))
+_RUNS = re.compile(rb"D+|d+|S+|R+")
+_TIER_OF = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOTE, ord("d"): None}
+
+
+@dataclass(frozen=True, slots=True)
+class PageInfo:
+    """What is known of one page. Seconds of the hands' clock; `next_use` is infinite where nobody is known to want it."""
+
+    tiers: tuple[Tier, ...]
+    in_flight: tuple[Tier, ...]
+    pins: int
+    last_use: float
+    next_use: float
+    owners: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What an owner's prompt lacks in HBM. Spans are pages of its prompt, ascending.
+
+    `runs`: pages of [0, reach) not in HBM and not on their way there, with the nearest tier that holds them (None: on
+    their way to DRAM). `reach`: the first page that is in no tier; from there on everything must be computed. `pages`: its
+    full prompt pages.
+    """
+
+    runs: tuple[tuple[Span, Tier | None], ...] = ()
+    reach: int = 0
+    pages: int = 0
+    lacking: int = 0
+    """Pages in `runs`."""
+    below: int = 0
+    """Those of them whose nearest copy is below DRAM."""
+
+
+def missing_of(states: bytes) -> Missing:
+    """What lacks in HBM of a prompt whose pages are in these states. A few regular-expression steps per run of pages."""
+    letters = states.translate(_LETTERS)
+    reach = letters.find(b".")
+    reach = len(letters) if reach < 0 else reach
+    runs = tuple((Span(*run.span()), _TIER_OF[letters[run.start()]]) for run in _RUNS.finditer(letters, 0, reach))
+    below = letters.count(b"S", 0, reach) + letters.count(b"R", 0, reach)
+    lacking = below + letters.count(b"D", 0, reach) + letters.count(b"d", 0, reach)
+    return Missing(runs, reach, len(letters), lacking, below)

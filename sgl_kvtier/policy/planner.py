@@ -1,0 +1,72 @@
+"""The deciding half as a whole: it takes facts, keeps what they imply, and answers each view with a plan.
+
+Deterministic to the bit: the same facts and views give the same plans, whatever the hash seed. One thread, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.messages import Fact, StepPlan, StepView
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.restore_planner import RestorePlanner
+
+
+class KVTierPlanner:
+    """Restoration (`restore_planner`) and what comes before it (`lookahead`), sharing what is learned of the links.
+
+    `profile` is what `profile()` gave at the end of an earlier run: plain data, or None.
+    """
+
+    def __init__(
+        self, config: PolicyConfig, engine: EngineShape, profile: Mapping[str, Any] | None = None
+    ) -> None:
+        known = profile or {}
+        self._restore = RestorePlanner(config, engine, known.get("links"), known.get("prefill"))
+        self.ahead = Lookahead(config, engine, self._restore.bandwidth)
+        """The map of pages, prefetching and sessions: hands read the map for reports and pass clients' hints in."""
+
+    def observe(self, fact: Fact) -> None:
+        """Takes note of what happened. Facts about requests it does not know, or no longer, change nothing but estimates."""
+        self._restore.observe(fact)
+        self.ahead.observe(fact)
+
+    def step(self, view: StepView) -> StepPlan:
+        """Decides this step. Loads and moves in the plan are claimed at once, chunks when a ChunkStarted reports them."""
+        plan = self._restore.step(view)
+        if not self.ahead.active:
+            return plan
+        busy_s = self._restore.links.backlogs(view.now)
+        evictions, moves = self.ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
+        return replace(plan, evictions=evictions, moves=moves) if evictions or moves else plan
+
+    def configure(self, config: PolicyConfig) -> None:
+        """Other settings for restoring from now on. Restorations under way go on in the mode they were given."""
+        self._restore.configure(config)
+
+    def profile(self) -> dict[str, Any]:
+        """What was learned, to be given to the next run: plain data."""
+        return self._restore.profile()
+
+    @property
+    def restoring(self) -> tuple[str, ...]:
+        """Requests being restored, in the order they were offered."""
+        return self._restore.restoring
+
+    def _left(self, view: StepView, plan: StepPlan) -> StepView:
+        """The view after the plan's loads have taken their pages."""
+        if not plan.loads or not view.free_pages:
+            return view
+        taken = sum(len(load.span) for load in plan.loads)
+        return replace(view, free_pages={tier: max(0, pages - taken) for tier, pages in view.free_pages.items()})
+
+
+def make_planner(
+    config: PolicyConfig, engine: EngineShape, profile: Mapping[str, Any] | None = None
+) -> KVTierPlanner:
+    """The planner a configuration asks for. `profile`: what `KVTierPlanner.profile` gave at the end of an earlier run."""
+    return KVTierPlanner(config, engine, profile)

@@ -1,0 +1,396 @@
+"""Lookahead: pages of requests that wait are moved up before their turn (TierKV section 3, Algorithm 1).
+
+Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request's turn, plus the scheduling slack.
+Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
+
+    tierkv   the paper's: requests of the next K iterations, each page tested by itself against the whole window
+    kvtier   pages share the links: requests in order of their turns, each page charged behind those before it and behind
+             what the links have to do already; K from measured speeds; a bounded share of HBM; and no page takes the
+             place of one that is needed sooner, or of one that an earlier request will need
+
+    map, bandwidth = TierMap(1_000_000, NextUse(), NextUse()), Bandwidth({Link.DRAM_TO_HBM: 2e10, Link.SSD_TO_DRAM: 3e9})
+    prefetcher = Prefetcher(PolicyConfig(), map, bandwidth, page_bytes=1 << 20)
+    map.placed(keys, Tier.DRAM, now=0.0)
+    map.claim("request 7", keys, next_use=0.2)
+    plan = prefetcher.plan(0.0, [Turn("request 7", "7", steps=1, window_s=0.2)], {Tier.HBM: 512}, iteration_s=0.2)
+    plan.moves         # (Move(keys, DRAM, HBM, "7"),)
+
+For the cost of a step, fill a map with 256 claims of 256 pages each and time `plan` with 256 turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.flights import Flights
+from sgl_kvtier.policy.messages import Evict, Move
+from sgl_kvtier.policy.overlap import Overlap, Overlaps
+from sgl_kvtier.policy.page_state import Missing
+from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.turns import Turn
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+SCOPE = 32
+"""Turns that lack pages, looked at in one step. What lies further back comes nearer before it matters."""
+_EARLY = 0.5
+"""With K from measured speeds a turn is expected to come after this share of the predicted time."""
+_SOON = 2.0
+"""With K from measured speeds, transfers begin when they would have to within so many iterations."""
+_COVER = 1.5
+"""Moves handed out cover this many iterations, so that no link waits for a plan."""
+_REFILL = 0.5
+"""Links with more than this share of their horizon to do are left alone, so that most steps have nothing to plan."""
+_LATE = 4.0
+"""A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """What to move, in order, and what gives way. `lookahead` is K as used, `tests` are the overlap tests made anew."""
+
+    moves: tuple[Move, ...] = ()
+    evictions: tuple[Evict, ...] = ()
+    tests: tuple[Overlap, ...] = ()
+    lookahead: int = 0
+
+
+class Prefetcher:
+    """Moves pages up for the turns it is shown, and sees to it that no page is moved twice.
+
+    Reads the map and marks there what it moves; hands report arrivals to `placed`, and what left or did not come to
+    `dropped`, beside telling the map. A step costs what has changed since the last one. One thread, no clock.
+    """
+
+    def __init__(self, config: PolicyConfig, tier_map: TierMap, bandwidth: Bandwidth, page_bytes: int) -> None:
+        self._config = config
+        self._map = tier_map
+        self._bandwidth = bandwidth
+        self._page_bytes = page_bytes
+        self._flights = Flights()
+        self.known: dict[str, Missing] = {}
+        """What owners lack, as of the last `refresh`; not everybody is in it."""
+        self._wanting: dict[str, None] = {}
+        self._watched: dict[str, None] = {}
+        self._unused: dict[PageKey, None] = {}
+        self._rest_until = -math.inf
+        self.overlaps = Overlaps()
+        self.moved: dict[Tier, int] = {Tier.HBM: 0, Tier.DRAM: 0}
+        """Pages handed out so far, by target."""
+        self.wasted = 0
+        """Pages brought to HBM that left it without having been used."""
+        self.late = 0
+        """Pages whose move was given up."""
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
+        """Pages are in a tier from now on."""
+        if len(self._flights):
+            self._flights.ended(keys, tier, now)
+
+    def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
+        """Pages have left a tier, or will not come to it."""
+        if tier is Tier.HBM and self._unused:
+            left = [key for key in keys if self._unused.pop(key, self) is None]
+            self.wasted += sum(key not in self._flights for key in left)
+        if len(self._flights):
+            self._flights.ended(keys, tier, now)
+
+    def started(self, owner: str, keys: Sequence[PageKey]) -> None:
+        """An owner runs from now on, on these pages."""
+        self.overlaps.started(owner, not self.missing(owner).runs)
+        for key in keys if self._unused else ():
+            self._unused.pop(key, None)
+
+    def watch(self, owner: str) -> None:
+        """An owner's turn is to come: keep track of whether it lacks anything."""
+        self._watched[owner] = None
+        self._wanting[owner] = None
+
+    def unwatch(self, owner: str) -> None:
+        """Its turn has come, or will not."""
+        self._watched.pop(owner, None)
+        self._wanting.pop(owner, None)
+
+    def forget(self, owner: str) -> None:
+        """An owner is gone."""
+        self.unwatch(owner)
+        self.known.pop(owner, None)
+        self.overlaps.forget(owner)
+
+    def refresh(self) -> Mapping[str, None]:
+        """Watched owners that may lack pages, after taking note of what has changed in the map."""
+        if self._map.has_changed:
+            for changed in self._map.take_changed():
+                self.known.pop(changed, None)
+                if changed in self._watched:
+                    self._wanting[changed] = None
+                    self._rest_until = -math.inf
+        return self._wanting
+
+    def missing(self, owner: str) -> Missing:
+        """What an owner lacks in HBM, looked up again only when something has changed for it."""
+        if self._map.has_changed:
+            self.refresh()
+        known = self.known.get(owner)
+        if known is None:
+            known = self.known[owner] = self._map.missing(owner)
+            if not known.runs:
+                self._wanting.pop(owner, None)
+        return known
+
+    @property
+    def in_flight(self) -> int:
+        """Pages being moved."""
+        return len(self._flights)
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        now: float,
+        turns: Sequence[Turn],
+        free: Mapping[Tier, int],
+        iteration_s: float,
+        busy_s: Mapping[Link, float] | None = None,
+        step_pages: int = 0,
+        ahead_pages: int = 0,
+    ) -> Prefetch:
+        """What to move now. `turns` in the order of their windows; `free` pages may be claimed per tier, those that would
+        have to give way included; `busy_s` is what others have queued on each link; `step_pages` of HBM are claimed in
+        this step anyway, `ahead_pages` more until victims are named for them again."""
+        for keys, tier in self._flights.late(now):
+            self.late += len(keys)
+            self._map.dropped(keys, tier)
+            for key in keys:
+                self._unused.pop(key, None)
+        off = self._config.prefetch == "off" or not self._config.lookahead
+        if off and not ahead_pages:
+            return Prefetch()
+        step = _Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free))
+        step.rooms[Tier.HBM].take(step_pages, now)
+        step.rooms[Tier.HBM].claim(ahead_pages)
+        if off:
+            turns = ()
+        elif self._config.prefetch == "tierkv":
+            self._paper(step, turns)
+        else:
+            self._ours(step, turns)
+        if turns and not step.moves and self._config.prefetch == "kvtier" and self._config.lookahead < 0:
+            # What is due within two iterations was looked for, so the next look may wait as long.
+            self._rest_until = now + _SOON * step.iteration_s
+        evictions = ((step.rooms[tier].victims(), tier) for tier in (Tier.HBM, Tier.DRAM))
+        return Prefetch(
+            moves=tuple(step.moves),
+            evictions=tuple(Evict(keys, tier) for keys, tier in evictions if keys),
+            tests=tuple(step.tests),
+            lookahead=step.lookahead,
+        )
+
+    def idle(self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None) -> bool:
+        """Whether `plan` would find nothing to move, as far as can be said without looking at turns: all links have enough
+        to do, or nothing has changed for anybody since nothing was due."""
+        if not self.refresh() or now < self._rest_until:
+            return True
+        return self._busy(self._links(now, busy_s or {}), iteration_s)
+
+    def _busy(self, links: Mapping[Link, LinkTime], iteration_s: float) -> bool:
+        enough_s = _REFILL * self._horizon(iteration_s)
+        return self._config.prefetch == "kvtier" and all(time.end_s > enough_s for time in links.values())
+
+    def _horizon(self, iteration_s: float) -> float:
+        return max(self._config.load_horizon_s, _COVER * iteration_s)
+
+    def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
+        """Copies to a lower tier, of an owner's pages that have none at or below it; at most so many."""
+        link = Link.HBM_TO_DRAM if source is Tier.HBM else Link.DRAM_TO_SSD
+        keys = [key for key in self._map.without_copy(owner, source, target) if key not in self._flights][:most]
+        if not keys:
+            return None
+        late_at = now + _LATE * self._bandwidth.seconds(link, len(keys) * self._page_bytes)
+        self._flights.begin(keys, target, (link,), now, late_at + self._config.load_deadline_s)
+        self._map.moving(keys, target)
+        self.moved[target] = self.moved.get(target, 0) + len(keys)
+        return Move(tuple(keys), source, target)
+
+    def _links(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkTime]:
+        factor = 1 + self._config.prefetch_margin if self._config.prefetch == "kvtier" else 1.0
+        links = {link: LinkTime(self._bandwidth, link, self._page_bytes, factor) for link in TWO_HOPS}
+        for link, time in links.items():
+            time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(link, time.page_s, now)
+        # Restorations read the same device, their pages going on to HBM without a stop.
+        links[Link.SSD_TO_DRAM].end_s += busy_s.get(Link.SSD_TO_HBM, 0.0)
+        return links
+
+    def _rooms(self, free: Mapping[Tier, int]) -> dict[Tier, Room]:
+        return {tier: Room(self._map, tier, free.get(tier, 0)) for tier in (Tier.HBM, Tier.DRAM)}
+
+    def _emit(self, step: _Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
+        keys = tuple(key for key in self._map.keys_of(turn.owner, span) if key not in self._flights)
+        if not keys:
+            return
+        if target is Tier.DRAM:
+            links: tuple[Link, ...] = (Link.SSD_TO_DRAM,)
+        else:
+            links = (Link.DRAM_TO_HBM,) if source is Tier.DRAM else TWO_HOPS
+        taken_s = max(step.links[link].seconds(self._flights.pages(link) + len(keys)) for link in links)
+        late_at = step.now + _LATE * taken_s + self._config.load_deadline_s
+        self._flights.begin(keys, target, links, step.now, late_at)
+        self._map.moving(keys, target)
+        self.moved[target] += len(keys)
+        step.rooms[target].claim(len(keys))
+        if target is Tier.HBM:
+            self._unused.update(dict.fromkeys(keys))
+        step.moves.append(Move(keys, source, target, turn.rid))
+
+    # --- the paper's rule -------------------------------------------------------------------------------------------
+
+    def _paper(self, step: _Step, turns: Sequence[Turn]) -> None:
+        """Algorithm 1: requests of the next K iterations, block by block; blocks of one run differ in nothing, so a run
+        is one test. Free pages are the hardware's, so this rule has to respect them too."""
+        near = max(1, self._config.lookahead)
+        far = max(near, self._config.lookahead_ssd)
+        step.lookahead = near
+        slack_s = self._config.scheduling_slack_s
+        for turn in turns:
+            for span, tier in self.missing(turn.owner).runs:
+                within = near if tier is Tier.DRAM else far
+                if tier is None or turn.steps > within:
+                    continue
+                links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
+                transfer_s = sum(step.links[link].seconds(1) for link in links)
+                window_s = within * step.iteration_s + slack_s
+                self._test(step, Overlap(turn.owner, len(span), transfer_s, window_s, transfer_s <= window_s))
+                if transfer_s <= window_s:
+                    pages = step.rooms[Tier.HBM].take(len(span), step.now + turn.window_s)
+                    if pages:
+                        self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
+
+    def _test(self, step: _Step, test: Overlap) -> None:
+        if self.overlaps.tested(test):
+            step.tests.append(test)
+
+    # --- our rule ---------------------------------------------------------------------------------------------------
+
+    def _ours(self, step: _Step, turns: Sequence[Turn]) -> None:
+        horizon_s = self._horizon(step.iteration_s)
+        if self._busy(step.links, step.iteration_s):
+            return
+        known = [self.missing(turn.owner) for turn in turns]
+        near, far = self._reach(step, turns, known)
+        step.lookahead = turns[near - 1].steps if near else 0
+        hbm = step.rooms[Tier.HBM]
+        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self._unused)
+        for turn, missing in zip(turns[:near], known, strict=False):
+            missing = self.missing(turn.owner) if step.moves else missing
+            if turn.before:
+                hbm.take(turn.before, step.now + turn.window_s)
+            if missing.runs:
+                self._judge(step, turn, missing)
+                budget -= self._promote(step, turn, missing, budget, horizon_s)
+                missing = self.missing(turn.owner)
+            if turn.rid is not None:
+                # What it will claim when it runs is not for those behind it.
+                hbm.take(missing.pages - missing.reach + missing.lacking, step.now + turn.window_s)
+        ssd = step.links[Link.SSD_TO_DRAM]
+        ahead = self._config.lookahead_ssd < 0 and step.rooms[Tier.DRAM].empty > 0
+        for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
+            if ssd.end_s >= horizon_s or (place >= far and not ahead):
+                break
+            if missing.below:
+                self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
+
+    def _reach(self, step: _Step, turns: Sequence[Turn], known: Sequence[Missing]) -> tuple[int, int]:
+        """How many turns ahead pages are brought to HBM, and to DRAM.
+
+        With K given: turns within K iterations. From measured speeds: up to the last turn whose transfers, with all
+        before them, have to begin before the next step but one (the latest start of earliest-deadline-first).
+        """
+        config = self._config
+        near = sum(turn.steps <= config.lookahead for turn in turns) if config.lookahead >= 0 else 0
+        far = sum(turn.steps <= config.lookahead_ssd for turn in turns) if config.lookahead_ssd >= 0 else 0
+        if config.lookahead >= 0 and config.lookahead_ssd >= 0:
+            return near, max(near, far)
+        ssd, pcie = (step.links[link] for link in TWO_HOPS)
+        soon_pcie, soon_ssd = _SOON * step.iteration_s + pcie.end_s, _SOON * step.iteration_s + ssd.end_s
+        latest_ssd = latest_pcie = math.inf
+        auto_near = auto_far = 0
+        for place in range(len(turns) - 1, -1, -1):
+            missing = known[place]
+            if not missing.lacking:
+                continue
+            latest_pcie = min(latest_pcie, turns[place].window_s * _EARLY) - missing.lacking * pcie.page_s
+            if latest_pcie <= soon_pcie and not auto_near:
+                auto_near = place + 1
+            if missing.below:
+                latest_ssd = min(latest_ssd, latest_pcie) - missing.below * ssd.page_s
+                if latest_ssd <= soon_ssd and not auto_far:
+                    auto_far = place + 1
+        near = auto_near if config.lookahead < 0 else near
+        return near, max(near, auto_far if config.lookahead_ssd < 0 else far)
+
+    def _judge(self, step: _Step, turn: Turn, missing: Missing) -> None:
+        """Eq. 1 for all that is missing, behind what is charged already."""
+        ssd, pcie = (step.links[link] for link in TWO_HOPS)
+        pages, below = missing.lacking, missing.below
+        first_s = ssd.end_s + ssd.seconds(below) + pcie.seconds(1) if below else 0.0
+        transfer_s = max(pcie.end_s + pcie.seconds(pages), first_s)
+        window_s = turn.window_s + self._config.scheduling_slack_s
+        self._test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
+
+    def _promote(self, step: _Step, turn: Turn, missing: Missing, budget: int, horizon_s: float) -> int:
+        """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its first gap."""
+        ssd, pcie = (step.links[link] for link in TWO_HOPS)
+        until_s = turn.window_s + self._config.scheduling_slack_s
+        needed_at = step.now + turn.window_s
+        brought = 0
+        for span, tier in missing.runs:
+            if tier is None:
+                break
+            pages = min(len(span), budget - brought, pcie.fit(min(until_s, horizon_s + pcie.page_s)))
+            if tier is not Tier.DRAM:
+                pages = min(pages, ssd.fit(min(until_s - pcie.seconds(1), horizon_s + ssd.page_s)))
+            pages = step.rooms[Tier.HBM].take(max(0, pages), needed_at)
+            if pages:
+                if tier is not Tier.DRAM:
+                    ssd.charge(pages)
+                pcie.charge(pages)
+                pcie.end_s = max(pcie.end_s, ssd.end_s + pcie.seconds(1)) if tier is not Tier.DRAM else pcie.end_s
+                self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
+            brought += pages
+            if pages < len(span):
+                break
+        return brought
+
+    def _stage(self, step: _Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
+        """Brings to DRAM what lies below; where that is not due yet, only into empty pages."""
+        ssd = step.links[Link.SSD_TO_DRAM]
+        needed_at = step.now + turn.window_s if due else math.inf
+        until_s = min(turn.window_s + self._config.scheduling_slack_s, horizon_s + ssd.page_s)
+        for span, tier in missing.runs:
+            if tier is Tier.DRAM or tier is None:
+                continue
+            pages = step.rooms[Tier.DRAM].take(min(len(span), ssd.fit(until_s)), needed_at)
+            if pages:
+                ssd.charge(pages)
+                self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DRAM)
+            if pages < len(span):
+                break
+
+
+class _Step:
+    """One planning step under way."""
+
+    def __init__(self, now: float, iteration_s: float, links: dict[Link, LinkTime], rooms: dict[Tier, Room]) -> None:
+        self.now = now
+        self.iteration_s = iteration_s
+        self.links = links
+        self.rooms = rooms
+        self.moves: list[Move] = []
+        self.tests: list[Overlap] = []
+        self.lookahead = 0

@@ -1,0 +1,271 @@
+"""Restoration decided request by request: where the two pointers should meet, and whether to split at all.
+
+All predictions are seconds from now. Compute of a request can begin `compute_at_s` from now, and each link has a backlog;
+the best meeting page is where both ends are predicted to finish together (CacheFlow Eq. 1 with a cost curve instead of
+a constant rate, so that it reaches T_opt and not only T* = Tc Tl / (Tc + Tl)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.types import Link, Span, Tier
+
+LINK_OF: Mapping[Tier, Link] = {Tier.DRAM: Link.DRAM_TO_HBM, Tier.SSD: Link.SSD_TO_HBM, Tier.REMOTE: Link.SSD_TO_HBM}
+"""The link a restoration loads over, by where the page lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What a plan has to fit: sizes of the engine that do not change while it runs.
+
+    `chunk_tokens` is the most one prefill step takes, `staged` says that loads from below DRAM need a DRAM page each
+    while they are in flight.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    chunk_tokens: int
+    layers: int = 1
+    staged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What distinguishes our rule from the papers'."""
+
+    balanced_chunks: bool
+    """Chunks are cut so that both ends meet together; otherwise whole chunks as long as the next one is not taken."""
+    fallback: bool
+    """One resource alone where splitting would lose; otherwise always both."""
+    io_order: str
+
+
+RULES: Mapping[str, Rule] = {
+    "kvtier": Rule(balanced_chunks=True, fallback=True, io_order="arrival"),
+    "cake": Rule(balanced_chunks=False, fallback=False, io_order="arrival"),
+    "cacheflow": Rule(balanced_chunks=False, fallback=False, io_order="longest"),
+}
+
+
+def rule_of(config: PolicyConfig) -> Rule:
+    """The rule a configuration asks for."""
+    rule = RULES[config.rule]
+    if config.io_order == "auto":
+        return rule
+    return Rule(rule.balanced_chunks, rule.fallback, config.io_order)
+
+
+@dataclass(slots=True)
+class Restoration:
+    """One request's restoration as the planner sees it. Pages; `order` is the place of its offer among all offers."""
+
+    rid: str
+    order: int
+    prompt_tokens: int
+    pointer: TwoPointer
+    sources: tuple[tuple[Span, Tier], ...]
+    mode: Mode = Mode.BOTH
+    yields: int = 0
+    cancelled: int = 0
+    """Pages at or above this one up to which loads were asked back; not asked again."""
+    in_flight: dict[Link, int] = field(default_factory=dict)
+    """Pages under way, by link."""
+    unread: dict[Link, None] = field(default_factory=dict)
+    """Links over which pages of it could still be asked for."""
+
+    def __post_init__(self) -> None:
+        self.unread = {LINK_OF[tier]: None for _, tier in self.sources}
+
+    def read_out(self, link: Link) -> bool:
+        """Notes a link as used up when nothing is left to ask of it; True when it was noted now."""
+        if any(LINK_OF[tier] is link and self.pointer.free_in(source) for source, tier in self.sources):
+            return False
+        del self.unread[link]
+        return True
+
+    def remaining_span(self, start: int | None = None) -> Span:
+        """From the front, or from a page the front is about to step to, to the end."""
+        return Span(self.pointer.front if start is None else start, self.pointer.units)
+
+    def link_pages(self, span: Span, with_loading: bool = False) -> dict[Link, int]:
+        """Pages of `span` that could still be loaded, by link."""
+        pages: dict[Link, int] = {}
+        for source, tier in self.sources:
+            low, high = max(source.start, span.start), min(source.stop, span.stop)
+            if low < high:
+                part = Span(low, high)
+                count = self.pointer.free_in(part) + (self.pointer.loading_in(part) if with_loading else 0)
+                pages[LINK_OF[tier]] = pages.get(LINK_OF[tier], 0) + count
+        return pages
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Where to meet: compute takes what is open below `meet` (a page), loads take the rest. Seconds from now."""
+
+    meet: int
+    compute_tokens: int
+    seconds: float
+
+
+class Forecast:
+    """Predicted finish times of one restoration, from the learned costs and the state of links and compute."""
+
+    def __init__(
+        self,
+        engine: EngineShape,
+        cost: PrefillCost,
+        bandwidth: Bandwidth,
+        compute_at_s: float,
+        backlog_s: Mapping[Link, float],
+    ) -> None:
+        self._engine = engine
+        self._cost = cost
+        self._bandwidth = bandwidth
+        self._compute_at_s = compute_at_s
+        self._backlog_s = backlog_s
+
+    def compute_seconds(self, start_page: int, pages: int) -> float:
+        """Until `pages` open pages from `start_page` on are computed."""
+        tokens = pages * self._engine.page_tokens
+        start = start_page * self._engine.page_tokens
+        return self._compute_at_s + self._cost.range_seconds(start, tokens, self._engine.chunk_tokens)
+
+    def load_seconds(self, pages: Mapping[Link, int], own_s: Mapping[Link, float] | None = None) -> float:
+        """Until what is in flight and these pages have landed. `own_s`: backlog counted among the pages already."""
+        end = 0.0
+        for link, backlog in self._backlog_s.items():
+            count = pages.get(link, 0)
+            if count or backlog:
+                backlog = max(0.0, backlog - (own_s or {}).get(link, 0.0))
+                end = max(end, backlog + self._bandwidth.seconds(link, count * self._engine.page_bytes))
+        for link, count in pages.items():
+            if link not in self._backlog_s:
+                end = max(end, self._bandwidth.seconds(link, count * self._engine.page_bytes))
+        return end
+
+    def compute_only(self, item: Restoration) -> float:
+        """Computing all that is open."""
+        span = item.remaining_span()
+        return self.compute_seconds(span.start, item.pointer.free_in(span) + item.pointer.lost_in(span))
+
+    def load_only(self, item: Restoration) -> float:
+        """Loading all that is open."""
+        return self.load_seconds(item.link_pages(item.remaining_span()))
+
+    def both(self, item: Restoration, start: int | None = None, recall: bool = False) -> Split:
+        """The best meeting page, with the front at page `start` (where it is). `recall` also counts pages in flight as
+        open, as if their loads could be taken back."""
+        span = item.remaining_span(start)
+        own = (
+            {link: self._bandwidth.seconds(link, count * self._engine.page_bytes) for link, count in item.in_flight.items()}
+            if recall
+            else {}
+        )
+        # Above the last page still to be loaded nothing changes with the meeting page.
+        low, high = span.start, span.stop if recall else item.pointer.free_top(span)  # the meeting is in (low, high]: compute ends first at low, loads at high
+        at_low = self._ends(item, span, low, recall, own)
+        at_high = self._ends(item, span, high, recall, own) if high > low else at_low
+        if at_low[0] >= at_low[1]:
+            high, at_high = low, at_low
+        elif at_high[0] < at_high[1]:
+            low, at_low = high, at_high
+        guess = True
+        while high - low > 1:
+            # Both ends are nearly straight lines, so interpolation lands close; halving in between bounds the steps.
+            slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
+            middle = low + round((high - low) * slack / (slack + lead)) if guess else (low + high) // 2
+            middle, guess = min(max(middle, low + 1), high - 1), not guess
+            ends = self._ends(item, span, middle, recall, own)
+            if ends[0] < ends[1]:
+                low, at_low = middle, ends
+            else:
+                high, at_high = middle, ends
+        best, ends = (low, at_low) if max(at_low) <= max(at_high) else (high, at_high)
+        return Split(best, self._computed_pages(item, span, best, recall) * self._engine.page_tokens, max(ends))
+
+    def _ends(
+        self, item: Restoration, span: Span, meet: int, recall: bool, own: Mapping[Link, float]
+    ) -> tuple[float, float]:
+        pages = self._computed_pages(item, span, meet, recall)
+        computed = self.compute_seconds(span.start, pages) if pages else 0.0
+        return computed, self.load_seconds(item.link_pages(Span(meet, span.stop), recall), own)
+
+    def _computed_pages(self, item: Restoration, span: Span, meet: int, recall: bool) -> int:
+        """Open pages below the meeting page, and those above it that can only be computed."""
+        below = Span(span.start, meet)
+        pages = item.pointer.free_in(below) + item.pointer.lost_in(span)
+        return pages + (item.pointer.loading_in(below) if recall else 0)
+
+
+def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> tuple[Mode, str]:
+    """One resource or both, with the reason. Unmeasured costs (`known` False) mean both: it adapts by itself."""
+    if config.restore in ("both", "load", "compute"):
+        return Mode(config.restore), "configured"
+    if not rule_of(config).fallback:
+        return Mode.BOTH, "rule"
+    if not known:
+        return Mode.BOTH, "not measured yet"
+    compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
+    single = min(compute_s, load_s)
+    if forecast.both(item).seconds <= single * (1 - config.split_margin):
+        return Mode.BOTH, "split is faster"
+    return (Mode.LOAD, "loading is faster") if load_s <= compute_s else (Mode.COMPUTE, "computing is faster")
+
+
+def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rule: Rule) -> int:
+    """Tokens of the next chunk: a multiple of the page, at most one engine chunk, up to the first page a load has taken.
+
+    Balanced: the tokens compute is to take in all are cut into equal chunks, so that the last ends at the meeting.
+    """
+    page = engine.page_tokens
+    whole = max(page, engine.chunk_tokens // page * page)
+    if not rule.balanced_chunks:
+        return min(whole, barrier_tokens)
+    if split.compute_tokens <= 0:
+        return 0
+    chunks = math.ceil(split.compute_tokens / whole)
+    return min(math.ceil(split.compute_tokens / chunks / page) * page, whole, barrier_tokens)
+
+
+def layer_split(cost: PrefillCost, tokens: int, load_s: float, layers: int) -> tuple[int, float]:
+    """Layer-wise restoration of one chunk: layers below the cut are computed, the rest loaded from the top down.
+
+    Returns the cut and its seconds (CacheFlow section 3.1: one pass over all tokens, so a short prefix pays the fixed
+    part of a chunk only in proportion to the layers it computes).
+    """
+    compute_s = cost.chunk_seconds(0, tokens)
+    times = [max(cut / layers * compute_s, (layers - cut) / layers * load_s) for cut in range(layers + 1)]
+    cut = min(range(layers + 1), key=lambda place: (times[place], place))
+    return cut, times[cut]
+
+
+def token_split(cost: PrefillCost, tokens: int, load_s: float, chunk: int, unit: int) -> tuple[int, float]:
+    """Token-wise restoration in units of `unit` tokens: how many tokens to compute, and the seconds it takes."""
+
+    def seconds(computed: int) -> float:
+        return max(cost.range_seconds(0, computed, chunk), load_s * (tokens - computed) / tokens)
+
+    places = [*range(0, tokens, unit), tokens]
+    best = min(places, key=lambda computed: (seconds(computed), computed))
+    return best, seconds(best)
+
+
+def crossover_tokens(
+    cost: PrefillCost, seconds_per_token: float, layers: int, chunk: int, unit: int, longest: int
+) -> int | None:
+    """CacheFlow's L_delta: the shortest prefix, in steps of `unit`, from which splitting by tokens is no slower than by
+    layers. None when there is none up to `longest`."""
+    for tokens in range(unit, longest + 1, unit):
+        load_s = tokens * seconds_per_token
+        if token_split(cost, tokens, load_s, chunk, unit)[1] <= layer_split(cost, tokens, load_s, layers)[1]:
+            return tokens
+    return None

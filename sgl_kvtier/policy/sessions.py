@@ -1,0 +1,214 @@
+"""When will a session come back? Learned per session and per tool, or told by the client.
+
+An agent returns after its tool call, a person after reading. What is between a turn's end and the next turn's arrival is a
+gap; gaps of one tool, and of one session, resemble each other (Continuum keeps KV caches by exactly that). From the gaps
+longer than the time already waited follows when to expect the session, and when to give it up.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+
+from sgl_kvtier.policy.gaps import Gaps, quantile
+
+_PRIOR = 2.0
+"""What others did counts as much as so many gaps of the session's own."""
+_EARLY, _MIDDLE, _LATE = 0.1, 0.5, 0.98
+_MOST_TOOLS = 256
+_DISTRUST = 3
+"""So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until it is right again."""
+_FAR = 4.0
+_ALL = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What a client says of its session. None: it says nothing about that. `expected_delay_s` counts from now if the
+    session is idle, else from the end of its turn; `ttl_s` from now. `priority` > 0: keep its pages longer, each
+    step as if it came back twice as soon; < 0: the other way round. `ttl_s` 0: it will not come back."""
+
+    expected_delay_s: float | None = None
+    priority: int = 0
+    ttl_s: float | None = None
+    tool: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HintAnswer:
+    """What became of a hint. `reason` says why it was refused or what was changed; empty when it was taken as it was."""
+
+    accepted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """When a session is expected, in seconds of the hands' clock: hardly before `early`, probably around `at` (infinity: not
+    any more), weighed by its priority for eviction as `next_use`."""
+
+    session: str
+    early: float
+    at: float
+    next_use: float
+
+
+@dataclass(slots=True)
+class _Session:
+    gaps: Gaps = field(default_factory=lambda: Gaps(0.7))
+    left_at: float | None = None
+    tool: str = _ALL
+    delay_s: float | None = None
+    until: float = math.inf
+    priority: int = 0
+    wrong_hints: int = 0
+    serial: int = 0
+
+
+class Sessions:
+    """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session; sessions idle the longest are
+    forgotten beyond `most`. One thread, no clock: seconds are those of the hands."""
+
+    def __init__(self, idle_limit_s: float = 900.0, hint_limit_s: float = 3600.0, most: int = 10_000) -> None:
+        self._idle_limit_s = idle_limit_s
+        self._hint_limit_s = hint_limit_s
+        self._most = most
+        self._sessions: dict[str, _Session] = {}
+        self._tools: dict[str, Gaps] = {}
+        self._checks: list[tuple[float, int, str]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def returned(self, session: str, now: float) -> None:
+        """A session's next turn has arrived."""
+        known = self._touch(session)
+        if known.left_at is not None:
+            gap_s = max(0.0, now - known.left_at)
+            known.gaps.saw(gap_s)
+            for tool in dict.fromkeys((known.tool, _ALL)):
+                self._tool(tool).saw(gap_s)
+            if known.delay_s is not None:
+                off = max(known.delay_s, 1e-3) / max(gap_s, 1e-3)
+                known.wrong_hints = known.wrong_hints + 1 if not 1 / _FAR <= off <= _FAR else 0
+        known.left_at = known.delay_s = None
+        known.until = math.inf
+        known.tool = _ALL
+        known.serial = 0
+
+    def left(self, session: str, now: float, tool: str | None = None) -> Return:
+        """A session's turn has ended; `tool` is what it called, if that is known. Says when to expect it."""
+        known = self._touch(session)
+        known.left_at = now
+        known.tool = tool or known.tool
+        return self._expect(session, known, now)
+
+    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+        """The client's word. Delays and lifetimes are cut to the configured limit, what cannot be used is refused with why."""
+        known = self._sessions.get(session)
+        if known is None:
+            return HintAnswer(False, "no turn of this session is known; send the hint after its first request")
+        for name, value in (("expected_delay_s", hint.expected_delay_s), ("ttl_s", hint.ttl_s)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                return HintAnswer(False, f"{name} = {value}: must be a number of seconds of at least 0")
+        notes = []
+        if hint.expected_delay_s is not None and known.wrong_hints >= _DISTRUST:
+            return HintAnswer(
+                False,
+                f"the last {known.wrong_hints} expected delays of this session were wrong by more than a factor of {_FAR:g}; "
+                "they are believed again once one is right",
+            )
+        known.priority = max(-3, min(3, hint.priority))
+        if known.priority != hint.priority:
+            notes.append(f"priority {hint.priority} taken as {known.priority}")
+        if hint.expected_delay_s is not None:
+            idle_s = now - known.left_at if known.left_at is not None else 0.0
+            known.delay_s = idle_s + self._clip("expected_delay_s", hint.expected_delay_s, notes)
+        if hint.ttl_s is not None:
+            known.until = now + self._clip("ttl_s", hint.ttl_s, notes)
+        if hint.tool is not None:
+            known.tool = hint.tool[:64]
+        if known.left_at is not None:
+            self._expect(session, known, now)
+        return HintAnswer(True, "; ".join(notes))
+
+    def expected(self, session: str, now: float) -> Return | None:
+        """When an idle session should return, as of now; None when it is unknown or not idle."""
+        known = self._sessions.get(session)
+        if known is None or known.left_at is None:
+            return None
+        return self._predict(session, known, now)
+
+    def changed(self, now: float) -> list[Return]:
+        """Sessions whose expectation has to be made anew by now, because it has passed or was changed by a hint."""
+        due = []
+        while self._checks and self._checks[0][0] <= now:
+            _, serial, session = heapq.heappop(self._checks)
+            known = self._sessions.get(session)
+            if known is not None and known.serial == serial and known.left_at is not None:
+                due.append(self._expect(session, known, now))
+        return due
+
+    def forget(self, session: str) -> None:
+        """A session has ended."""
+        self._sessions.pop(session, None)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _touch(self, session: str) -> _Session:
+        known = self._sessions.pop(session, None) or _Session()
+        self._sessions[session] = known
+        if len(self._sessions) > self._most:
+            del self._sessions[next(iter(self._sessions))]
+        return known
+
+    def _tool(self, tool: str) -> Gaps:
+        gaps = self._tools.pop(tool, None) or Gaps()
+        self._tools[tool] = gaps
+        if len(self._tools) > _MOST_TOOLS:
+            del self._tools[next(name for name in self._tools if name != _ALL)]
+        return gaps
+
+    def _clip(self, name: str, value: float, notes: list[str]) -> float:
+        if value > self._hint_limit_s:
+            notes.append(f"{name} {value:g} cut to {self._hint_limit_s:g}")
+        return min(value, self._hint_limit_s)
+
+    def _expect(self, session: str, known: _Session, now: float) -> Return:
+        """Predicts, and sees to it that the prediction is looked at again when it has passed."""
+        expected = self._predict(session, known, now)
+        self._serial += 1
+        known.serial = self._serial
+        if expected.at < math.inf:
+            # Not again at once where elapsed time moves the prediction by next to nothing.
+            again = max(expected.at, now + 0.05 * (now - (known.left_at or now)), now + 1e-3)
+            heapq.heappush(self._checks, (min(again, max(known.until, now)), self._serial, session))
+        return expected
+
+    def _predict(self, session: str, known: _Session, now: float) -> Return:
+        assert known.left_at is not None, "only of idle sessions"
+        idle_s = max(0.0, now - known.left_at)
+        early, at = self._window(known, idle_s)
+        if idle_s >= self._idle_limit_s or now >= known.until:
+            at = math.inf
+        early = known.left_at + min(early, at)
+        at = known.left_at + at
+        next_use = now + (at - now) / 2.0**known.priority if at < math.inf else math.inf
+        return Return(session, early, at, next_use)
+
+    def _window(self, known: _Session, idle_s: float) -> tuple[float, float]:
+        """Early and middle guess of the gap, given that it lasts longer than what has passed."""
+        if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, 0.1):
+            return (known.delay_s * 0.8, known.delay_s) if idle_s <= known.delay_s else (idle_s, idle_s * 1.25)
+        others = self._tools.get(known.tool) or self._tools.get(_ALL)
+        parts = [(known.gaps, known.gaps.total)]
+        if others is not None:
+            parts.append((others, _PRIOR))
+        if known.delay_s is None:
+            latest = quantile(parts, _LATE)
+            if latest is None or idle_s > 2 * latest:
+                return math.inf, math.inf
+        early, at = (quantile(parts, share, idle_s) for share in (_EARLY, _MIDDLE))
+        return (math.inf, math.inf) if early is None or at is None else (early, at)

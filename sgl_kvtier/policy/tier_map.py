@@ -1,0 +1,430 @@
+"""Where every page is: which tiers hold it, where it is going, who will want it when, and which page gives way first.
+
+A side table by page hash, fed with facts and never asked for permission: a stale entry costs time, not correctness.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
+
+from sgl_kvtier.policy.eviction import LRU, Rule, Shelves
+from sgl_kvtier.policy.owners import UNOWNED, Owners
+from sgl_kvtier.policy.page_state import (
+    IN_DRAM,
+    IN_HBM,
+    MOVING,
+    RESIDENT,
+    TIERS,
+    Missing,
+    PageInfo,
+    missing_of,
+)
+from sgl_kvtier.types import PageKey, Span, Tier
+
+_COLD = 4
+"""Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by nobody."""
+_LISTING = bytes(
+    0 if state & MOVING or not state else state & (IN_HBM | IN_DRAM) or _COLD for state in range(256)
+)
+_COLD_SHELF = -1
+_NOWHERE = 0
+"""The slot of pages the map has no room for. It is never used for a page."""
+_NO_KEY = PageKey(b"")
+_GROW = 4096
+_TICKS_PER_S = 100.0
+
+
+class TierMap:
+    """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is O(1) per page.
+
+    When full, the page that was cold the longest (no copy in HBM or DRAM, no owner, no pin, not moving) is forgotten for a
+    new one; where there is none, the new one is not recorded (`unrecorded` counts). One thread. 200 bytes per page with
+    its 32-byte key at 1e6 pages (the allocator may hold back up to a sixth more while it grows), 8 more per page and owner.
+
+    A fact of the hands' that may arrive at any time never contradicts the map: it is simply what holds from then on.
+    """
+
+    def __init__(self, capacity: int = 1_000_000, hbm_rule: Rule | None = None, dram_rule: Rule | None = None) -> None:
+        self._capacity = capacity
+        self._slot_of: dict[PageKey, int] = {}
+        self._keys: list[PageKey] = [_NO_KEY]
+        self._free: list[int] = []
+        self._state = bytearray(1)
+        self._pins = array("H", [0])
+        self._used = array("I", [0])
+        self._group = array("I", [0])
+        self._base: float | None = None
+        self._hbm = Shelves()
+        self._low = Shelves()
+        self._hbm_rule = hbm_rule or LRU()
+        self._dram_rule = dram_rule or LRU()
+        self._resident = [0, 0, 0, 0]
+        self._changed: dict[int, None] = {}
+        self._claimed: dict[str, None] = {}
+        self._hbm.grow(1)
+        self._low.grow(1)
+        self.owners = Owners()
+        self.unrecorded = 0
+        self.forgotten = 0
+
+    # --- questions --------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    def __contains__(self, key: PageKey) -> bool:
+        return key in self._slot_of
+
+    def __iter__(self) -> Iterator[PageKey]:
+        return iter(self._slot_of)
+
+    def page(self, key: PageKey) -> PageInfo | None:
+        """All that is known of a page; None if nothing is."""
+        slot = self._slot_of.get(key)
+        if slot is None:
+            return None
+        state, group = self._state[slot], self._group[slot]
+        return PageInfo(
+            tiers=tuple(tier for tier in TIERS if state >> tier & 1),
+            in_flight=tuple(tier for tier in TIERS if state >> (4 + tier) & 1),
+            pins=self._pins[slot],
+            last_use=(self._base or 0.0) + self._used[slot] / _TICKS_PER_S,
+            next_use=self.owners.next_use(group),
+            owners=tuple(self.owners.name(number) for number in self.owners.members(group)),
+        )
+
+    def count(self, tier: Tier) -> int:
+        """Known pages that are resident in a tier."""
+        return self._resident[tier]
+
+    def evictable(self, tier: Tier) -> int:
+        """Pages of HBM or DRAM that are neither pinned nor moving."""
+        shelves, _ = self._shelves(tier)
+        return shelves.total - (shelves.pages(_COLD_SHELF) if shelves is self._low else 0)
+
+    def missing(self, owner: str) -> Missing:
+        """What this owner lacks in HBM, from its first page on. O(its pages), at about 25 ns each."""
+        number = self.owners.number(owner)
+        slots = () if number is None else self.owners.slots[number]
+        return missing_of(bytes(map(self._state.__getitem__, slots)))
+
+    def keys_of(self, owner: str, span: Span) -> tuple[PageKey, ...]:
+        """Keys of a range of an owner's pages, as far as they are recorded."""
+        number = self.owners.number(owner)
+        slots = () if number is None else self.owners.slots[number][span.start : span.stop]
+        return tuple(self._keys[slot] for slot in slots if slot != _NOWHERE)
+
+    def without_copy(self, owner: str, source: Tier, target: Tier) -> tuple[PageKey, ...]:
+        """An owner's pages that are in `source` and neither in `target` or below it nor on their way to any tier."""
+        number = self.owners.number(owner)
+        below = (RESIDENT << target) & RESIDENT | MOVING
+        slots = () if number is None else self.owners.slots[number]
+        return tuple(self._keys[slot] for slot in slots if self._state[slot] >> source & 1 and not self._state[slot] & below)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether `take_changed` has anything to tell."""
+        return bool(self._changed or self._claimed)
+
+    def take_changed(self) -> tuple[str, ...]:
+        """Owners of whose pages some have come, gone or begun to move since the last call, each once."""
+        numbers: dict[int, None] = {}
+        for group in self._changed:
+            numbers.update(dict.fromkeys(self.owners.members(group)))
+        names = self._claimed | dict.fromkeys(map(self.owners.name, numbers))
+        self._changed, self._claimed = {}, {}
+        return tuple(names)
+
+    def classes(self, tier: Tier) -> Iterator[tuple[int, float, int]]:
+        """(name, next use, pages) of a tier's classes of evictable pages, the first to give way first."""
+        shelves, rule = self._shelves(tier)
+        for shelf, turn in rule.order(shelves.names, self.owners):
+            if shelf >= 0:
+                yield shelf, turn, shelves.pages(shelf)
+
+    def victims(self, tier: Tier, count: int, after: float = -math.inf) -> tuple[PageKey, ...]:
+        """Up to `count` pages of HBM or DRAM, the first to give way first; none whose next use is not later than `after`."""
+        if count <= 0:
+            return ()
+        return self.victims_of(tier, (shelf for shelf, turn, _ in self.classes(tier) if turn > after), count)
+
+    def victims_of(self, tier: Tier, classes: Iterable[int], count: int) -> tuple[PageKey, ...]:
+        """The same from these classes only."""
+        shelves, _ = self._shelves(tier)
+        slots = islice(chain.from_iterable(map(shelves.walk, classes)), count)
+        return tuple(map(self._keys.__getitem__, slots))
+
+    def resident(self, tier: Tier) -> Iterator[PageKey]:
+        """Every key said to be in a tier, to compare with the truth. O(known pages)."""
+        bit = 1 << tier
+        return (key for key, slot in self._slot_of.items() if self._state[slot] & bit)
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
+        """Pages are in a tier from now on; if they were on their way there, they have arrived."""
+        stamp = self._stamp(now)
+        bit, landed = 1 << tier, ~(16 << tier) & 255
+        state = self._state
+        for key in reversed(keys):
+            slot = self._slot_of.get(key) or self._add(key)
+            if slot != _NOWHERE:
+                self._used[slot] = stamp
+                self._set(slot, (state[slot] | bit) & landed)
+
+    def dropped(self, keys: Sequence[PageKey], tier: Tier) -> None:
+        """Pages are no longer in a tier, and not on their way there either."""
+        keep = ~(17 << tier) & 255
+        for key in reversed(keys):
+            slot = self._slot_of.get(key)
+            if slot is not None:
+                self._set(slot, self._state[slot] & keep)
+
+    def moving(self, keys: Iterable[PageKey], tier: Tier) -> None:
+        """Pages are on their way to a tier, until `placed` or `dropped` there. Keys it does not know are passed over."""
+        bit = 16 << tier
+        state = self._state
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None or state[slot] & bit:
+                continue
+            before = self._listing(slot)
+            if before & IN_HBM:
+                self._hbm.take(slot)
+            if before & (IN_DRAM | _COLD):
+                self._low.take(slot)
+            state[slot] |= bit
+            group = self._group[slot]
+            if group != UNOWNED:
+                self._changed[group] = None
+
+    def used(self, keys: Sequence[PageKey], now: float) -> None:
+        """A request ran on these pages. Given in prompt order: the end of a prefix counts as older than its beginning."""
+        stamp = self._stamp(now)
+        for key in reversed(keys):
+            slot = self._slot_of.get(key)
+            if slot is None:
+                continue
+            self._used[slot] = stamp
+            state, listing = self._state[slot], self._listing(slot)
+            if state & IN_HBM:
+                shelf = self._hbm_rule.used(self._hbm.shelf[slot], self._group[slot])
+                self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
+            if state & IN_DRAM:
+                shelf = self._dram_rule.used(self._low.shelf[slot], self._group[slot])
+                self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
+            elif listing & _COLD:
+                self._low.move(slot, _COLD_SHELF)
+
+    def pin(self, keys: Iterable[PageKey]) -> None:
+        """These are no victims until unpinned as often. Keys it does not know are passed over."""
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is not None and self._pins[slot] < 65535:
+                before = self._listing(slot)
+                self._pins[slot] += 1
+                self._relist(slot, before)
+
+    def unpin(self, keys: Sequence[PageKey]) -> None:
+        """Takes one pin each back, where there is one. A page without pins counts as just used."""
+        for key in reversed(keys):
+            slot = self._slot_of.get(key)
+            if slot is not None and self._pins[slot]:
+                self._pins[slot] -= 1
+                self._relist(slot, 0)
+                self._forget_if_empty(slot)
+
+    def clear(self, tier: Tier) -> None:
+        """A tier was emptied."""
+        self.dropped(tuple(self.resident(tier)), tier)
+
+    # --- owners -------------------------------------------------------------------------------------------------------
+
+    def claim(self, owner: str, keys: Iterable[PageKey], next_use: float = math.inf) -> None:
+        """An owner wants these pages, in prompt order, and no longer those it claimed before.
+
+        What it claimed before and still wants costs next to nothing, so a session's next turn costs its new pages.
+        """
+        keys = tuple(dict.fromkeys(keys))
+        number = self.owners.open(owner)
+        old = self.owners.slots[number]
+        found = tuple(map(self._slot_of.get, keys, repeat(_NOWHERE)))
+        same = _common(old, found)
+        self._leave(number, old[same:])
+        fresh = self._join(number, keys[same:])
+        self.owners.slots[number] = old[:same] + fresh
+        self.owners.expect(number, next_use)
+        if fresh or len(old) > same:
+            self._claimed[owner] = None
+
+    def expect(self, owner: str, next_use: float) -> None:
+        """When an owner will run next; infinity if that is not known. Unknown owners are passed over."""
+        number = self.owners.number(owner)
+        if number is not None:
+            self.owners.expect(number, next_use)
+
+    def release(self, owner: str) -> None:
+        """An owner wants nothing any more."""
+        number = self.owners.number(owner)
+        if number is not None:
+            self._leave(number, self.owners.slots[number])
+            self.owners.close(number)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _join(self, number: int, keys: Sequence[PageKey]) -> tuple[int, ...]:
+        into: dict[int, int] = {}
+        pages: dict[int, int] = {}
+        slots = []
+        for key in reversed(keys):
+            slot = self._slot_of.get(key) or self._add(key)
+            slots.append(slot)
+            if slot == _NOWHERE:
+                continue
+            old = self._group[slot]
+            if old not in into:
+                into[old] = self.owners.with_owner(old, number)
+            pages[old] = pages.get(old, 0) + 1
+            self._regroup(slot, old, into[old])
+        for old, count in pages.items():
+            if old != into[old]:
+                self.owners.moved(old, into[old], count)
+        slots.reverse()
+        return tuple(slots)
+
+    def _leave(self, number: int, slots: Sequence[int]) -> None:
+        into: dict[int, int] = {}
+        pages: dict[int, int] = {}
+        for slot in reversed(slots):
+            old = self._group[slot]
+            if slot == _NOWHERE or (old in into and into[old] == old):
+                continue
+            if old not in into:
+                into[old] = self.owners.without_owner(old, number)
+            pages[old] = pages.get(old, 0) + 1
+            self._regroup(slot, old, into[old])
+            self._forget_if_empty(slot)
+        for old, count in pages.items():
+            if old != into[old]:
+                self.owners.moved(old, into[old], count)
+
+    def _regroup(self, slot: int, old: int, new: int) -> None:
+        if old == new:
+            return
+        before, state = self._listing(slot), self._state[slot]
+        self._group[slot] = new
+        if state & IN_HBM:
+            shelf = self._hbm_rule.regrouped(self._hbm.shelf[slot], new)
+            self._hbm.move(slot, shelf) if before & IN_HBM else self._hbm.assign(slot, shelf)
+        if state & IN_DRAM:
+            shelf = self._dram_rule.regrouped(self._low.shelf[slot], new)
+            self._low.move(slot, shelf) if before & IN_DRAM else self._low.assign(slot, shelf)
+        self._relist(slot, before)
+        if old in self._changed:
+            self._changed[new] = None
+
+    def _set(self, slot: int, new: int) -> None:
+        """Gives a page another state, and keeps shelves, counts and the note of what changed in step with it."""
+        old = self._state[slot]
+        if new == old:
+            return
+        group = self._group[slot]
+        if group != UNOWNED:
+            self._changed[group] = None
+        before = self._listing(slot)
+        self._state[slot] = new
+        if (new ^ old) & RESIDENT:
+            self._count(new & ~old & RESIDENT, 1)
+            self._count(old & ~new & RESIDENT, -1)
+        self._relist(slot, before, new & ~old)
+        if not new:
+            self._forget_if_empty(slot)
+
+    def _count(self, bits: int, by: int) -> None:
+        tier = 0
+        while bits:
+            if bits & 1:
+                self._resident[tier] += by
+            bits >>= 1
+            tier += 1
+
+    def _listing(self, slot: int) -> int:
+        """On which shelves a page stands: bits of HBM and DRAM, or _COLD."""
+        if self._pins[slot]:
+            return 0
+        bits = _LISTING[self._state[slot]]
+        return 0 if bits == _COLD and self._group[slot] != UNOWNED else bits
+
+    def _relist(self, slot: int, before: int, entered: int = 0) -> None:
+        """Brings a page from the shelves it stood on to those it belongs on. Its place on others stays what it was."""
+        after = self._listing(slot)
+        gone, came = before & ~after, after & ~before
+        if gone & IN_HBM:
+            self._hbm.take(slot)
+        if gone & (IN_DRAM | _COLD):
+            self._low.take(slot)
+        if entered & IN_HBM:
+            self._hbm.assign(slot, self._hbm_rule.entered(self._group[slot]))
+        if entered & IN_DRAM:
+            self._low.assign(slot, self._dram_rule.entered(self._group[slot]))
+        if came & IN_HBM:
+            self._hbm.put(slot)
+        if came & _COLD:
+            self._low.assign(slot, _COLD_SHELF)
+        if came & (IN_DRAM | _COLD):
+            self._low.put(slot)
+
+    def _stamp(self, now: float) -> int:
+        if self._base is None:
+            self._base = now
+        return max(0, min(int((now - self._base) * _TICKS_PER_S), 0xFFFFFFFF))
+
+    def _add(self, key: PageKey) -> int:
+        if len(self._slot_of) >= self._capacity:
+            coldest = self._low.oldest(_COLD_SHELF)
+            if coldest is None:
+                self.unrecorded += 1
+                return _NOWHERE
+            self.forgotten += 1
+            self._set(coldest, 0)
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._slot_of[key] = slot
+        self._keys[slot] = key
+        return slot
+
+    def _grow(self) -> None:
+        known = len(self._keys)
+        more = min(max(_GROW, known // 8), self._capacity + 1 - known)
+        self._keys.extend([_NO_KEY] * more)
+        self._state.extend(bytes(more))
+        self._pins.extend([0] * more)
+        self._used.extend([0] * more)
+        self._group.extend([0] * more)
+        self._hbm.grow(more)
+        self._low.grow(more)
+        self._free.extend(range(known + more - 1, known - 1, -1))
+
+    def _forget_if_empty(self, slot: int) -> None:
+        if not self._state[slot] and self._group[slot] == UNOWNED and not self._pins[slot]:
+            del self._slot_of[self._keys[slot]]
+            self._keys[slot] = _NO_KEY
+            self._free.append(slot)
+
+    def _shelves(self, tier: Tier) -> tuple[Shelves, Rule]:
+        if tier is Tier.HBM:
+            return self._hbm, self._hbm_rule
+        if tier is Tier.DRAM:
+            return self._low, self._dram_rule
+        raise ValueError(f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages does that itself")
+
+
+def _common(old: tuple[int, ...], new: tuple[int, ...]) -> int:
+    """How many leading slots are the same page."""
+    if new[: len(old)] == old and _NOWHERE not in old:
+        return len(old)
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b or a == _NOWHERE), min(len(old), len(new)))

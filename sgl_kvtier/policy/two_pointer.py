@@ -1,0 +1,153 @@
+"""One restoration on any axis: the front is computed, the back is loaded, and every unit is delivered exactly once.
+
+Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a unit (a page, or a
+layer) has a state of its own, so that a unit which fails to load becomes the front's, and landed units behind a hole
+are still of use: the front computes the hole and steps over what has landed behind it.
+"""
+
+from __future__ import annotations
+
+from sgl_kvtier.types import Span
+
+_FREE, _LOST, _TAKEN, _COMPUTED, _LOADING, _LANDED, _SPLICED = (bytes([code]) for code in range(7))
+
+
+class TwoPointer:
+    """Who delivers each unit of [start, units). Units below `front` belong to the front: computed, being computed, or
+    spliced in after landing. Raises ValueError when a caller would deliver a unit twice; O(units) bytes of memory."""
+
+    def __init__(self, start: int, units: int) -> None:
+        if not 0 <= start <= units:
+            raise ValueError(f"a restoration cannot start at {start} of {units} units")
+        self._start = start
+        self._units = units
+        self._front = start
+        self._state = bytearray(_SPLICED * start + _FREE * (units - start))
+
+    @property
+    def units(self) -> int:
+        """Where the restoration ends."""
+        return self._units
+
+    @property
+    def front(self) -> int:
+        """Everything below is delivered or being computed."""
+        return self._front
+
+    @property
+    def met(self) -> bool:
+        """The front has reached the end: nothing is left to compute or load."""
+        return self._front == self._units
+
+    @property
+    def loading(self) -> int:
+        """Units in flight."""
+        return self._state.count(_LOADING)
+
+    @property
+    def landed(self) -> int:
+        """Units that were loaded and are not part of the prefix yet."""
+        return self._state.count(_LANDED)
+
+    @property
+    def open(self) -> int:
+        """Units nobody has taken, those that failed to load included."""
+        return self._state.count(_FREE) + self._state.count(_LOST)
+
+    def free_in(self, span: Span) -> int:
+        """Units of `span` nobody has taken and that may still be loaded."""
+        return self._state.count(_FREE, span.start, span.stop)
+
+    def free_top(self, span: Span) -> int:
+        """Where the untouched units of `span` end; its start when there are none."""
+        return max(self._state.rfind(_FREE, span.start, span.stop) + 1, span.start)
+
+    def lost_in(self, span: Span) -> int:
+        """Units of `span` that failed to load and were not computed yet."""
+        return self._state.count(_LOST, span.start, span.stop)
+
+    def loading_in(self, span: Span) -> int:
+        """Units of `span` in flight."""
+        return self._state.count(_LOADING, span.start, span.stop)
+
+    @property
+    def computed(self) -> int:
+        """Units the front has computed."""
+        return self._state.count(_COMPUTED)
+
+    @property
+    def spliced(self) -> int:
+        """Units that were loaded and stepped over."""
+        return self._state.count(_SPLICED) - self._start
+
+    def barrier(self, start: int | None = None) -> int:
+        """The first unit from `start` (the front) on which a transfer has taken: compute may go up to it."""
+        start = self._front if start is None else start
+        places = (self._state.find(_LOADING, start), self._state.find(_LANDED, start))
+        return min((place for place in places if place >= 0), default=self._units)
+
+    def landed_run(self) -> Span:
+        """The landed units that begin at the front; empty when the unit at the front has not landed."""
+        ahead = self._state[self._front :]
+        return Span(self._front, self._front + len(ahead) - len(ahead.lstrip(_LANDED)))
+
+    def last_loading(self) -> Span:
+        """The lowest run of units in flight: the last to be begun when loads go from the back. Empty if there is none."""
+        start = self._state.find(_LOADING)
+        if start < 0:
+            return Span(self._units, self._units)
+        ahead = self._state[start:]
+        return Span(start, start + len(ahead) - len(ahead.lstrip(_LOADING)))
+
+    def take_front(self, count: int) -> Span:
+        """Claims up to `count` units from the front for computing, never one that a transfer has taken."""
+        stop = min(self._front + count, self.barrier())
+        return self._advance(Span(self._front, stop), _TAKEN)
+
+    def computed_up_to(self, unit: int) -> None:
+        """The claimed units below `unit` have been computed."""
+        below = self._state[: min(unit, self._front)]
+        self._state[: len(below)] = below.replace(_TAKEN, _COMPUTED)
+
+    def take_back(self, count: int, within: Span | None = None, floor: int = 0) -> Span:
+        """Claims the highest run of at most `count` untouched units for loading, inside `within` and at or above `floor`.
+
+        Units that failed once are the front's and are passed over. Empty when there is none.
+        """
+        low = max(self._front, floor, within.start if within is not None else 0)
+        stop = self._state.rfind(_FREE, low, within.stop if within is not None else self._units) + 1
+        if stop == 0 or count <= 0:
+            return Span(self._front, self._front)
+        piece = self._state[max(low, stop - count) : stop]
+        span = Span(stop - (len(piece) - len(piece.rstrip(_FREE))), stop)
+        self._paint(span, _LOADING)
+        return span
+
+    def land(self, span: Span) -> int:
+        """Units of `span` in flight have landed. Others are left as they are; returns how many landed."""
+        return self._settle(span, _LANDED)
+
+    def lose(self, span: Span) -> int:
+        """Units of `span` in flight will not come: they are the front's. Returns how many there were."""
+        return self._settle(span, _LOST)
+
+    def splice(self, span: Span) -> None:
+        """The landed units `span`, which begin at the front, are now part of the prefix."""
+        run = self.landed_run()
+        if span.start != self._front or span.stop > run.stop:
+            raise ValueError(f"[{span.start}, {span.stop}) has not landed behind the front at {self._front}")
+        self._advance(span, _SPLICED)
+
+    def _settle(self, span: Span, state: bytes) -> int:
+        stop = min(span.stop, self._units)
+        piece = self._state[span.start : stop]
+        self._state[span.start : stop] = piece.replace(_LOADING, state)
+        return piece.count(_LOADING)
+
+    def _advance(self, span: Span, state: bytes) -> Span:
+        self._paint(span, state)
+        self._front = span.stop
+        return span
+
+    def _paint(self, span: Span, state: bytes) -> None:
+        self._state[span.start : span.stop] = state * len(span)

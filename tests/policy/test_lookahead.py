@@ -1,0 +1,198 @@
+"""Facts in, moves out: requests that wait and sessions that will return, in front of small hands."""
+
+from __future__ import annotations
+
+import math
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.messages import (
+    ChunkStarted,
+    PagesDropped,
+    PagesPlaced,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+    StepView,
+)
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.sessions import Hint
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+ENGINE = EngineShape(page_tokens=16, page_bytes=1000, chunk_tokens=512)
+FREE = {Tier.HBM: 1000, Tier.DRAM: 1000}
+
+
+def named(count, start=0):
+    return tuple(PageKey(n.to_bytes(32, "big")) for n in range(start, start + count))
+
+
+def look(**config) -> Lookahead:
+    speeds = {Link.DRAM_TO_HBM: 1e6, Link.SSD_TO_DRAM: 1e5, Link.HBM_TO_DRAM: 1e6, Link.DRAM_TO_SSD: 1e5}
+    ahead = Lookahead(PolicyConfig(prefetch_share=1.0, **config), ENGINE, Bandwidth(speeds))
+    ahead.observe(StepDone(0.1, 512, 0, 0.0))
+    return ahead
+
+
+def arrive(ahead, rid, keys, now=0.0, session=None):
+    ahead.observe(RequestArrived(rid, now, len(keys) * 16 + 8, keys, session))
+
+
+def run(ahead, rid, keys, now):
+    """The request runs from beginning to end; its pages are in HBM and DRAM afterwards."""
+    ahead.observe(ChunkStarted(rid, Span(0, len(keys) * 16), now))
+    ahead.observe(PagesPlaced(keys, Tier.HBM, now))
+    ahead.observe(PagesPlaced(keys, Tier.DRAM, now))
+    ahead.observe(RequestFinished(rid, now, keys=keys))
+
+
+def drop(ahead, keys, tier, now):
+    ahead.observe(PagesDropped(keys, tier, now))
+
+
+def moves(ahead, now, *waiting, free=None):
+    _, found = ahead.step(StepView(now, waiting, prefill_tokens=512, free_pages=free or FREE))
+    return [(move.rid, move.keys, move.source, move.target) for move in found]
+
+
+def test_the_second_in_line_is_brought_up_while_the_first_runs():
+    ahead = look()
+    first, second = named(64), named(20, 100)
+    ahead.observe(PagesPlaced(second, Tier.DRAM, 0.0))
+    arrive(ahead, "1", first)
+    arrive(ahead, "2", second)
+    assert moves(ahead, 0.0, "1", "2") == [("2", second, Tier.DRAM, Tier.HBM)]
+    assert moves(ahead, 0.05, "1", "2") == []
+
+
+def test_a_request_that_is_being_restored_is_left_alone():
+    ahead = look()
+    keys = named(20)
+    ahead.observe(PagesPlaced(keys, Tier.DRAM, 0.0))
+    arrive(ahead, "1", named(64, 100))
+    arrive(ahead, "2", keys)
+    view = StepView(0.0, ("1", "2"), prefill_tokens=512, free_pages=FREE)
+    assert ahead.step(view, restoring=("2",)) == ((), ())
+
+
+def test_pages_of_who_waits_outlive_those_of_who_left():
+    ahead = look()
+    waits, left = named(10), named(10, 100)
+    arrive(ahead, "left", left)
+    run(ahead, "left", left, 0.5)
+    ahead.observe(PagesPlaced(waits, Tier.HBM, 0.0))
+    arrive(ahead, "waits", waits, now=1.0)
+    assert set(ahead.map.victims(Tier.HBM, 10)) == set(left)
+    assert ahead.map.victims(Tier.HBM, 20)[-1] == waits[0]
+
+
+def test_a_sessions_pages_are_its_own_between_turns_and_come_back_before_it_does():
+    ahead = look(demote_after_s=1000.0)
+    keys, now = named(20), 0.0
+    for turn in range(6):
+        arrive(ahead, f"t{turn}", keys, now, session="s")
+        run(ahead, f"t{turn}", keys, now + 0.5)
+        # Without any experience nobody is expected.
+        assert ahead.map.page(keys[0]).owners == (("session s",) if turn else ())
+        now += 10.0
+    left_at = now - 9.5
+    assert left_at + 6 < ahead.map.page(keys[0]).next_use < left_at + 14
+    drop(ahead, keys, Tier.HBM, left_at + 0.1)
+    seen = {}
+    for tick in range(1, 95):
+        at = left_at + 0.1 * tick
+        for found in moves(ahead, at):
+            seen[at - left_at] = found
+            ahead.observe(PagesPlaced(found[1], found[3], at))
+    assert list(seen.values()) == [(None, keys, Tier.DRAM, Tier.HBM)]
+    assert 4.0 < next(iter(seen)) < 9.5
+    arrive(ahead, "last", keys, now, session="s")
+    assert ahead.prefetcher.missing("session s").runs == ()
+
+
+def test_who_will_idle_long_leaves_a_copy_below():
+    ahead = look(demote_after_s=5.0)
+    keys = named(10)
+    arrive(ahead, "1", keys, session="s")
+    ahead.hint("s", Hint(expected_delay_s=60.0), 0.0)
+    ahead.observe(ChunkStarted("1", Span(0, 160), 0.0))
+    ahead.observe(PagesPlaced(keys, Tier.HBM, 0.1))
+    ahead.observe(RequestFinished("1", 0.2, keys=keys))
+    assert moves(ahead, 0.3) == [(None, keys, Tier.HBM, Tier.DRAM)]
+    assert moves(ahead, 0.4) == []
+
+
+def test_a_hint_reaches_the_order_of_eviction():
+    ahead = look()
+    for name, start in (("a", 0), ("b", 100)):
+        arrive(ahead, name, named(5, start), session=name)
+        run(ahead, name, named(5, start), 0.5)
+        assert ahead.map.page(named(1, start)[0]) is not None
+    assert ahead.map.page(named(1)[0]).owners == ()
+    for name, start, delay in (("a", 0, 50.0), ("b", 100, 5.0)):
+        arrive(ahead, name + "2", named(5, start), 1.0, session=name)
+        assert ahead.hint(name, Hint(expected_delay_s=delay), 1.0).accepted
+        run(ahead, name + "2", named(5, start), 1.5)
+    assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5))
+    ahead.hint("a", Hint(expected_delay_s=1.0), 2.0)
+    assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5, 100))
+
+
+def test_a_session_that_is_given_up_owns_nothing():
+    ahead = look(session_idle_s=20.0)
+    keys = named(5)
+    arrive(ahead, "1", keys, session="s")
+    ahead.hint("s", Hint(expected_delay_s=15.0), 0.0)
+    run(ahead, "1", keys, 0.5)
+    assert ahead.map.page(keys[0]).owners == ("session s",)
+    for at in range(1, 200):
+        moves(ahead, float(at))
+    assert ahead.map.page(keys[0]).owners == () and ahead.map.page(keys[0]).next_use == math.inf
+
+
+def test_two_requests_of_one_session_at_once_do_not_mix_their_pages():
+    ahead = look()
+    arrive(ahead, "1", named(5), session="s")
+    arrive(ahead, "2", named(5, 100), session="s")
+    assert ahead.map.page(named(1)[0]).owners == ("session s",)
+    assert ahead.map.page(named(1, 100)[0]).owners == ("request 2",)
+    ahead.observe(RequestFinished("2", 1.0))
+    assert ahead.map.page(named(1, 100)[0]) is None
+
+
+def test_victims_are_named_for_what_prefill_will_claim():
+    ahead = look()
+    old = named(200, 1000)
+    ahead.observe(PagesPlaced(old, Tier.HBM, 0.0))
+    arrive(ahead, "1", named(64))
+    named_now = []
+    for tick in range(4):
+        evictions, _ = ahead.step(StepView(float(tick), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 200}))
+        named_now += [key for evict in evictions for key in evict.keys]
+    assert named_now == list(reversed(old))[: len(named_now)] and len(named_now) == 128
+
+
+def test_victims_are_named_without_prefetching_too():
+    ahead = look(prefetch="off")
+    soon, old = named(8), named(200, 1000)
+    ahead.observe(PagesPlaced(old + soon, Tier.HBM, 0.0))
+    arrive(ahead, "1", soon)
+    plans = [ahead.step(StepView(float(n), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 208})) for n in range(4)]
+    evicted = [key for evictions, _ in plans for evict in evictions for key in evict.keys]
+    assert evicted == list(reversed(old))[:128] and not any(moved for _, moved in plans)
+
+
+def test_learning_can_be_switched_off():
+    ahead = look(sessions=False)
+    arrive(ahead, "1", named(5), session="s")
+    run(ahead, "1", named(5), 0.5)
+    assert ahead.map.page(named(1)[0]).owners == () and len(ahead.sessions) == 0
+
+
+def test_unknown_ids_change_nothing():
+    ahead = look()
+    ahead.observe(RequestFinished("?", 0.0))
+    ahead.observe(ChunkStarted("?", Span(0, 16), 0.0))
+    assert moves(ahead, 0.0, "?", "!") == []
+    assert len(ahead.map) == 0

@@ -1,0 +1,303 @@
+"""Lookahead in front of small hands: what is moved, in which order, within which bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.eviction import NextUse
+from sgl_kvtier.policy.prefetch import Prefetcher
+from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.turns import Turn, turns_of
+from sgl_kvtier.types import Link, PageKey, Tier
+
+PAGE = 1000
+"""Bytes; links carry 100 pages a second from DRAM and 10 from SSD, so that the sums are easy."""
+SPEEDS = {Link.DRAM_TO_HBM: 100.0 * PAGE, Link.SSD_TO_DRAM: 10.0 * PAGE}
+PLENTY = {Tier.HBM: 10_000, Tier.DRAM: 10_000}
+
+
+def named(count, start=0):
+    return tuple(PageKey(n.to_bytes(32, "big")) for n in range(start, start + count))
+
+
+class Bench:
+    """A map, a prefetcher, and requests whose pages lie somewhere."""
+
+    def __init__(self, **config):
+        self.config = PolicyConfig(**{"prefetch_margin": 0.0, "load_horizon_s": 60.0, "prefetch_share": 1.0, **config})
+        self.map = TierMap(100_000, NextUse(), NextUse())
+        self.prefetcher = Prefetcher(self.config, self.map, Bandwidth(SPEEDS), PAGE)
+
+    def request(self, name, keys, tier, turn=math.inf):
+        if tier is not None:
+            self.map.placed(keys, tier, 0.0)
+        self.map.claim(name, keys, turn)
+
+    def plan(self, turns, free=None, now=0.0, iteration_s=1.0, **more):
+        return self.prefetcher.plan(now, turns, free or PLENTY, iteration_s, **more)
+
+    def land(self, moves, now):
+        for move in moves:
+            self.map.placed(move.keys, move.target, now)
+            self.prefetcher.placed(move.keys, move.target, now)
+
+
+def turn(name, steps, window_s=None):
+    return Turn(name, name, steps, steps * 1.0 if window_s is None else window_s)
+
+
+def moved(plan):
+    return [(move.rid, len(move.keys), move.source, move.target) for move in plan.moves]
+
+
+def test_a_waiting_requests_pages_come_up_before_its_turn():
+    bench = Bench()
+    bench.request("r", named(50), Tier.DRAM)
+    plan = bench.plan([turn("r", 1)])
+    assert moved(plan) == [("r", 50, Tier.DRAM, Tier.HBM)]
+    assert plan.moves[0].keys == named(50)
+    assert [test.held for test in plan.tests] == [True]
+    assert plan.tests[0].transfer_s == pytest.approx(0.5)
+
+
+def test_what_is_in_flight_is_not_moved_again_and_what_came_is_not_either():
+    bench = Bench()
+    bench.request("r", named(50), Tier.DRAM)
+    bench.request("s", named(60), Tier.DRAM)
+    first = bench.plan([turn("r", 1), turn("s", 1)])
+    assert moved(first) == [("r", 50, Tier.DRAM, Tier.HBM), ("s", 10, Tier.DRAM, Tier.HBM)]
+    assert bench.plan([turn("r", 1), turn("s", 1)], now=0.1).moves == ()
+    bench.land(first.moves, 0.6)
+    assert bench.prefetcher.in_flight == 0
+    assert bench.plan([turn("r", 1), turn("s", 1)], now=0.7).moves == ()
+
+
+def test_bytes_are_charged_behind_those_of_earlier_turns():
+    bench = Bench()
+    bench.request("r", named(80), Tier.DRAM)
+    bench.request("s", named(80, 100), Tier.DRAM)
+    plan = bench.plan([turn("r", 1), turn("s", 1)])
+    assert moved(plan) == [("r", 80, Tier.DRAM, Tier.HBM), ("s", 20, Tier.DRAM, Tier.HBM)]
+    assert [test.held for test in plan.tests] == [True, False]
+    assert plan.moves[1].keys == named(20, 100)
+
+
+def test_the_papers_rule_tests_every_page_by_itself():
+    bench = Bench(prefetch="tierkv", lookahead=1)
+    bench.request("r", named(80), Tier.DRAM)
+    bench.request("s", named(80, 100), Tier.DRAM)
+    bench.request("late", named(80, 200), Tier.DRAM)
+    plan = bench.plan([turn("r", 1), turn("s", 1), turn("late", 2)])
+    assert moved(plan) == [("r", 80, Tier.DRAM, Tier.HBM), ("s", 80, Tier.DRAM, Tier.HBM)]
+    assert [test.held for test in plan.tests] == [True, True]
+
+
+def test_the_papers_rule_takes_ssd_pages_in_two_hops_where_the_window_allows_it():
+    for window, expected in ((1.0, [("r", 5, Tier.SSD, Tier.HBM)]), (0.1, [])):
+        bench = Bench(prefetch="tierkv", lookahead=1)
+        bench.request("r", named(5), Tier.SSD)
+        assert moved(bench.plan([turn("r", 1)], iteration_s=window)) == expected
+
+
+def test_what_is_needed_next_comes_to_hbm_and_what_is_needed_later_to_dram_first():
+    bench = Bench(lookahead=1, lookahead_ssd=10)
+    bench.request("next", named(4), Tier.SSD)
+    bench.request("later", named(20, 100), Tier.SSD)
+    plan = bench.plan([turn("next", 1), turn("later", 5)])
+    assert moved(plan) == [("next", 4, Tier.SSD, Tier.HBM), ("later", 20, Tier.SSD, Tier.DRAM)]
+
+
+def test_pages_on_their_way_to_dram_are_promoted_once_they_are_there():
+    bench = Bench(lookahead=1, lookahead_ssd=10)
+    bench.request("r", named(20), Tier.SSD)
+    first = bench.plan([turn("r", 5)])
+    assert bench.plan([turn("r", 1)], now=1.0).moves == ()
+    bench.land(first.moves, 2.0)
+    assert moved(bench.plan([turn("r", 1)], now=2.0)) == [("r", 20, Tier.DRAM, Tier.HBM)]
+
+
+def test_a_prefix_is_brought_up_to_its_first_gap():
+    bench = Bench()
+    keys = named(30)
+    bench.map.placed(keys[:10], Tier.DRAM, 0.0)
+    bench.map.placed(keys[12:], Tier.DRAM, 0.0)
+    bench.map.claim("r", keys)
+    assert [move.keys for move in bench.plan([turn("r", 1)]).moves] == [keys[:10]]
+
+
+def test_what_an_earlier_request_will_claim_is_not_given_to_a_later_one():
+    bench = Bench()
+    bench.request("first", named(60), None)
+    bench.request("second", named(50, 100), Tier.DRAM)
+    plan = bench.plan([turn("first", 0), turn("second", 1)], free={Tier.HBM: 100, Tier.DRAM: 100})
+    assert moved(plan) == [("second", 40, Tier.DRAM, Tier.HBM)]
+
+
+def test_no_page_takes_the_place_of_one_that_is_needed_sooner():
+    bench = Bench()
+    bench.request("soon", named(30, 500), Tier.HBM, turn=0.5)
+    bench.request("idle", named(10, 600), Tier.HBM, turn=100.0)
+    bench.map.placed(named(5, 700), Tier.HBM, 0.0)
+    bench.request("r", named(50), Tier.DRAM, turn=1.0)
+    plan = bench.plan([turn("r", 1)], free={Tier.HBM: 45, Tier.DRAM: 0})
+    assert moved(plan) == [("r", 15, Tier.DRAM, Tier.HBM)]
+    assert [(e.tier, sorted(e.keys)) for e in plan.evictions] == [(Tier.HBM, sorted(named(10, 600) + named(5, 700)))]
+    assert plan.evictions[0].keys[0] in named(5, 700)
+
+
+def test_the_share_of_hbm_for_prefetched_pages_is_kept_until_they_are_used():
+    bench = Bench(prefetch_share=0.2)
+    bench.request("r", named(50), Tier.DRAM)
+    first = bench.plan([turn("r", 1)], free={Tier.HBM: 100})
+    assert moved(first) == [("r", 20, Tier.DRAM, Tier.HBM)]
+    bench.land(first.moves, 0.5)
+    assert bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves == ()
+    bench.prefetcher.started("r", named(50))
+    assert sum(len(move.keys) for move in bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves) > 0
+
+
+def test_links_are_handed_no_more_than_the_horizon():
+    bench = Bench(load_horizon_s=0.1, lookahead=8)
+    bench.request("r", named(500), Tier.DRAM)
+    plan = bench.plan([turn("r", 8)], iteration_s=0.1)
+    assert sum(len(move.keys) for move in plan.moves) == 16
+    bench.land(plan.moves, 0.2)
+    assert sum(len(move.keys) for move in bench.plan([turn("r", 8)], iteration_s=0.1, now=0.2).moves) == 16
+
+
+def test_what_others_have_queued_on_a_link_comes_first():
+    bench = Bench()
+    bench.request("r", named(50), Tier.DRAM)
+    plan = bench.plan([turn("r", 1)], busy_s={Link.DRAM_TO_HBM: 0.8})
+    assert moved(plan) == [("r", 20, Tier.DRAM, Tier.HBM)]
+    assert plan.tests[0].held is False
+
+
+def test_measured_speeds_choose_how_far_to_look():
+    """A turn a second, expected up to twice as early: two iterations ahead suffice for pages that take no time (turns up to
+    4 are within), 0.8 s of pages per turn have to begin nine turns ahead, 2 s thirteen."""
+    for pages, looked in ((2, 4), (80, 9), (200, 13)):
+        bench = Bench()
+        for n in range(16):
+            bench.request(f"r{n}", named(pages, 1000 * n), Tier.DRAM)
+        plan = bench.plan([turn(f"r{n}", n) for n in range(16)])
+        assert (pages, plan.lookahead) == (pages, looked)
+
+
+def test_a_move_that_never_ends_is_given_up_and_tried_again():
+    bench = Bench()
+    bench.request("r", named(10), Tier.DRAM)
+    bench.plan([turn("r", 1)])
+    assert bench.plan([turn("r", 1)], now=1.0).moves == ()
+    assert moved(bench.plan([turn("r", 1)], now=100.0)) == [("r", 10, Tier.DRAM, Tier.HBM)]
+    assert bench.prefetcher.late == 10
+
+
+def test_pages_dropped_before_anyone_used_them_are_counted_as_wasted():
+    bench = Bench()
+    bench.request("r", named(10), Tier.DRAM)
+    plan = bench.plan([turn("r", 1)])
+    failed, came = plan.moves[0].keys[:2], plan.moves[0].keys[2:]
+    bench.map.dropped(failed, Tier.HBM)
+    bench.prefetcher.dropped(failed, Tier.HBM, 0.1)
+    bench.map.placed(came, Tier.HBM, 0.1)
+    bench.prefetcher.placed(came, Tier.HBM, 0.1)
+    for keys in (came[:3], came[:3]):
+        bench.map.dropped(keys, Tier.HBM)
+        bench.prefetcher.dropped(keys, Tier.HBM, 0.2)
+    assert bench.prefetcher.wasted == 3
+
+
+def test_predictions_are_compared_with_what_happened():
+    bench = Bench()
+    for n, name in enumerate(("right", "wrong", "hopeless", "lucky")):
+        bench.request(name, named(40, 1000 * n), Tier.DRAM)
+    plan = bench.plan([turn("right", 1, 1.0), turn("wrong", 1, 1.0), turn("hopeless", 1, 1.0), turn("lucky", 1, 1.0)])
+    assert [test.held for test in plan.tests] == [True, True, False, False]
+    bench.land([move for move in plan.moves if move.rid == "right"], 1.0)
+    bench.map.placed(named(40, 3000), Tier.HBM, 1.0)
+    for name in ("right", "hopeless", "lucky"):
+        bench.prefetcher.started(name, ())
+    bench.map.dropped(plan.moves[1].keys, Tier.HBM)
+    bench.prefetcher.started("wrong", ())
+    counts = bench.prefetcher.overlaps.counts
+    assert {key: counts[key] for key in ("held_right", "held_wrong", "failed_right", "failed_wrong")} == {
+        "held_right": 1, "held_wrong": 1, "failed_right": 1, "failed_wrong": 1,
+    }  # fmt: skip
+
+
+def test_nothing_is_moved_when_it_is_off_or_k_is_0():
+    for config in ({"prefetch": "off"}, {"lookahead": 0}, {"lookahead": 0, "prefetch": "tierkv"}):
+        bench = Bench(**config)
+        bench.request("r", named(10), Tier.DRAM)
+        assert bench.plan([turn("r", 1)]).moves == ()
+
+
+def test_turns_follow_the_token_budget():
+    turns = turns_of([("a", "1", 300), ("b", "2", 300), ("c", "3", 1000), ("d", "4", 1)], 512, 0.5, 100, 0.2)
+    assert [(t.rid, t.steps, t.window_s) for t in turns] == [
+        ("1", 0, pytest.approx(0.2)),
+        ("2", 0, pytest.approx(0.2)),
+        ("3", 1, pytest.approx(0.7)),
+        ("4", 3, pytest.approx(1.7)),
+    ]
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 30), st.sampled_from([None, *Tier]), st.sampled_from([None, *Tier])),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests,
+    st.sampled_from(["kvtier", "tierkv"]),
+    st.integers(-1, 4),
+    st.integers(-1, 6),
+    st.floats(0.05, 1.0),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 3)), min_size=1, max_size=6),
+)
+def test_whatever_happens_moves_stay_within_free_pages_and_no_page_is_moved_while_in_flight(
+    wanted, rule, lookahead, lookahead_ssd, share, steps
+):
+    bench = Bench(
+        prefetch=rule, lookahead=lookahead, lookahead_ssd=lookahead_ssd, prefetch_share=share, load_deadline_s=60.0
+    )
+    for n, (start, pages, front, back) in enumerate(wanted):
+        keys = named(pages, start)
+        for tier, part in ((front, keys[: pages // 2]), (back, keys[pages // 2 :])):
+            if tier is not None:
+                bench.map.placed(part, tier, 0.0)
+        bench.map.claim(f"r{n}", keys, next_use=n * 0.5)
+    turns = [turn(f"r{n}", n, n * 0.5) for n in range(len(wanted))]
+    flying = {}
+    for now, (hbm, dram, landing) in enumerate(steps):
+        free = {Tier.HBM: hbm, Tier.DRAM: dram}
+        where = {key: bench.map.page(key).tiers for key in bench.map}
+        empty = max(0, hbm - bench.map.evictable(Tier.HBM))
+        resident = bench.map.count(Tier.HBM)
+        plan = bench.plan(turns, free=free, now=float(now))
+        for tier in (Tier.HBM, Tier.DRAM):
+            pages = [key for move in plan.moves if move.target is tier for key in move.keys]
+            assert len(pages) == len(set(pages)) <= free[tier]
+        if rule == "kvtier":
+            promoted = sum(len(move.keys) for move in plan.moves if move.target is Tier.HBM)
+            assert promoted <= max(0, int(share * (resident + empty)))
+        for move in plan.moves:
+            for key in move.keys:
+                assert key not in flying
+                assert where[key] and min(where[key]) is move.source and move.target < move.source
+                flying[key] = move.target
+        evicted = [key for evict in plan.evictions for key in evict.keys]
+        assert not [key for key in evicted if key in flying]
+        for move in plan.moves[:landing]:
+            bench.land([move], now + 0.5)
+            for key in move.keys:
+                del flying[key]

@@ -1,0 +1,109 @@
+import pytest
+from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.policy.restore import crossover_tokens, layer_split, token_split
+
+RATIOS = (1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16)
+
+
+def balance(prefix: int) -> float:
+    """Bytes per second at which loading the prefix takes as long as computing it."""
+    return prefix * ENGINE.page_bytes / ENGINE.page_tokens / COST.range_seconds(0, prefix, ENGINE.chunk_tokens)
+
+
+def covered(out) -> list[int]:
+    """Every prefix page in the order it was delivered."""
+    page = ENGINE.page_tokens
+    pages = [n for chunk in out.chunks for n in range(chunk.start // page, chunk.stop // page)]
+    return pages + [n for span in out.spliced for n in range(span.start, span.stop)]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("prefix", [1024, 4096, 8192])
+def test_a_restoration_with_known_costs_comes_near_the_best_split(prefix, ratio):
+    rate = balance(prefix) * ratio
+    out = restore(prefix, rate, profile=profile_of(COST, rate))
+    assert out.seconds * 0.95 <= best_seconds(prefix, 64, rate)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_it_is_never_slower_than_one_resource_alone_by_more_than_a_tick_per_chunk(ratio):
+    rate = balance(4096) * ratio
+    out = restore(4096, rate, profile=profile_of(COST, rate))
+    suffix_s = COST.chunk_seconds(4096, 64)
+    alone = min(COST.range_seconds(0, 4096, 512), 4096 * 16384 / rate)
+    assert out.seconds <= alone + suffix_s + 0.002 * (len(out.chunks) + 1)
+
+
+@pytest.mark.parametrize("ratio", [1 / 4, 1, 4])
+def test_whatever_fails_to_load_is_computed_and_nothing_is_delivered_twice(ratio):
+    rate = balance(4096) * ratio
+    out = restore(4096, rate, profile=profile_of(COST, rate), failing=frozenset({255, 200, 100, 101}))
+    pages = [n for n in covered(out) if n < 256]
+    assert sorted(pages) == list(range(256))
+
+
+def test_loads_go_from_the_back_to_the_front():
+    rate = balance(4096)
+    out = restore(4096, rate, profile=profile_of(COST, rate))
+    assert out.loads[0].stop == 256
+    assert all(later.stop == earlier.start for earlier, later in zip(out.loads, out.loads[1:], strict=False))
+
+
+def test_a_link_that_slows_down_moves_the_meeting_point():
+    rate = balance(8192)
+    steady = restore(8192, rate, profile=profile_of(COST, rate))
+    slowed = restore(8192, rate, profile=profile_of(COST, rate), slow_after_s=0.3, slow_factor=5.0)
+    assert slowed.spliced[-1].start > steady.spliced[-1].start
+    assert slowed.seconds < COST.range_seconds(0, 8192, 512) + 0.2
+
+
+def test_loads_the_front_would_reach_first_are_asked_back():
+    rate = balance(8192) * 4
+    out = restore(8192, rate, profile=profile_of(COST, rate), slow_after_s=0.05, slow_factor=40.0)
+    assert out.cancels
+    assert out.seconds < COST.range_seconds(0, 8192, 512) + 0.5
+
+
+def test_without_room_for_loads_the_prefix_is_computed():
+    rate = balance(4096)
+    out = restore(4096, rate, profile=profile_of(COST, rate), free_pages=0)
+    assert not out.loads
+    assert not out.spliced
+
+
+def test_a_fast_link_is_used_alone_and_a_slow_one_not_at_all():
+    fast, slow = balance(1024) * 200, balance(1024) / 200
+    assert restore(1024, fast, profile=profile_of(COST, fast)).mode is Mode.LOAD
+    assert restore(1024, slow, profile=profile_of(COST, slow)).mode is Mode.COMPUTE
+
+
+@pytest.mark.parametrize("forced", ["both", "load", "compute"])
+def test_the_configuration_can_force_the_mode(forced):
+    rate = balance(1024)
+    out = restore(1024, rate, profile=profile_of(COST, rate), config=PolicyConfig(restore=forced))
+    assert out.mode is Mode(forced)
+
+
+def test_nothing_measured_yet_means_both_with_a_few_loads_to_measure_by():
+    out = restore(4096, balance(4096))
+    assert out.mode is Mode.BOTH
+    assert sorted(n for n in covered(out) if n < 256) == list(range(256))
+
+
+def test_balanced_chunks_beat_whole_chunks_where_few_chunks_fit():
+    rate = balance(1024) * 4
+    ours = restore(1024, rate, profile=profile_of(COST, rate))
+    cake = restore(1024, rate, profile=profile_of(COST, rate), config=PolicyConfig(rule="cake"))
+    assert ours.seconds < cake.seconds
+
+
+def test_short_prefixes_gain_from_splitting_by_layers_and_long_ones_by_tokens():
+    cost = PrefillCost(0.03, 1 / 20000, 0.0)
+    per_token_s = 1 / 5000
+    assert layer_split(cost, 256, 256 * per_token_s, 32)[1] < token_split(cost, 256, 256 * per_token_s, 512, 512)[1]
+    crossover = crossover_tokens(cost, per_token_s, layers=32, chunk=512, unit=128, longest=16384)
+    assert crossover is None or crossover > 256

@@ -1,0 +1,117 @@
+"""Two pointers against a plain list of units: each is delivered exactly once, in whatever order things end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.types import Span
+
+
+class TwoPointerMachine(RuleBasedStateMachine):
+    @initialize(units=st.integers(0, 40), data=st.data())
+    def begin(self, units, data):
+        start = data.draw(st.integers(0, units))
+        self.units = units
+        self.start = start
+        self.pointer = TwoPointer(start, units)
+        self.state = ["given"] * start + ["free"] * (units - start)
+        self.front = start
+
+    def run_of(self, state, start):
+        stop = start
+        while stop < self.units and self.state[stop] == state:
+            stop += 1
+        return Span(start, stop)
+
+    @rule(count=st.integers(0, 12))
+    def compute(self, count):
+        stop = self.front
+        while stop < self.units and stop < self.front + count and self.state[stop] in ("free", "lost"):
+            stop += 1
+        assert self.pointer.take_front(count) == Span(self.front, stop)
+        self.state[self.front : stop] = ["taken"] * (stop - self.front)
+        self.front = stop
+
+    @rule(upto=st.integers(0, 45))
+    def computed(self, upto):
+        self.pointer.computed_up_to(upto)
+        self.state[: min(upto, self.front)] = [
+            "computed" if state == "taken" else state for state in self.state[: min(upto, self.front)]
+        ]
+
+    @rule(count=st.integers(0, 12), low=st.integers(0, 40), length=st.integers(0, 40), floor=st.integers(0, 40))
+    def load(self, count, low, length, floor):
+        within = Span(min(low, self.units), min(low + length, self.units))
+        allowed = [
+            unit for unit in range(max(self.front, within.start, floor), within.stop) if self.state[unit] == "free"
+        ]
+        span = self.pointer.take_back(count, within, floor)
+        if not allowed or not count:
+            assert not span
+            return
+        assert span.stop == max(allowed) + 1 and 0 < len(span) <= count
+        assert all(unit in allowed for unit in range(span.start, span.stop))
+        assert len(span) == count or span.start - 1 not in allowed
+        self.state[span.start : span.stop] = ["loading"] * len(span)
+
+    @rule(start=st.integers(0, 40), length=st.integers(0, 20), outcome=st.sampled_from(["landed", "lost"]))
+    def end(self, start, length, outcome):
+        span = Span(min(start, self.units), min(start + length, self.units))
+        units = [unit for unit in range(span.start, span.stop) if self.state[unit] == "loading"]
+        assert (self.pointer.land(span) if outcome == "landed" else self.pointer.lose(span)) == len(units)
+        for unit in units:
+            self.state[unit] = outcome
+
+    @rule(data=st.data())
+    def splice(self, data):
+        run = self.run_of("landed", self.front)
+        stop = data.draw(st.integers(run.start, run.stop))
+        self.pointer.splice(Span(self.front, stop))
+        self.state[self.front : stop] = ["spliced"] * (stop - self.front)
+        self.front = stop
+
+    @precondition(lambda self: self.front < self.units)
+    @rule(beyond=st.integers(1, 5))
+    def splice_too_far(self, beyond):
+        with pytest.raises(ValueError):
+            self.pointer.splice(Span(self.front, self.run_of("landed", self.front).stop + beyond))
+
+    @invariant()
+    def they_agree(self):
+        count = self.state.count
+        pointer = self.pointer
+        assert pointer.front == self.front and pointer.units == self.units
+        assert pointer.met is (self.front == self.units)
+        assert pointer.loading == count("loading") and pointer.landed == count("landed")
+        assert pointer.open == count("free") + count("lost")
+        assert pointer.computed == count("computed") and pointer.spliced == count("spliced")
+        assert pointer.landed_run() == self.run_of("landed", self.front)
+        taken = [unit for unit in range(self.front, self.units) if self.state[unit] in ("loading", "landed")]
+        assert pointer.barrier() == min(taken, default=self.units)
+        loading = [unit for unit in range(self.units) if self.state[unit] == "loading"]
+        if loading:
+            assert pointer.last_loading() == self.run_of("loading", loading[0])
+        else:
+            assert not pointer.last_loading()
+
+    @invariant()
+    def everything_below_the_front_is_delivered_or_being_computed(self):
+        assert all(state in ("given", "taken", "computed", "spliced") for state in self.state[: self.front])
+
+    def teardown(self):
+        """Whatever has happened, the front can always go on once what was begun has ended."""
+        if not hasattr(self, "pointer"):
+            return
+        self.pointer.lose(Span(0, self.units))
+        for _ in range(self.units + 1):
+            self.pointer.splice(self.pointer.landed_run())
+            self.pointer.take_front(self.units)
+        assert self.pointer.met
+
+
+TestTwoPointer = TwoPointerMachine.TestCase
+TestTwoPointer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

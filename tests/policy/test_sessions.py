@@ -1,0 +1,163 @@
+"""When sessions are expected back: learned, hinted, given up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.policy.gaps import Gaps, quantile
+from sgl_kvtier.policy.sessions import Hint, Sessions
+
+
+def teach(sessions: Sessions, session: str, gaps: list[float], start: float = 0.0, tool: str | None = None) -> float:
+    now = start
+    sessions.returned(session, now)
+    for gap in gaps:
+        now += 1.0
+        sessions.left(session, now, tool)
+        now += gap
+        sessions.returned(session, now)
+    return now + 1.0
+
+
+def test_a_session_is_expected_after_its_usual_gap():
+    sessions = Sessions()
+    now = teach(sessions, "a", [5.0] * 8)
+    expected = sessions.left("a", now)
+    assert 5.0 * 0.7 < expected.at - now < 5.0 * 1.4
+    assert expected.early <= expected.at == expected.next_use
+
+
+def test_what_others_did_stands_in_for_a_session_that_is_new():
+    sessions = Sessions()
+    for n in range(20):
+        teach(sessions, f"old {n}", [2.0])
+    assert 1.4 < sessions.left("new", 100.0).at - 100.0 < 2.8
+
+
+def test_tools_differ():
+    sessions = Sessions()
+    for n in range(20):
+        teach(sessions, f"t{n}", [60.0], tool="tests")
+        teach(sessions, f"l{n}", [0.1], tool="ls")
+    assert sessions.left("x", 0.0, "tests").at > 30.0
+    assert sessions.left("y", 0.0, "ls").at < 1.0
+
+
+def test_the_longer_a_session_is_away_the_later_it_is_expected_until_it_is_given_up():
+    sessions = Sessions()
+    for n in range(10):
+        teach(sessions, f"o{n}", [1.0, 2.0, 4.0, 8.0])
+    expected = sessions.left("a", 0.0)
+    times = [expected.at]
+    while times[-1] < math.inf:
+        assert len(times) < 300
+        changed = {item.session: item for item in sessions.changed(times[-1] + 1e-6)}
+        if "a" in changed:
+            times.append(changed["a"].at)
+        else:
+            times.append(times[-1] + 0.5)
+    assert times[0] < 6.0 and times == sorted(times)
+    assert times[-2] < 60.0
+
+
+def test_without_any_experience_nothing_is_expected():
+    assert Sessions().left("a", 5.0).at == math.inf
+
+
+def test_a_hint_is_believed_before_experience():
+    sessions = Sessions()
+    now = teach(sessions, "a", [5.0] * 4)
+    assert sessions.hint("a", Hint(expected_delay_s=120.0), now).accepted
+    expected = sessions.left("a", now)
+    assert expected.at == pytest.approx(now + 120.0)
+    sessions.hint("a", Hint(expected_delay_s=3.0), now + 10)
+    assert sessions.expected("a", now + 10).at == pytest.approx(now + 13.0)
+
+
+def test_priority_moves_the_next_use_and_not_the_return():
+    sessions = Sessions()
+    sessions.returned("a", 0.0)
+    answer = sessions.hint("a", Hint(expected_delay_s=8.0, priority=9), 0.0)
+    assert answer.accepted and "priority 9 taken as 3" in answer.reason
+    expected = sessions.left("a", 0.0)
+    assert (expected.at, expected.next_use) == (8.0, 1.0)
+
+
+def test_a_session_whose_time_is_up_is_not_expected():
+    sessions = Sessions()
+    sessions.returned("a", 0.0)
+    sessions.hint("a", Hint(expected_delay_s=50.0, ttl_s=10.0), 0.0)
+    assert sessions.left("a", 0.0).at == 50.0
+    assert [item.at for item in sessions.changed(10.0)] == [math.inf]
+    sessions.returned("b", 0.0)
+    sessions.hint("b", Hint(ttl_s=0.0), 0.0)
+    assert sessions.left("b", 0.0).at == math.inf
+
+
+@pytest.mark.parametrize(
+    ("hint", "why"),
+    [
+        (Hint(expected_delay_s=-1.0), "expected_delay_s"),
+        (Hint(expected_delay_s=math.nan), "expected_delay_s"),
+        (Hint(ttl_s=math.inf), "ttl_s"),
+    ],
+)
+def test_a_hint_that_makes_no_sense_is_refused_with_the_reason(hint, why):
+    sessions = Sessions()
+    sessions.returned("a", 0.0)
+    answer = sessions.hint("a", hint, 0.0)
+    assert not answer.accepted and why in answer.reason
+
+
+def test_a_hint_for_an_unknown_session_is_refused():
+    answer = Sessions().hint("a", Hint(priority=1), 0.0)
+    assert not answer.accepted and "first request" in answer.reason
+
+
+def test_a_hint_beyond_the_limit_is_cut_and_says_so():
+    sessions = Sessions(hint_limit_s=60.0)
+    sessions.returned("a", 0.0)
+    answer = sessions.hint("a", Hint(expected_delay_s=1e6, ttl_s=100.0), 0.0)
+    assert answer.accepted and answer.reason == "expected_delay_s 1e+06 cut to 60; ttl_s 100 cut to 60"
+
+
+def test_a_client_that_is_wrong_three_times_is_not_believed_any_more():
+    sessions = Sessions()
+    now = 0.0
+    sessions.returned("a", now)
+    for _ in range(3):
+        assert sessions.hint("a", Hint(expected_delay_s=1.0), now).accepted
+        sessions.left("a", now)
+        now += 100.0
+        sessions.returned("a", now)
+    answer = sessions.hint("a", Hint(expected_delay_s=1.0), now)
+    assert not answer.accepted and "wrong" in answer.reason
+    assert sessions.hint("a", Hint(priority=1), now).accepted
+
+
+def test_sessions_idle_the_longest_are_forgotten_beyond_the_limit():
+    sessions = Sessions(most=3)
+    for n in range(5):
+        sessions.returned(str(n), float(n))
+    assert len(sessions) == 3
+    assert not sessions.hint("1", Hint(), 9.0).accepted and sessions.hint("2", Hint(), 9.0).accepted
+
+
+samples = st.lists(st.floats(0.0, 1e4), min_size=1, max_size=40)
+
+
+@given(samples, st.floats(0.01, 0.99), st.floats(0.0, 1e4))
+def test_a_quantile_is_the_sorted_lists_to_within_a_third(seen, share, elapsed):
+    gaps = Gaps(keep=1.0)
+    for seconds in seen:
+        gaps.saw(seconds)
+    found = quantile([(gaps, 1.0)], share)
+    exact = sorted(seen)[min(len(seen) - 1, max(0, math.ceil(share * len(seen) - 1e-6) - 1))]
+    assert found is not None and max(exact, 1e-3) / 1.34 <= max(found, 1e-3) <= max(exact, 1e-3) * 1.34
+    later = quantile([(gaps, 1.0)], share, elapsed)
+    assert later is None or later >= elapsed * (1 - 1e-9)
+    assert elapsed > 0 or later == found

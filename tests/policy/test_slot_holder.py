@@ -1,0 +1,32 @@
+from virtual_hands import COST, ENGINE, profile_of
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, RestoreOffered, StepView, TransferDone
+from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.types import Link, Span, Tier
+
+
+def test_a_front_that_has_computed_its_way_to_the_landed_tail_steps_over_it_although_others_wait():
+    planner = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 50e6))
+    planner.observe(RestoreOffered("a", 0.0, 1300, 0, 80, ((Span(0, 80), Tier.SSD),)))
+    plan = planner.step(StepView(0.0, ("a",), None, prefill_tokens=512))
+    front = plan.computes[0].tokens // ENGINE.page_tokens
+    planner.observe(ChunkStarted("a", Span(0, front * ENGINE.page_tokens), 0.0))
+    planner.observe(ChunkDone("a", Span(0, front * ENGINE.page_tokens), 0.1, 0.1))
+    now, loads = 0.1, list(plan.loads)
+    for _ in range(50):
+        for load in loads:
+            now += 0.01
+            nbytes = len(load.span) * ENGINE.page_bytes
+            planner.observe(TransferDone("a", Link.SSD_TO_HBM, load.span, nbytes, 0.01, now))
+        plan = planner.step(StepView(now, (), "a", prefill_tokens=512, fresh_tokens=4000))
+        loads, compute = list(plan.loads), plan.computes[0]
+        if compute.splice.stop == 80:
+            break
+        if compute.tokens:
+            start = (compute.splice.stop if compute.splice else front) * ENGINE.page_tokens
+            planner.observe(ChunkStarted("a", Span(start, start + compute.tokens), now))
+            planner.observe(ChunkDone("a", Span(start, start + compute.tokens), 0.1, now + 0.1))
+            front = (start + compute.tokens) // ENGINE.page_tokens
+    assert compute.splice.stop == 80
+    assert compute.tokens is None

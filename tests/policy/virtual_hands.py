@@ -1,0 +1,121 @@
+"""The smallest hands there are: one request, one link, one engine, all in virtual time. Tests drive planners with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    ChunkStarted,
+    Compute,
+    Mode,
+    PagesLost,
+    RequestArrived,
+    RestoreOffered,
+    StepView,
+    TransferDone,
+)
+from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.types import Link, Span, Tier
+
+ENGINE = EngineShape(page_tokens=16, page_bytes=16 * 16384, chunk_tokens=512)
+COST = PrefillCost(fixed_s=0.02, per_token_s=1 / 3800, per_token_position_s=3.5e-8)
+TICK_S = 0.001
+
+
+@dataclass
+class Outcome:
+    """What happened to the one request; tokens and virtual seconds."""
+
+    seconds: float = 0.0
+    mode: Mode | None = None
+    chunks: list[Span] = field(default_factory=list)
+    spliced: list[Span] = field(default_factory=list)
+    loads: list[Span] = field(default_factory=list)
+    cancels: list[Span] = field(default_factory=list)
+
+
+def profile_of(cost: PrefillCost, bytes_per_second: float) -> dict:
+    prefill = {
+        "fixed_s": cost.fixed_s,
+        "per_token_s": cost.per_token_s,
+        "per_token_position_s": cost.per_token_position_s,
+    }
+    return {"prefill": prefill, "links": {Link.SSD_TO_HBM.value: bytes_per_second}}
+
+
+def best_seconds(prefix: int, suffix: int, bytes_per_second: float, cost: PrefillCost = COST) -> float:
+    """T_opt: the best split on the cost curve, without any granularity but the page, then the suffix."""
+    per_token_s = ENGINE.page_bytes / ENGINE.page_tokens / bytes_per_second
+    meets = range(0, prefix + 1, ENGINE.page_tokens)
+    ends = (max(cost.range_seconds(0, x, ENGINE.chunk_tokens), (prefix - x) * per_token_s) for x in meets)
+    return min(ends) + cost.chunk_seconds(prefix, suffix)
+
+
+def restore(
+    prefix: int,
+    bytes_per_second: float,
+    *,
+    suffix: int = 64,
+    config: PolicyConfig | None = None,
+    profile: dict | None = None,
+    failing: frozenset[int] = frozenset(),
+    slow_after_s: float = float("inf"),
+    slow_factor: float = 1.0,
+    free_pages: int | None = None,
+) -> Outcome:
+    """Runs one restoration to its end. Pages in `failing` are lost; after `slow_after_s` the link is slower by a factor."""
+    planner = make_planner(config or PolicyConfig(), ENGINE, profile)
+    pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
+    planner.observe(RequestArrived("a", 0.0, total))
+    planner.observe(RestoreOffered("a", 0.0, total, 0, pages, ((Span(0, pages), Tier.SSD),)))
+    out, now, front, slot = Outcome(), 0.0, 0, None
+    queue: list[tuple[float, float, Span]] = []  # begun, ends, pages
+    for _ in range(100_000):
+        for begun, ends, span in [entry for entry in queue if entry[1] <= now + 1e-12]:
+            queue.remove((begun, ends, span))
+            if any(number in failing for number in range(span.start, span.stop)):
+                planner.observe(PagesLost("a", span, "failed", now))
+            else:
+                nbytes = len(span) * ENGINE.page_bytes
+                planner.observe(TransferDone("a", Link.SSD_TO_HBM, span, nbytes, ends - begun, now))
+        free = {} if free_pages is None else {Tier.HBM: free_pages - sum(len(entry[2]) for entry in queue)}
+        waiting = () if slot else ("a",)
+        plan = planner.step(StepView(now, waiting, slot, prefill_tokens=ENGINE.chunk_tokens, free_pages=free))
+        for start in plan.starts:
+            out.mode = start.mode
+        for cancel in plan.cancels:
+            out.cancels.append(cancel.span)
+            for entry in [e for e in queue if e[0] > now and e[2].start < cancel.span.stop]:
+                queue.remove(entry)
+                planner.observe(PagesLost("a", entry[2], "cancelled", now))
+        for load in plan.loads:
+            begun = max([now, *(entry[1] for entry in queue)])
+            rate = bytes_per_second / (slow_factor if begun >= slow_after_s else 1.0)
+            queue.append((begun, begun + len(load.span) * ENGINE.page_bytes / rate, load.span))
+            out.loads.append(load.span)
+        compute = plan.computes[0] if plan.computes else None
+        if "a" not in planner.restoring:
+            compute = Compute("a", Span(0, 0), None)
+        if compute is None or compute.tokens == 0:
+            assert queue, f"stuck at {now}: nothing is computed and nothing is in flight"
+            now = max(now + TICK_S, min(entry[1] for entry in queue))
+            continue
+        if compute.splice:
+            out.spliced.append(compute.splice)
+            front = compute.splice.stop * page
+        tokens = compute.tokens if compute.tokens is not None else min(ENGINE.chunk_tokens, total - front)
+        slot, chunk = "a", Span(front, front + tokens)
+        seconds = COST.chunk_seconds(front, tokens)
+        planner.observe(ChunkStarted("a", chunk, now))
+        now += seconds + TICK_S
+        planner.observe(ChunkDone("a", chunk, seconds, now))
+        out.chunks.append(chunk)
+        front = chunk.stop
+        if front >= total:
+            out.seconds = now
+            return out
+    raise AssertionError("the restoration never ended")
