@@ -1,0 +1,1 @@
+"""Hands in virtual time: the planner of `policy/` on simulated links, memories and a batching server."""

@@ -1,0 +1,92 @@
+"""What a step of the engine truly costs in virtual time. A planner learns or is told its own model; this is the other one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.types import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one engine step holds. `prefills` are token spans of prompts, `decodes` running sequences with `kv_tokens` of
+    context in all, `background` prefill tokens of other users (Cake 5.1: the rest of the token budget)."""
+
+    prefills: tuple[Span, ...] = ()
+    decodes: int = 0
+    kv_tokens: int = 0
+    background: int = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of requests that are simulated."""
+        return sum(map(len, self.prefills))
+
+
+class Cost(Protocol):
+    """Seconds of one step."""
+
+    def seconds(self, batch: Batch) -> float:
+        """How long the step takes with the machine to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of a step, linear in what it holds, with a floor (the weights have to be read whatever the batch holds).
+
+    fixed + max(floor, a * tokens) + b * sum n (start + n / 2) + c * kv tokens of decoding sequences, tokens being those of
+    prefill, background and decode. `background_start`: where in their prompts background tokens stand.
+    """
+
+    fixed_s: float
+    per_token_s: float
+    per_token_position_s: float = 0.0
+    floor_s: float = 0.0
+    per_kv_token_s: float = 0.0
+    background_start: int = 0
+
+    def seconds(self, batch: Batch) -> float:
+        """How long the step takes with the machine to itself."""
+        tokens = batch.prefill_tokens + batch.background + batch.decodes
+        pairs = sum(len(span) * (span.start + len(span) / 2) for span in batch.prefills)
+        pairs += batch.background * (self.background_start + batch.background / 2)
+        return (
+            self.fixed_s
+            + max(self.floor_s, self.per_token_s * tokens)
+            + self.per_token_position_s * pairs
+            + self.per_kv_token_s * batch.kv_tokens
+        )
+
+    def prefill(self) -> PrefillCost:
+        """The part a planner can learn, where chunks are long enough to be above the floor."""
+        return PrefillCost(self.fixed_s, self.per_token_s, self.per_token_position_s)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantCost:
+    """A step that takes the same time whatever it holds, as TierKV's appendix A has it per model."""
+
+    step_s: float
+
+    def seconds(self, batch: Batch) -> float:
+        """The constant."""
+        del batch
+        return self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How much of the machine a step gets, over time: (from this second on, share) pairs, ascending; 1 before the first."""
+
+    trace: tuple[tuple[float, float], ...] = ()
+
+    def at(self, now: float) -> float:
+        """The share that holds at this second."""
+        share = 1.0
+        for since, value in self.trace:
+            if since > now:
+                break
+            share = value
+        return share

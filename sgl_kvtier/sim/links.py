@@ -1,0 +1,212 @@
+"""Bytes in virtual time: pipes with limited bandwidth, and streams that share them, re-timed as streams come and go.
+
+A stream runs over one or more pipes at once (SSD to HBM: the drive and PCIe) at the least of what they leave it.
+Bytes are bytes, seconds are virtual. Nothing here knows pages or requests.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+_GRAIN = 1e-9
+"""Share of a stream, and seconds, below which the rest is rounding."""
+
+
+class Sharing(enum.Enum):
+    """What each of n streams on one pipe gets."""
+
+    HONEST = "honest"
+    """Max-min fair shares: never more than the pipe's bandwidth in total."""
+    TIERKV = "tierkv"
+    """BW / min(n, lanes) each, as TierKV appendix A states it: more than `lanes` streams get more than BW in total."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """One thing that moves bytes. `trace` are (from this second on, bytes per second) pairs, ascending: a bandwidth that
+    fluctuates; before its first entry `bytes_per_s` holds."""
+
+    bytes_per_s: float
+    lanes: int = 4
+    sharing: Sharing = Sharing.HONEST
+    trace: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        rates = [self.bytes_per_s, *(rate for _, rate in self.trace)]
+        if min(rates) < 0 or rates[-1] <= 0 or self.lanes < 1:
+            raise ValueError(f"{self}: rates and lanes must be positive, and the last rate above 0")
+        if [at for at, _ in self.trace] != sorted(at for at, _ in self.trace):
+            raise ValueError(f"{self}: the trace must be ascending in time")
+
+
+@dataclass(slots=True)
+class Usage:
+    """What one pipe did. `busy_s`: seconds with at least one stream on it; `full_s`: those times the share of bandwidth used."""
+
+    nbytes: float = 0.0
+    busy_s: float = 0.0
+    full_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One transfer under way. `busy_s` is its time on the pipes, latency included, once it has ended."""
+
+    pipes: tuple[str, ...]
+    nbytes: int
+    left: float
+    began: float
+    done: Callable[[Stream], object]
+    rate: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _PipeState:
+    spec: Pipe
+    rate: float
+    usage: Usage = field(default_factory=Usage)
+    streams: int = 0
+
+
+class Network:
+    """All pipes of a machine, and the streams on them. Callbacks run inside the event at which a stream ends."""
+
+    def __init__(self, env: simpy.Environment, pipes: Mapping[str, Pipe]) -> None:
+        self._env = env
+        self._pipes = {name: _PipeState(pipe, pipe.bytes_per_s) for name, pipe in pipes.items()}
+        self._streams: list[Stream] = []
+        self._as_of = env.now
+        self._version = 0
+        for name, pipe in pipes.items():
+            for at, rate in pipe.trace:
+                self._later(max(0.0, at - env.now), self._change_rate(name, rate))
+
+    @property
+    def active(self) -> int:
+        """Streams that move bytes at this moment."""
+        return len(self._streams)
+
+    def usage(self) -> dict[str, Usage]:
+        """What each pipe has done up to now."""
+        self._advance()
+        return {name: state.usage for name, state in self._pipes.items()}
+
+    def open(
+        self, pipes: tuple[str, ...], nbytes: int, done: Callable[[Stream], object], latency_s: float = 0.0
+    ) -> Stream:
+        """Begins a transfer: `latency_s` first, in which it takes no bandwidth, then its bytes. `done` is called once."""
+        stream = Stream(pipes, nbytes, float(nbytes), self._env.now, done)
+        if latency_s > 0:
+            self._later(latency_s, lambda _: self._join(stream))
+        else:
+            self._join(stream)
+        return stream
+
+    def _join(self, stream: Stream) -> None:
+        self._advance()
+        self._streams.append(stream)
+        for name in stream.pipes:
+            self._pipes[name].streams += 1
+        self._retime()
+
+    def _change_rate(self, name: str, rate: float) -> Callable[[Any], None]:
+        def change(_: Any) -> None:
+            self._advance()
+            self._pipes[name].rate = rate
+            self._retime()
+
+        return change
+
+    def _advance(self) -> None:
+        """Moves every stream's bytes up to now, at the rates that held since."""
+        elapsed = self._env.now - self._as_of
+        self._as_of = self._env.now
+        if elapsed <= 0 or not self._streams:
+            return
+        moved = dict.fromkeys(self._pipes, 0.0)
+        for stream in self._streams:
+            nbytes = min(stream.left, stream.rate * elapsed)
+            stream.left -= nbytes
+            for name in stream.pipes:
+                moved[name] += nbytes
+        for name, state in self._pipes.items():
+            if state.streams:
+                state.usage.nbytes += moved[name]
+                state.usage.busy_s += elapsed
+                state.usage.full_s += moved[name] / state.rate if state.rate else 0.0
+
+    def _retime(self) -> None:
+        """New rates for all, and one timer for whichever stream ends next."""
+        self._version += 1
+        self._share()
+        ends = [stream.left / stream.rate if stream.left > 0 else 0.0 for stream in self._streams if stream.rate > 0]
+        if ends:
+            version = self._version
+            self._later(min(ends), lambda _: self._end(version))
+
+    def _end(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._advance()
+        ended = [
+            stream
+            for stream in self._streams
+            if stream.left <= _GRAIN * stream.nbytes or stream.left <= stream.rate * _GRAIN
+        ]
+        for stream in ended:
+            self._streams.remove(stream)
+            for name in stream.pipes:
+                self._pipes[name].streams -= 1
+            stream.busy_s = self._env.now - stream.began
+        self._retime()
+        for stream in ended:
+            stream.done(stream)
+
+    def _share(self) -> None:
+        for stream in self._streams:
+            stream.rate = float("inf")
+        self._share_tierkv()
+        self._share_honestly()
+
+    def _share_tierkv(self) -> None:
+        for stream in self._streams:
+            for name in stream.pipes:
+                state = self._pipes[name]
+                if state.spec.sharing is Sharing.TIERKV:
+                    stream.rate = min(stream.rate, state.rate / min(state.streams, state.spec.lanes))
+
+    def _share_honestly(self) -> None:
+        """Max-min fairness: the tightest pipe is filled first; streams it limits leave the rest to the others."""
+        honest = {name: s for name, s in self._pipes.items() if s.spec.sharing is Sharing.HONEST and s.streams}
+        left = {name: state.rate for name, state in honest.items()}
+        count = {name: state.streams for name, state in honest.items()}
+        rising = [stream for stream in self._streams if any(name in honest for name in stream.pipes)]
+        while rising:
+            level = min(left[name] / count[name] for stream in rising for name in stream.pipes if name in honest)
+            level = min(level, *(stream.rate for stream in rising))
+            settled = [s for s in rising if self._settles(s, level, left, count)]
+            for stream in settled:
+                stream.rate = level
+                for name in stream.pipes:
+                    if name in honest:
+                        left[name] = max(0.0, left[name] - level)
+                        count[name] -= 1
+            rising = [stream for stream in rising if stream not in settled]
+
+    @staticmethod
+    def _settles(stream: Stream, level: float, left: Mapping[str, float], count: Mapping[str, int]) -> bool:
+        tight = level * (1 + _GRAIN)
+        return stream.rate <= tight or any(
+            name in left and left[name] / count[name] <= tight for name in stream.pipes
+        )
+
+    def _later(self, seconds: float, call: Callable[[Any], None]) -> None:
+        timer = self._env.timeout(seconds)
+        assert timer.callbacks is not None
+        timer.callbacks.append(call)

@@ -1,0 +1,1 @@
+"""The papers' experiments in virtual time, beside the numbers as printed."""

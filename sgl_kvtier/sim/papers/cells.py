@@ -1,0 +1,61 @@
+"""One printed cell beside ours, and what a paper module offers: a dict from a table's name to what computes its cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A number a paper prints and the one that comes out here. `published` is None where the paper shows only a curve.
+
+    `fitted`: the coefficients were fitted on it, so it predicts nothing. `reading` names how the paper was read, where it
+    can be read in more than one way. `unit` is for people.
+    """
+
+    table: str
+    row: str
+    column: str
+    published: float | None
+    ours: float | None
+    unit: str = ""
+    fitted: bool = False
+    reading: str = ""
+
+    @property
+    def deviation(self) -> float | None:
+        """(ours - published) / published; None where either is missing."""
+        if self.published is None or self.ours is None or self.published == 0:
+            return None
+        return self.ours / self.published - 1
+
+
+Tables: TypeAlias = Mapping[str, Callable[[], Sequence[Cell]]]
+"""Of a paper module: `TABLES`, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew, deterministically."""
+
+
+def as_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The cells as plain data, in their order."""
+    return [{**asdict(cell), "deviation": cell.deviation} for cell in cells]
+
+
+def agreement(cells: Sequence[Cell]) -> dict[str, float | int | None]:
+    """How well predicted cells agree: how many, the median absolute deviation, and the share within 15 %."""
+    off = sorted(abs(cell.deviation) for cell in cells if cell.deviation is not None and not cell.fitted)
+    if not off:
+        return {"predicted": 0, "median_abs_deviation": None, "within_15_percent": None}
+    middle = len(off) // 2
+    median = off[middle] if len(off) % 2 else (off[middle - 1] + off[middle]) / 2
+    return {
+        "predicted": len(off),
+        "median_abs_deviation": median,
+        "within_15_percent": sum(value <= 0.15 for value in off) / len(off),
+    }
+
+
+def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, dict[str, float | int | None]]:
+    """The same for each reading by itself: one may be there to show that it does not give the printed numbers."""
+    readings = dict.fromkeys(cell.reading for cell in cells)
+    return {reading: agreement([cell for cell in cells if cell.reading == reading]) for reading in readings}

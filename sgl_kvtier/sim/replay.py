@@ -1,0 +1,165 @@
+"""Runs written down decision by decision, and decided again: the same facts and views must give the same plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.policy.decision_log import (
+    Header,
+    LinesDropped,
+    PlannerFailed,
+    PolicyChanged,
+    Record,
+    decode,
+    decode_header,
+    encode,
+    encode_header,
+)
+from sgl_kvtier.policy.messages import Fact, Planner, StepPlan, StepView
+from sgl_kvtier.policy.planner import make_planner
+
+
+class Recording:
+    """A planner that writes down what the one inside is given and answers. `write` takes one line without its break."""
+
+    def __init__(self, inner: Planner, header: Header, write: Callable[[str], object]) -> None:
+        self._inner = inner
+        self._write = write
+        write(encode_header(header))
+
+    def observe(self, fact: Fact) -> None:
+        """Writes the fact and passes it on."""
+        self._write(encode(fact))
+        self._inner.observe(fact)
+
+    def step(self, view: StepView) -> StepPlan:
+        """Writes the view and the plan."""
+        plan = self._inner.step(view)
+        self._write(encode(view))
+        self._write(encode(plan))
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first line that was decided otherwise. `at` is the fact or view it answers; None where the planner did not fail."""
+
+    line: int
+    at: Fact | StepView
+    logged: StepPlan | PlannerFailed | None
+    planned: StepPlan | PlannerFailed | None
+
+    def __str__(self) -> str:
+        logged, planned = ("no failure" if one is None else encode(one) for one in (self.logged, self.planned))
+        return f"line {self.line}: at {self.at.now:.6f} s the log has\n  {logged}\nand the planner now decides\n  {planned}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay went through."""
+
+    facts: int
+    steps: int
+    commands: int
+    """Starts, loads, cancels, computes, moves and evictions in the logged plans."""
+    difference: Difference | None
+    changes: int = 0
+    """Times the settings were changed."""
+    failures: int = 0
+    """Times the planner raised, in the log and again."""
+
+
+def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
+    """Feeds a log to a new planner and compares plan by plan, up to the first difference.
+
+    `make` builds the planner (None: the one kvtier.json would give for the logged settings). Raises TraceError on a damaged
+    log and on one with a hole; a log that breaks off in the middle of a step is read up to there.
+    """
+    run: _Run | None = None
+    for number, line in enumerate(lines, 1):
+        if run is None:
+            header = decode_header(line)
+            run = _Run(make(header) if make else make_planner(header.config, header.engine, header.profile))
+            continue
+        difference = run.take(number, decode(line))
+        if difference is not None:
+            return run.replayed(difference)
+    if run is None:
+        raise TraceError("the decision log is empty")
+    return run.replayed(None)
+
+
+class _Run:
+    """A planner being fed, and what is expected of the next line."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._facts = self._steps = self._commands = self._changes = self._failures = 0
+        self._at: Fact | StepView | None = None
+        """The fact or view given last."""
+        self._planned: StepPlan | None = None
+        self._raised: PlannerFailed | None = None
+
+    def take(self, number: int, record: Record) -> Difference | None:
+        """One line; what it shows to be different. Raises TraceError where the log cannot be followed."""
+        if isinstance(record, LinesDropped):
+            raise TraceError(
+                f"line {number}: {record.count} lines were dropped here while the log was written, so what follows cannot be "
+                f"replayed; the {self._steps} plans before are identical"
+            )
+        if isinstance(record, PlannerFailed):
+            return self._failed(number, record)
+        if self._raised is not None and self._at is not None:
+            return Difference(number, self._at, record if isinstance(record, StepPlan) else None, self._raised)
+        if isinstance(record, StepPlan):
+            return self._compare(number, record)
+        if isinstance(record, PolicyChanged):
+            self._configure(number, record)
+        else:
+            self._give(record)
+        return None
+
+    def replayed(self, difference: Difference | None) -> Replayed:
+        """What it went through so far."""
+        return Replayed(self._facts, self._steps, self._commands, difference, self._changes, self._failures)
+
+    def _give(self, record: Fact | StepView) -> None:
+        self._at, self._planned = record, None
+        try:
+            if isinstance(record, StepView):
+                self._planned = self._planner.step(record)
+            else:
+                self._facts += 1
+                self._planner.observe(record)
+        except Exception as error:  # a planner's defect is what is being looked for: it has to fail in the log as well
+            self._raised = PlannerFailed(repr(error))
+
+    def _compare(self, number: int, plan: StepPlan) -> Difference | None:
+        if not isinstance(self._at, StepView) or self._planned is None:
+            raise TraceError(f"line {number}: a plan without the view it answers")
+        self._steps += 1
+        self._commands += _commands(plan)
+        planned, self._planned = self._planned, None
+        return None if planned == plan else Difference(number, self._at, plan, planned)
+
+    def _failed(self, number: int, record: PlannerFailed) -> Difference | None:
+        if self._at is None:
+            raise TraceError(f"line {number}: a failure without what made the planner fail")
+        if self._raised is None:
+            return Difference(number, self._at, record, self._planned)
+        self._raised = None
+        self._failures += 1
+        return None
+
+    def _configure(self, number: int, record: PolicyChanged) -> None:
+        configure = getattr(self._planner, "configure", None)
+        if configure is None:
+            raise TraceError(f"line {number}: the settings were changed here, which this planner has no way to follow")
+        configure(record.config)
+        self._changes += 1
+
+
+def _commands(plan: StepPlan) -> int:
+    return sum(map(len, (plan.starts, plan.cancels, plan.loads, plan.computes, plan.evictions, plan.moves)))
