@@ -1,0 +1,25 @@
+"""A simulated run with memory pressure, losses and several sessions, written down as a decision log. Also a script."""
+
+from __future__ import annotations
+
+import sys
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.sim.arrivals import Pace
+from sgl_kvtier.sim.experiment import Load, Machine, run_policy
+
+MACHINE = Machine(hbm_bytes=1 << 30, dram_bytes=1 << 29, ssd_bytes=3 << 29, step_tokens=512, ssd_gbps=16)
+LOAD = Load("generated:swe-mini", 5, seed=3, pace=Pace(mean_start_s=1.0, most_gap_s=2.0), most_prompt_tokens=5000)
+
+
+def record(rule: str) -> list[str]:
+    """The log of a run under this rule, line by line."""
+    lines: list[str] = []
+    _, requests = LOAD.requests(MACHINE.page_tokens)
+    config = PolicyConfig(rule=rule, min_restore_tokens=64)
+    run_policy("kvtier", MACHINE, requests, config, log=lines.append)
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(record(sys.argv[1])) + "\n")

@@ -1,0 +1,113 @@
+"""The log's form: every message survives it, and damage is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.policy import messages as m
+from sgl_kvtier.policy.decision_log import Header, decode, decode_header, encode, encode_header
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+_WORDS = st.text(max_size=8)
+_NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+_SPANS = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(lambda pair: Span(min(pair), max(pair)))
+_KEYS = st.lists(st.binary(min_size=32, max_size=32).map(PageKey), max_size=3).map(tuple)
+_TIERS = st.sampled_from(Tier)
+_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "str": _WORDS,
+    "str | None": st.none() | _WORDS,
+    "int": st.integers(0, 1 << 60),
+    "int | None": st.none() | st.integers(0, 99),
+    "float": _NUMBERS,
+    "bool": st.booleans(),
+    "Span": _SPANS,
+    "Tier": _TIERS,
+    "Link": st.sampled_from(Link),
+    "Mode": st.sampled_from(m.Mode),
+    "tuple[str, ...]": st.lists(_WORDS, max_size=3).map(tuple),
+    "tuple[PageKey, ...]": _KEYS,
+    "tuple[tuple[Span, Tier], ...]": st.lists(st.tuples(_SPANS, _TIERS), max_size=3).map(tuple),
+    "dict[Tier, int]": st.dictionaries(_TIERS, st.integers(0, 99)),
+}
+
+
+def _messages(kind: type) -> st.SearchStrategy[Any]:
+    fields = {}
+    for field in dataclasses.fields(kind):
+        annotation = str(field.type)
+        if annotation not in _FIELDS:
+            inner = getattr(m, annotation.removeprefix("tuple[").removesuffix(", ...]"))
+            fields[field.name] = st.lists(_messages(inner), max_size=2).map(tuple)
+        else:
+            fields[field.name] = _FIELDS[annotation]
+    return st.builds(kind, **fields)
+
+
+_FACTS = (
+    m.RequestArrived,
+    m.RequestFinished,
+    m.RestoreOffered,
+    m.TransferDone,
+    m.PagesLost,
+    m.ChunkStarted,
+    m.ChunkDone,
+    m.StepDone,
+    m.PagesPlaced,
+    m.PagesDropped,
+)
+
+
+def test_every_fact_of_the_protocol_is_tried_here() -> None:
+    assert set(_FACTS) == set(m.Fact.__args__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [*_FACTS, m.StepView, m.StepPlan])
+def test_every_message_survives_the_log(kind: type) -> None:
+    @given(_messages(kind))
+    def survives(message: Any) -> None:
+        line = encode(message)
+        assert "\n" not in line
+        assert decode(line) == message
+        assert encode(decode(line)) == line
+
+    survives()
+
+
+def test_a_header_survives_the_log() -> None:
+    header = Header(PolicyConfig(rule="cake"), EngineShape(16, 4096, 512, 32), {"links": {"ssd-hbm": 1e9}})
+    assert decode_header(encode_header(header)) == header
+
+
+def _without(line: str, name: str) -> str:
+    data = json.loads(line)
+    del data[name]
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("read", "line", "complaint"),
+    [
+        (decode, "{", "not JSON"),
+        (decode, "[]", "not an object"),
+        (decode, '{"type":"Rumour"}', "known are RequestArrived"),
+        (decode, '{"type":"StepDone","seconds":1.0}', "StepDone of the decision log is damaged"),
+        (decode, '{"type":"StepView","now":1.0,"weather":"fine"}', "fields of another version: weather"),
+        (decode, '{"type":"PagesPlaced","keys":["zz"],"tier":"HBM","now":0.0}', "PagesPlaced of the decision log is damaged"),
+        (decode_header, '{"log":"something"}', "not a decision log"),
+        (decode_header, '{"log":"kvtier.decisions","version":99}', "version 99"),
+        (decode_header, '{"log":"kvtier.decisions","version":1}', "first line is damaged"),
+    ],
+)
+def test_damage_is_named(read: Callable[[str], object], line: str, complaint: str) -> None:
+    with pytest.raises(TraceError, match=complaint):
+        read(line)

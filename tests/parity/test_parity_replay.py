@@ -1,0 +1,73 @@
+"""A recorded run decided again: the same plans, in this process and in others whatever their hash seed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from recorded_run import record
+
+from sgl_kvtier.policy.decision_log import decode, encode
+from sgl_kvtier.policy.messages import StepPlan
+from sgl_kvtier.sim.replay import replay
+
+RULES = ("kvtier", "cake", "cacheflow")
+
+
+@pytest.fixture(scope="module")
+def logs() -> dict[str, list[str]]:
+    return {rule: record(rule) for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_replay_decides_every_step_as_the_run_did(rule: str, logs: dict[str, list[str]]) -> None:
+    replayed = replay(logs[rule])
+    assert replayed.difference is None
+    assert replayed.steps > 500
+    assert replayed.commands > 200
+
+
+def test_the_run_that_is_replayed_has_loads_computes_and_moves_to_decide(logs: dict[str, list[str]]) -> None:
+    plans = [record for record in map(decode, logs["kvtier"][1:]) if isinstance(record, StepPlan)]
+    for what in ("starts", "loads", "computes"):
+        assert any(getattr(plan, what) for plan in plans), what
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_log_is_the_same_under_any_hash_seed(rule: str, logs: dict[str, list[str]]) -> None:
+    script = Path(__file__).with_name("recorded_run.py")
+    for seed in ("1", "4242"):
+        out = subprocess.run(
+            [sys.executable, str(script), rule],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert out.splitlines() == logs[rule]
+
+
+def test_a_replay_stops_at_the_first_step_decided_otherwise(logs: dict[str, list[str]]) -> None:
+    lines = list(logs["kvtier"])
+    places = [i for i, line in enumerate(lines) if '"loads":[' in line]
+    place = places[len(places) // 2]
+    plan = decode(lines[place])
+    assert isinstance(plan, StepPlan)
+    lines[place] = encode(StepPlan(starts=plan.starts, computes=plan.computes))
+    replayed = replay(lines)
+    assert replayed.difference is not None
+    assert replayed.difference.line == place + 1
+
+
+def test_a_log_that_breaks_off_is_compared_up_to_there(logs: dict[str, list[str]]) -> None:
+    lines = logs["cake"]
+    views = [i for i, line in enumerate(lines) if '"type":"StepView"' in line]
+    replayed = replay(lines[: views[100] + 1])
+    assert replayed.difference is None
+    assert replayed.steps == 100

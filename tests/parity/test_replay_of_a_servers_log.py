@@ -1,0 +1,104 @@
+"""What only a running server's log has: changed settings, a planner that failed, and holes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.policy.decision_log import (
+    Header,
+    LinesDropped,
+    PlannerFailed,
+    PolicyChanged,
+    Record,
+    decode,
+    encode,
+    encode_header,
+)
+from sgl_kvtier.policy.messages import Fact, Mode, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.sim.replay import replay
+from sgl_kvtier.types import Span, Tier
+
+CONFIG = PolicyConfig(restore="both")
+ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
+PAGES = {Tier.HBM: 500, Tier.DRAM: 500}
+
+
+def offer(rid: str, now: float) -> RestoreOffered:
+    return RestoreOffered(rid, now, 1024, 0, 60, ((Span(0, 60), Tier.SSD),))
+
+
+class Raises:
+    """A planner with a defect: it raises at every offer named "bad"."""
+
+    def __init__(self) -> None:
+        self.inner = make_planner(CONFIG, ENGINE)
+
+    def observe(self, fact: Fact) -> None:
+        if isinstance(fact, RestoreOffered) and fact.rid == "bad":
+            raise ValueError("a defect")
+        self.inner.observe(fact)
+
+    def step(self, view: StepView) -> StepPlan:
+        return self.inner.step(view)
+
+
+def log_of(*records: Record) -> list[str]:
+    return [encode_header(Header(CONFIG, ENGINE)), *map(encode, records)]
+
+
+def answered(config: PolicyConfig = CONFIG) -> tuple[list[Record], StepPlan]:
+    """An offer, a change of settings, a view, and the plan that follows."""
+    planner = make_planner(CONFIG, ENGINE)
+    view = StepView(1.5, ("a",), free_pages=PAGES)
+    planner.observe(offer("a", 1.0))
+    planner.configure(config)
+    plan = planner.step(view)
+    return [offer("a", 1.0), PolicyChanged(config), view, plan], plan
+
+
+def test_a_log_with_changed_settings_is_replayed_under_them() -> None:
+    records, plan = answered(replace(CONFIG, restore="load"))
+    assert [start.mode for start in plan.starts] == [Mode.LOAD]
+    replayed = replay(log_of(*records))
+    assert replayed.difference is None
+    assert (replayed.facts, replayed.steps, replayed.changes) == (1, 1, 1)
+
+
+def test_without_the_change_the_same_log_is_decided_otherwise() -> None:
+    records, _ = answered(replace(CONFIG, restore="load"))
+    replayed = replay(log_of(*(r for r in records if not isinstance(r, PolicyChanged))))
+    assert replayed.difference is not None
+    assert replayed.difference.line == 4
+
+
+def test_a_hole_ends_the_replay_and_says_how_much_was_the_same() -> None:
+    records, _ = answered()
+    with pytest.raises(TraceError, match=r"line 6: 3 lines were dropped .* the 1 plans before are identical"):
+        replay(log_of(*records, LinesDropped(3), StepView(2.0)))
+
+
+def test_a_planner_that_failed_must_fail_again() -> None:
+    lines = log_of(offer("bad", 1.0), PlannerFailed("ValueError('a defect')"), StepView(1.5), StepPlan())
+    again = replay(lines, lambda header: Raises())
+    assert (again.difference, again.failures, again.steps) == (None, 1, 1)
+    mended = replay(lines)
+    assert mended.difference is not None
+    assert mended.difference.line == 3
+    assert "no failure" in str(mended.difference)
+
+
+def test_a_planner_that_fails_only_now_is_a_difference() -> None:
+    replayed = replay(log_of(offer("bad", 1.0), StepView(1.5), StepPlan()), lambda header: Raises())
+    assert replayed.difference is not None
+    assert isinstance(replayed.difference.planned, PlannerFailed)
+
+
+@pytest.mark.parametrize("record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2)])
+def test_the_lines_of_a_server_are_read_as_they_were_written(record: Record) -> None:
+    assert decode(encode(record)) == record
