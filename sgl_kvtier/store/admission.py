@@ -1,13 +1,36 @@
-"""Which new pages are worth a write: all of them, or those offered a second time. Flash wears by bytes written."""
+"""Which new pages are worth a write: all, those offered a second time, or those dear to compute. Flash wears by bytes written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from sgl_kvtier.types import PageKey
+from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.store.base import PageWrite
 
 _REMEMBERED = 1 << 17
 """Keys per generation; two generations are kept. 8 bytes of each key stand for it."""
+
+
+class Admission(Protocol):
+    """Decides about pages that are not in the store. The core's lock guards it."""
+
+    def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
+        """Whether each page should be written now."""
+
+
+class RecomputeCost:
+    """Lets a page in when computing it again would take as long as a threshold or longer, or when nobody knows.
+
+    A late page of a long context costs more than an early one (attention grows with what lies before it), so with a
+    threshold the flash keeps what the accelerator would be busiest with.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+
+    def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
+        return [page.cost_s is None or page.cost_s >= self._least_s for page in pages]
 
 
 class SecondHit:
@@ -22,9 +45,8 @@ class SecondHit:
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
 
-    def admit(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Whether each page should be written now."""
-        return [self._admit_one(key[:8]) for key in keys]
+    def admit(self, pages: Sequence[PageWrite]) -> list[bool]:
+        return [self._admit_one(page.key[:8]) for page in pages]
 
     def _admit_one(self, short: bytes) -> bool:
         if short in self._young or short in self._old:
@@ -33,3 +55,10 @@ class SecondHit:
             self._old, self._young = self._young, set()
         self._young.add(short)
         return False
+
+
+def admission_of(config: StoreConfig) -> Admission | None:
+    """The filter that the settings ask for; None when every page is written."""
+    if config.admission == "second-hit":
+        return SecondHit()
+    return RecomputeCost(config.admission_cost_s) if config.admission == "recompute-cost" else None

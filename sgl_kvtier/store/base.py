@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sgl_kvtier.types import Lookup, PageKey
 
@@ -44,8 +44,7 @@ class PutOutcome(enum.Enum):
     """No room, a read-only or full filesystem, an I/O error, or a page of a size that cannot be kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageRead:
+class PageRead(NamedTuple):
     """One page to read. `into` are writable, contiguous byte buffers filled in turn; their total is the page's length."""
 
     key: PageKey
@@ -53,13 +52,14 @@ class PageRead:
     pool: str = KV
 
 
-@dataclass(frozen=True, slots=True)
-class PageWrite:
+class PageWrite(NamedTuple):
     """One page to write. `data` are contiguous byte buffers written in turn; they are not kept after `put` returns."""
 
     key: PageKey
     data: Sequence[memoryview]
     pool: str = KV
+    cost_s: float | None = None
+    """What it would take to compute the page again, for the admission filter; None = nobody knows."""
 
 
 @dataclass(frozen=True, slots=True)

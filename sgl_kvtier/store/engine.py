@@ -11,10 +11,12 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
+from sgl_kvtier.store.columns import Columns, columns_of
 from sgl_kvtier.store.core import Complaints, Core
 from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.format import DROP, POOL_BYTES, RECORD, SlotHead
@@ -30,7 +32,7 @@ from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
 from sgl_kvtier.store.slots import EMPTY, Rows, State
 from sgl_kvtier.store.transfer import Mover
-from sgl_kvtier.store.writes import Writer, find_pages, records_of
+from sgl_kvtier.store.writes import Writer, find_pages, pool_names, records_of
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -123,18 +125,18 @@ class DiskStore:
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob:
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
+        columns = columns_of(pages)
+        names = pool_names(columns)
         with self._core.lock:
-            located = self._locate(pages)
+            located = self._locate(columns, names)
         try:
-            return self._lanes.read(pages, located, priority, deadline, on_page, self._settle)
+            return self._lanes.read(columns, located, priority, deadline, on_page, self._settle)
         except (BufferError, TypeError, ValueError):
             # Memory that cannot be read into is the caller's mistake; the pages must not stay pinned for it.
             self._unpin(located.rows[located.rows != EMPTY])
             raise
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        for page in pages:
-            _check_pool(page.pool)
         outcomes = self._writer.put(pages)
         if not self._core.closing and self._core.log.worth_rewriting(len(self._core.table)):
             self._core.log.rewrite(self._snapshot)
@@ -221,28 +223,25 @@ class DiskStore:
     def _mover(self) -> Mover:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
-    def _locate(self, asked: Sequence[PageRead]) -> Located:
+    def _locate(self, asked: Columns, names: NDArray[np.bytes_]) -> Located:
         """Locked. Where the pages are that are there in the length asked for. Their rows are pinned until `_settle`."""
         table = self._core.table
-        names = np.array([page.pool for page in asked], f"S{POOL_BYTES}")
+        if not len(table.state):
+            return Located.nothing(self._core.identity, len(asked.lengths))
         rows = find_pages(self._core, asked)
-        wanted = np.array([sum([part.nbytes for part in page.into]) for page in asked], np.int64)
-        hit = rows != EMPTY
-        hit[hit] = (table.state[rows[hit]] == State.LIVE) & (table.length[rows[hit]] == wanted[hit])
-        rows[~hit] = EMPTY
-        table.pin(rows[hit])
-        table.touch(rows[hit])
         # Row 0 stands in where there is no page, so that columns stay whole; nobody looks at those entries.
-        any_row = np.maximum(rows, 0) if len(table.state) else np.empty(0, np.int64)
-        segment = table.segment[any_row] if len(any_row) else np.zeros(len(rows), np.uint32)
-        if not len(any_row):
-            return Located.nothing(self._core.identity, len(rows))
-        segments = {n: self._room.segments[n] for n in np.unique(segment[hit]).tolist()}
-        slots = any_row - np.array([segments[n].base if n in segments else 0 for n in segment.tolist()], np.int64)
+        any_row = np.maximum(rows, 0)
+        lengths = table.length[any_row]
+        hit = (rows != EMPTY) & (table.state[any_row] == State.LIVE) & (lengths == asked.lengths)
+        rows[~hit] = EMPTY
+        found = rows[hit]
+        table.pin(found)
+        table.touch(found)
+        segment = table.segment[any_row]
         return Located(
-            self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row],
-            table.length[any_row], slots, segment, segments,
-        )
+            self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row], lengths,
+            *self._room.slots_of(any_row, segment, hit),
+        )  # fmt: skip
 
     def _heads(self, rows: Rows) -> list[SlotHead]:
         """Locked. What the slots of these rows must say."""
@@ -349,11 +348,6 @@ _COUNTED = {
     ReadOutcome.LATE: "reads_late",
     ReadOutcome.CANCELLED: "reads_cancelled",
 }
-
-
-def _check_pool(pool: str) -> None:
-    if not pool.isascii() or not 0 < len(pool) <= POOL_BYTES or "\0" in pool:
-        raise ValueError(f"not a pool's name: {pool!r}. 1 to {POOL_BYTES} ASCII characters")
 
 
 assert RECORD["pool"].itemsize == POOL_BYTES

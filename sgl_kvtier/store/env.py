@@ -160,10 +160,15 @@ def write_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -
 
 def read_file(env: Env, path: str) -> bytes:
     """The whole of a small file. Raises OSError."""
+    return bytes(read_large_file(env, path))
+
+
+def read_large_file(env: Env, path: str) -> memoryview:
+    """The whole of a file, not copied once more. Raises OSError."""
     fd = env.open(path, os.O_RDONLY)
     try:
-        buffer = bytearray(env.size(fd))
-        return bytes(buffer[: read_fully(env, fd, [memoryview(buffer)] if buffer else [], 0)])
+        buffer = np.empty(env.size(fd), np.uint8).data
+        return buffer[: read_fully(env, fd, [buffer] if len(buffer) else [], 0)]
     finally:
         env.close(fd)
 

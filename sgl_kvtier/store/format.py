@@ -126,13 +126,16 @@ def heads_of(
     slots: np.ndarray,
 ) -> np.ndarray:
     """The fields of many slots' headers, as `SlotHead.fields` makes one."""
-    heads = np.zeros(len(keys), HEAD)
-    heads["magic"] = _SLOT_MAGIC
-    heads["version"] = VERSION
-    heads["block"] = BLOCK
-    heads["identity"] = identity
-    heads["key"] = keys
-    heads["pool"] = pools
+    # Repeated bytes rather than a column of text at a time: numpy lets go of Python's lock for each of those.
+    alike = bytes(pools[0]) if len(pools) else b""
+    one = SlotHead(identity, bytes(KEY_BYTES), alike.decode(), 0, 0, 0, 0).fields()
+    heads = np.frombuffer(bytearray(one * len(keys)), HEAD)
+    as_words = heads.view("<u8").reshape(-1, HEAD.itemsize // 8)
+    first = HEAD.fields["key"][1] // 8  # type: ignore[index]
+    for word in range(KEY_BYTES // 8):
+        as_words[:, first + word] = keys[:, word]
+    if any(pool != alike for pool in list(pools)):
+        heads["pool"] = pools
     heads["sequence"] = sequences
     heads["length"] = lengths
     heads["segment"] = segments
@@ -217,7 +220,7 @@ def pack_frame(records: np.ndarray) -> bytes:
     return _FRAME.pack(_FRAME_MAGIC, len(records), xxhash.xxh3_64_intdigest(body)) + body
 
 
-def unpack_log(data: bytes, identity: bytes) -> tuple[np.ndarray, bool]:
+def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, bool]:
     """(records in the order written, whether the log is whole). Reading stops at the first frame that does not fit."""
     nothing = np.empty(0, RECORD)
     if data[:LOG_HEAD_BYTES] != pack_log_head(identity):

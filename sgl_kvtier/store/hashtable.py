@@ -86,6 +86,9 @@ class HashTable:
         self._gone += len(rows)
 
     def _place(self, rows: Rows, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> None:
+        if _native is not None:
+            _native.place(self._buckets, keys, pools, rows)
+            return
         mask = len(self._buckets) - 1
         at = key_hash(keys[rows], pools[rows]) & mask
         while len(rows):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sgl_kvtier.store.env import Env, read_file, write_fully
+from sgl_kvtier.store.env import Env, read_large_file, write_fully
 from sgl_kvtier.store.format import RECORD, pack_frame, pack_log_head, unpack_log
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class IndexLog:
     def load(self) -> tuple[np.ndarray, bool]:
         """(records as written, whether they can be relied on to be complete). Does not raise."""
         try:
-            data = read_file(self._env, self._path)
+            data = read_large_file(self._env, self._path)
         except OSError:
             return np.empty(0, RECORD), False
         return unpack_log(data, self._identity)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from sgl_kvtier.store.base import PageRead, ReadOutcome
+from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.located import Located
 
 logger = logging.getLogger(__name__)
@@ -18,22 +18,22 @@ Ended = list[tuple[int, ReadOutcome]]
 class OrderedJob:
     """A `ReadJob` whose pages are begun in order by whoever serves it. Any thread. Every page ends exactly once.
 
-    `pages` [0, next) were begun, by `begin` or by `end_rest`; those given out by `begin` are in flight until `finish`.
+    Of `count` pages, [0, next) were begun, by `begin` or by `end_rest`; those given out by `begin` are in flight until `finish`.
     """
 
     def __init__(
         self,
-        pages: Sequence[PageRead],
+        count: int,
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
     ) -> None:
-        self.pages = pages
+        self.count = count
         self.deadline = deadline
         self._on_page = on_page
-        self._outcomes: list[ReadOutcome | None] = [None] * len(pages)
+        self._outcomes: list[ReadOutcome | None] = [None] * count
         self._fresh: Ended = []
         self._next = 0
-        self._open = len(pages)
+        self._open = count
         self._in_flight = 0
         self._changed = threading.Condition()
 
@@ -53,7 +53,7 @@ class OrderedJob:
     @property
     def exhausted(self) -> bool:
         """Nothing is left to begin."""
-        return self._next >= len(self.pages)
+        return self._next >= self.count
 
     def drain(self) -> Ended:
         with self._changed:
@@ -71,7 +71,7 @@ class OrderedJob:
         """The next pages to read in one go; empty when none is left."""
         with self._changed:
             start = self._next
-            if start >= len(self.pages):
+            if start >= self.count:
                 return []
             self._next = self._run_end(start)
             self._in_flight += self._next - start
@@ -84,8 +84,8 @@ class OrderedJob:
     def end_rest(self, outcome: ReadOutcome) -> None:
         """Every page not begun ends now with this outcome."""
         with self._changed:
-            rest = [(i, outcome) for i in range(self._next, len(self.pages))]
-            self._next = len(self.pages)
+            rest = [(i, outcome) for i in range(self._next, self.count)]
+            self._next = self.count
         self._close(rest, begun=0)
 
     def _run_end(self, start: int) -> int:
@@ -132,13 +132,14 @@ class DiskReadJob(OrderedJob):
 
     def __init__(
         self,
-        pages: Sequence[PageRead],
+        into: list[list[memoryview]],
         located: Located,
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
         settle: Settle,
     ) -> None:
-        super().__init__(pages, deadline, on_page)
+        super().__init__(len(into), deadline, on_page)
+        self.into = into
         self.located = located
         self._settled_by = settle
 
@@ -149,7 +150,7 @@ class DiskReadJob(OrderedJob):
         if not self.located.found(start):
             return start + 1
         slot_bytes = self.located.segment_of(start).slot_bytes
-        most = min(self.RUN_PAGES, self.RUN_BYTES // slot_bytes, len(self.pages) - start)
+        most = min(self.RUN_PAGES, self.RUN_BYTES // slot_bytes, self.count - start)
         stop = start + 1
         step = 0
         while stop < start + most:

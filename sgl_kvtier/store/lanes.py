@@ -10,15 +10,16 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_kvtier.store.base import PageRead, ReadJob, ReadOutcome
+import numpy as np
+
+from sgl_kvtier.store.base import ReadJob, ReadOutcome
+from sgl_kvtier.store.columns import Columns
 from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import SlotHead
 from sgl_kvtier.store.jobs import DiskReadJob, Ended, Settle
 from sgl_kvtier.store.located import Located
-from sgl_kvtier.store.segment import Segment
+from sgl_kvtier.store.slots import Rows
 from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
 
 logger = logging.getLogger(__name__)
@@ -26,15 +27,6 @@ logger = logging.getLogger(__name__)
 WRITE_RUN_BYTES = 1 << 20
 _GIVE_WAY_S = 0.02
 """Longest wait for readers before each run: readers go first, and a writer still moves 50 MB/s beside them."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotWrite:
-    """A page to write into a slot that was claimed for it."""
-
-    segment: Segment
-    head: SlotHead
-    data: Sequence[memoryview]
 
 
 class Lanes(Protocol):
@@ -46,7 +38,7 @@ class Lanes(Protocol):
 
     def read(
         self,
-        pages: Sequence[PageRead],
+        pages: Columns,
         located: Located,
         priority: int,
         deadline: float | None,
@@ -55,8 +47,8 @@ class Lanes(Protocol):
     ) -> ReadJob:
         """Begins reading and returns at once. After `close` every page is CANCELLED."""
 
-    def write(self, pages: Sequence[SlotWrite], failed: Callable[[OSError], None]) -> list[SlotWrite]:
-        """Writes pages given in the order of their slots; returns those that were. `failed` is told of each error."""
+    def write(self, located: Located, data: Sequence[Sequence[memoryview]], failed: Callable[[OSError], None]) -> Rows:
+        """Writes pages given in the order of their slots; returns which were. `failed` is told of each error."""
 
     def close(self) -> None:
         """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
@@ -93,23 +85,24 @@ class ThreadLanes:
 
     def read(
         self,
-        pages: Sequence[PageRead],
+        pages: Columns,
         located: Located,
         priority: int,
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
         settle: Settle,
     ) -> DiskReadJob:
-        pages = [PageRead(page.key, [part.cast("B") for part in page.into], page.pool) for page in pages]
-        if any(part.readonly for page in pages for part in page.into):
+        if any(memoryview(part).readonly for part in pages.buffers):
             raise BufferError("a page is read into memory that can be written")
-        job = DiskReadJob(pages, located, deadline, on_page, settle)
+        parts = iter([memoryview(part).cast("B") for part in pages.buffers])
+        into = [list(itertools.islice(parts, count)) for count in pages.parts.tolist()]
+        job = DiskReadJob(into, located, deadline, on_page, settle)
         order = next(self._order)
         with self._changed:
             closing = self._closing
             if not closing:
                 heapq.heappush(self._queue, (priority, order, job))
-                self._changed.notify(len(job.pages))
+                self._changed.notify(job.count)
         if closing:
             job.end_rest(ReadOutcome.CANCELLED)
         elif deadline is not None:
@@ -118,23 +111,24 @@ class ThreadLanes:
                 self._watch_changed.notify()
         return job
 
-    def write(self, pages: Sequence[SlotWrite], failed: Callable[[OSError], None]) -> list[SlotWrite]:
+    def write(self, located: Located, data: Sequence[Sequence[memoryview]], failed: Callable[[OSError], None]) -> Rows:
         with self._changed:
             mover = self._movers.pop() if self._movers else self._new_mover()
-        written: list[SlotWrite] = []
-        for run in _runs(pages):
+        written: list[int] = []
+        for run in _runs(located, data):
             with self._idle:
                 if self._queue:
                     self._idle.wait_for(lambda: not self._queue, _GIVE_WAY_S)
             try:
-                mover.write(run[0].segment, [page.head for page in run], [page.data for page in run])
+                parts: list[Sequence[memoryview]] = [[memoryview(part).cast("B") for part in data[i]] for i in run]
+                mover.write(located.segment_of(run[0]), [located.head(i) for i in run], parts)
             except OSError as error:
                 failed(error)
                 continue
             written.extend(run)
         with self._changed:
             self._movers.append(mover)
-        return written
+        return np.array(written, np.int64)
 
     def close(self) -> None:
         """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
@@ -202,23 +196,23 @@ def _read_run(mover: Mover, job: DiskReadJob, begun: list[int]) -> Ended:
     # A run may go down the file (back to front); the device is always asked upwards.
     upwards = sorted(begun, key=lambda i: located.slots[i])
     heads = [located.head(i) for i in upwards]
-    outcomes = mover.read(located.segment_of(begun[0]), heads, [job.pages[i].into for i in upwards])
+    outcomes = mover.read(located.segment_of(begun[0]), heads, [job.into[i] for i in upwards])
     by_index = dict(zip(upwards, outcomes, strict=True))
     return [(i, by_index[i]) for i in begun]
 
 
-def _runs(pages: Sequence[SlotWrite]) -> Iterator[list[SlotWrite]]:
+def _runs(located: Located, data: Sequence[Sequence[memoryview]]) -> Iterator[list[int]]:
     """Pages in neighbouring slots, as many as make one large write."""
-    run: list[SlotWrite] = []
+    run: list[int] = []
     nbytes = buffers = 0
-    for page in pages:
-        size, parts = page.segment.slot_bytes, len(page.data) + 2
-        joined = run and run[-1].segment is page.segment and run[-1].head.slot + 1 == page.head.slot
-        if run and (not joined or nbytes + size > WRITE_RUN_BYTES or buffers + parts > MOST_BUFFERS):
+    for i, parts in enumerate(data):
+        size, more = located.segment_of(i).slot_bytes, len(parts) + 2
+        joined = run and located.segment[i - 1] == located.segment[i] and located.slots[i - 1] + 1 == located.slots[i]
+        if run and (not joined or nbytes + size > WRITE_RUN_BYTES or buffers + more > MOST_BUFFERS):
             yield run
             run, nbytes, buffers = [], 0, 0
-        run.append(page)
+        run.append(i)
         nbytes += size
-        buffers += parts
+        buffers += more
     if run:
         yield run

@@ -27,7 +27,8 @@ class LinkJob(OrderedJob):
         on_page: Callable[[int, ReadOutcome], None] | None,
         ready_at: float,
     ) -> None:
-        super().__init__(pages, deadline, on_page)
+        super().__init__(len(pages), deadline, on_page)
+        self.pages = pages
         self.ready_at = ready_at
         self.landed: dict[int, ReadOutcome] = {}
         """Pages the store has read and the link has not delivered yet."""
@@ -54,6 +55,11 @@ class Link:
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="kvtier-link", daemon=True)
         self._thread.start()
+
+    def set_gbps(self, gbps: float) -> None:
+        """Changes the bandwidth for pages that are begun from now on; 0 = no limit."""
+        with self._changed:
+            self._gbps = gbps
 
     def submit(
         self,

@@ -1,20 +1,22 @@
-"""Where the pages of one read lie and what their slots must say, as columns: no object per page."""
+"""Where the pages of one read or write lie and what their slots must say, as columns: no object per page."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_kvtier.store.format import SlotHead, heads_of
+from sgl_kvtier.store.format import RECORD, SlotHead, heads_of
 from sgl_kvtier.store.segment import Segment
 from sgl_kvtier.store.slots import EMPTY, Rows
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One entry per page asked for, with row EMPTY where there is no such page. Rows found are pinned until they are read."""
+    """One entry per page asked for, with row EMPTY where there is no such page. Rows found are pinned until they are read,
+    or claimed until they are written."""
 
     identity: bytes
     rows: Rows
@@ -41,6 +43,37 @@ class Located:
 
     def segment_of(self, index: int) -> Segment:
         return self.segments[int(self.segment[index])]
+
+    @classmethod
+    def join(cls, some: Sequence[Located]) -> Located:
+        """All entries of one identity's, in the order given."""
+        if len(some) == 1:
+            return some[0]
+        columns = {
+            name: np.concatenate([getattr(one, name) for one in some])
+            for name in ("rows", "keys", "pools", "sequences", "lengths", "slots", "segment")
+        }
+        segments = {number: segment for one in some for number, segment in one.segments.items()}
+        return cls(identity=some[0].identity, segments=segments, **columns)
+
+    def at(self, which: Rows) -> Located:
+        """Some of the entries, in the order given."""
+        return Located(
+            self.identity, self.rows[which], self.keys[which], self.pools[which], self.sequences[which],
+            self.lengths[which], self.slots[which], self.segment[which], self.segments,
+        )  # fmt: skip
+
+    def records(self, kind: int) -> np.ndarray:
+        """Records for the index log."""
+        records = np.empty(len(self.rows), RECORD)
+        records["key"] = self.keys.view("V32").reshape(-1)
+        records["pool"] = self.pools
+        records["sequence"] = self.sequences
+        records["segment"] = self.segment
+        records["slot"] = self.slots
+        records["length"] = self.lengths
+        records["kind"] = kind
+        return records
 
     def head(self, index: int) -> SlotHead:
         """What the slot of a page that was found must say."""

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from sgl_kvtier.store.base import PageRead, ReadOutcome
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.columns import Columns
 from sgl_kvtier.store.format import BLOCK, HEAD
 from sgl_kvtier.store.jobs import Ended, Settle
-from sgl_kvtier.store.lanes import WRITE_RUN_BYTES, SlotWrite
+from sgl_kvtier.store.lanes import WRITE_RUN_BYTES
 from sgl_kvtier.store.located import Located
+from sgl_kvtier.store.slots import EMPTY, Rows
 
 _native: Any
 try:
@@ -160,22 +162,21 @@ class NativeLanes:
 
     def read(
         self,
-        pages: Sequence[PageRead],
+        pages: Columns,
         located: Located,
         priority: int,
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
         settle: Settle,
     ) -> NativeReadJob:
-        job = NativeReadJob(len(pages), located, on_page, settle, deadline)
+        job = NativeReadJob(len(pages.lengths), located, on_page, settle, deadline)
         fds, sizes, offsets = _places(located)
-        buffers = [part for page in pages for part in page.into]
-        parts = np.fromiter((len(page.into) for page in pages), np.uint32, len(pages))
+        heads = located.heads()
         with self._lock:
             job.begin(
                 self._pool.submit(
                     False, on_page is not None, priority, deadline or 0.0,
-                    fds, sizes, offsets, located.lengths, located.heads(), parts, buffers,
+                    fds, sizes, offsets, located.lengths, heads, pages.parts, pages.buffers,
                 )
             )  # fmt: skip
             self._jobs[id(job)] = job
@@ -184,21 +185,15 @@ class NativeLanes:
             self._settle_all()
         return job
 
-    def write(self, pages: Sequence[SlotWrite], failed: Callable[[OSError], None]) -> list[SlotWrite]:
+    def write(self, located: Located, data: Sequence[Sequence[memoryview]], failed: Callable[[OSError], None]) -> Rows:
         job = self._pool.submit(
-            True, False, 0, 0.0,
-            np.array([page.segment.fd for page in pages], np.int32),
-            np.array([page.segment.slot_bytes for page in pages], np.uint32),
-            np.array([page.segment.offset(page.head.slot) for page in pages], np.uint64),
-            np.array([page.head.length for page in pages], np.uint32),
-            b"".join([page.head.fields() for page in pages]),
-            np.array([len(page.data) for page in pages], np.uint32),
-            [part for page in pages for part in page.data],
+            True, False, 0, 0.0, *_places(located), located.lengths, located.heads(),
+            np.array([len(parts) for parts in data], np.uint32), [part for parts in data for part in parts],
         )  # fmt: skip
         job.wait(-1.0)
         if job.error:
             failed(OSError(job.error, "writing pages"))
-        return [pages[index] for index, code in sorted(job.take()) if code == _WRITTEN]
+        return np.sort(np.array([index for index, code in job.take() if code == _WRITTEN], np.int64))
 
     def close(self) -> None:
         with self._lock:
@@ -230,6 +225,10 @@ class NativeLanes:
 def _places(located: Located) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(descriptor, slot size, offset) of each page; descriptor -1 where there is none."""
     count = len(located.rows)
+    if len(located.segments) == 1 and (located.rows != EMPTY).all():
+        (segment,) = located.segments.values()
+        offsets = (BLOCK + located.slots * segment.slot_bytes).astype(np.uint64)
+        return np.full(count, segment.fd, np.int32), np.full(count, segment.slot_bytes, np.uint32), offsets
     fds = np.full(count, -1, np.int32)
     sizes = np.zeros(count, np.uint32)
     offsets = np.zeros(count, np.uint64)

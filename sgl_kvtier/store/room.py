@@ -9,6 +9,7 @@ import threading
 from collections import defaultdict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
@@ -92,6 +93,19 @@ class Room:
             if segment is not None:
                 self._free[segment.slot_bytes].append(row)
 
+    def slots_of(
+        self, rows: Rows, numbers: NDArray[np.uint32], which: NDArray[np.bool_]
+    ) -> tuple[Rows, NDArray[np.uint32], dict[int, Segment]]:
+        """Locked. (slot of each row, its segment's number, those segments by number); only `which` entries mean anything."""
+        known = numbers[which]
+        if len(known) and (known == known[0]).all():
+            segment = self.segments[int(known[0])]
+            return rows - segment.base, numbers, {segment.number: segment}
+        # Not np.unique: it sorts, and sorting lets go of Python's lock, which costs 5 ms beside a busy thread.
+        segments = {n: self.segments[n] for n in set(known.tolist())}
+        bases = np.array([segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64)
+        return rows - bases, numbers, segments
+
     def take(self, slot_bytes: int, count: int) -> Rows:
         """Locked. Up to `count` free rows, evicting the pages used longest ago where needed; neighbours stay together."""
         free = self._free[slot_bytes]
@@ -100,8 +114,9 @@ class Room:
             victims = self._lru_of(slot_bytes).victims(missing, self._of_size(slot_bytes))
             self._core.counters.pages_evicted += len(victims)
             free.extend(self._core.table.drop(victims).tolist())
-        taken, self._free[slot_bytes] = free[:count], free[count:]
-        return np.sort(np.array(taken, np.int64))
+        taken = np.array(free[:count], np.int64)
+        del free[:count]
+        return np.sort(taken)
 
     def make(self, slot_bytes: int, count: int) -> None:
         """Adds segments until `count` rows are free, as far as budget and disk allow. Does I/O; never raises OSError."""

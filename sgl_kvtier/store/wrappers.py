@@ -95,6 +95,12 @@ class Throttled(_InFront):
             self._occupy_write_link(nbytes, started + self._config.latency_ms / 1e3)
         return outcomes
 
+    def set_read_gbps(self, gbps: float) -> None:
+        """Changes the bandwidth for pages that have not begun; 0 = as fast as the disk. ValueError when negative."""
+        if gbps < 0:
+            raise ValueError("a bandwidth cannot be negative")
+        self._link.set_gbps(gbps)
+
     def close(self) -> None:
         self._link.close()
         super().close()

@@ -13,7 +13,7 @@ from store_pages import IDENTITY, content, key, open_at, put, read
 
 from sgl_kvtier.errors import StoreBusyError, StoreError
 from sgl_kvtier.store import commands
-from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.types import Lookup
@@ -131,6 +131,16 @@ def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(opened: Calla
     assert put(store, pages) == [PutOutcome.REFUSED] * 5
     assert put(store, pages) == [PutOutcome.STORED] * 5
     assert put(store, pages) == [PutOutcome.KEPT] * 5
+
+
+def test_pages_cheap_to_compute_again_are_kept_out_by_the_recompute_cost_filter(opened: Callable[..., DiskStore]) -> None:
+    store = opened(admission="recompute-cost", admission_cost_s=0.002)
+    data = [memoryview(content(0, 5000))]
+    offered = [PageWrite(key(i), data, cost_s=cost) for i, cost in enumerate([0.001, 0.002, 0.5, None])]
+    assert store.put(offered) == [PutOutcome.REFUSED, PutOutcome.STORED, PutOutcome.STORED, PutOutcome.STORED]
+    # What is there already is kept whatever it is said to cost now.
+    assert store.put([PageWrite(key(1), data, cost_s=0.0)]) == [PutOutcome.KEPT]
+    assert store.lookup([key(0), key(1)]) == [Lookup.MISS, Lookup.HIT]
 
 
 def test_pages_expected_soon_are_evicted_last(opened: Callable[..., DiskStore]) -> None:

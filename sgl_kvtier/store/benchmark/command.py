@@ -24,6 +24,7 @@ from sgl_kvtier.report import (
     write_json,
 )
 from sgl_kvtier.store.benchmark.disk import Reference
+from sgl_kvtier.store.benchmark.nixl import NixlPeer
 from sgl_kvtier.store.benchmark.opening import open_seconds
 from sgl_kvtier.store.benchmark.peer import Peer
 from sgl_kvtier.store.benchmark.subject import Subject
@@ -33,6 +34,7 @@ _LANES = 8
 _KEYS = 1000
 
 Samples = dict[str, list[float]]
+Peers = dict[str, Peer]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=7, help="interleaved pairs (default %(default)s)")
     parser.add_argument("--runtime", type=float, default=1.0, help="seconds per reference measurement (default %(default)s)")
     parser.add_argument("--sglang-python", metavar="FILE", help="the Python that has SGLang, to measure HiCacheFile beside")
+    parser.add_argument("--nixl-python", metavar="FILE", help="a Python that has nixl, to measure its POSIX backend with io_uring beside")
     parser.add_argument("--open-pages", default="10000,100000", metavar="N,..", help="open with so many pages (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
@@ -97,10 +100,12 @@ _RATIOS = {
     "read_vs_hicache_file": ("read", "hicache_file_cold"),
     "read_vs_hicache_file_warm": ("read", "hicache_file_warm"),
     "write_vs_hicache_file": ("write", "hicache_file_write"),
+    "read_vs_nixl": ("read", "nixl_read"),
+    "write_vs_nixl": ("write", "nixl_write"),
 }
 _RATES = (
     "read", "prefix", "busy", "unverified", "write", "fio_read", "fio_write",
-    "hicache_file_cold", "hicache_file_warm", "hicache_file_write",
+    "hicache_file_cold", "hicache_file_warm", "hicache_file_write", "nixl_read", "nixl_write",
 )  # fmt: skip
 
 
@@ -110,21 +115,16 @@ def _cells(
     nbytes = max(nbytes, 4 * size) // size * size
     reference = Reference(root, nbytes, args.runtime)
     reference.prepare()
-    store_at, peer_at = (os.path.join(root, name) for name in ("store", "hicache"))
-    os.mkdir(peer_at)
-    peer = Peer(args.sglang_python, peer_at, size, nbytes) if args.sglang_python else None
+    store_at, peers_at = (os.path.join(root, name) for name in ("store", "peers"))
+    peers = _peers(args, peers_at, size, nbytes)
     cells = []
     try:
-        subjects = {
-            "": Subject(os.path.join(store_at, "main"), size, nbytes, io_threads=_LANES),
-            "un": Subject(os.path.join(store_at, "unverified"), size, nbytes, io_threads=_LANES, verify_reads=False),
-        }
+        subject = Subject(store_at, size, nbytes, io_threads=_LANES)
         try:
-            cells.append(_main_cell(size, subjects[""], subjects["un"], reference, peer, args.pairs, step))
+            cells.append(_main_cell(size, subject, reference, peers, args.pairs, step))
         finally:
-            for subject in subjects.values():
-                subject.close()
-        shutil.rmtree(store_at)
+            subject.close()
+            shutil.rmtree(store_at)
         for count in lanes:
             subject = Subject(store_at, size, nbytes, io_threads=count)
             try:
@@ -134,33 +134,44 @@ def _cells(
                 shutil.rmtree(store_at)
             step()
     finally:
-        if peer:
+        for peer in peers.values():
             peer.close()
-        shutil.rmtree(peer_at)
+        shutil.rmtree(peers_at)
         os.unlink(reference.path)
     return cells
 
 
+def _peers(args: argparse.Namespace, folder: str, size: int, nbytes: int) -> Peers:
+    peers: Peers = {}
+    for name, python in (("hicache_file", args.sglang_python), ("nixl", args.nixl_python)):
+        os.makedirs(os.path.join(folder, name))
+        if python:
+            kind = NixlPeer if name == "nixl" else Peer
+            peers[name] = kind(python, os.path.join(folder, name), size, nbytes)
+    return peers
+
+
 def _main_cell(
-    size: int, subject: Subject, unverified: Subject, reference: Reference, peer: Peer | None, pairs: int, step: Callable[[], None]
+    size: int, subject: Subject, reference: Reference, peers: Peers, pairs: int, step: Callable[[], None]
 ) -> dict[str, Any]:
     samples: Samples = {name: [] for name in _RATES}
-    subject.write(), unverified.write()
-    if peer:
+    subject.write()
+    for peer in peers.values():
         peer.write()
     for number in range(pairs):
         measures: list[tuple[str, Callable[[], float]]] = [
             ("fio_read", lambda: reference.read(size)),
             ("read", subject.read_random),
-            ("unverified", unverified.read_random),
+            ("unverified", subject.read_unverified),
             ("busy", subject.read_beside_a_busy_thread),
             ("prefix", subject.read_prefix),
         ]
-        if peer:
-            measures += [("hicache_file_cold", peer.read_cold), ("hicache_file_warm", peer.read_warm)]
+        if file := peers.get("hicache_file"):
+            measures += [("hicache_file_cold", file.read_cold), ("hicache_file_warm", file.read_warm)]
+        if nixl := peers.get("nixl"):
+            measures.append(("nixl_read", nixl.read_cold))
         measures += [("fio_write", lambda: reference.write(size)), ("write", subject.write)]
-        if peer:
-            measures.append(("hicache_file_write", peer.write))
+        measures += [(f"{name}_write", peer.write) for name, peer in peers.items()]
         # Every other pair runs backwards, so that a drift of the machine favours nobody.
         for name, measure in measures if number % 2 == 0 else measures[::-1]:
             samples[name].append(measure())

@@ -67,11 +67,16 @@ class Reference:
             f"fio --name=r --filename={self.path} --size={self.nbytes} --rw={kind} --bs={page_bytes} --direct=1 "
             f"--randrepeat=0 --norandommap --output-format=json {length} {how}"
         )
-        done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+        done = subprocess.run(command.split(), capture_output=True, text=True, check=False, env=huge_pages())
         if done.returncode:
             raise BenchError(f"fio failed: {done.stderr.strip()[-300:] or done.stdout.strip()[-300:]}")
         data = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read" if "read" in kind else "write"]
         return float(data["bw_bytes"])
+
+
+def huge_pages() -> dict[str, str]:
+    """The environment of a child whose memory should lie in huge pages, as the store's does while it is measured."""
+    return os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def _threads(path: str, nbytes: int, page_bytes: int, threads: int, runtime_s: float) -> float:

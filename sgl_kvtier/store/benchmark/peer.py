@@ -7,6 +7,7 @@ import subprocess
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.store.benchmark.disk import huge_pages
 
 _PROGRAM = r'''
 import json, os, sys, time
@@ -68,14 +69,18 @@ for line in sys.stdin:
 class Peer:
     """The backend, filled on request. Methods return bytes per second or seconds. Raises BenchError when it stops."""
 
+    program = _PROGRAM
+    name = "HiCacheFile"
+    option = "--sglang-python"
+
     def __init__(self, python: str, folder: str, page_bytes: int, nbytes: int) -> None:
-        command = [python, "-W", "ignore", "-c", _PROGRAM, folder, str(page_bytes), str(nbytes)]
+        command = [python, "-W", "ignore", "-c", self.program, folder, str(page_bytes), str(nbytes)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=huge_pages()
             )
         except OSError as error:
-            raise BenchError(f"cannot start {python}: {error}. Give the Python that has SGLang: --sglang-python") from error
+            raise BenchError(f"cannot start {python}: {error}. Give a Python that has it: {self.option}") from error
         self._answer()
 
     def write(self) -> float:
@@ -116,4 +121,4 @@ class Peer:
             except ValueError:
                 continue  # something SGLang printed
         _, errors = self._process.communicate()
-        raise BenchError(f"the HiCacheFile process stopped: {errors.strip()[-400:]}")
+        raise BenchError(f"the {self.name} process stopped: {errors.strip()[-400:]}")

@@ -33,4 +33,23 @@ static void find_rows(const int32_t *buckets, size_t mask, const uint64_t *keys,
     }
 }
 
+/* Puts rows whose keys are not in the table into empty buckets, of which there are enough. */
+static void place_rows(int32_t *buckets, size_t mask, const uint64_t *keys, const uint16_t *pools, const int64_t *rows,
+                       size_t count) {
+    enum { AHEAD = 32 };
+    size_t at[AHEAD];
+    for (size_t i = 0; i < count; i += AHEAD) {
+        size_t now = count - i < AHEAD ? count - i : AHEAD;
+        /* The buckets are all over memory: asking for a few at once hides how far away it is. */
+        for (size_t k = 0; k < now; k++) {
+            at[k] = find_hash(keys + 4 * rows[i + k], pools[rows[i + k]]) & mask;
+            __builtin_prefetch(buckets + at[k], 1);
+        }
+        for (size_t k = 0; k < now; k++) {
+            while (buckets[at[k]] != FIND_EMPTY) at[k] = (at[k] + 1) & mask;
+            buckets[at[k]] = (int32_t)rows[i + k];
+        }
+    }
+}
+
 #endif

@@ -1,6 +1,6 @@
 /* Python's door to pool.h: Pool (threads and a queue), Job (one ordered batch of pages) and checksum().
  *
- * Every wait and every byte moved happens without Python's lock. A job holds its buffers until it is deallocated, and its
+ * Every wait for a device and every byte moved happens without Python's lock. A job holds its buffers until it is deallocated, and its
  * deallocation waits for pages in flight: whoever keeps memory alive through Python cannot lose it under a transfer.
  */
 #define PY_SSIZE_T_CLEAN
@@ -205,8 +205,10 @@ static PyObject *pool_submit(PoolObject *self, PyObject *args) {
         return NULL;
     }
     job->open = job->n;
-    Py_BEGIN_ALLOW_THREADS enter_queue(&self->pool, job);
-    Py_END_ALLOW_THREADS return (PyObject *)result;
+    /* Python's lock is kept: the pool's lock is held for microseconds and never by a thread that wants Python's, while
+     * getting Python's lock back beside a busy thread takes 5 ms. */
+    enter_queue(&self->pool, job);
+    return (PyObject *)result;
 }
 
 static void job_dealloc(JobObject *self) {
@@ -229,12 +231,11 @@ static PyObject *job_take(JobObject *self, PyObject *Py_UNUSED(ignored)) {
     Job *job = &self->job;
     Pool *pool = &self->owner->pool;
     size_t from, to;
-    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&pool->lock);
+    pthread_mutex_lock(&pool->lock);
     expire(pool, job);
     from = self->taken;
     self->taken = to = job->n - job->open;
     pthread_mutex_unlock(&pool->lock);
-    Py_END_ALLOW_THREADS
     /* What lies before `to` in `ended` does not change any more. */
     PyObject *list = PyList_New((Py_ssize_t)(to - from));
     for (size_t i = from; list && i < to; i++) {
@@ -255,10 +256,10 @@ static PyObject *job_wait(JobObject *self, PyObject *args) {
 
 static PyObject *job_cancel(JobObject *self, PyObject *Py_UNUSED(ignored)) {
     Pool *pool = &self->owner->pool;
-    Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&pool->lock);
+    pthread_mutex_lock(&pool->lock);
     end_rest(pool, &self->job, CANCELLED);
     pthread_mutex_unlock(&pool->lock);
-    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+    Py_RETURN_NONE;
 }
 
 static PyObject *job_in_flight(JobObject *self, void *Py_UNUSED(closure)) {
@@ -309,6 +310,81 @@ static PyObject *find(PyObject *Py_UNUSED(module), PyObject *args) {
     return result;
 }
 
+/* place(buckets, keys, pools, rows): enters rows, an array of int64, whose keys are not in the table. The caller sees to it
+ * that there is an empty bucket for each and one more. */
+static PyObject *place(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer buckets, keys, pools, rows;
+    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "w*y*y*y*", &buckets, &keys, &pools, &rows)) return NULL;
+    size_t count = (size_t)rows.len / 8, table = (size_t)pools.len / 2, size = (size_t)buckets.len / 4;
+    const int64_t *row = rows.buf;
+    int good = (size_t)keys.len == table * 32 && size && !(size & (size - 1)) && count < size;
+    for (size_t i = 0; good && i < count; i++) good = row[i] >= 0 && (size_t)row[i] < table;
+    if (!good) {
+        PyErr_SetString(PyExc_ValueError, "the table's arrays do not fit each other");
+    } else {
+        place_rows(buckets.buf, size - 1, keys.buf, pools.buf, row, count);
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&buckets), PyBuffer_Release(&keys), PyBuffer_Release(&pools), PyBuffer_Release(&rows);
+    return result;
+}
+
+static Py_ssize_t buffer_bytes(PyObject *part) {
+    if (PyMemoryView_Check(part)) return PyMemoryView_GET_BUFFER(part)->len;
+    Py_buffer view;
+    if (PyObject_GetBuffer(part, &view, PyBUF_C_CONTIGUOUS)) return -1;
+    PyBuffer_Release(&view);
+    return view.len;
+}
+
+/* One page of columns(): appends its buffers; its key, how many buffers and how many bytes. */
+static int take_page(PyObject *page, uint8_t *key, uint32_t *parts, int64_t *length, PyObject *buffers) {
+    if (!PyTuple_Check(page) || PyTuple_GET_SIZE(page) < 3) {
+        PyErr_SetString(PyExc_TypeError, "a page is (key, buffers, pool)");
+        return -1;
+    }
+    PyObject *name = PyTuple_GET_ITEM(page, 0);
+    if (!PyBytes_Check(name) || PyBytes_GET_SIZE(name) != 32) {
+        PyErr_SetString(PyExc_ValueError, "a page key is 32 bytes");
+        return -1;
+    }
+    memcpy(key, PyBytes_AS_STRING(name), 32);
+    PyObject *list = PySequence_Fast(PyTuple_GET_ITEM(page, 1), "a page's buffers are a sequence");
+    if (!list) return -1;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(list);
+    *parts = (uint32_t)count;
+    *length = 0;
+    for (Py_ssize_t k = 0; k < count; k++) {
+        PyObject *part = PySequence_Fast_GET_ITEM(list, k);
+        Py_ssize_t bytes = buffer_bytes(part);
+        if (bytes < 0 || PyList_Append(buffers, part)) {
+            Py_DECREF(list);
+            return -1;
+        }
+        *length += bytes;
+    }
+    Py_DECREF(list);
+    return 0;
+}
+
+/* columns(pages) -> (keys, parts, lengths, buffers): pages are tuples that begin with (key, buffers, pool). */
+static PyObject *columns(PyObject *Py_UNUSED(module), PyObject *pages) {
+    PyObject *list = PySequence_Fast(pages, "pages are a sequence");
+    if (!list) return NULL;
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(list);
+    PyObject *keys = PyBytes_FromStringAndSize(NULL, 32 * n), *parts = PyBytes_FromStringAndSize(NULL, 4 * n);
+    PyObject *lengths = PyBytes_FromStringAndSize(NULL, 8 * n), *buffers = PyList_New(0), *result = NULL;
+    int good = keys && parts && lengths && buffers;
+    for (Py_ssize_t i = 0; good && i < n; i++)
+        good = !take_page(PySequence_Fast_GET_ITEM(list, i), (uint8_t *)PyBytes_AS_STRING(keys) + 32 * i,
+                          (uint32_t *)PyBytes_AS_STRING(parts) + i, (int64_t *)PyBytes_AS_STRING(lengths) + i, buffers);
+    if (good) result = PyTuple_Pack(4, keys, parts, lengths, buffers);
+    Py_XDECREF(keys), Py_XDECREF(parts), Py_XDECREF(lengths), Py_XDECREF(buffers);
+    Py_DECREF(list);
+    return result;
+}
+
 static PyMethodDef pool_methods[] = {
     {"submit", (PyCFunction)pool_submit, METH_VARARGS,
      "submit(writing, notify, priority, deadline, fds, sizes, offsets, lengths, heads, parts, buffers) -> Job"},
@@ -343,6 +419,8 @@ static PyTypeObject JobType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvt
                                .tp_getset = job_fields};
 
 static PyMethodDef functions[] = {{"find", find, METH_VARARGS, "the row of each wanted key in a hash table"},
+                                  {"place", place, METH_VARARGS, "enters rows into a hash table"},
+                                  {"columns", columns, METH_O, "keys, buffer counts, lengths and buffers of pages"},
                                   {"checksum", checksum, METH_O, "XXH3-128 of a list of buffers, 241 bytes or more"},
                                   {NULL, NULL, 0, NULL}};
 

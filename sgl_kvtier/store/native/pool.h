@@ -20,6 +20,7 @@
 #define SUM_AT 136
 #define MAX_RUN 64
 #define MAX_IOV 1000
+#define SMALL_RUN ((size_t)256 << 10) /* below this a system call costs more than it spreads */
 #define WRITE_TURN_NS 20000000ull
 
 enum { OPEN = 0, BEGUN = 1, OK = 2, MISS = 3, CORRUPT = 4, FAILED = 5, LATE = 6, CANCELLED = 7 };
@@ -79,7 +80,8 @@ static void end_page(Job *job, size_t index, int outcome) {
 
 /* Locked. */
 static void tell(Pool *pool, Job *job) {
-    pthread_cond_broadcast(&job->progress);
+    /* Who waits, waits for all pages: waking it for each of them would take a processor from the lanes. */
+    if (!job->open) pthread_cond_broadcast(&job->progress);
     if (!job->notify) return;
     pool->ends++;
     pthread_cond_broadcast(&pool->any_end);
@@ -126,11 +128,19 @@ static void enter_queue(Pool *pool, Job *job) {
     pthread_mutex_unlock(&pool->lock);
 }
 
+/* Locked. How many bytes the next run may have: smaller towards a job's end, so that all lanes end together. */
+static size_t run_bytes(const Pool *pool, const Job *job, size_t start) {
+    size_t most = job->writing ? pool->write_run : pool->read_run;
+    size_t share = (job->n - start) * job->pages[start].slot_bytes / (size_t)pool->thread_count;
+    if (share < SMALL_RUN) share = SMALL_RUN;
+    return share < most ? share : most;
+}
+
 /* Locked. How many pages from `start` on lie side by side: up (step 1) or, when reading, down (step -1) the file. */
 static size_t run_length(const Pool *pool, const Job *job, size_t start, int *step) {
     const Page *pages = job->pages;
     size_t bytes = pages[start].slot_bytes, parts = pages[start].parts + 2, count = 1;
-    size_t most = job->writing ? pool->write_run : pool->read_run;
+    size_t most = run_bytes(pool, job, start);
     *step = 1;
     if (pages[start].fd < 0) return 1;
     while (start + count < job->n && count < MAX_RUN) {

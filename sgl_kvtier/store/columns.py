@@ -1,0 +1,57 @@
+"""The pages of one batch as columns instead of objects: keys, lengths and pools in arrays, buffers in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_kvtier.store.base import PageRead, PageWrite
+from sgl_kvtier.store.slots import words
+
+_native: Any
+try:
+    from sgl_kvtier.store import _native  # type: ignore[no-redef, attr-defined, unused-ignore]
+except ImportError:
+    _native = None
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One entry per page asked for or offered; `buffers` has `parts` entries per page, in their order."""
+
+    keys: NDArray[np.uint64]
+    lengths: NDArray[np.int64]
+    parts: NDArray[np.uint32]
+    buffers: list[Any]
+    pools: list[str]
+
+    @property
+    def pool(self) -> str | None:
+        """The pool of all pages; None when they are not all of one."""
+        first = self.pools[0] if self.pools else None
+        return first if self.pools.count(first or "") == len(self.pools) else None
+
+
+def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
+    """Raises ValueError for keys that are not 32 bytes and TypeError or BufferError for what is not contiguous memory."""
+    pools = [page[2] for page in pages]
+    if _native is not None:
+        keys, parts, lengths, buffers = _native.columns(pages)
+        return Columns(
+            np.frombuffer(keys, "<u8").reshape(-1, 4),
+            np.frombuffer(lengths, np.int64),
+            np.frombuffer(parts, np.uint32),
+            buffers,
+            pools,
+        )
+    return Columns(
+        words([page.key for page in pages]),
+        np.array([sum(part.nbytes for part in page[1]) for page in pages], np.int64),
+        np.array([len(page[1]) for page in pages], np.uint32),
+        [part for page in pages for part in page[1]],
+        pools,
+    )
