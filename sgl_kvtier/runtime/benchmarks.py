@@ -10,6 +10,13 @@ from sgl_kvtier.runtime.cpu import attention_arguments
 
 PARTS: dict[str, tuple[Any, str]] = {
     "attention": (attention_arguments, "CPU prefill attention per chunk, torch_native and ours in turn"),
+    "restore": ("sgl_kvtier.bench.restore_command", "stored prompts at many bandwidths: computed, loaded, stock's way, and ours"),
+    "restore-fuzz": ("sgl_kvtier.bench.fuzz_command", "agent sessions against a server in trouble: nothing hangs, leaks or differs"),
+    "restore-timeline": ("sgl_kvtier.bench.restore_timeline_command", "restorations of a decision log, and their two pointers"),
+    "restore-overhead": (
+        "sgl_kvtier.bench.restore_overhead_command",
+        "decoding where nothing is restored, stock and ours in paired rounds",
+    ),
     "store": ("sgl_kvtier.store.benchmark.command", "the page store against fio and HiCache's file backend on this disk"),
     "torture": ("sgl_kvtier.store.torture.command", "crashes, faults and damage: what the store loses, and that it never lies"),
 }

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from sgl_kvtier.runtime import control, restore_hooks
 from sgl_kvtier.runtime.settings import BACKEND
 
 FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend"
@@ -37,6 +38,8 @@ def register() -> None:
         HookRegistry.register(FACTORY, _create_backend, HookType.AROUND)
         HookRegistry.register(ATTACH, _use_zero_copy, HookType.AFTER)
         HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
+        restore_hooks.register()
+        HookRegistry.register(control.TARGET, control.set_internal_state, HookType.AROUND)
 
 
 def _know_attention_backend() -> None:

@@ -26,10 +26,15 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
 
 def check_server(args: Any) -> None:
     """Raises ConfigError when a resolved SGLang configuration that uses our backend cannot work."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
     if not args.enable_hierarchical_cache:
         raise ConfigError("--hicache-storage-backend kvtier needs --enable-hierarchical-cache")
+    of_server(args)
+
+
+def of_server(args: Any) -> KVTierConfig:
+    """The settings in a resolved SGLang configuration that uses our backend. Raises ConfigError."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
     try:
         parsed = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)
     except (OSError, ValueError) as error:
@@ -37,7 +42,7 @@ def check_server(args: Any) -> None:
             f"--hicache-storage-backend-extra-config {args.hicache_storage_backend_extra_config!r}: {error}. "
             "Give JSON text, or @ and the path of a .json, .yaml or .toml file"
         ) from error
-    from_extra_config(parsed[0])
+    return from_extra_config(parsed[0])
 
 
 def uses_backend(args: Any) -> bool:

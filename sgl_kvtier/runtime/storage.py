@@ -12,7 +12,8 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
-from sgl_kvtier.runtime import identity, plugin, seams, settings
+from sgl_kvtier.runtime import identity, plugin, restore_hooks, seams, settings
 from sgl_kvtier.runtime.metrics import StoreMetrics
-from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.wrappers import Faulty, Throttled
 from sgl_kvtier.types import Lookup, PageKey
@@ -50,8 +51,14 @@ class KVTierStorage(HiCacheStorage):
         if "module_path" not in extra:
             seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.WEIGHTS])
         self.config = settings.from_extra_config(extra)
+        if self.config.policy.restore != "off":
+            seams.require("restore")
+            if "module_path" not in extra:
+                seams.require_hooks(restore_hooks.TARGETS)
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}
+        self.folder: Path | None = None
+        """The folder of this server's identity, once the store was opened."""
         self._store: PageStore | None = None
         self._pool_tags: dict[str, str] = {}
         self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
@@ -96,6 +103,7 @@ class KVTierStorage(HiCacheStorage):
         except StoreError as error:
             again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
             raise type(error)(f"{error}. {again}") from error
+        self.folder = Path(self.config.store.path) / who.directory_name
         if c.enable_storage_metrics:
             labels = {"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank), "dp_rank": str(parallel.dp_rank or 0)}
             self._metrics = StoreMetrics(self._store, labels)
@@ -196,6 +204,25 @@ class KVTierStorage(HiCacheStorage):
         del extra_info
         return {t.name: self._side_pool(t, self._set_side_pages) for t in transfers}
 
+    # ---- ordered reads, for the restore engine ----
+
+    def begin_read(
+        self,
+        keys: Sequence[PageKey],
+        host_slots: torch.Tensor,
+        deadline_s: float,
+        on_page: Callable[[int, ReadOutcome], None],
+    ) -> ReadJob | None:
+        """Begins reading pages, in this order, into host slots; None while no store is open, or where a page does not lie
+        in the host pool as it lies in the store. The slots belong to the store until each page's `on_page`, which an I/O
+        thread calls."""
+        store = self._store
+        if store is None or not is_page_contiguous(self.mem_pool_host):
+            return None
+        parts = _parts(self.mem_pool_host, len(keys), host_slots)
+        reads = [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
+        return store.read(reads, deadline_s=deadline_s, on_page=on_page)
+
     # ---- upkeep ----
 
     def get_stats(self) -> StorageMetrics | None:
@@ -211,6 +238,12 @@ class KVTierStorage(HiCacheStorage):
         """Drops every page of this identity and rank."""
         if self._store is not None:
             logger.info("kvtier: dropped %d pages", self._store.clear())
+
+    def throttle(self, read_gbps: float) -> None:
+        """Sets the bandwidth of the device this store imitates; 0 = as fast as the disk. ValueError when it imitates none."""
+        if not isinstance(self._store, Throttled):
+            raise ValueError("the store was not started with a throttle section, so it has no bandwidth to change")
+        self._store.set_read_gbps(read_gbps)
 
     def close(self) -> None:
         """Ends I/O and releases the folder. Idempotent."""

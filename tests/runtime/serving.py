@@ -64,6 +64,11 @@ class Served:
         self.settle()
         self.call("POST", "/flush_cache", {}, ADMIN)
 
+    def restore(self, mode: str) -> None:
+        """Switches how prefixes come back, from the next request on."""
+        place = ("auto", "both", "load", "compute", "off").index(mode)
+        self.call("POST", "/set_internal_state", {"server_args": {"kvtier.policy.restore": place}}, ADMIN)
+
     def settle(self) -> None:
         """Waits until the store has the same number of pages three times in a row."""
         seen: list[float] = []
@@ -102,12 +107,15 @@ def prompts(count: int, tokens: int = TOKENS, seed: int = 0) -> list[list[int]]:
 
 
 def config_file(folder: Path, **sections: Any) -> Path:
-    """A kvtier.json for a store below `folder`; more sections, or settings of the store, by keyword."""
+    """A kvtier.json for a store below `folder`; more sections, or settings of the store, by keyword.
+
+    Prefixes are loaded whole unless a test says otherwise: how much of one is computed instead depends on the machine.
+    """
     store = {"path": str(folder / "store"), "capacity_bytes": "256MiB", "min_free_bytes": 0, "segment_bytes": "8MiB"}
     store.update(sections.pop("store", {}))
     path = folder / "kvtier.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"store": store, "prefetch_threshold": 64, **sections}))
+    path.write_text(json.dumps({"store": store, "prefetch_threshold": 64, "policy": {"restore": "load"}, **sections}))
     return path
 
 

@@ -60,6 +60,19 @@ def test_metrics_tell_what_the_store_did(served: Served):
     assert served.metric("kvtier:bytes_read_total") > 0
     assert served.metric("kvtier:store_pages") > 0
     assert served.metric("kvtier:pages_corrupt_total") == 0
+
+
+def test_sglangs_own_storage_metrics_are_filled_where_sglang_reads(served: Served):
+    ids = prompts(1, seed=11)[0]
+    served.restore("off")
+    try:
+        first = served.ask(ids)
+        served.flush()
+        again = served.ask(ids)
+        served.settle()
+    finally:
+        served.restore("load")
+    assert (again.storage, again.tokens) == (WHOLE, first.tokens)
     assert served.metric("sglang:storage_prefetch_hit_tokens_total") > 0
     assert served.metric("sglang:prefetch_bandwidth_count") > 0
 

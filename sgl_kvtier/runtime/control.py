@@ -1,0 +1,119 @@
+"""Settings of a running server that can be changed over HTTP, through SGLang's own admin route.
+
+    POST /set_internal_state  {"server_args": {"kvtier.throttle.read_gbps": 2.5, "kvtier.policy.restore": 3}}
+
+SGLang passes such a message to every scheduler process between two steps, and takes numbers only: a choice is given as its
+place in the list that `kvtier doctor --settings` prints, counted from 0. Laboratories use it to run all arms of a
+comparison in one process. A name nobody handles is refused, as SGLang refuses unknown names of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+
+TARGET = (
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.set_internal_state"
+)
+PREFIX = "kvtier."
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Any, float], None]
+"""Called on the scheduler thread with the scheduler and the value; raises ValueError to refuse it."""
+
+
+def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig:
+    """`config` with one setting changed. Raises ValueError on an unknown name or a value out of range."""
+    known = {f.name: f for f in dataclasses.fields(PolicyConfig)}
+    if name not in known:
+        raise ValueError(f"there is no setting policy.{name}")
+    meta = known[name].metadata
+    if meta["choices"]:
+        if not 0 <= int(value) < len(meta["choices"]):
+            raise ValueError(f"policy.{name} takes 0 to {len(meta['choices']) - 1}: {', '.join(meta['choices'])}")
+        return dataclasses.replace(config, **{name: meta["choices"][int(value)]})
+    low, high = meta["low"], meta["high"]
+    if isinstance(getattr(config, name), (bool, int)) and value != int(value):
+        raise ValueError(f"policy.{name} takes whole numbers")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise ValueError(f"policy.{name} = {value} is out of range")
+    return dataclasses.replace(config, **{name: type(getattr(config, name))(value)})
+
+
+def change_throttle(scheduler: Any, value: float) -> None:
+    """Sets the read bandwidth of a throttled store, in gigabits per second."""
+    backend = getattr(getattr(scheduler.tree_cache, "cache_controller", None), "storage_backend", None)
+    throttle = getattr(getattr(backend, "_backend", backend), "throttle", None)  # SGLang's fault injector wraps backends
+    if throttle is None:
+        raise ValueError("no kvtier storage backend is attached")
+    throttle(value)
+    notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
+    if notes is not None:
+        notes.forget_links()
+
+
+FIXED = tuple(
+    f.name
+    for f in dataclasses.fields(PolicyConfig)
+    if f.name.startswith(("prefetch", "lookahead", "session", "hint"))
+    or f.name in ("scheduling_slack_s", "eviction", "map_pages", "demote_after_s", "decision_log")
+)
+"""Settings of the policy section that a planner or a file is made with; a running server refuses to change them."""
+
+
+def policy_handler(name: str) -> Handler:
+    """Changes one setting of the policy section, from the next request on."""
+
+    def change(scheduler: Any, value: float) -> None:
+        if name in FIXED:
+            raise ValueError(f"policy.{name} is fixed when the server starts")
+        notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
+        if notes is not None:
+            notes.configure(change_policy(notes.config, name, value))
+        elif change_policy(PolicyConfig(), name, value).restore != "off" or name != "restore":
+            raise ValueError(
+                "this server restores SGLang's own way since it started: policy.restore was off, or its log says what it lacks"
+            )
+
+    return change
+
+
+HANDLERS: dict[str, Handler] = {
+    "throttle.read_gbps": change_throttle,
+    **{f"policy.{f.name}": policy_handler(f.name) for f in dataclasses.fields(PolicyConfig)},
+}
+"""What can be changed, by name without the prefix."""
+
+
+def set_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
+    """Around SGLang's own: takes out our names, applies them, and leaves the rest to SGLang."""
+    ours = {name: value for name, value in message.server_args.items() if name.startswith(PREFIX)}
+    if not ours:
+        return original(controller, message)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    if len(ours) < len(message.server_args):
+        logger.warning("kvtier: settings of SGLang and of kvtier cannot be changed in one message; nothing was changed")
+        return SetInternalStateReqOutput(updated=False)
+    return SetInternalStateReqOutput(updated=_apply(controller.scheduler, ours))
+
+
+def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
+    handlers = {name: HANDLERS.get(name[len(PREFIX) :]) for name in values}
+    unknown = [name for name, handler in handlers.items() if handler is None]
+    if unknown:
+        logger.warning("kvtier: cannot change %s in a running server", ", ".join(unknown))
+        return False
+    for name, value in values.items():
+        try:
+            handlers[name](scheduler, value)  # type: ignore[misc]
+        except ValueError as error:
+            logger.warning("kvtier: %s = %s was refused: %s", name, value, error)
+            return False
+        logger.info("kvtier: %s is now %s", name, value)
+    return True

@@ -1,0 +1,206 @@
+"""What a server has learned of its prefill and its links, kept beside the store so that the next start begins with it.
+
+    <store.path>/<identity>/restore-profile.json
+
+One file per identity, replaced in one step. It says under which conditions it was measured (device, threads, chunk,
+throttle); a server under other conditions passes it over and learns anew. Reading never raises: a missing, torn or foreign
+file is no profile.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
+from sgl_kvtier.types import Link
+
+logger = logging.getLogger(__name__)
+
+NAME = "restore-profile.json"
+SCHEMA = "kvtier.restore-profile/1"
+PERIOD_S = 5.0
+"""Least time between two writes."""
+
+LEAST_CHUNKS = 4
+"""Prefill chunks that must have been timed before anything is kept: before, the cost is little more than a guess."""
+
+_PREFILL = ("fixed_s", "per_token_s", "per_token_position_s")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A learned profile. `prefill` are the coefficients of `policy.cost.PrefillCost`, `links` bytes per second by link."""
+
+    conditions: dict[str, Any]
+    prefill: dict[str, float]
+    links: dict[str, float]
+    chunks: int
+    """Prefill chunks it was learned from, in all runs; the last 70 or so count."""
+    transfers: dict[str, int]
+    """Transfers per link it was learned from, in all runs; the last ten or so count."""
+    written: float = 0.0
+    """Seconds since the epoch."""
+
+    def planned_with(self) -> dict[str, Any]:
+        """What a planner is made with."""
+        return {"prefill": self.prefill, "links": self.links}
+
+
+def read(path: Path) -> Profile | None:
+    """The profile in a file, or None."""
+    try:
+        data = json.loads(path.read_text())
+        if data.pop("schema") != SCHEMA:
+            return None
+        profile = Profile(**data)
+        numbers = [profile.prefill[name] for name in _PREFILL] + list(profile.links.values())
+        if not all(math.isfinite(n) and n >= 0 for n in numbers) or min(profile.links.values(), default=1) <= 0:
+            return None
+        if set(profile.prefill) != set(_PREFILL) or not set(profile.links) <= {link.value for link in Link}:
+            return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return profile
+
+
+def write(path: Path, profile: Profile) -> None:
+    """Replaces the file. May raise OSError; the file is then as it was."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(json.dumps({"schema": SCHEMA, **asdict(profile)}, indent=2) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def fitting(profile: Profile | None, conditions: Mapping[str, Any]) -> Profile | None:
+    """The profile, if it was measured under these conditions."""
+    return profile if profile is not None and profile.conditions == conditions else None
+
+
+def as_numbers(profile: Profile | None) -> list[float]:
+    """A profile as numbers in a fixed order, 0 for what it does not have: what ranks can agree on. `taken` is its reverse."""
+    if profile is None:
+        return [0.0] * (len(_PREFILL) + len(Link) + 1)
+    return [1.0, *(profile.prefill[n] for n in _PREFILL), *(profile.links.get(link.value, 0.0) for link in Link)]
+
+
+def taken(numbers: list[float]) -> dict[str, Any] | None:
+    """What a planner is made with, from such numbers; None where there was no profile."""
+    there, *rest = numbers
+    if not there:
+        return None
+    links = zip(Link, rest[len(_PREFILL) :], strict=True)
+    return {
+        "prefill": dict(zip(_PREFILL, rest, strict=False)),
+        "links": {link.value: rate for link, rate in links if rate > 0},
+    }
+
+
+class Learning:
+    """The planner inside, whose profile is kept as it learns. Scheduler's thread; seconds are of the facts' clock."""
+
+    def __init__(
+        self, inner: Configurable, learned: Callable[[], dict[str, Any]], keeper: ProfileKeeper | None, known: Profile
+    ) -> None:
+        """`learned` gives the present profile; `known` is what the planner began with, counts included. Without a keeper
+        nothing is kept: only one rank writes."""
+        self._inner = inner
+        self._learned = learned
+        self._keeper = keeper
+        self._conditions = known.conditions
+        self._chunks = known.chunks
+        self._transfers = dict(known.transfers)
+        self._keep_at = 0.0
+
+    def observe(self, fact: Fact) -> None:
+        """Passes the fact on; what can be learned from is counted, and what was learned is kept now and then."""
+        self._inner.observe(fact)
+        if isinstance(fact, ChunkDone) and not fact.shared_tokens:
+            self._chunks += 1
+        elif isinstance(fact, TransferDone):
+            self._transfers[fact.link.value] = self._transfers.get(fact.link.value, 0) + 1
+        else:
+            return
+        if self._keeper is not None and self._chunks >= LEAST_CHUNKS and fact.now >= self._keep_at:
+            self._keep_at = fact.now + PERIOD_S
+            self._keeper.keep(Profile(self._conditions, **self._learned(), chunks=self._chunks, transfers=dict(self._transfers)))
+
+    def step(self, view: StepView) -> StepPlan:
+        """The inner planner's plan."""
+        return self._inner.step(view)
+
+    def configure(self, config: PolicyConfig) -> None:
+        """Other settings from now on."""
+        self._inner.configure(config)
+
+    def stop_keeping(self) -> None:
+        """Nothing learned from now on is kept."""
+        self.close()
+        self._keeper = None
+
+    def close(self) -> None:
+        """Writes what is left to write. Idempotent."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+class Configurable(Planner, Protocol):
+    """A planner whose settings can be changed."""
+
+    def configure(self, config: PolicyConfig) -> None:
+        """Other settings from now on."""
+
+
+class ProfileKeeper:
+    """Writes the latest profile from a thread of its own, at most every few seconds. `keep` never blocks."""
+
+    def __init__(self, path: Path, *, period_s: float = PERIOD_S) -> None:
+        self._path = path
+        self._period_s = period_s
+        self._latest: Profile | None = None
+        self._changed = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-profile", daemon=True)
+        self._thread.start()
+
+    def keep(self, profile: Profile) -> None:
+        """To be written soon, unless a later one comes first."""
+        self._latest = profile
+        self._changed.set()
+
+    def close(self) -> None:
+        """Writes what is left and ends the thread. Idempotent."""
+        self._closing.set()
+        self._changed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._changed.wait()
+            self._changed.clear()
+            latest, self._latest = self._latest, None
+            if latest is not None:
+                self._write(latest)
+                self._closing.wait(self._period_s)
+        if self._latest is not None:
+            self._write(self._latest)
+
+    def _write(self, profile: Profile) -> None:
+        try:
+            write(self._path, Profile(**{**asdict(profile), "written": time.time()}))
+        except OSError as error:
+            # Purged beside us, a full disk: the next start learns anew.
+            logger.warning("kvtier: what was learned cannot be kept in %s: %s", self._path, error.strerror)

@@ -1,0 +1,144 @@
+"""The decision log of a running server: a planner that writes down what it is told and answers, and the file it goes to.
+
+The scheduler's thread only queues records; a thread of the file's own turns them into lines and writes them. When it is
+so far behind that the queue is full, records are dropped, counted, and the file says where: such a log cannot be replayed
+behind that place. Files are 0600: they hold request ids, page counts and times, no tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.policy.decision_log import (
+    Header,
+    LinesDropped,
+    PlannerFailed,
+    PolicyChanged,
+    Record,
+    encode,
+    encode_header,
+)
+from sgl_kvtier.policy.messages import Fact, StepPlan, StepView
+from sgl_kvtier.policy.planner import KVTierPlanner
+
+logger = logging.getLogger(__name__)
+
+MOST_QUEUED = 50_000
+"""Records waiting to be written: at most some tens of megabytes, seconds of the busiest server."""
+_PERIOD_S = 0.2
+
+
+class DecisionFile:
+    """An open log. `write` never blocks on the disk; a disk that fails ends the log, not the server."""
+
+    def __init__(self, path: Path, header: Header, *, most_queued: int = MOST_QUEUED) -> None:
+        """Begins a new file; one that is there is kept as PATH.old. Raises ConfigError when it cannot be written."""
+        self._path = path
+        self._most = most_queued
+        self._queue: deque[Record] = deque()
+        self._hole = 0
+        self.dropped = 0
+        """Records that were not written."""
+        self._stopping = threading.Event()
+        self._file: TextIO | None = _begin(path, encode_header(header))
+        self._thread = threading.Thread(target=self._run, name="kvtier-decisions", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Record) -> None:
+        """Queues a record, or drops it when the queue is full. One thread calls this."""
+        if len(self._queue) >= self._most or self._file is None:
+            self._hole += 1
+            self.dropped += 1
+            return
+        if self._hole:
+            # Behind what was queued before the hole, and before what comes after it.
+            self._queue.append(LinesDropped(self._hole))
+            self._hole = 0
+        self._queue.append(record)
+
+    def close(self) -> None:
+        """Writes what is queued and ends the thread. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_PERIOD_S):
+            self._flush()
+        if self._hole:
+            self._queue.append(LinesDropped(self._hole))
+        self._flush()
+        if self._file is not None:
+            self._file.close()
+
+    def _flush(self) -> None:
+        if self._file is None or not self._queue:
+            return
+        batch = [self._queue.popleft() for _ in range(len(self._queue))]
+        try:
+            for record in batch:
+                self._file.write(encode(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.error(
+                "kvtier: the decision log %s is not written any more: %s. Free space, or name another file in "
+                "policy.decision_log, and restart", self._path, error.strerror,
+            )  # fmt: skip
+            self.dropped += len(batch)
+            self._file = None
+
+
+class Recorded:
+    """The planner inside, with everything it is given and answers written down in order. Scheduler's thread."""
+
+    def __init__(self, inner: KVTierPlanner, write: Callable[[Record], None]) -> None:
+        self._inner = inner
+        self._write = write
+
+    def observe(self, fact: Fact) -> None:
+        """Writes the fact and passes it on; a planner that raises is written down too."""
+        self._write(fact)
+        try:
+            self._inner.observe(fact)
+        except Exception as error:
+            self._write(PlannerFailed(repr(error)))
+            raise
+
+    def step(self, view: StepView) -> StepPlan:
+        """Writes the view and the plan."""
+        self._write(view)
+        try:
+            plan = self._inner.step(view)
+        except Exception as error:
+            self._write(PlannerFailed(repr(error)))
+            raise
+        self._write(plan)
+        return plan
+
+    def configure(self, config: PolicyConfig) -> None:
+        """Other settings from now on."""
+        self._write(PolicyChanged(config))
+        self._inner.configure(config)
+
+
+def _begin(path: Path, header: str) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            path.replace(path.with_name(path.name + ".old"))
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8")
+        file.write(header + "\n")
+        file.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"policy.decision_log = {str(path)!r} cannot be written: {error.strerror}. Name a file in a folder that the "
+            "server may write to, or leave the setting empty"
+        ) from error
+    return file

@@ -1,0 +1,154 @@
+"""Moves pages of running loads: the store's reads into host pages, and copies from host pages into device slots.
+
+One thread beside the scheduler's. A page that the store has read is copied at once, so a load's last page lands a copy
+later than it was read. The scheduler never waits for a copy: it reads `Load.local` in its tick, and what it does with it
+is `restore_engine`'s business.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+from sgl_kvtier.runtime.restoration import LANDED, LOST, Load
+from sgl_kvtier.store.base import ReadOutcome
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.0002
+
+
+class Copy(Protocol):
+    """One copy under way."""
+
+    def done(self) -> bool:
+        """Whether the bytes are in place. Never blocks."""
+
+
+class CopyDevice(Protocol):
+    """What copies host pages into device slots, all layers."""
+
+    def fence(self) -> Any:
+        """Scheduler's thread, after slots were allocated: a mark behind everything that may still use them."""
+
+    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
+        """Mover's thread: begins a copy that waits for the fence on the device."""
+
+
+class PageMover:
+    """The thread that lands pages. `submit` and `wait_news` are for the scheduler's thread."""
+
+    def __init__(self, device: CopyDevice, page_tokens: int) -> None:
+        self._device = device
+        self._page = page_tokens
+        self._changed = threading.Condition()
+        self._ended: deque[tuple[Load, Any, int, ReadOutcome]] = deque()
+        self._news = threading.Event()
+        self._closing = False
+        self._copies: list[tuple[Copy, Load, list[int]]] = []
+        self._thread = threading.Thread(target=self._run, name="kvtier-mover", daemon=True)
+        self._thread.start()
+
+    def submit(self, load: Load, storage: Any, deadline_s: float) -> None:
+        """Begins a load, the highest page first. Its pages end one by one, whatever happens."""
+        fence = self._device.fence()
+        pages = len(load.span)
+        if not load.owns_host:
+            self._put([(load, fence, offset, ReadOutcome.OK) for offset in reversed(range(pages))])
+            return
+
+        def on_page(index: int, outcome: ReadOutcome) -> None:
+            self._put([(load, fence, pages - 1 - index, outcome)])
+
+        order = load.host_slots.view(pages, self._page).flip(0).flatten()
+        job = storage.begin_read(load.restoration.keys_of(load.span), order, deadline_s, on_page) if storage else None
+        load.job = job
+        if job is None:
+            self._put([(load, fence, offset, ReadOutcome.MISS) for offset in reversed(range(pages))])
+        elif load.cancelled:
+            job.cancel()
+
+    def wait_news(self, timeout_s: float) -> None:
+        """Blocks until a page has ended since the last call, or the time is over."""
+        self._news.wait(timeout_s)
+        self._news.clear()
+
+    def close(self) -> None:
+        """Ends the thread after what is under way. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _put(self, ended: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
+        with self._changed:
+            self._ended.extend(ended)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        torch.set_grad_enabled(False)
+        while True:
+            with self._changed:
+                if not self._ended:
+                    if self._closing and not self._copies:
+                        return
+                    self._changed.wait(_POLL_S if self._copies else None)
+                batch = list(self._ended)
+                self._ended.clear()
+            try:
+                self._begin_copies(batch)
+                self._reap()
+            except Exception:
+                # Whatever a driver or a pool raises must not end the thread: these pages are lost, the others go on.
+                logger.exception("kvtier: a copy to the device failed")
+                self._fail(batch)
+
+    def _begin_copies(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
+        ready: dict[int, tuple[Load, Any, list[int]]] = {}
+        for load, fence, offset, outcome in batch:
+            if outcome is not ReadOutcome.OK:
+                self._end(load, [offset], LOST[outcome])
+            elif load.cancelled and (load.restoration.closed or not load.owns_host):
+                self._end(load, [offset], LOST[ReadOutcome.CANCELLED])
+            else:
+                ready.setdefault(id(load), (load, fence, []))[2].append(offset)
+        for load, fence, offsets in ready.values():
+            host, device = self._slots(load.host_slots, offsets), self._slots(load.device_slots, offsets)
+            self._copies.append((self._device.begin(host, device, fence), load, offsets))
+
+    def _slots(self, slots: torch.Tensor, offsets: list[int]) -> torch.Tensor:
+        first, last = min(offsets), max(offsets)
+        if last - first + 1 == len(offsets):
+            return slots[first * self._page : (last + 1) * self._page]
+        return torch.cat([slots[o * self._page : (o + 1) * self._page] for o in sorted(offsets)])
+
+    def _reap(self) -> None:
+        copies, self._copies = self._copies, []
+        for copy, load, offsets in copies:
+            try:
+                done = copy.done()
+            except Exception:
+                logger.exception("kvtier: a copy to the device failed")
+                self._end(load, offsets, LOST[ReadOutcome.FAILED])
+                continue
+            if done:
+                self._end(load, offsets, LANDED)
+            else:
+                self._copies.append((copy, load, offsets))
+
+    def _fail(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
+        copying = {(id(load), offset) for _, load, offsets in self._copies for offset in offsets}
+        for load, _, offset, _ in batch:
+            if not load.local[offset] and (id(load), offset) not in copying:
+                self._end(load, [offset], LOST[ReadOutcome.FAILED])
+
+    def _end(self, load: Load, offsets: list[int], state: int) -> None:
+        now = time.monotonic()
+        for offset in offsets:
+            load.mark(offset, state, now)
+        self._news.set()

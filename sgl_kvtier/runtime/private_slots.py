@@ -1,0 +1,73 @@
+"""Device and host pages that belong to restorations: neither free, nor the tree's, nor in a request's row.
+
+SGLang's memory checks add up every device page, so these are counted until they are freed or given to a row. Scheduler's
+thread only; every rank claims and frees in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class PrivateSlots:
+    """Claims slots page by page from SGLang's pools and gives them back."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._allocator = tree.token_to_kv_pool_allocator
+        self._host = tree.cache_controller.mem_pool_host
+        self._returned: list[torch.Tensor] = []
+        self.tokens = 0
+        """Device tokens held or waiting to be freed."""
+        self.host_tokens = 0
+        self.claiming = False
+        """While true, an eviction is for a claim of ours: nobody else has to give anything up for it."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether pages wait to be freed."""
+        return bool(self._returned)
+
+    def claim_device(self, tokens: int) -> torch.Tensor | None:
+        """Whole pages, evicting what nobody uses; None when there is no room."""
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+        self.claiming = True
+        try:
+            if self._allocator.available_size() < tokens:
+                evict_from_tree_cache(self._tree, tokens)
+            slots = self._allocator.alloc(tokens)
+        finally:
+            self.claiming = False
+        if slots is not None:
+            self.tokens += tokens
+        return slots
+
+    def claim_host(self, tokens: int) -> torch.Tensor | None:
+        """Whole host pages, evicting the least recently used; None when there is no room."""
+        slots = self._host.alloc(tokens, reclaim=self._tree.evict_host)
+        if slots is not None:
+            self.host_tokens += tokens
+        return slots
+
+    def give(self, tokens: int) -> None:
+        """So many device tokens belong to a request's row from now on."""
+        self.tokens -= tokens
+
+    def put_back(self, slots: torch.Tensor) -> None:
+        """Whole device pages nobody needs and no I/O touches; freed by the next `free`."""
+        self._returned.append(slots)
+
+    def put_back_host(self, slots: torch.Tensor) -> None:
+        """Frees host pages that no I/O touches."""
+        self.host_tokens -= len(slots)
+        self._host.free(slots)
+
+    def free(self) -> None:
+        """Frees what was put back. Not inside result processing, where SGLang groups frees."""
+        returned, self._returned = self._returned, []
+        for slots in returned:
+            self.tokens -= len(slots)
+            self._allocator.free_segment(slots, start_pos=0)

@@ -1,0 +1,183 @@
+"""What is being restored, on the hands' side: one request's restoration, and the loads that serve it.
+
+Ownership of a load's device pages, page by page:
+    open     the store or the copier may write them: nobody else touches them, also after a cancel
+    landed   they hold the page on every rank; `held` while they are the restoration's own
+    given    they were written into the request's row at a splice, or freed: no longer ours
+Scheduler thread, except `Load.mark`, which the mover's thread calls. Ranks agree on `seen`, never on `local`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+OPEN = 0
+LANDED = 100
+"""A page's state is one byte; of two ranks' states the smaller one counts: open before lost, lost before landed."""
+
+LOST = {
+    ReadOutcome.CANCELLED: 1,
+    ReadOutcome.MISS: 2,
+    ReadOutcome.CORRUPT: 3,
+    ReadOutcome.FAILED: 4,
+    ReadOutcome.LATE: 5,
+}
+REASON = {code: outcome.value for outcome, code in LOST.items()}
+
+
+@dataclass(eq=False)
+class Load:
+    """One load under way or ended. `device_slots` and `host_slots` are token slots of its pages in ascending order."""
+
+    restoration: Restoration
+    span: Span
+    link: Link
+    device_slots: torch.Tensor
+    host_slots: torch.Tensor
+    owns_host: bool
+    """The host slots are a bounce buffer of this load's own; otherwise the tree's, pinned by the restoration."""
+    begun_at: float
+    due: float
+    """A page that has not ended by then is written off."""
+    job: Any = None
+    cancelled: bool = False
+    written_off: bool = False
+    """It hung: its restoration goes on without it, and what it reports is of no interest any more."""
+    ended_at: list[float] = field(default_factory=list)
+    local: bytearray = field(default_factory=bytearray)
+    seen: bytearray = field(default_factory=bytearray)
+    held: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        pages = len(self.span)
+        self.local, self.seen, self.held = bytearray(pages), bytearray(pages), bytearray(b"\1" * pages)
+        self.ended_at = [0.0] * pages
+
+    @property
+    def ended(self) -> bool:
+        """Every page has ended on every rank: no I/O touches the slots any more."""
+        return OPEN not in self.seen
+
+    def mark(self, offset: int, state: int, now: float) -> None:
+        """A page ended on this rank. Mover's thread."""
+        self.ended_at[offset] = now
+        self.local[offset] = state
+
+    def cancel(self) -> None:
+        """Pages that were not begun will not be."""
+        self.cancelled = True
+        if self.job is not None:
+            self.job.cancel()
+
+    def device_pages(self, first: int, stop: int, page_tokens: int) -> torch.Tensor:
+        """Device slots of the pages [first, stop) of the load, counted from its lowest."""
+        return self.device_slots[first * page_tokens : stop * page_tokens]
+
+
+@dataclass(eq=False)
+class Restoration:
+    """One request's restoration of the pages [resident, pages) of its prompt, the lowest in the tree's device memory."""
+
+    rid: str
+    req: Any
+    prompt_tokens: int
+    resident: int
+    pages: int
+    sources: tuple[tuple[Span, Tier], ...]
+    keys: tuple[PageKey, ...]
+    """Keys of the pages in storage: those of the last `len(keys)` pages."""
+    host_slots: torch.Tensor
+    """Token slots of the pages in host memory: those from `resident` on."""
+    node_lock: Any = None
+    host_pin: tuple[Any, Any] | None = None
+    mode: Mode | None = None
+    moved_at: float = 0.0
+    """When a load of it last began or ended, or its mode was decided."""
+    admitted: bool = False
+    front: int = 0
+    """Pages [0, front) are computed, being computed or spliced."""
+    loads: list[Load] = field(default_factory=list)
+    owner: dict[int, tuple[Load, int]] = field(default_factory=dict)
+    """Which load, and which page of it, will be or is this page."""
+    prefix: torch.Tensor | None = None
+    """Slots spliced at admission, behind the tree's, before the request has a row."""
+    spliced: dict[Tier, int] = field(default_factory=dict)
+    computed_tokens: int = 0
+    jumps: int = 0
+    parks: int = 0
+    parked_since: float = 0.0
+    parked_s: float = 0.0
+    waited_s: float = 0.0
+    """How long it had been parked when its latest chunk was added."""
+    offered_at: float = field(default_factory=time.monotonic)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.front = self.resident
+
+    def tier_of(self, page: int) -> Tier:
+        """Where a page was when it was offered."""
+        return next(tier for span, tier in self.sources if page in span)
+
+    def keys_of(self, span: Span) -> list[PageKey]:
+        """Keys of pages in storage, the highest first."""
+        start = self.pages - len(self.keys)
+        return [self.keys[page - start] for page in reversed(range(span.start, span.stop))]
+
+    def is_landed(self, page: int) -> bool:
+        """Whether the page is in a device page of ours on every rank."""
+        place = self.owner.get(page)
+        return place is not None and place[0].seen[place[1]] == LANDED
+
+    def barrier(self, start: int) -> int:
+        """The first page from `start` on that a load has taken or landed; `pages` if there is none."""
+        return next((page for page in range(start, self.pages) if page in self.owner), self.pages)
+
+    def landed_runs(self, span: Span) -> Iterator[tuple[Load, int, int]]:
+        """The landed pages of `span` as runs (load, first, stop) of neighbours in one load, ascending."""
+        run: tuple[Load, int, int] | None = None
+        for page in range(span.start, span.stop):
+            load, offset = self.owner[page]
+            if run is not None and run[0] is load and run[2] == offset:
+                run = (load, run[1], offset + 1)
+                continue
+            if run is not None:
+                yield run
+            run = (load, offset, offset + 1)
+        if run is not None:
+            yield run
+
+
+def fresh_runs(seen: bytearray, state: bytes) -> list[tuple[int, int]]:
+    """Runs [first, stop) of pages that ended since they were last seen, each of one state."""
+    runs: list[tuple[int, int]] = []
+    for offset, (before, now) in enumerate(zip(seen, state, strict=True)):
+        if before != OPEN or now == OPEN:
+            continue
+        if runs and runs[-1][1] == offset and state[offset - 1] == now:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs
+
+
+def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple[int, int]]:
+    """Runs [low, high) within [first, stop) whose bytes equal `wanted`."""
+    runs: list[tuple[int, int]] = []
+    for offset in range(first, stop):
+        if states[offset] != wanted:
+            continue
+        if runs and runs[-1][1] == offset:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs

@@ -1,0 +1,104 @@
+"""What restorations did since the server started: plain counters, written by the scheduler's thread."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from sgl_kvtier.runtime.restoration import Restoration
+from sgl_kvtier.types import Link, Tier
+
+Count: TypeAlias = tuple[str, dict[str, str], float]
+"""A name, its labels and a value that only grows."""
+
+_MOST_MEETINGS = 4096
+
+
+@dataclass
+class RestoreCounters:
+    """Counts and sums. Pages are SGLang's; seconds are of the scheduler's clock."""
+
+    starts: Counter[str] = field(default_factory=Counter)
+    """Offers answered, by mode and reason."""
+    declined: Counter[str] = field(default_factory=Counter)
+    """Hits left to SGLang's own way, by reason."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Restorations ended, by how."""
+    lost_pages: Counter[str] = field(default_factory=Counter)
+    """Pages asked for that did not come, by reason."""
+    bytes_loaded: Counter[Link] = field(default_factory=Counter)
+    spliced_pages: Counter[Tier] = field(default_factory=Counter)
+    computed_pages: int = 0
+    """Pages of restored prefixes that were computed."""
+    unused_pages: int = 0
+    """Pages that were loaded for nothing."""
+    jumps: int = 0
+    parks: int = 0
+    parked_s: float = 0.0
+    meeting_wait_s: float = 0.0
+    """Of the parked seconds, those right before the two ends met."""
+    restoring_s: float = 0.0
+    """From the offer to the meeting, summed."""
+    planner_failures: int = 0
+    meetings: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_MEETINGS))
+    """Where front and loads met since this was last emptied: computed pages over all pages restored."""
+
+    def park(self, r: Restoration) -> None:
+        """The request in the slot waits for what is under way."""
+        if not r.parked_since:
+            r.parks += 1
+            r.parked_since = time.monotonic()
+
+    def unpark(self, r: Restoration) -> None:
+        """It goes on."""
+        r.waited_s = time.monotonic() - r.parked_since if r.parked_since else 0.0
+        r.parked_s += r.waited_s
+        r.parked_since = 0.0
+
+    def note_end(self, r: Restoration, how: str) -> None:
+        """A restoration is over."""
+        self.ended[how] += 1
+        if r.mode is None:
+            return
+        if r.parked_since:  # parked to the end: aborted, or given up
+            self.unpark(r)
+        loaded = sum(r.spliced.values())
+        computed = max(0, r.front - r.resident - loaded)
+        for tier, pages in r.spliced.items():
+            self.spliced_pages[tier] += pages
+        self.computed_pages += computed
+        self.jumps += r.jumps
+        self.parks += r.parks
+        self.parked_s += r.parked_s
+        if how == "met" and computed + loaded:
+            self.meetings.append(computed / (computed + loaded))
+            self.meeting_wait_s += r.waited_s
+            self.restoring_s += time.monotonic() - r.offered_at
+
+    def counts(self, page_tokens: int) -> Iterator[Count]:
+        """Everything but `meetings`, for /metrics. Any thread: counters are copied before they are gone through."""
+        for start, count in dict(self.starts).items():
+            mode, _, reason = start.partition(": ")
+            yield "started", {"mode": mode, "reason": reason}, count
+        for name, label, counter in (
+            ("declined", "reason", self.declined),
+            ("ended", "how", self.ended),
+            ("lost_pages", "reason", self.lost_pages),
+        ):
+            for reason, count in dict(counter).items():
+                yield name, {label: reason}, count
+        for link, nbytes in dict(self.bytes_loaded).items():
+            yield "loaded_bytes", {"link": link.value}, nbytes
+        for tier, pages in dict(self.spliced_pages).items():
+            yield "loaded_tokens", {"tier": _TIERS[tier]}, pages * page_tokens
+        yield "computed_tokens", {}, self.computed_pages * page_tokens
+        for name in _PLAIN:
+            yield name, {}, getattr(self, name)
+
+
+_PLAIN = ("unused_pages", "jumps", "parks", "parked_s", "meeting_wait_s", "restoring_s", "planner_failures")
+_TIERS = {Tier.HBM: "device", Tier.DRAM: "host", Tier.SSD: "storage", Tier.REMOTE: "remote"}
+"""As SGLang's own metrics name them."""

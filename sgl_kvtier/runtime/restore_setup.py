@@ -1,0 +1,149 @@
+"""Whether a server can restore, and what it restores with: the parts put together when the cache is built."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvtier.config import KVTierConfig, PolicyConfig
+from sgl_kvtier.policy.decision_log import Header
+from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.runtime import cost_profile, settings
+from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.copy_device import copies_for
+from sgl_kvtier.runtime.cost_profile import Configurable, Learning, Profile, ProfileKeeper
+from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.metrics import RestoreMetrics
+from sgl_kvtier.runtime.page_mover import PageMover
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore_notes import RestoreNotes
+from sgl_kvtier.runtime.restore_tick import RestoreTick
+
+CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
+"""Host layouts in which a page can be read in place, as it lies in the store."""
+
+logger = logging.getLogger(__name__)
+
+
+def wanted(args: Any) -> KVTierConfig | None:
+    """The settings of a server that is to restore, by its resolved arguments; None when it is not."""
+    if not settings.uses_backend(args):
+        return None
+    config = settings.of_server(args)
+    return config if config.policy.restore != "off" else None
+
+
+def unsupported(args: Any, ctx: Any) -> str | None:
+    """Why this server restores SGLang's own way, or None."""
+    reasons = (
+        (ctx.disable_radix_cache, "the radix cache is off"),
+        (ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa, "the model keeps window or state pages beside its KV pages"),
+        ((args.chunked_prefill_size or 0) <= 0, "chunked prefill is off"),
+        (args.page_size == 1, "pages of one token"),
+        (args.hicache_mem_layout not in CONTIGUOUS, f"host pages in pieces (layout {args.hicache_mem_layout})"),
+        (args.hicache_host_memory_mode == "buffer_only", "host memory is a buffer only"),
+        (args.speculative_algorithm is not None, "speculative decoding"),
+        (args.enable_mixed_chunk, "mixed chunks"),
+        (args.enable_dp_attention, "data-parallel attention"),
+        (args.disaggregation_mode != "null", "prefill and decode are apart"),
+        (args.pp_size > 1, "pipeline parallelism"),
+        (args.attn_cp_size > 1 or args.dcp_size > 1, "context parallelism"),
+    )
+    return next((reason for true, reason in reasons if true), None)
+
+
+def unproven(args: Any, policy: PolicyConfig) -> str | None:
+    """Why a server whose policy.restore was left at auto restores SGLang's own way although it could try, or None.
+
+    Restoration under stress was shown equal to computing on one CPU rank, with both event loops. Elsewhere it has to be
+    asked for by naming a mode: both, load or compute.
+    """
+    if policy.restore != "auto":
+        return None
+    reasons = (
+        (args.tp_size > 1, "more than one rank"),
+        (args.device != "cpu", f"device {args.device}"),
+    )
+    reason = next((reason for true, reason in reasons if true), None)
+    return None if reason is None else f"{reason}: not proven under stress yet; policy.restore = both asks for it anyway"
+
+
+def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
+    """The engine and its tick for a tree whose host pools and storage backend are there. Raises SeamError, and ConfigError
+    when the decision log cannot be written."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.runtime_context import get_parallel
+
+    args = resolving_view(server_args)
+    config = settings.of_server(args)
+    policy = config.policy
+    controller = tree.cache_controller
+    engine = RestoreEngine(tree, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
+    shape = EngineShape(
+        page_tokens=engine.page,
+        page_bytes=engine.page_bytes,
+        chunk_tokens=args.chunked_prefill_size,
+        layers=controller.transfer_layer_id_max,
+        staged=True,
+    )
+    ranks = tree.tp_world_size * tree.pp_size
+    first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
+    agreement = Agreement(tree, ranks, first)
+    replica = get_parallel().dp_rank or 0
+    path = _profile_path(controller)
+    here = conditions(args, config, shape)
+    known = cost_profile.fitting(cost_profile.read(path), here) if path is not None else None
+    # Ranks that planned with different costs would come apart: all begin with what the first one has.
+    profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
+    planner = make_planner(policy, shape, profile)
+    recorded: Configurable = planner
+    log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
+    if log is not None:
+        recorded = Recorded(planner, log.write)
+    keeper = ProfileKeeper(path) if first and path is not None and not replica else None
+    learning = Learning(recorded, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
+    tick = RestoreTick(engine, learning, agreement, args.chunked_prefill_size)
+    tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
+    if args.enable_metrics:
+        rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
+        labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
+        notes.metrics = RestoreMetrics(notes.counts, notes.meetings, notes.under_way, labels)
+    logger.info(
+        "kvtier: restoring prefixes, policy %s, %s", policy.restore,
+        "costs as learned earlier" if profile else "costs are learned from the first requests on",
+    )  # fmt: skip
+    return engine, tick
+
+
+def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:
+    """What a learned profile depends on beside the identity: under other conditions it is passed over."""
+    cuda = args.device == "cuda" and torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else str(args.device),
+        "threads": None if cuda else torch.get_num_threads(),
+        "attention": str(args.attention_backend),
+        "chunk_tokens": shape.chunk_tokens,
+        "page_tokens": shape.page_tokens,
+        "page_bytes": shape.page_bytes,
+        "throttle": asdict(config.throttle),
+        "io_threads": config.store.io_threads,
+    }
+
+
+def _profile_path(controller: Any) -> Path | None:
+    backend = controller.storage_backend
+    folder = getattr(getattr(backend, "_backend", backend), "folder", None)  # SGLang's fault injector wraps backends
+    return None if folder is None else Path(folder) / cost_profile.NAME
+
+
+def _decision_file(policy: PolicyConfig, shape: EngineShape, profile: dict[str, Any] | None, replica: int) -> DecisionFile:
+    path = Path(policy.decision_log)
+    if replica:
+        path = path.with_name(f"{path.stem}-dp{replica}{path.suffix}")
+    # The path is of no use to who replays it.
+    return DecisionFile(path, Header(replace(policy, decision_log=""), shape, profile))

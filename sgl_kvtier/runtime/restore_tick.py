@@ -1,0 +1,196 @@
+"""The loop decide - do - observe, once per scheduler step: what happened goes to the planner, its plan to the hands.
+
+Runs right after SGLang's own cache events, so that loads are under way and the next chunk is decided before a batch is
+built. Chunks and cut-offs that follow from the plan are asked for by the prefill adder in the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from sgl_kvtier.policy.messages import Mode, Planner, StepView
+from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore_notes import RestoreNotes
+from sgl_kvtier.types import Tier
+
+logger = logging.getLogger(__name__)
+
+_WAITING = 256
+"""At most so many waiting requests are shown to the planner."""
+_HOST_SHARE = 4
+"""A quarter of the host pool may be bounce pages at any time."""
+_CLIP = 4096
+"""SGLang's own bound on the output reserved per running request (CLIP_MAX_NEW_TOKENS)."""
+_PATIENCE = 4
+"""So many steps in a row nothing may happen at all."""
+_STARVED_S = 5.0
+"""So long a request that is only loaded may wait without a load under way."""
+
+
+class RestoreTick:
+    """Feeds the planner and carries its plans out. A planner that raises loses its restorations, not the server."""
+
+    def __init__(self, engine: RestoreEngine, planner: Planner, agreement: Agreement, chunk_tokens: int) -> None:
+        self.engine = engine
+        self.planner = planner
+        self.agreement = agreement
+        self.steps = 0
+        self._idle = 0
+        self.notes: RestoreNotes | None = None
+        self.clock = ChunkClock(self.note_chunk)
+        self._chunk_tokens = chunk_tokens
+
+    def note_chunk(self, chunk: Chunk) -> None:
+        """A prefill was launched, or has ended."""
+        if self.agreement.alone or self.engine.busy:
+            self.engine.facts.append(chunk)
+
+    def run(self, scheduler: Any) -> None:
+        """One step. Nothing is reduced over the ranks while nothing is being restored."""
+        engine = self.engine
+        engine.scheduler = scheduler
+        engine.computes = {}
+        if not engine.busy and not engine.facts:
+            return
+        engine.slots.free()
+        engine.look_for_offers()
+        if not engine.busy and not self.agreement.alone:
+            engine.facts.clear()
+            return
+        try:
+            self._step(scheduler)
+        except Exception:
+            # What a wrong decision leaves behind is known and can be ended; the requests are computed as usual.
+            logger.exception("kvtier: the restore planner failed; restorations under way are given up")
+            engine.counters.planner_failures += 1
+            engine.facts.clear()
+            engine.abandon_all("planner failed")
+
+    def _step(self, scheduler: Any) -> None:
+        engine = self.engine
+        now = self._observe(time.monotonic())
+        if not engine.restorations:
+            return
+        self.steps += 1
+        plan = self.planner.step(self._view(scheduler, now))
+        for start in plan.starts:
+            engine.start(start)
+        for cancel in plan.cancels:
+            engine.cancel(cancel)
+        for load in plan.loads:
+            engine.load(load)
+        for r in [r for r in engine.restorations.values() if r.mode is None]:
+            engine.abandon(r, "unanswered")  # held back for an answer, it would wait for ever
+        engine.computes = {compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations}
+        self._unblock(scheduler)
+        self._end_starved()
+
+    def _unblock(self, scheduler: Any) -> None:
+        """With nothing running, nothing loading and nothing granted, waiting restorations stand in each other's way: the
+        youngest is given up, one per step."""
+        engine = self.engine
+        granted = any(compute.tokens != 0 for compute in engine.computes.values())
+        running = scheduler.running_batch.reqs or scheduler.last_batch is not None or scheduler.chunked_req is not None
+        if granted or running or engine.loads or not engine.restorations:
+            self._idle = 0
+            return
+        self._idle += 1
+        if self._idle >= _PATIENCE:
+            engine.abandon(list(engine.restorations.values())[-1], "in the way")
+
+    def _end_starved(self) -> None:
+        """Requests that wait for their pages let others pass, and those may take all room there is: not for ever."""
+        engine = self.engine
+        for r in list(engine.restorations.values()):
+            waits = not r.admitted and r.rid not in engine.computes and all(load.ended for load in r.loads)
+            if waits and r.mode is Mode.LOAD and engine.now - r.moved_at > _STARVED_S:
+                engine.abandon(r, "starved")
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def _observe(self, now: float) -> float:
+        """Agrees on what happened, tells the planner, and returns the agreed time."""
+        engine = self.engine
+        facts, engine.facts = engine.facts, []
+        local = b"".join(load.local for load in engine.loads)  # before the times: a page's time is noted before its state
+        ends = [max(load.ended_at) for load in engine.loads]
+        chunks = [(c.at, c.seconds or 0.0) for c in facts if isinstance(c, Chunk)]
+        clock = [now, *ends, *(t for chunk in chunks for t in chunk)]
+        times, states = self.agreement.reduce(clock, local)
+        engine.now = now = times[0]
+        chunk_times = iter(times[1 + len(ends) :])
+        for fact in facts:
+            self.planner.observe(fact.fact(next(chunk_times), next(chunk_times)) if isinstance(fact, Chunk) else replace(fact, now=now))
+        sizes = [len(load.local) for load in engine.loads]
+        engine.settle(list(_cut(states, sizes)), times[1 : 1 + len(ends)])
+        landed, engine.facts = engine.facts, []
+        for fact in landed:
+            if not isinstance(fact, Chunk):  # chunks are noted between ticks only
+                self.planner.observe(replace(fact, now=now))
+        return now
+
+    # --- the view ---------------------------------------------------------------------------------------------------
+
+    def _view(self, scheduler: Any, now: float) -> StepView:
+        engine, chunked = self.engine, scheduler.chunked_req
+        waiting = scheduler.waiting_queue
+        running = scheduler.running_batch
+        holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
+        open_ = chunked is None and not running.batch_is_full and engine.tree.req_to_token_pool.available_size() > 0
+        fresh = sum(
+            max(0, len(req.origin_input_ids) - req.prefix_len - req.host_hit_length)
+            for req in waiting[:_WAITING]
+            if req.rid not in engine.restorations
+        )
+        return StepView(
+            now=now,
+            waiting=tuple(req.rid for req in waiting[:_WAITING]),
+            slot=holder,
+            slot_open=open_,
+            prefill_tokens=self._chunk_tokens,
+            fresh_tokens=fresh,
+            decoding=len(running.reqs),
+            free_pages=self._free_pages(_decoding(scheduler), chunked),
+        )
+
+    def _free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
+        """What loads may claim: on the device, what is left when everything running gets the room it will need."""
+        tree, page = self.engine.tree, self.engine.page
+        pool = tree.token_to_kv_pool_allocator
+        tokens = pool.available_size() + tree.evictable_size()
+        for req in running:
+            tokens -= _output_room(req, page)
+        if chunked is not None:
+            tokens -= len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
+            tokens -= _output_room(chunked, page)
+            r = self.engine.of(chunked.rid)
+            if r is not None and len(self.engine.restorations) == 1:  # its loads take from the room it needs anyway
+                tokens += (r.pages - r.front) * page
+        host = tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
+        bounce = host // _HOST_SHARE - self.engine.slots.host_tokens
+        return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
+
+
+def _decoding(scheduler: Any) -> list[Any]:
+    """Requests that decode, and those whose prompt was in the last batch: they join in this step."""
+    running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
+    if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
+        running += [req for req in last.reqs if req is not scheduler.chunked_req]
+    return running
+
+
+def _output_room(req: Any, page: int) -> int:
+    return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), _CLIP) + page
+
+
+def _cut(states: bytes, sizes: list[int]) -> Iterator[bytes]:
+    start = 0
+    for size in sizes:
+        yield states[start : start + size]
+        start += size

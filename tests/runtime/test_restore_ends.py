@@ -1,0 +1,147 @@
+"""How loads end in the restore engine: late, hung, after a reset. Pools and the mover are fakes; no server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sgl_kvtier.policy import messages
+from sgl_kvtier.policy.messages import Mode, PagesLost, RequestFinished, TransferDone
+from sgl_kvtier.runtime.restoration import LANDED, OPEN, Load, Restoration
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.types import Link, Span, Tier
+
+PAGE, PAGES = 16, 64
+
+
+class Pool:
+    """Hands out whole pages in order and takes them back."""
+
+    def __init__(self) -> None:
+        self.free_pages = list(range(PAGES))
+        self.size = PAGES * PAGE
+
+    def available_size(self) -> int:
+        return len(self.free_pages) * PAGE
+
+    def alloc(self, tokens: int, **how: Any) -> torch.Tensor | None:
+        count = tokens // PAGE
+        if count > len(self.free_pages):
+            return None
+        taken, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        return (torch.tensor(taken)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+    def free(self, slots: torch.Tensor) -> None:
+        self.free_pages += [int(slot) // PAGE for slot in slots[::PAGE]]
+
+    def free_segment(self, slots: torch.Tensor, start_pos: int) -> None:
+        self.free(slots)
+
+
+class Mover:
+    """Keeps the loads it was given; the test says when their pages end."""
+
+    def __init__(self) -> None:
+        self.loads: list[Load] = []
+
+    def submit(self, load: Load, storage: Any, deadline_s: float) -> None:
+        self.loads.append(load)
+
+    def wait_news(self, timeout_s: float) -> None:
+        for load in self.loads:
+            for offset in range(len(load.span)):
+                if load.local[offset] == OPEN:
+                    load.mark(offset, LANDED, 1.0)
+
+
+def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
+    """An engine that restores one request of `pages` pages from storage, nothing loaded yet."""
+    host = Pool()
+    host.size_per_token = 4  # type: ignore[attr-defined]
+    tree = SimpleNamespace(
+        page_size=PAGE,
+        token_to_kv_pool_allocator=Pool(),
+        cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
+        evict_host=None,
+        unlock=lambda lock: None,
+    )
+    mover = Mover()
+    engine = RestoreEngine(tree, mover, 0)  # type: ignore[arg-type]
+    r = Restoration("r", None, (pages + 1) * PAGE, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0))
+    r.mode = Mode.BOTH
+    engine.restorations["r"] = r
+    return engine, r, mover
+
+
+def load(engine: RestoreEngine, span: Span) -> Load:
+    engine.load(messages.Load("r", span, Tier.SSD, Link.SSD_TO_HBM, 1.0))
+    return engine.loads[-1]
+
+
+def settle(engine: RestoreEngine, now: float) -> list[Any]:
+    """One tick's settling; the facts it noted."""
+    engine.now = now
+    engine.settle([bytes(one.local) for one in engine.loads], [now] * len(engine.loads))
+    facts, engine.facts = engine.facts, []
+    return facts
+
+
+def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_ends():
+    engine, r, _ = engine_with()
+    hung = load(engine, Span(4, 8))
+    hung.mark(3, LANDED, 0.5)
+    settle(engine, 0.5)
+    assert r.barrier(0) == 4
+    assert settle(engine, 1.9) == []
+    lost = settle(engine, 2.1)
+    assert lost == [PagesLost("r", Span(4, 7), "hung", 0.0)]
+    assert r.barrier(0) == 7 and r.is_landed(7)
+    assert engine.slots.tokens == 4 * PAGE and engine.loads == [hung]
+    assert settle(engine, 2.2) == []
+    for offset in range(3):
+        hung.mark(offset, LANDED, 9.0)
+    assert settle(engine, 9.0) == []
+    engine.slots.free()
+    assert engine.loads == [] and engine.slots.tokens == PAGE and engine.slots.host_tokens == 0
+
+
+def test_pages_of_a_closed_restoration_are_freed_only_when_they_have_ended():
+    engine, r, _ = engine_with()
+    one = load(engine, Span(0, 4))
+    engine.abandon(r, "aborted")
+    engine.slots.free()
+    assert one.cancelled and engine.slots.tokens == 4 * PAGE
+    for offset in range(4):
+        one.mark(offset, LANDED, 1.0)
+    settle(engine, 1.0)
+    engine.slots.free()
+    assert not engine.holds_memory and not engine.busy
+
+
+def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far():
+    told = []
+    for landed in (0, 3):
+        engine, _, _ = engine_with()
+        one = load(engine, Span(0, 8))
+        one.mark(7, LANDED, 0.5)
+        settle(engine, 0.5)
+        for offset in range(landed):
+            one.mark(offset, LANDED, 0.6)
+        engine.reset()
+        assert not engine.holds_memory and engine.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+        told.append(engine.facts)
+    assert told[0] == told[1]
+    assert not any(isinstance(fact, TransferDone) for fact in told[0])
+    assert [fact for fact in told[0] if isinstance(fact, RequestFinished)]
+
+
+def test_transfers_are_timed_by_the_agreed_clock_alone():
+    engine, _, _ = engine_with()
+    engine.now = 10.0
+    one = load(engine, Span(0, 2))
+    for offset in range(2):
+        one.mark(offset, LANDED, 123.0)
+    engine.settle([bytes(one.local)], [10.5])
+    assert [fact.seconds for fact in engine.facts if isinstance(fact, TransferDone)] == [0.5]

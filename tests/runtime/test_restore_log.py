@@ -1,0 +1,95 @@
+"""The decision log's file: complete or honest about holes, never in the scheduler's way."""
+
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import ConfigError, TraceError
+from sgl_kvtier.policy.decision_log import Header, LinesDropped, decode
+from sgl_kvtier.policy.messages import RestoreOffered, StepView
+from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.runtime import decision_file
+from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
+from sgl_kvtier.sim.replay import replay
+from sgl_kvtier.types import Span, Tier
+
+CONFIG = PolicyConfig(restore="both")
+ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
+HEADER = Header(CONFIG, ENGINE)
+
+
+def play(planner: Any, steps: int) -> None:
+    """Offers to a planner, one per step."""
+    for number in range(steps):
+        now = 1.0 + number
+        planner.observe(RestoreOffered(f"r{number}", now, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
+        planner.step(StepView(now, (f"r{number}",), free_pages={Tier.HBM: 5000, Tier.DRAM: 5000}))
+
+
+def test_what_was_recorded_is_decided_again(tmp_path: Path) -> None:
+    log = DecisionFile(tmp_path / "log", HEADER)
+    play(Recorded(make_planner(CONFIG, ENGINE), log.write), 20)
+    log.close()
+    replayed = replay((tmp_path / "log").read_text().splitlines())
+    assert (replayed.difference, replayed.facts, replayed.steps) == (None, 20, 20)
+    assert log.dropped == 0
+
+
+def test_an_earlier_log_is_kept_once_and_files_are_private(tmp_path: Path) -> None:
+    for _ in range(3):
+        DecisionFile(tmp_path / "deep" / "log", HEADER).close()
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["log", "log.old"]
+    assert stat.S_IMODE((tmp_path / "deep" / "log").stat().st_mode) == 0o600
+
+
+def test_a_path_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"policy\.decision_log = .* cannot be written"):
+        DecisionFile(tmp_path / "file" / "log", HEADER)
+
+
+def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    real = decision_file.encode
+
+    def slow(record: Any) -> str:
+        held.wait(30)
+        return real(record)
+
+    monkeypatch.setattr(decision_file, "encode", slow)
+    log = DecisionFile(tmp_path / "log", HEADER, most_queued=10)
+    play(Recorded(make_planner(CONFIG, ENGINE), log.write), 40)
+    held.set()
+    log.close()
+    lines = (tmp_path / "log").read_text().splitlines()[1:]
+    holes = [record.count for record in map(decode, lines) if isinstance(record, LinesDropped)]
+    assert log.dropped > 0
+    assert sum(holes) == log.dropped
+    assert len(lines) - len(holes) + log.dropped == 120
+    with pytest.raises(TraceError, match="lines were dropped here"):
+        replay((tmp_path / "log").read_text().splitlines())
+
+
+def test_a_disk_that_fails_ends_the_log_and_not_the_server(tmp_path: Path) -> None:
+    log = DecisionFile(tmp_path / "log", HEADER)
+
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None:
+            pass
+
+    log._file = Full()  # type: ignore[assignment]
+    play(Recorded(make_planner(CONFIG, ENGINE), log.write), 5)
+    log.close()
+    assert log.dropped == 15

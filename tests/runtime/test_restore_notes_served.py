@@ -1,0 +1,152 @@
+"""One real server that restores: its counters, its decision log decided again, what it learned, and settings at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from restore_lab import LONG, change, counts, restoring
+from serving import Served, prompts
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.decision_log import PolicyChanged, decode, decode_header
+from sgl_kvtier.policy.messages import Mode, StepPlan
+from sgl_kvtier.runtime import cost_profile
+from sgl_kvtier.sim.replay import replay
+
+pytestmark = pytest.mark.server
+
+RESTORE = next(f for f in dataclasses.fields(PolicyConfig) if f.name == "restore").metadata["choices"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restoring")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    with restoring(folder, decision_log=str(folder / "decisions.jsonl")) as server:
+        yield server
+
+
+def restored(served: Served, seed: int) -> tuple[list[int], list[int], int]:
+    """One prompt asked, flushed and asked again: both answers, and the tokens that came from storage."""
+    ids = prompts(1, LONG, seed=seed)[0]
+    first = served.ask(ids)
+    served.flush()
+    again = served.ask(ids)
+    return first.tokens, again.tokens, again.storage
+
+
+def settled(served: Served) -> dict[str, float]:
+    """The counters, once what happened so far has been published."""
+    time.sleep(1.2)
+    return counts(served)
+
+
+def lines_of(folder: Path) -> list[str]:
+    time.sleep(0.6)
+    return (folder / "decisions.jsonl").read_text().splitlines()
+
+
+def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
+    before = settled(served)
+    loaded = 0
+    for seed in (11, 12, 13):
+        first, again, storage = restored(served, seed)
+        assert first == again
+        loaded += storage
+    after = settled(served)
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    assert loaded > 0
+    assert grown["started_total both configured"] == 3
+    assert grown["ended_total met"] == 3
+    assert grown["loaded_tokens_total storage"] == loaded
+    assert grown["computed_tokens_total"] + loaded == 3 * (LONG // 16 * 16)
+    assert grown["loaded_bytes_total ssd-hbm"] > 0
+    assert grown["jumps_total"] >= 3
+    assert grown["meeting_position_count"] == 3
+    assert grown["restoring_s_total"] > 0
+    assert grown["reductions_total"] == 0
+    assert grown["planner_failures_total"] == 0
+    assert after["under_way"] == 0
+
+
+def test_a_setting_is_changed_between_two_requests(served: Served) -> None:
+    assert change(served, policy__restore=RESTORE.index("load"))
+    before = settled(served)
+    first, again, storage = restored(served, 21)
+    after = settled(served)
+    assert change(served, policy__restore=RESTORE.index("both"))
+    assert first == again
+    assert after["started_total configured load"] - before.get("started_total configured load", 0) == 1
+    assert storage == LONG // 16 * 16
+
+
+def test_switched_off_everything_is_sglangs_own_until_it_is_switched_on(served: Served) -> None:
+    assert change(served, policy__restore=RESTORE.index("off"))
+    before = settled(served)
+    first, again, storage = restored(served, 31)
+    after = settled(served)
+    assert change(served, policy__restore=RESTORE.index("both"))
+    assert first == again
+    assert storage == (LONG - 1) // 16 * 16, "wait_complete loads all of it"
+    assert after["ended_total met"] == before["ended_total met"]
+    assert after["declined_total switched off"] > before.get("declined_total switched off", 0)
+    assert restored(served, 32)[2] > 0
+    assert settled(served)["ended_total met"] == before["ended_total met"] + 1
+
+
+@pytest.mark.parametrize("name", ["policy__prefetch", "policy__map_pages", "policy__decision_log", "policy__no_such"])
+def test_what_cannot_be_changed_is_refused(served: Served, name: str) -> None:
+    assert not change(served, **{name: 1})
+
+
+def test_a_value_out_of_range_is_refused(served: Served) -> None:
+    assert not change(served, policy__restore=len(RESTORE))
+    assert not change(served, policy__load_tokens=0)
+    assert not change(served, policy__max_yields=1.5)
+    assert change(served, policy__max_yields=3)
+
+
+def test_the_log_of_a_running_server_is_decided_again_to_the_bit(served: Served, folder: Path) -> None:
+    restored(served, 41)
+    lines = lines_of(folder)
+    records = [decode(line) for line in lines[1:]]
+    modes = [start.mode for record in records if isinstance(record, StepPlan) for start in record.starts]
+    assert Mode.BOTH in modes
+    assert Mode.LOAD in modes
+    assert any(isinstance(record, PolicyChanged) for record in records)
+    replayed = replay(lines)
+    assert replayed.difference is None, str(replayed.difference)
+    assert replayed.steps > 20
+    assert replayed.commands > 20
+    assert decode_header(lines[0]).config.decision_log == ""
+    assert counts(served)["log_lines_dropped_total"] == 0
+
+
+def test_a_log_with_one_load_changed_is_noticed(served: Served, folder: Path) -> None:
+    lines = lines_of(folder)
+    place = next(i for i, line in enumerate(lines) if '"loads":[' in line)
+    plan = decode(lines[place])
+    assert isinstance(plan, StepPlan)
+    lines[place] = lines[place].replace(f'"span":[{plan.loads[0].span.start},', f'"span":[{plan.loads[0].span.start + 1},', 1)
+    replayed = replay(lines)
+    assert replayed.difference is not None
+    assert replayed.difference.line == place + 1
+
+
+def test_what_was_learned_lies_beside_the_store(served: Served, folder: Path) -> None:
+    found = [cost_profile.read(path) for path in (folder / "store").glob(f"*/{cost_profile.NAME}")]
+    assert len(found) == 1
+    profile = found[0]
+    assert profile is not None
+    assert profile.chunks >= cost_profile.LEAST_CHUNKS
+    assert profile.transfers["ssd-hbm"] > 0
+    assert profile.prefill["per_token_s"] > 0 or profile.prefill["fixed_s"] > 0
+    assert 0 < profile.links["ssd-hbm"] < 2e9 / 8 * 10
+    assert profile.conditions["throttle"]["read_gbps"] > 0

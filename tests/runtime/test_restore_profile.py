@@ -1,0 +1,132 @@
+"""What a server learned, kept for its next start: whole or not at all, and only under the same conditions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import ChunkDone, Mode, RestoreOffered, StepView, TransferDone
+from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.runtime import cost_profile
+from sgl_kvtier.runtime.cost_profile import NAME, Learning, Profile, ProfileKeeper
+from sgl_kvtier.types import Link, Span, Tier
+
+CONFIG = PolicyConfig()
+ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
+EMPTY = Profile({"device": "cpu"}, {}, {}, 0, {})
+KNOWN = Profile(
+    {"device": "cpu"},
+    {"fixed_s": 0.004, "per_token_s": 0.0003, "per_token_position_s": 1e-8},
+    {"ssd-hbm": 3e6},
+    40,
+    {"ssd-hbm": 12},
+)
+
+
+def learning(folder: Path, planner: KVTierPlanner, known: Profile = EMPTY) -> tuple[Learning, ProfileKeeper]:
+    keeper = ProfileKeeper(folder / NAME, period_s=0.01)
+    return Learning(planner, planner.profile, keeper, known), keeper
+
+
+def chunk(number: int, shared: int = 0) -> ChunkDone:
+    return ChunkDone("r", Span(256 * number, 256 * number + 256), 0.05 + 0.01 * number, 10.0 * number, shared)
+
+
+def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_path: Path) -> None:
+    planner = make_planner(CONFIG, ENGINE)
+    learner, _ = learning(tmp_path, planner)
+    for number in range(12):
+        learner.observe(chunk(number))
+    learner.observe(TransferDone("r", Link.SSD_TO_HBM, Span(0, 60), 60 * 4096, 0.001, 500.0))
+    learner.close()
+    read = cost_profile.read(tmp_path / NAME)
+    assert read is not None
+    assert read.planned_with() == planner.profile()
+
+    def first(profile: object) -> tuple[Mode, str]:
+        new = make_planner(CONFIG, ENGINE, profile)  # type: ignore[arg-type]
+        new.observe(RestoreOffered("a", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
+        start = new.step(StepView(1.0, ("a",), free_pages={Tier.HBM: 5000, Tier.DRAM: 5000})).starts[0]
+        return start.mode, start.reason
+
+    assert first(None) == (Mode.BOTH, "not measured yet")
+    assert first(cost_profile.taken(cost_profile.as_numbers(read))) == (Mode.LOAD, "loading is faster")
+
+
+def test_nothing_is_kept_before_chunks_were_timed_alone(tmp_path: Path) -> None:
+    learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE))
+    for number in range(20):
+        learner.observe(chunk(number, shared=64))
+    learner.observe(TransferDone("r", Link.SSD_TO_HBM, Span(0, 60), 60 * 4096, 0.001, 500.0))
+    learner.close()
+    assert not (tmp_path / NAME).exists()
+
+
+def test_after_the_bandwidth_was_changed_on_purpose_nothing_more_is_kept(tmp_path: Path) -> None:
+    learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE), KNOWN)
+    learner.observe(chunk(1))
+    learner.stop_keeping()
+    kept = (tmp_path / NAME).read_text()
+    for number in range(2, 30):
+        learner.observe(chunk(number))
+    learner.close()
+    assert (tmp_path / NAME).read_text() == kept
+
+
+def test_counts_go_on_from_run_to_run(tmp_path: Path) -> None:
+    learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE, KNOWN.planned_with()), KNOWN)
+    learner.observe(chunk(1))
+    learner.close()
+    read = cost_profile.read(tmp_path / NAME)
+    assert read is not None
+    assert (read.chunks, read.transfers) == (41, {"ssd-hbm": 12})
+
+
+def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    cost_profile.write(tmp_path / NAME, KNOWN)
+    assert cost_profile.read(tmp_path / NAME) == KNOWN
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("kvtier.restore-profile/1", "kvtier.restore-profile/9"),
+        lambda text: text.replace("3000000.0", "-3000000.0"),
+        lambda text: text.replace("3000000.0", "0"),
+        lambda text: text.replace("0.004", "NaN"),
+        lambda text: text.replace("ssd-hbm", "tape-hbm"),
+        lambda text: text.replace('"fixed_s"', '"fixed"'),
+        lambda text: "[]",
+        lambda text: "",
+    ],
+)
+def test_a_damaged_or_foreign_file_is_no_profile(tmp_path: Path, damage: object) -> None:
+    cost_profile.write(tmp_path / NAME, KNOWN)
+    path = tmp_path / NAME
+    path.write_text(damage(path.read_text()))  # type: ignore[operator]
+    assert cost_profile.read(path) is None
+
+
+def test_under_other_conditions_a_profile_is_passed_over() -> None:
+    assert cost_profile.fitting(KNOWN, {"device": "cpu"}) is KNOWN
+    assert cost_profile.fitting(KNOWN, {"device": "H100"}) is None
+    assert cost_profile.fitting(None, {"device": "cpu"}) is None
+
+
+def test_ranks_agree_on_the_same_numbers() -> None:
+    assert cost_profile.taken(cost_profile.as_numbers(KNOWN)) == KNOWN.planned_with()
+    assert cost_profile.taken(cost_profile.as_numbers(None)) is None
+    assert len(cost_profile.as_numbers(None)) == len(cost_profile.as_numbers(KNOWN))
+
+
+def test_a_folder_that_is_gone_is_survived(tmp_path: Path) -> None:
+    keeper = ProfileKeeper(tmp_path / "purged" / NAME, period_s=0.01)
+    keeper.keep(dataclasses.replace(KNOWN))
+    keeper.close()
+    assert not (tmp_path / "purged").exists()
