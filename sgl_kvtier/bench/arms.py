@@ -6,30 +6,36 @@ Sources: SGLang 0.5.23 `--help`; on a CPU HiCache needs the direct copies and th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sgl_kvtier.bench.server import Launch
 from sgl_kvtier.errors import BenchError
 
 BASELINE = "recompute"
 OURS = "kvtier"
+NOT_RESTORED = "kvtier-off"
 ARMS = {
     BASELINE: "radix cache on the device only: what was evicted is computed again",
     "hicache": "SGLang's HiCache with its host pool, no storage",
     "hicache-file": "HiCache with its host pool and SGLang's own file backend as storage",
+    NOT_RESTORED: "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
     OURS: "HiCache with its host pool and kvtier as storage",
 }
 """Every arm and what it is. The order is the one results are shown in."""
 
-STORAGE_ARMS = ("hicache-file", OURS)
-_STORED_AS = {"hicache-file": "file", OURS: "kvtier"}
+DEFAULT_ARMS = tuple(arm for arm in ARMS if arm != NOT_RESTORED)
+"""Those compared unless others are named."""
+
+STORAGE_ARMS = ("hicache-file", NOT_RESTORED, OURS)
+_STORED_AS = {"hicache-file": "file", NOT_RESTORED: "kvtier", OURS: "kvtier"}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all arms have in common. None leaves a choice to SGLang."""
+    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of kvtier.json, for our arms."""
 
     model_path: str
     served_name: str
@@ -47,6 +53,7 @@ class Setup:
     threads: int = 1
     tp: int = 1
     extra: tuple[str, ...] = ()
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def host_tokens(self) -> int | None:
@@ -138,6 +145,9 @@ def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = 
 
 def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object]:
     settings: dict[str, object] = {"prefetch_threshold": setup.prefetch_threshold}
-    if arm == OURS:
+    if _STORED_AS[arm] == "kvtier":
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
+        settings |= setup.sections
+    if arm == NOT_RESTORED:
+        settings["policy"] = {**setup.sections.get("policy", {}), "restore": "off"}
     return settings

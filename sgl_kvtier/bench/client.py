@@ -47,6 +47,8 @@ class Completion:
     server_queue_s: float | None = None
     storage_wait_s: float | None = None
     error: str | None = None
+    logprobs: tuple[float, ...] = ()
+    """Of the output tokens, where they were asked for."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -61,29 +63,47 @@ class Completion:
 
 
 class Client:
-    """Talks to one server. Use as an async context manager; safe for many concurrent requests."""
+    """Talks to one server. Use as an async context manager; safe for many concurrent requests.
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+    `admin_key` is what the server was given as --admin-api-key, if it was.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0, admin_key: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self._headers = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
         # No limit on connections: the number of concurrent sessions is the replay's to decide.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, input_ids: Sequence[int], max_new_tokens: int) -> Completion:
-        """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a server or network does."""
-        body = {
+    async def reconnect(self) -> None:
+        """Forgets all connections. For a server that was started anew on the same port; requests under way fail."""
+        await self.__aexit__()
+        await self.__aenter__()
+
+    async def generate(
+        self, input_ids: Sequence[int], max_new_tokens: int, *, rid: str | None = None, logprobs: bool = False
+    ) -> Completion:
+        """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a server or network does.
+
+        `rid` names the request for `abort`; `logprobs` asks for those of the output tokens.
+        """
+        body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "stream": True,
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
         }
+        body |= {} if rid is None else {"rid": rid}
+        body |= {"return_logprob": True} if logprobs else {}
         reading = _Reading(time.monotonic())
         error: str | None
         try:
@@ -127,12 +147,27 @@ class Client:
         """Empties the storage tier. Raises BenchError when the server refuses or has none."""
         await self._post("/hicache/storage-backend/clear", "clear its storage")
 
-    async def _post(self, path: str, what: str) -> None:
+    async def abort(self, rid: str) -> None:
+        """Asks the server to end a request; one it does not know is no mistake. Raises BenchError when it refuses."""
+        await self._post("/abort_request", "abort a request", {"rid": rid, "abort_all": False})
+
+    async def set_state(self, values: Mapping[str, float]) -> None:
+        """Changes settings of the running server. Raises BenchError when one of its processes refuses."""
+        answer = await self._post("/set_internal_state", "change its settings", {"server_args": dict(values)})
+        if "false" in answer:
+            raise BenchError(f"the server at {self.url} did not change {dict(values)}: see its log for the reason")
+
+    async def set_prefetch_policy(self, backend: str, policy: str) -> None:
+        """How long SGLang itself waits for `backend`: best_effort, wait_complete or timeout. Needs the admin key."""
+        body = {"hicache_storage_backend": backend, "hicache_storage_prefetch_policy": policy}
+        await self._post("/hicache/storage-backend", "change its prefetch policy", body, "PUT")
+
+    async def _post(self, path: str, what: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> str:
         try:
-            async with self._open().post(self.url + path) as answer:
+            async with self._open().request(method, self.url + path, json=body) as answer:
                 text = await answer.text()
                 if answer.status == 200:
-                    return
+                    return text
                 problem = f"HTTP {answer.status}: {_short(text)}"
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             problem = f"{type(error).__name__}: {_short(str(error))}"
@@ -164,6 +199,14 @@ class Metrics:
             values[match["name"], frozenset(_LABEL.findall(match["labels"] or ""))] = number
         return cls(values)
 
+    def sums(self, prefix: str) -> dict[str, float]:
+        """The sums over all labels of every metric whose name begins with `prefix`."""
+        found: dict[str, float] = {}
+        for (name, _), value in self._values.items():
+            if name.startswith(prefix):
+                found[name] = found.get(name, 0.0) + value
+        return found
+
     def total(self, name: str, **labels: str) -> float | None:
         """The sum over all samples called `name` whose labels include these; None when there is none."""
         wanted = set(labels.items())
@@ -182,6 +225,7 @@ class _Reading:
         self._sent_s = sent_s
         self._ids: list[int] = []
         self._times: list[float] = []
+        self._logprobs: list[float] = []
         self._meta: dict[str, Any] = {}
         self._problem: str | None = None
 
@@ -200,6 +244,8 @@ class _Reading:
         whole = len(ids) == self._meta.get("completion_tokens")
         self._ids = list(ids) if whole else self._ids + list(ids)
         self._times += [now] * (len(self._ids) - len(self._times))
+        values = [float(entry[0]) for entry in self._meta.get("output_token_logprobs") or []]
+        self._logprobs = values if len(values) == len(self._ids) else self._logprobs + values
 
     def verdict(self) -> str | None:
         """None when the answer came to its regular end, else what was wrong."""
@@ -223,6 +269,7 @@ class _Reading:
             server_queue_s=self._meta.get("queue_time"),
             storage_wait_s=self._meta.get("storage_prefetch_wait"),
             error=error,
+            logprobs=tuple(self._logprobs),
         )
 
 

@@ -3,6 +3,7 @@
 from sgl_kvtier.bench import compare_command as compare
 from sgl_kvtier.bench import model_command as model
 from sgl_kvtier.bench import replay_command as replay
+from sgl_kvtier.bench import restore_command as restore
 from sgl_kvtier.bench import serve_command as serve
 
-__all__ = ["compare", "model", "replay", "serve"]
+__all__ = ["compare", "model", "replay", "restore", "serve"]

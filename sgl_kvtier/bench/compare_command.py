@@ -23,7 +23,7 @@ from sgl_kvtier.bench.argtypes import (
     replay_options,
     size,
 )
-from sgl_kvtier.bench.arms import ARMS, Setup, check_arms
+from sgl_kvtier.bench.arms import ARMS, DEFAULT_ARMS, Setup, check_arms
 from sgl_kvtier.bench.compare import CompareOptions, Comparison, Outcome
 from sgl_kvtier.bench.lab_model import SHAPES, write_model
 from sgl_kvtier.bench.load import Load, LoadOptions, choose_encoder, load
@@ -55,7 +55,7 @@ _REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--quick", action="store_true", help="a small load, two rounds, without the arm hicache: under 3 minutes")
-    parser.add_argument("--arms", metavar="A,B", help=f"what to compare, of {','.join(ARMS)} (default: all)")
+    parser.add_argument("--arms", metavar="A,B", help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off)")
     parser.add_argument("--rounds", type=positive, metavar="N", help="rounds, each with every arm (default 3)")
     parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
@@ -140,6 +140,8 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
         threads=args.threads or max((os.cpu_count() or 2) // 2, 1),
         tp=args.tp,
         extra=tuple(args.server_arg),
+        # The same for restoration, which by default leaves shorter prefixes to SGLang.
+        sections={"policy": {"min_restore_tokens": max(256 // chosen.encoder.divisor, page)}},
     )
 
 
@@ -192,7 +194,7 @@ def _notes(options: CompareOptions) -> list[str]:
 
 def _arms(args: argparse.Namespace) -> list[str]:
     if args.arms is None:
-        return [arm for arm in ARMS if arm in _QUICK_ARMS or not args.quick]
+        return [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
     check_arms(arms)
     return [arm for arm in ARMS if arm in arms]

@@ -73,6 +73,17 @@ SHAPES = {
 """lab-mha has a large KV cache for its compute, lab-gqa a small one; the tiny ones are for tests."""
 
 
+UNWEIGHTED = {
+    shape.name: shape
+    for shape in (
+        Shape("shape-8b", "llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336),
+        Shape("shape-1b", "llama", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192),
+    )
+}
+"""Models of real sizes (those of Llama 3) for an accelerator: a folder without weights, served with --load-format dummy.
+What they answer means nothing, not even that two caches agree."""
+
+
 def models_dir() -> Path:
     """The folder lab models are kept in: `$XDG_CACHE_HOME/kvtier/models`, by default under `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -109,6 +120,18 @@ def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     return target
 
 
+def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
+    """The folder of a model of `UNWEIGHTED`: everything but the weights. Raises BenchError when it cannot be written."""
+    shape = UNWEIGHTED[name]
+    target = (folder if folder is not None else models_dir()) / f"{name}-{model_digest(shape, 0)}"
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        _write_settings(target, shape)
+    except OSError as error:
+        raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
+    return target
+
+
 def model_digest(shape: Shape, seed: int) -> str:
     """Twelve hexadecimal digits that name the content of a model: its shape, seed and the writer's version."""
     facts = {"shape": asdict(shape), "seed": seed, "writer": WRITER_VERSION}
@@ -129,14 +152,17 @@ def _write_files(folder: Path, shape: Shape, seed: int) -> None:
     folder.chmod(0o755)
     tensors = dict(_tensors(shape, seed))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    eos = BYTES
-    _write_json(folder / "config.json", _config(shape))
-    _write_json(folder / "generation_config.json", {"eos_token_id": eos, "pad_token_id": BYTES + 3})
-    _write_json(folder / "tokenizer.json", _tokenizer())
-    _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
+    _write_settings(folder, shape)
     weights = sum(tensor.size for tensor in tensors.values())
     # Last: its presence says that the folder is complete.
     _write_json(folder / "kvtier_model.json", {**asdict(shape), "seed": seed, "parameters": int(weights)})
+
+
+def _write_settings(folder: Path, shape: Shape) -> None:
+    _write_json(folder / "config.json", _config(shape))
+    _write_json(folder / "generation_config.json", {"eos_token_id": BYTES, "pad_token_id": BYTES + 3})
+    _write_json(folder / "tokenizer.json", _tokenizer())
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

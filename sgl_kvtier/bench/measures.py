@@ -93,6 +93,7 @@ def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, A
         "error_messages": sorted({row["error"] for row in own if row["error"] is not None})[:5],
         "throughput_tokens_per_s": sum(row["output_tokens"] for row in good) / wall_s if wall_s else None,
         "bytes": _storage_bytes(mine),
+        "restore": _restorations(mine),
         "disk_bytes": _disk_bytes(mine),
         "rounds": [_round_row(one) for one in mine],
     }
@@ -137,17 +138,54 @@ def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
-    """Bytes that went to and came from storage: the server's token counters times its own bytes per token."""
+    """Bytes that went to and came from storage: the server's token counters times its own bytes per token, and beside
+    them what restorations read."""
+    restored = round(_total(rounds, "kvtier:restore_loaded_bytes_total", tp_rank="0", pp_rank="0", link="ssd-hbm") or 0)
     read = _total(rounds, "sglang:prefetched_tokens_total")
     written = _total(rounds, "sglang:backuped_tokens_total")
     if read is None and written is None:
-        return {"read": 0, "written": 0}
+        return {"read": restored, "written": 0}
     tokens = _total(rounds, "sglang:hicache_backup_tokens_total")
     nbytes = _total(rounds, "sglang:hicache_backup_bytes_total")
     if not tokens or nbytes is None:
         return {"read": None, "written": None}
     per_token = nbytes / tokens
-    return {"read": round((read or 0) * per_token), "written": round((written or 0) * per_token)}
+    return {"read": round((read or 0) * per_token) + restored, "written": round((written or 0) * per_token)}
+
+
+_RESTORE = {
+    "started": "started_total",
+    "met": "ended_total",
+    "declined": "declined_total",
+    "computed_tokens": "computed_tokens_total",
+    "loaded_tokens": "loaded_tokens_total",
+    "jumps": "jumps_total",
+    "parks": "parks_total",
+    "parked_s": "parked_s_total",
+    "meeting_wait_s": "meeting_wait_s_total",
+    "restoring_s": "restoring_s_total",
+    "lost_pages": "lost_pages_total",
+    "unused_pages": "unused_pages_total",
+    "loaded_bytes": "loaded_bytes_total",
+    "planner_failures": "planner_failures_total",
+}
+"""Figures of `arms.<name>.restore`, by the counter of the server they are the growth of (docs/restore.md)."""
+
+
+def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
+    """What the server's own counters say about restorations; None for a server that exports none."""
+    if _total(rounds, "kvtier:restore_computed_tokens_total") is None:
+        return None
+    # Every rank does the same restorations, so one is asked.
+    first = {"tp_rank": "0", "pp_rank": "0"}
+    met = {"how": "met"}
+    found: dict[str, float | None] = {
+        name: _total(rounds, f"kvtier:restore_{counter}", **first, **(met if name == "met" else {})) or 0.0
+        for name, counter in _RESTORE.items()
+    }
+    restored = (found["computed_tokens"] or 0) + (found["loaded_tokens"] or 0)
+    found["computed_fraction"] = (found["computed_tokens"] or 0) / restored if restored else None
+    return found
 
 
 def _disk_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:

@@ -18,6 +18,8 @@ _QUANTILES = (("p50", 50), ("p90", 90), ("p99", 99))
 def compare_tables(result: dict) -> list[Table]:
     """What a comparison prints: latency, pace, where the prompts' tokens came from, and the paired ratios."""
     tables = [first_token_table(result), pace_table(result), tokens_table(result)]
+    if any((arm.get("restore") or {}).get("started") for arm in result["arms"].values()):
+        tables.append(restore_table(result))
     return [*tables, ratio_table(result)] if result.get("ratios") else tables
 
 
@@ -59,6 +61,25 @@ def tokens_table(result: dict) -> Table:
     )
     note = "Device, host and storage are tokens served from cache (SGLang's L1, L2, L3); read and written are storage."
     return Table("Where the prompts' tokens came from", columns, rows, notes=(note,))
+
+
+def restore_table(result: dict) -> Table:
+    """Per arm whose server restores prefixes by computing and loading at once: what its own counters say about that."""
+    columns = (
+        Column("arm", "Arm"),
+        Column("restore.started", "Offers answered", decimals=0),
+        Column("restore.met", "Restored", decimals=0),
+        Column("restore.computed_tokens", "Computed", "tokens", decimals=0),
+        Column("restore.loaded_tokens", "Loaded", "tokens", decimals=0),
+        Column("restore.computed_fraction", "Met at", format=format_share),
+        Column("restore.meeting_wait_s", "Waited at the meeting", "s", decimals=2),
+        Column("restore.lost_pages", "Lost", "pages", decimals=0),
+        Column("restore.unused_pages", "Loaded for nothing", "pages", decimals=0),
+        Column("restore.declined", "SGLang's own way", decimals=0),
+    )
+    rows = [row for row in arm_rows(result) if row.get("restore")]
+    note = "Met at: tokens computed over all tokens restored. Counters of the server, docs/restore.md."
+    return Table("Prefixes computed and loaded at once", columns, rows, notes=(note,))
 
 
 def ratio_table(result: dict) -> Table:

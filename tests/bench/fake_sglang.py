@@ -29,6 +29,10 @@ class FakeServer:
         """The tokens this server generates for a prompt."""
         return [(sum(input_ids) + 7 * i) % 256 for i in range(count)]
 
+    async def cached(self, input_ids: list[int]) -> dict[str, int]:
+        """Where the prompt's tokens come from; a fake that takes time for them waits here."""
+        return {"device": 0, "host": 0, "storage": self.storage_tokens}
+
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
@@ -39,6 +43,8 @@ class FakeServer:
         self.most_running = max(self.most_running, self.running)
         try:
             return await self._stream(request, body, failure)
+        except ConnectionResetError:
+            return web.Response()  # the client hung up
         finally:
             self.running -= 1
 
@@ -46,6 +52,7 @@ class FakeServer:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         prompt, ids = body["input_ids"], self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+        tiers = await self.cached(prompt)
         for index in range(len(ids)):
             if failure == "hang":
                 await asyncio.sleep(3600)
@@ -60,10 +67,12 @@ class FakeServer:
                 "prompt_tokens": len(prompt),
                 "completion_tokens": index + 1,
                 "finish_reason": {"type": kind, "message": "no room"} if last else None,
-                "cached_tokens": self.storage_tokens,
-                "cached_tokens_details": {"device": 0, "host": 0, "storage": self.storage_tokens},
+                "cached_tokens": sum(tiers.values()),
+                "cached_tokens_details": tiers,
                 "queue_time": 0.5,
             }
+            if body.get("return_logprob"):
+                meta["output_token_logprobs"] = [[-token / 256, token, None] for token in ids[: index + 1]]
             shown = ids[index : index + 1] if self.incremental else ids[: index + 1]
             await response.write(b"data: " + json.dumps({"output_ids": shown, "meta_info": meta}).encode() + b"\n\n")
             await asyncio.sleep(0)
@@ -80,6 +89,9 @@ class FakeServer:
     async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": "fake"})
 
+    def add_routes(self, app: web.Application) -> None:
+        """What a fake that can do more answers besides."""
+
     @asynccontextmanager
     async def up(self, port: int = 0) -> AsyncIterator[FakeServer]:
         """The server, listening on a port of its own unless one is given."""
@@ -87,6 +99,7 @@ class FakeServer:
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/flush_cache", self.note)
         app.router.add_post("/hicache/storage-backend/clear", self.note)
+        self.add_routes(app)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/health", self.note)
         app.router.add_get("/model_info", self.model_info)

@@ -6,6 +6,7 @@ import asyncio
 import re
 
 import pytest
+from fake_restore import RestoringServer
 from fake_sglang import FakeServer
 
 from sgl_kvtier.bench.client import Cached, Client, Completion, Metrics
@@ -124,3 +125,43 @@ def test_metrics_are_summed_over_the_labels_not_asked_for() -> None:
 def test_tiers_that_do_not_add_up_are_noticed() -> None:
     assert Cached(device=16, host=16, storage=32, total=64).sums_up
     assert not Cached(device=16, total=64).sums_up
+
+
+def test_settings_aborts_and_policies_go_to_their_routes_with_the_admin_key() -> None:
+    server = RestoringServer()
+
+    async def go() -> None:
+        async with server.up(), Client(server.url, admin_key="secret") as client:
+            await client.set_state({"kvtier.policy.restore": 3.0, "kvtier.throttle.read_gbps": 0.5})
+            await client.set_prefetch_policy("kvtier", "wait_complete")
+            await client.abort("r1")
+            await client.reconnect()
+            assert (await client.generate([1, 2], 1)).error is None
+
+    asyncio.run(go())
+    assert (server.restore, server.gbps, server.prefetch, server.aborted) == ("compute", 0.5, "wait_complete", {"r1"})
+
+
+def test_a_setting_that_is_refused_is_an_error() -> None:
+    server = RestoringServer(refuses=("kvtier.policy.restore",))
+
+    async def go() -> None:
+        async with server.up(), Client(server.url, admin_key="secret") as client:
+            await client.set_state({"kvtier.policy.restore": 3.0})
+
+    with pytest.raises(BenchError, match=r"kvtier\.policy\.restore"):
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_log_probs_are_kept_where_they_were_asked_for(incremental: bool) -> None:
+    server = RestoringServer(incremental=incremental)
+
+    async def go() -> tuple[Completion, Completion]:
+        async with server.up(), Client(server.url) as client:
+            return await client.generate([1, 2], 3, logprobs=True), await client.generate([1, 2], 3, rid="named")
+
+    asked, not_asked = asyncio.run(go())
+    assert asked.logprobs == tuple(-token / 256 for token in asked.output_ids)
+    assert not_asked.logprobs == ()
+    assert server.requests[1]["rid"] == "named"

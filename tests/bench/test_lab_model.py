@@ -101,3 +101,12 @@ def test_the_tokenizers_library_reads_the_tokenizer_back_byte_for_byte(tmp_path:
     assert ids == list(text.encode("utf-8"))
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode("<|im_start|>user").ids[0] == 257
+
+
+def test_a_shape_without_weights_is_a_folder_that_a_server_fills_with_random_ones(tmp_path: Path) -> None:
+    path = lab_model.write_unweighted("shape-8b", folder=tmp_path)
+    assert lab_model.write_unweighted("shape-8b", folder=tmp_path) == path
+    config = json.loads((path / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (4096, 32, 128)
+    assert not list(path.glob("*.safetensors"))
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in path.iterdir()}

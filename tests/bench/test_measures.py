@@ -92,6 +92,31 @@ def test_an_arm_without_storage_moved_no_bytes_and_one_that_cannot_tell_says_so(
     assert figures("kvtier", [unknown])["bytes"] == {"read": None, "written": None}
 
 
+RANKS = 'tp_rank="0",pp_rank="0",dp_rank="0"'
+
+
+def test_restorations_are_what_one_ranks_counters_grew_by() -> None:
+    before = f'kvtier:restore_computed_tokens_total{{{RANKS}}} 100\nkvtier:restore_ended_total{{{RANKS},how="met"}} 1\n'
+    after = (
+        f'kvtier:restore_computed_tokens_total{{{RANKS}}} 400\n'
+        f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="host"}} 300\n'
+        f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="storage"}} 600\n'
+        f'kvtier:restore_loaded_bytes_total{{{RANKS},link="ssd-hbm"}} 5000\n'
+        f'kvtier:restore_ended_total{{{RANKS},how="met"}} 3\n'
+        f'kvtier:restore_ended_total{{{RANKS},how="aborted"}} 7\n'
+        'kvtier:restore_computed_tokens_total{tp_rank="1",pp_rank="0",dp_rank="0"} 400\n'
+    )
+    found = figures("kvtier", [make_round("kvtier", 1, [0.1], before=before, after=after)])
+    restore = found["restore"]
+    assert (restore["computed_tokens"], restore["loaded_tokens"], restore["met"]) == (300, 900, 2)
+    assert restore["computed_fraction"] == 0.25
+    assert found["bytes"]["read"] == 5000
+
+
+def test_a_server_without_restorations_has_no_figures_of_them() -> None:
+    assert figures("hicache", [make_round("hicache", 1, [0.1])])["restore"] is None
+
+
 def test_ratios_pair_the_same_round_of_two_arms() -> None:
     rounds = [
         make_round("kvtier", 1, [0.1]),

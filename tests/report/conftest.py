@@ -109,6 +109,7 @@ def _arm(name: str, samples: list[dict]) -> dict:
         "errors": len(mine) - len(good),
         "throughput_tokens_per_s": 64 * len(good) / (sum(s["e2e_ms"] for s in good) / 4 / 1000),
         "bytes": {"read": 412 << 20 if stored else 0, "written": 777 << 20 if stored else None},
+        "restore": None,
     }
 
 

@@ -223,3 +223,11 @@ def test_nested_settings_become_dotted_names() -> None:
         ("y", MISSING),
         ("z", "1, 2"),
     ]
+
+
+def test_only_arms_that_restore_have_a_row_about_it_and_without_any_there_is_no_table(compare_result: dict) -> None:
+    title = "Prefixes computed and loaded at once"
+    assert title not in [table.title for table in compare_tables(compare_result)]
+    compare_result["arms"]["kvtier"]["restore"] = {"started": 30.0, "met": 24.0, "computed_fraction": 0.25}
+    (table,) = [table for table in compare_tables(compare_result) if table.title == title]
+    assert [row["arm"] for row in table.rows] == ["kvtier"]

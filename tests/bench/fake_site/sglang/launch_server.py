@@ -1,7 +1,9 @@
 """`python -m sglang.launch_server` of the stand-in: a server process that behaves like an arm, or fails as told.
 
 FAKE_SGLANG is "ARM:WHAT" with WHAT one of: refuse (ends while starting), die (ends at the 4th request), stubborn (ignores
-SIGTERM), wrong (other tokens than the other arms), child (has a worker process that ignores SIGTERM).
+SIGTERM), wrong (other tokens than the other arms), child (has a worker process that ignores SIGTERM). One that is started with
+an admin key restores prompts as it is told (tests/bench/fake_restore.py); there WHAT may be wrong, hang (at the 9th request),
+fail (at the 9th), leak (says so in its log at the 9th).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from aiohttp import web
+from fake_restore import RestoringServer
 from fake_sglang import FakeServer
 
 
@@ -65,8 +68,30 @@ class Arm(FakeServer):
         return await super().metrics(request)
 
 
+class Restoring(RestoringServer):
+    task = ""
+    asked = 0
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
+        if self.asked == 9 and self.task == "leak":
+            print("[] pool memory leak detected! 16 tokens", flush=True)
+        what = {"hang": "hang", "fail": "refuse"}.get(self.task) if self.asked == 9 else None
+        self.fail_when = lambda _: what
+        return await super().generate(request)
+
+
+def build(arm: str, task: str) -> FakeServer:
+    if "--admin-api-key" not in sys.argv:
+        return Arm(arm, task)
+    key = sys.argv[sys.argv.index("--admin-api-key") + 1]
+    server = Restoring(admin_key=key, wrong_when_loaded=task == "wrong")
+    server.task = task
+    return server
+
+
 async def serve(arm: str, task: str, port: int) -> None:
-    async with Arm(arm, task).up(port):
+    async with build(arm, task).up(port):
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -1,0 +1,107 @@
+"""What goes wrong in a fuzz run, and when: decided by a seed, request by request.
+
+Faults of the device (failed reads, flipped bits, stalls) are settings of the store; here are the accidents that clients and
+operators make: requests given up, caches flushed, ways of restoring and bandwidths changed, the server killed.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.errors import BenchError
+
+KINDS = ("errors", "corrupt", "stall", "abort", "disconnect", "flush", "kill", "switch")
+"""Failed reads and writes; flipped bits; reads that come after their deadline; requests ended over HTTP, or by hanging up;
+caches emptied; SIGKILL and restart; ways of restoring and bandwidths changed."""
+
+MODES = ("both", "auto", "load", "both", "auto", "both")
+"""What policy.restore is switched to: mostly what uses both resources."""
+
+
+class Fate(enum.Enum):
+    """What happens to one request: nothing, an abort over HTTP, or its connection is closed."""
+
+    ANSWERED = "answered"
+    ABORTED = "aborted"
+    DISCONNECTED = "disconnected"
+
+
+@dataclass(frozen=True)
+class Accident:
+    """One request's fate, and so many seconds after it was sent."""
+
+    fate: Fate
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """Which kinds of trouble there are, and how often. `give_up` is the share of requests that are given up."""
+
+    kinds: tuple[str, ...] = KINDS
+    seed: int = 0
+    give_up: float = 0.2
+    flush_every: int = 40
+    switch_every: int = 7
+    kill_every: int = 400
+    longest_s: float = 1.5
+
+    def __post_init__(self) -> None:
+        unknown = [kind for kind in self.kinds if kind not in KINDS]
+        if unknown:
+            raise BenchError(f"--chaos: no kind named {', '.join(unknown)}. There are: none, {', '.join(KINDS)}")
+
+    def faults(self) -> dict[str, Any]:
+        """The `faults` section of the server's kvtier.json."""
+        found: dict[str, Any] = {"seed": self.seed}
+        if "errors" in self.kinds:
+            found |= {"read_error_rate": 0.01, "write_error_rate": 0.01}
+        if "corrupt" in self.kinds:
+            found |= {"corrupt_rate": 0.01}
+        if "stall" in self.kinds:
+            found |= {"stall_ms": 400.0}
+        return found
+
+    def accident(self, number: int) -> Accident:
+        """What happens to the run's request `number`."""
+        rng = self._random("accident", number)
+        fates = [fate for kind, fate in (("abort", Fate.ABORTED), ("disconnect", Fate.DISCONNECTED)) if kind in self.kinds]
+        if not fates or rng.random() >= self.give_up:
+            return Accident(Fate.ANSWERED)
+        # Most moments within a restoration, some while it waits, some while it decodes.
+        return Accident(rng.choice(fates), rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, self.longest_s))))
+
+    def flushes_before(self, number: int) -> bool:
+        """Whether all caches but the store are emptied before request `number`."""
+        return "flush" in self.kinds and number > 0 and self._random("flush", number).random() < 1 / self.flush_every
+
+    def kills_at(self, number: int) -> bool:
+        """Whether the server is killed when request `number` is about to be sent, others being under way."""
+        return "kill" in self.kinds and number > 0 and number % self.kill_every == 0
+
+    def switch_at(self, number: int) -> tuple[str, float] | None:
+        """What policy.restore and the bandwidth (gigabits per second) become before request `number`; None: no change."""
+        rng = self._random("switch", number)
+        if number and ("switch" not in self.kinds or rng.random() >= 1 / self.switch_every):
+            return None
+        return rng.choice(MODES), 2.0 ** rng.uniform(-6, 2)
+
+    def order(self, sessions: Sequence[Any], turn: int) -> list[Any]:
+        """The sessions of pass `turn`, shuffled."""
+        shuffled = list(sessions)
+        self._random("order", turn).shuffle(shuffled)
+        return shuffled
+
+    def _random(self, what: str, number: int) -> random.Random:
+        return random.Random(f"{self.seed}:{what}:{number}")
+
+
+def parse_kinds(text: str) -> tuple[str, ...]:
+    """Kinds from a command line: names with commas, `all` or `none`."""
+    if text == "none":
+        return ()
+    return KINDS if text == "all" else tuple(word.strip() for word in text.split(",") if word.strip())

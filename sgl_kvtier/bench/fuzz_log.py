@@ -1,0 +1,182 @@
+"""What came of a fuzz run's requests and servers, in memory and in a file of JSON lines that later runs add to."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.bench.fuzz_chaos import Fate
+from sgl_kvtier.bench.restore_cells import LOGPROB_TOLERANCE, difference
+from sgl_kvtier.errors import BenchError
+
+_LEAK = re.compile(r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE)
+_CRASH = re.compile(r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault|Fatal Python error")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Output tokens and their log-probs."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One request of a fuzz run. `killed`: the server was killed under it; `hung`: it had not ended when it should have."""
+
+    run: str
+    number: int
+    prompt: str
+    prompt_tokens: int
+    mode: str
+    fate: str
+    seconds: float
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    complete: bool = False
+    killed: bool = False
+    hung: bool = False
+    error: str | None = None
+
+    @property
+    def restored(self) -> bool:
+        """Part of its prompt came from a lower tier."""
+        return self.host_tokens + self.storage_tokens > 0
+
+    @property
+    def failed(self) -> bool:
+        """It had no answer although nobody gave it up and no server was killed."""
+        return self.error is not None and self.fate == Fate.ANSWERED.value and not self.killed and not self.hung
+
+
+@dataclass
+class FuzzLog:
+    """References by prompt, attempts, and what the servers' logs and pools showed."""
+
+    path: Path | None = None
+    references: dict[str, Answer] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, path: Path | None) -> FuzzLog:
+        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file of another kind."""
+        log = cls(path)
+        if path is None or not path.exists():
+            return log
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                log._take(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                if number < len(lines):
+                    raise BenchError(f"{path}:{number}: not a line of this bench ({error}). Name another --log") from error
+        return log
+
+    def _take(self, data: dict[str, Any]) -> None:
+        if "reference" in data:
+            answer = Answer(tuple(data["tokens"]), tuple(data["logprobs"]))
+            self.references[data["reference"]] = answer
+        elif "event" in data:
+            self.events[data["event"]] += 1
+        elif "finding" in data:
+            self.findings.append(data["finding"])
+        else:
+            one = data["attempt"]
+            self.attempts.append(Attempt(**{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])}))
+
+    def keep_reference(self, prompt: str, answer: Answer) -> None:
+        """What recomputing answers to a prompt."""
+        self.references[prompt] = answer
+        self._write({"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs})
+
+    def keep(self, attempt: Attempt) -> None:
+        """Adds a request."""
+        self.attempts.append(attempt)
+        self._write({"attempt": dataclasses.asdict(attempt)})
+
+    def note(self, event: str) -> None:
+        """Counts something that was done to the server."""
+        self.events[event] += 1
+        self._write({"event": event})
+
+    def find(self, text: str) -> None:
+        """Adds something a server must not do."""
+        self.findings.append(text)
+        self._write({"finding": text})
+
+    def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
+        """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted one got has to be its
+        beginning. None where there is nothing to compare."""
+        wanted = self.references.get(attempt.prompt)
+        if wanted is None or not attempt.tokens:
+            return None
+        count = len(attempt.tokens)
+        if attempt.complete and count != len(wanted.tokens):
+            return False, False
+        apart = difference(attempt.logprobs, wanted.logprobs[: len(attempt.logprobs)])
+        return attempt.tokens == wanted.tokens[:count], apart is None or apart <= LOGPROB_TOLERANCE
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def prompt_name(ids: Sequence[int], output_tokens: int) -> str:
+    """A short name for a prompt and the length of its answer."""
+    text = ",".join(map(str, ids)) + f";{output_tokens}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def counts(log: FuzzLog) -> dict[str, Any]:
+    """The figures of a fuzz run: what was tried, and what must be 0."""
+    verdicts = [(one, log.verdict(one)) for one in log.attempts]
+    compared = [(one, found) for one, found in verdicts if found is not None]
+    unequal = [one for one, found in compared if not found[0]]
+    return {
+        "requests": len(log.attempts),
+        "completed": sum(one.complete for one in log.attempts),
+        "restored": sum(one.restored for one in log.attempts),
+        "restored_from_storage": sum(one.storage_tokens > 0 for one in log.attempts),
+        "restored_by_mode": dict(sorted(Counter(one.mode for one in log.attempts if one.restored).items())),
+        "aborted": sum(one.fate == Fate.ABORTED.value for one in log.attempts),
+        "disconnected": sum(one.fate == Fate.DISCONNECTED.value for one in log.attempts),
+        "under_a_kill": sum(one.killed for one in log.attempts),
+        "events": dict(sorted(log.events.items())),
+        "compared": len(compared),
+        "hangs": sum(one.hung for one in log.attempts),
+        "leaks": sum(text.startswith("leak") for text in log.findings),
+        "crashes": sum(text.startswith("crash") for text in log.findings),
+        "unequal_tokens": len(unequal),
+        "unequal_logprobs": sum(not found[1] for _, found in compared),
+        "failed": sum(one.failed for one in log.attempts),
+        "error_messages": sorted({one.error for one in log.attempts if one.failed and one.error})[:10],
+        "unequal": [{"run": one.run, "number": one.number, "prompt": one.prompt, "mode": one.mode} for one in unequal][:20],
+    }
+
+
+MUST_BE_ZERO = ("hangs", "leaks", "crashes", "unequal_tokens", "unequal_logprobs", "failed")
+
+
+def suspicious(text: str) -> list[str]:
+    """Lines of a server's log that speak of lost memory ("leak: ...") or of an exception nobody caught ("crash: ...")."""
+    found = []
+    for line in text.splitlines():
+        if _CRASH.search(line):
+            found.append(f"crash: {line.strip()[:300]}")
+        elif _LEAK.search(line) and "server_args" not in line.lower():
+            found.append(f"leak: {line.strip()[:300]}")
+    return found

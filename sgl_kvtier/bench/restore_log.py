@@ -1,0 +1,123 @@
+"""What a restoration bench has measured so far, in memory and in a file of JSON lines it can be continued from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.bench.restore_trial import Trial
+from sgl_kvtier.errors import BenchError
+
+GRID, FIRST, CURVE, RESIDENT, PAGE, WARM, PRIME = "grid", "first", "curve", "resident", "page", "warm", "prime"
+"""What a trial is for: a cell, the first restoration after the bandwidth was changed, the compute curve, a prompt still in device memory, a prompt of one page, nothing, storing."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What one model's prompts of one length were measured with: fixed when they are first measured.
+
+    `compute_s`: time to first token when the prompt is computed; `prefix_bytes`: what loading it moves. From the two
+    follows the bandwidth of every cell, so that a continued run has the same cells.
+    """
+
+    model: str
+    length: int
+    page: int
+    prefix_bytes: int
+    compute_s: float
+
+    def gbps(self, load_over_compute: float) -> float:
+        """The bandwidth at which loading the prefix takes so many times as long as computing it."""
+        return self.prefix_bytes * 8e-9 / (load_over_compute * self.compute_s)
+
+
+@dataclass
+class RestoreLog:
+    """Trials and scales. With a path every one is on disk before the next begins."""
+
+    path: Path | None = None
+    trials: list[Trial] = field(default_factory=list)
+    scales: list[Scale] = field(default_factory=list)
+    fluctuations: list[dict[str, Any]] = field(default_factory=list)
+    """Finished cells of the fluctuation part."""
+    continued: int = 0
+    """Trials that were in the file already."""
+
+    @classmethod
+    def open(cls, path: Path | None) -> RestoreLog:
+        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file of another kind."""
+        log = cls(path)
+        if path is None or not path.exists():
+            return log
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise BenchError(f"cannot read {path}: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            try:
+                log._take(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                if number == len(lines):
+                    break  # a run that was killed while it wrote
+                raise BenchError(f"{path}:{number}: not a line of this bench ({error}). Name another --log") from error
+        log.continued = len(log.trials)
+        return log
+
+    def _take(self, data: dict[str, Any]) -> None:
+        if "scale" in data:
+            self.scales.append(Scale(**data["scale"]))
+        elif "fluctuation" in data:
+            self.fluctuations.append(dict(data["fluctuation"]))
+        else:
+            self.trials.append(Trial.from_json(data["trial"]))
+
+    def keep(self, trial: Trial) -> None:
+        """Adds a trial."""
+        self.trials.append(trial)
+        self._write({"trial": trial.to_json()})
+
+    def keep_scale(self, scale: Scale) -> None:
+        """Adds what a length is measured with."""
+        self.scales.append(scale)
+        self._write({"scale": dataclasses.asdict(scale)})
+
+    def keep_fluctuation(self, cell: dict[str, Any]) -> None:
+        """Adds a finished cell of the fluctuation part."""
+        self.fluctuations.append(cell)
+        self._write({"fluctuation": cell})
+
+    def scale(self, model: str, length: int) -> Scale | None:
+        """What this length was measured with; None when it was not yet."""
+        return next((s for s in self.scales if (s.model, s.length) == (model, length)), None)
+
+    def of(self, model: str, length: int, kind: str) -> list[Trial]:
+        """Trials of one length for one purpose, those that succeeded."""
+        return [t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind) and t.error is None]
+
+    def has(self, wanted: Trial) -> bool:
+        """Whether the trial this describes was made."""
+        key = _key(wanted)
+        return any(_key(one) == key for one in self.of(wanted.model, wanted.length, wanted.kind))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise BenchError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def _key(trial: Trial) -> tuple[Any, ...]:
+    return trial.arm, trial.round, trial.load_over_compute, trial.prompt_tokens
+
+
+def seconds(trials: Iterable[Trial]) -> list[float]:
+    """The times to first token of those that have one."""
+    return [trial.ttft_s for trial in trials if trial.ttft_s is not None]
