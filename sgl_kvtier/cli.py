@@ -15,7 +15,7 @@ from sgl_kvtier.errors import KVTierError
 
 @dataclass(frozen=True)
 class Command:
-    """One word after `kvtier`: the object (module:attribute) with add_arguments(parser) and run(args), and two texts."""
+    """What stands after `kvtier`, one word or two: the object (module:attribute) with add_arguments(parser) and run(args), and two texts."""
 
     where: str
     summary: str
@@ -33,6 +33,11 @@ COMMANDS = {
         "replay agent sessions against stock HiCache and kvtier, side by side",
         "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html out.html",
     ),
+    "compare restore": Command(
+        "sgl_kvtier.bench.commands:restore",
+        "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
+        "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute 1/4,1,4 --json out.json",
+    ),
     "replay": Command(
         "sgl_kvtier.bench.commands:replay",
         "replay sessions against a server that is already running",
@@ -48,10 +53,21 @@ COMMANDS = {
         "list, describe and generate workloads",
         "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10",
     ),
+    "sim": Command(
+        "sgl_kvtier.sim.commands",
+        "simulate policies on traces in virtual time; the papers' tables; replay decision logs",
+        "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --dram 64GiB --policy kvtier,stock,oracle\n"
+        "  kvtier sim paper cake --table 3",
+    ),
     "bench": Command(
         "sgl_kvtier.runtime.benchmarks",
         "measure one part: attention, store, torture",
         "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
+    ),
+    "profile": Command(
+        "sgl_kvtier.runtime.profile_command",
+        "what servers learned of prefill and links, and what follows for restoring prefixes",
+        "kvtier profile /mnt/nvme/kvtier\n  kvtier profile /mnt/nvme/kvtier --lengths 4k,32k --json -",
     ),
     "stat": Command(
         "sgl_kvtier.store.commands:stat",
@@ -85,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"kvtier {__version__}")
         return 0
-    name = arguments[0]
+    words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
+    name, rest = " ".join(arguments[:words]), arguments[words:]
     if name not in COMMANDS:
         print(f"kvtier: no command {name!r}. There are: {', '.join(COMMANDS)}. See kvtier --help", file=sys.stderr)
         return 2
@@ -99,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         part.add_arguments(parser)
-        own, extra = _split(arguments[1:])
+        own, extra = _split(rest)
         parsed = parser.parse_args(own)
         if extra and not hasattr(parsed, "extra"):
             parser.error(f"nothing may follow --: {' '.join(extra)}")

@@ -19,6 +19,28 @@ class Lookup(enum.Enum):
     MISS = "miss"
 
 
+class Tier(enum.IntEnum):
+    """Where a page can be; a smaller number is nearer to the compute. SGLang says L1, L2, L3 to the first three."""
+
+    HBM = 0
+    DRAM = 1
+    SSD = 2
+    REMOTE = 3
+
+
+class Link(enum.Enum):
+    """A path bytes take. Each has its own bandwidth estimate; SSD to HBM is the two hops done as one."""
+
+    # Members are unique, and Enum's own hash is a call in Python that costs a planner a tenth of its step.
+    __hash__ = object.__hash__
+
+    SSD_TO_DRAM = "ssd-dram"
+    DRAM_TO_HBM = "dram-hbm"
+    SSD_TO_HBM = "ssd-hbm"
+    HBM_TO_DRAM = "hbm-dram"
+    DRAM_TO_SSD = "dram-ssd"
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A half-open range [start, stop) of pages or tokens; which one is said where it is used."""
