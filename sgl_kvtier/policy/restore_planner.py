@@ -315,7 +315,9 @@ class RestorePlanner:
         ending = {compute.rid: self._stop_page(compute, self._items[compute.rid]) for compute in computes}
         room = dict(view.free_pages)
         if Tier.HBM in room:
-            room[Tier.HBM] -= sum((compute.tokens or 0) // self._engine.page_tokens for compute in computes)
+            # A chunk that may yet be granted below keeps its pages too: loads of others must not take them.
+            granted = [self._unstuck(compute, view).tokens or 0 for compute in computes]
+            room[Tier.HBM] -= sum(granted) // self._engine.page_tokens
         next_step_s = max(0.0, self._busy_until - view.now) + max(
             (self._cost.cost.chunk_seconds(0, compute.tokens) for compute in computes if compute.tokens), default=0.0
         )

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_hands import RandomHands
@@ -34,7 +35,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 120))
 def test_in_any_hands_every_request_comes_through_and_the_run_replays(chance, config, profiled, actions):
     hands = RandomHands(chance, config, profiled)

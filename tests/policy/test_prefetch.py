@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -255,7 +256,7 @@ requests = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
     st.sampled_from(["kvtier", "tierkv"]),

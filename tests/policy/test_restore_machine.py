@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -114,4 +115,4 @@ class TwoPointerMachine(RuleBasedStateMachine):
 
 
 TestTwoPointer = TwoPointerMachine.TestCase
-TestTwoPointer.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTwoPointer.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

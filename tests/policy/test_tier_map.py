@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from effort import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -280,7 +281,7 @@ TestMapWithLRU = MapMachine.TestCase
 TestMapWithLFU = LfuMachine.TestCase
 TestMapWithNextUse = NextUseMachine.TestCase
 for case in (TestMapWithLRU, TestMapWithLFU, TestMapWithNextUse):
-    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def many(count, start=0):
