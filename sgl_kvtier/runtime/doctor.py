@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         return _list_settings(args.json)
     if args.json:
         check_target(args.json)
-    findings = [*_versions(), *_seams(), *_platform(), *_settings(args), *_memory(), *_open_files()]
+    findings = [*_versions(), *_seams(), *_platform(), *_settings(args), *_memory(), *_huge_pages(), *_open_files()]
     if args.json != "-":
         columns = (Column("check", "check"), Column("state", ""), Column("found", "found"), Column("advice", "what to do"))
         print_table(Table("kvtier doctor", columns, [asdict(f) for f in findings]))
@@ -180,6 +180,23 @@ def _memory() -> Iterator[Finding]:
         yield Finding("memory", "warn", found, advice)
     else:
         yield Finding("memory", "ok", found)
+
+
+def _huge_pages(meminfo: Path = Path("/proc/meminfo")) -> Iterator[Finding]:
+    """SGLang takes its host pools from huge pages when SGLANG_HUGEPAGE_SIZE says so and the system has reserved some."""
+    asked = os.environ.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    fields = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value}
+    free = int(fields.get("HugePages_Free", 0)) * int(fields.get("Hugepagesize", 0)) << 10
+    found = f"{asked or 'not used'}, {format_bytes(free)} reserved and free"
+    if asked in ("2MB", "1GB"):
+        advice = "" if free else "reserve them: sysctl vm.nr_hugepages=N, as many as the host pool needs"
+        yield Finding("huge pages", "ok" if free else "fail", found, advice)
+    elif asked:
+        yield Finding("huge pages", "warn", found, "SGLANG_HUGEPAGE_SIZE knows 2MB and 1GB")
+    else:
+        advice = "a virtual disk reads faster into huge pages: sysctl vm.nr_hugepages=N and SGLANG_HUGEPAGE_SIZE=2MB"
+        yield Finding("huge pages", "ok", found, advice)
 
 
 def _open_files() -> Iterator[Finding]:

@@ -77,3 +77,21 @@ def test_a_plugin_list_without_us_fails(capsys, monkeypatch):
 def test_every_setting_can_be_listed(capsys):
     assert cli.main(["doctor", "--settings"]) == 0
     assert "store.capacity_bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "reserved", "state", "advice"),
+    [
+        ("", 0, "ok", "SGLANG_HUGEPAGE_SIZE=2MB"),
+        ("2mb", 0, "fail", "nr_hugepages"),
+        ("2MB", 512, "ok", ""),
+        ("4MB", 512, "warn", "2MB and 1GB"),
+    ],
+)
+def test_huge_pages_that_are_asked_for_have_to_be_there(asked, reserved, state, advice, tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", asked)
+    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nHugePages_Free:      {reserved}\nHugepagesize:       2048 kB\n")
+    (found,) = doctor._huge_pages(tmp_path / "meminfo")
+    assert found.state == state
+    assert advice in found.advice
+    assert ("1.0 GiB" in found.found) == (reserved == 512)
