@@ -90,17 +90,21 @@ def models_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "kvtier" / "models"
 
 
+def model_path(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
+    """Where `write_model` puts lab model `name`. Raises BenchError for an unknown name."""
+    if name not in SHAPES:
+        raise BenchError(f"no lab model named {name!r}. There are: {', '.join(SHAPES)}")
+    return (folder if folder is not None else models_dir()) / f"{name}-{model_digest(SHAPES[name], seed)}"
+
+
 def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
     """The folder of lab model `name`, written if it is not there yet. Equal name and seed give equal bytes.
 
     Written beside its place and renamed, so a killed writer leaves no half model and two writers do no harm. Raises
     BenchError for an unknown name or a folder that cannot be written.
     """
-    if name not in SHAPES:
-        raise BenchError(f"no lab model named {name!r}. There are: {', '.join(SHAPES)}")
-    shape = SHAPES[name]
-    parent = folder if folder is not None else models_dir()
-    target = parent / f"{name}-{model_digest(shape, seed)}"
+    target = model_path(name, seed=seed, folder=folder)
+    shape, parent = SHAPES[name], target.parent
     if (target / "kvtier_model.json").exists():
         return target
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sgl_kvtier.bench.argtypes import size
 from sgl_kvtier.bench.arms import serve_flags
-from sgl_kvtier.bench.lab_model import SHAPES, write_model
+from sgl_kvtier.bench.lab_model import SHAPES, model_path, write_model
 from sgl_kvtier.bench.server import detect_device, missing_packages, refuse_taken_port
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError, ConfigError
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings_path(args)
     model = args.model
     if model in SHAPES:
-        model = str(write_model(model))
+        model = str(model_path(model) if args.only_print else write_model(model))
     command = [sys.executable, "-m", "sglang.launch_server", *serve_flags(model, device, settings, args.extra)]
     command += [] if "--port" in args.extra else ["--port", str(args.port)]
     # With OpenMP's default spin-wait one busy neighbour slows CPU inference by an order of magnitude.

@@ -33,21 +33,29 @@ def check_server(args: Any) -> None:
 
 def of_server(args: Any) -> KVTierConfig:
     """The settings in a resolved SGLang configuration that uses our backend. Raises ConfigError."""
-    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
-
     try:
-        parsed = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)
+        extra = _extra_config(args)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--hicache-storage-backend-extra-config {args.hicache_storage_backend_extra_config!r}: {error}. "
             "Give JSON text, or @ and the path of a .json, .yaml or .toml file"
         ) from error
-    return from_extra_config(parsed[0])
+    return from_extra_config(extra)
+
+
+def _extra_config(args: Any) -> dict[str, Any]:
+    """--hicache-storage-backend-extra-config decoded by SGLang, less the keys it takes for itself. Raises OSError, ValueError."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    extra = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
+    return dict(extra or {})
 
 
 def uses_backend(args: Any) -> bool:
     """Whether a resolved SGLang configuration names our backend, directly or in the dynamic form."""
-    if args.hicache_storage_backend == BACKEND:
-        return True
-    extra = args.hicache_storage_backend_extra_config
-    return args.hicache_storage_backend == "dynamic" and "sgl_kvtier.runtime.storage" in str(extra or "")
+    if args.hicache_storage_backend != "dynamic":
+        return bool(args.hicache_storage_backend == BACKEND)
+    try:
+        return str(_extra_config(args).get("module_path", "")).startswith("sgl_kvtier.")
+    except (OSError, ValueError):
+        return False  # SGLang itself will say what is wrong with it

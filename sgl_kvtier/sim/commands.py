@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--most-gap", type=_seconds, default=600.0, metavar="S", help="cut longer waits between two calls (default 600)")
     running.add_argument("--most-output", type=_positive, default=512, metavar="N", help="cut longer outputs (default 512 tokens)")
     running.add_argument("--most-prompt", type=_positive, metavar="N", help="cut sessions before a longer prompt")
-    running.add_argument("--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
+    running.add_argument("--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
     running.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     running.add_argument("--html", metavar="FILE", help="write one page with timelines and distributions")
     running.add_argument("--log", metavar="FILE", help="write the decision log of the one policy given; see replay-log")

@@ -55,3 +55,13 @@ def test_both_forms_are_recognised_and_other_backends_left_alone():
     assert not settings.uses_backend(args(hicache_storage_backend="file"))
     assert not settings.uses_backend(args(hicache_storage_backend=None, hicache_storage_backend_extra_config=None))
     assert not settings.uses_backend(args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config="{}"))
+
+
+def test_the_dynamic_form_is_recognised_in_a_settings_file(tmp_path):
+    file = tmp_path / "kvtier.json"
+    file.write_text('{"module_path": "sgl_kvtier.runtime.storage", "class_name": "KVTierStorage", "backend_name": "kvtier"}')
+    dynamic = {"hicache_storage_backend": "dynamic"}
+    assert settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config=f"@{file}"))
+    file.write_text('{"module_path": "another.backend"}')
+    assert not settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config=f"@{file}"))
+    assert not settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config="@no-such-file.json"))
