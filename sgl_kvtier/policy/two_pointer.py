@@ -58,6 +58,18 @@ class TwoPointer:
         """Units of `span` nobody has taken and that may still be loaded."""
         return self._state.count(_FREE, span.start, span.stop)
 
+    def free_between(self, start: int, stop: int) -> int:
+        """The same of [start, stop)."""
+        return self._state.count(_FREE, start, stop)
+
+    def unlanded_between(self, start: int, stop: int) -> int:
+        """The same, units in flight included."""
+        return self._state.count(_FREE, start, stop) + self._state.count(_LOADING, start, stop)
+
+    def lost_between(self, start: int, stop: int) -> int:
+        """Units of [start, stop) that failed to load and were not computed yet."""
+        return self._state.count(_LOST, start, stop)
+
     def free_top(self, span: Span) -> int:
         """Where the untouched units of `span` end; its start when there are none."""
         return max(self._state.rfind(_FREE, span.start, span.stop) + 1, span.start)
