@@ -5,6 +5,7 @@
     {"type": "StepView", ...}                                      one step: the view,
     {"type": "StepPlan", "starts": [...], ...}                     and the plan that answered it
     {"type": "PolicyChanged", "config": {...}}                     other settings from here on
+    {"type": "Hinted", "session": "s", "hint": {...}, "now": 1.0}  a client's hint was passed in
     {"type": "PlannerFailed", "error": "..."}                      the fact or view before made the planner raise
     {"type": "LinesDropped", "count": 12}                          a hole: what follows cannot be replayed
 
@@ -25,6 +26,7 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Fact, Mode, StepPlan, StepView
 from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.sessions import Hint
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 NAME = "kvtier.decisions"
@@ -48,6 +50,15 @@ class PolicyChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Hinted:
+    """A client's hint was passed in."""
+
+    session: str
+    hint: Hint
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerFailed:
     """The planner raised on the line before."""
 
@@ -61,7 +72,7 @@ class LinesDropped:
     count: int
 
 
-Record: TypeAlias = Fact | StepView | StepPlan | PolicyChanged | PlannerFailed | LinesDropped
+Record: TypeAlias = Fact | StepView | StepPlan | PolicyChanged | Hinted | PlannerFailed | LinesDropped
 
 
 def encode_header(header: Header) -> str:
@@ -159,13 +170,14 @@ _TIER: _Codec = (lambda tier: tier.name, lambda name: Tier[name])
 _SOURCE: _Codec = (lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])], lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])))
 
 _CODECS: dict[str, _Codec] = {
-    **dict.fromkeys(("str", "int", "float", "bool", "str | None", "int | None"), _PLAIN),
+    **dict.fromkeys(("str", "int", "float", "bool", "str | None", "int | None", "float | None"), _PLAIN),
     "tuple[str, ...]": (list, tuple),
     "Span": _SPAN,
     "Tier": _TIER,
     "Link": (lambda link: link.value, Link),
     "Mode": (lambda mode: mode.value, Mode),
     "PolicyConfig": (dataclasses.asdict, lambda data: PolicyConfig(**data)),
+    "Hint": (dataclasses.asdict, lambda data: Hint(**data)),
     "tuple[PageKey, ...]": _many(_KEY),
     "tuple[tuple[Span, Tier], ...]": _many(_SOURCE),
     "dict[Tier, int]": (
@@ -202,6 +214,7 @@ _RECORDS: dict[str, type] = {
         StepView,
         StepPlan,
         PolicyChanged,
+        Hinted,
         PlannerFailed,
         LinesDropped,
     )

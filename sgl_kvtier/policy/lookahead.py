@@ -39,7 +39,7 @@ from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.sessions import Hint, HintAnswer, Return, Sessions
 from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.policy.turns import Turn
-from sgl_kvtier.types import Link, PageKey, Tier
+from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 _KEEP = 0.8
 _STEADY = 0.1
@@ -47,6 +47,8 @@ _STEADY = 0.1
 _ROUNDS = 4
 """Every so many steps victims are named for what prefill will claim until the next time, and each turn reaches the map."""
 _MOST_IDLE = 10_000
+_MOST_LOST = 100_000
+"""Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,8 @@ class Lookahead:
         self._soon: list[tuple[float, str]] = []
         self._due: dict[str, None] = {}
         self._demote: dict[str, None] = {}
+        self._lost: dict[str, tuple[PageKey, ...]] = {}
+        self._lost_pages = 0
         self._iteration_s = 0.0
         self._round = 0
         self._observers: dict[type, Callable[[Any], None]] = {
@@ -103,9 +107,23 @@ class Lookahead:
         """The client's word on when its session returns; what came of it."""
         answer = self.sessions.hint(session, hint, now)
         expected = self.sessions.expected(session, now)
-        if answer.accepted and expected is not None and session in self._idle:
+        if not answer.accepted or expected is None:
+            return answer
+        if session in self._idle:
+            self._expect(expected, now)
+        elif expected.at < math.inf and session in self._lost:
+            # Nobody knew when it would return, so its pages had become nobody's.
+            owner = f"session {session}"
+            self.map.claim(owner, self._find(session), expected.next_use)
             self._expect(expected, now)
         return answer
+
+    def sessions_with(self, key: PageKey) -> tuple[str, ...]:
+        """The sessions whose prompts have this page, those given up as well. O(pages of those)."""
+        page = self.map.page(key)
+        owners = () if page is None else page.owners
+        known = [owner.removeprefix("session ") for owner in owners if owner.startswith("session ")]
+        return tuple(dict.fromkeys([*known, *(session for session, keys in self._lost.items() if key in keys)]))
 
     def step(
         self, view: StepView, busy_s: Mapping[Link, float] | None = None, restoring: Collection[str] = ()
@@ -261,6 +279,7 @@ class Lookahead:
             self._demote[session] = None
 
     def _not_idle(self, session: str) -> None:
+        self._find(session)
         self._idle.pop(session, None)
         self._soon_at.pop(session, None)
         if self._due.pop(session, self) is None:
@@ -268,10 +287,21 @@ class Lookahead:
         self._demote.pop(session, None)
 
     def _give_up(self, session: str) -> None:
-        """It is not expected any more: its pages are nobody's."""
+        """It is not expected any more: its pages are nobody's, unless a hint says otherwise later."""
         self._not_idle(session)
+        keys = self.map.keys_of(f"session {session}", Span(0, len(self.map)))
+        self._lost[session] = keys
+        self._lost_pages += len(keys)
+        while self._lost_pages > _MOST_LOST or len(self._lost) > _MOST_IDLE:
+            self._find(next(iter(self._lost)))
         self.map.release(f"session {session}")
         self.prefetcher.forget(f"session {session}")
+
+    def _find(self, session: str) -> tuple[PageKey, ...]:
+        """The pages of a session that was given up, which it is no longer."""
+        keys = self._lost.pop(session, ())
+        self._lost_pages -= len(keys)
+        return keys
 
     def _demotions(self, view: StepView) -> tuple[Move, ...]:
         """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can leave at once later."""

@@ -14,6 +14,7 @@ from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import Fact, StepPlan, StepView
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.restore_planner import RestorePlanner
+from sgl_kvtier.policy.sessions import Hint, HintAnswer
 
 
 class KVTierPlanner:
@@ -42,11 +43,17 @@ class KVTierPlanner:
             return plan
         busy_s = self._restore.links.backlogs(view.now)
         evictions, moves = self.ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
-        return replace(plan, evictions=evictions, moves=moves) if evictions or moves else plan
+        if not evictions and not moves:
+            return plan
+        return StepPlan(plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves)
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings for restoring from now on. Restorations under way go on in the mode they were given."""
         self._restore.configure(config)
+
+    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+        """The client's word on when its session returns; what came of it."""
+        return self.ahead.hint(session, hint, now)
 
     def profile(self) -> dict[str, Any]:
         """What was learned, to be given to the next run: plain data."""

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
+from sgl_kvtier.policy.sessions import Hint, HintAnswer
 from sgl_kvtier.types import Link
 
 logger = logging.getLogger(__name__)
@@ -146,6 +148,15 @@ class Learning:
         """Other settings from now on."""
         self._inner.configure(config)
 
+    @property
+    def ahead(self) -> Lookahead:
+        """The inner planner's, to look at; hints go through `hint`."""
+        return self._inner.ahead
+
+    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+        """Passes a client's hint on."""
+        return self._inner.hint(session, hint, now)
+
     def stop_keeping(self) -> None:
         """Nothing learned from now on is kept."""
         self.close()
@@ -162,6 +173,13 @@ class Configurable(Planner, Protocol):
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings from now on."""
+
+    @property
+    def ahead(self) -> Lookahead:
+        """Its map of pages, prefetching and sessions, to look at."""
+
+    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+        """The client's word on when its session returns; what came of it."""
 
 
 class ProfileKeeper:

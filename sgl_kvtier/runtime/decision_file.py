@@ -19,6 +19,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.policy.decision_log import (
     Header,
+    Hinted,
     LinesDropped,
     PlannerFailed,
     PolicyChanged,
@@ -26,8 +27,10 @@ from sgl_kvtier.policy.decision_log import (
     encode,
     encode_header,
 )
+from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import Fact, StepPlan, StepView
 from sgl_kvtier.policy.planner import KVTierPlanner
+from sgl_kvtier.policy.sessions import Hint, HintAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +129,16 @@ class Recorded:
         """Other settings from now on."""
         self._write(PolicyChanged(config))
         self._inner.configure(config)
+
+    @property
+    def ahead(self) -> Lookahead:
+        """The inner planner's, to look at; hints go through `hint`."""
+        return self._inner.ahead
+
+    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+        """Writes a client's hint and passes it on."""
+        self._write(Hinted(session, hint, now))
+        return self._inner.hint(session, hint, now)
 
 
 def _begin(path: Path, header: str) -> TextIO:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.runtime import control, restore_hooks
+from sgl_kvtier.runtime import control, hints, hints_route, restore_hooks
 from sgl_kvtier.runtime.settings import BACKEND
 
 FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend"
@@ -40,6 +40,17 @@ def register() -> None:
         HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
         restore_hooks.register()
         HookRegistry.register(control.TARGET, control.set_internal_state, HookType.AROUND)
+        HookRegistry.register(hints.TARGET, hints.get_internal_state, HookType.AROUND)
+    if _may_serve_http():
+        HookRegistry.register(hints_route.TARGET, hints_route.add_route, HookType.AFTER)
+
+
+def _may_serve_http() -> bool:
+    """Not in processes that only schedule or detokenize: they need not import what the route hangs on."""
+    if "sglang.srt.entrypoints.engine" in sys.modules:
+        return True
+    workers = ("sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
+    return not any(module in sys.modules for module in workers)
 
 
 def _know_attention_backend() -> None:
@@ -68,7 +79,7 @@ def _check_arguments(result: None, server_args: Any) -> None:
 
     args = resolving_view(server_args)
     if settings.uses_backend(args):
-        seams.require("storage")
+        seams.require("storage", "hints")
         settings.check_server(args)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
     Header,
+    Hinted,
     LinesDropped,
     PlannerFailed,
     PolicyChanged,
@@ -117,6 +118,8 @@ class _Run:
             return self._compare(number, record)
         if isinstance(record, PolicyChanged):
             self._configure(number, record)
+        elif isinstance(record, Hinted):
+            self._hint(number, record)
         else:
             self._give(record)
         return None
@@ -159,6 +162,12 @@ class _Run:
             raise TraceError(f"line {number}: the settings were changed here, which this planner has no way to follow")
         configure(record.config)
         self._changes += 1
+
+    def _hint(self, number: int, record: Hinted) -> None:
+        hint = getattr(self._planner, "hint", None)
+        if hint is None:
+            raise TraceError(f"line {number}: a client's hint was passed in here, which this planner has no way to take")
+        hint(record.session, record.hint, record.now)
 
 
 def _commands(plan: StepPlan) -> int:

@@ -1,0 +1,33 @@
+"""Which session a request belongs to: the name its client gave it, by the fields SGLang has for that.
+
+    session_id          a field of /generate and of the OpenAI routes: "stable identity shared by requests in the same
+                        session"; it changes nothing else. The one to use.
+    session_params.id   of SGLang's own sessions, which build the prompt on the server
+    routing_key         the header x-smg-routing-key of the OpenAI routes, for clients that can only add a header
+
+The first that is there counts. A hint names its session by the same text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+MOST_CHARACTERS = 256
+"""A longer name counts by its digest, so that what is kept per session stays small."""
+
+
+def session_of(req: Any) -> str | None:
+    """The name of the session a scheduler's `Req` belongs to; None where its client gave none. Never raises."""
+    own = getattr(req, "session", None)
+    for name in (getattr(req, "session_id", None), getattr(own, "session_id", None), getattr(req, "routing_key", None)):
+        if name:
+            return known_as(str(name))
+    return None
+
+
+def known_as(name: str) -> str:
+    """The name a session is kept under: itself, or the digest of a long one."""
+    if len(name) <= MOST_CHARACTERS:
+        return name
+    return "sha256:" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()

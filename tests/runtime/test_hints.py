@@ -1,0 +1,206 @@
+"""Clients' hints: what may be sent, how it reaches the planner, and what the planner answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.policy.decision_log import Header, Hinted, decode, encode, encode_header
+from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinished, StepView
+from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.sessions import Hint
+from sgl_kvtier.runtime.cost_profile import Learning, Profile
+from sgl_kvtier.runtime.decision_file import Recorded
+from sgl_kvtier.runtime.hints import MOST_SESSIONS, take
+from sgl_kvtier.runtime.hints_message import MOST_BYTES, HintError, Sent, pack, read, unpack
+from sgl_kvtier.runtime.hints_route import best
+from sgl_kvtier.runtime.restore_notes import RestoreNotes
+from sgl_kvtier.sim.replay import replay
+from sgl_kvtier.types import PageKey, Tier
+
+ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
+KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(1, 9))
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+# --- what a client may send -----------------------------------------------------------------------------------------
+
+
+def test_a_whole_hint_is_read() -> None:
+    asked = read(body(session="a", expected_delay_s=2, priority=-1, ttl_s=9.5, tool="pytest", extra_key=None))
+    assert asked.session == "a"
+    assert asked.hint == Hint(2.0, -1, 9.5, "pytest")
+    assert (asked.tokens, asked.text, asked.extra_key) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[1]", "an object, not list"),
+        (b" " * (MOST_BYTES + 1), "name the session instead"),
+        (body(session="a", delay=3), "unknown: delay. A hint may have session"),
+        (body(expected_delay_s=3), "exactly one of session, tokens, text"),
+        (body(session="a", text="b", ttl_s=1), "it has 2"),
+        (body(session="a"), "says nothing"),
+        (body(session="", ttl_s=1), "session = \"\": must be a text"),
+        (body(session=7, ttl_s=1), "session = 7: must be a text"),
+        (body(session="a", expected_delay_s=-1), "expected_delay_s = -1: must be a number of seconds of at least 0"),
+        (b'{"session": "a", "ttl_s": NaN}', "ttl_s = NaN"),
+        (body(session="a", ttl_s=True), "ttl_s = true"),
+        (body(session="a", priority=1.5), "priority = 1.5: must be a whole number"),
+        (body(tokens=[], ttl_s=1), "must be a list of token ids"),
+        (body(tokens=[1, "2"], ttl_s=1), "must be a list of token ids"),
+        (body(tokens=[True], ttl_s=1), "must be a list of token ids"),
+        (body(tokens=[*range(1000), -1], ttl_s=1), "…: must be a list"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_send(sent: bytes, says: str) -> None:
+    with pytest.raises(HintError) as found:
+        read(sent)
+    assert says in str(found.value)
+    assert isinstance(found.value, KVTierError)
+
+
+def test_a_priority_of_nought_is_a_hint() -> None:
+    assert read(body(session="a", priority=0)).hint == Hint()
+
+
+@pytest.mark.parametrize("sent", [Sent(Hint(0.1 + 0.2, 2, None, "ü"), 3.3, session="s"), Sent(Hint(ttl_s=0.0), 0.0, page=KEYS[0])])
+def test_a_hint_arrives_as_it_was_sent(sent: Sent) -> None:
+    assert unpack(pack(sent)) == sent
+
+
+# --- what becomes of it -----------------------------------------------------------------------------------------------
+
+
+class Lab:
+    """A scheduler with a real planner and notes, and an engine that only has what is looked at."""
+
+    def __init__(self, config: PolicyConfig | None = None) -> None:
+        config = config or PolicyConfig(restore="both")
+        self.lines: list[str] = [encode_header(Header(config, ENGINE))]
+        self.inner: KVTierPlanner = make_planner(config, ENGINE)
+        recorded = Recorded(self.inner, lambda record: self.lines.append(encode(record)))
+        self.planner = Learning(recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}))
+        self.engine = SimpleNamespace(taking=True, min_tokens=0, now=0.0)
+        notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
+        tick = SimpleNamespace(notes=notes, planner=self.planner, engine=self.engine)
+        self.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tick=tick), server_args=SimpleNamespace(nnodes=1, dp_size=1))
+
+    def turn(self, session: str | None, keys: tuple[PageKey, ...], at: float) -> None:
+        """One request of a session, over after a second; its pages stay in HBM."""
+        rid = f"{session}-{at}"
+        self.planner.observe(RequestArrived(rid, at, len(keys) * 16, keys, session))
+        self.planner.observe(PagesPlaced(keys, Tier.HBM, at))
+        self.planner.observe(RequestFinished(rid, at + 1, keys=keys))
+
+    def hint(self, hint: Hint, at: float, **whose: Any) -> dict[str, Any]:
+        return take(self.scheduler, Sent(hint, at, **whose))
+
+
+def test_a_hint_for_a_known_session_is_accepted_and_says_when_it_is_expected() -> None:
+    lab = Lab()
+    lab.turn("a", KEYS[:4], 0.0)
+    answer = lab.hint(Hint(expected_delay_s=30.0), 3.0, session="a")
+    assert answer == {"result": "accepted", "reason": "", "sessions": 1, "expected_in_s": pytest.approx(30.0)}
+    page = lab.inner.ahead.map.page(KEYS[0])
+    assert page is not None and page.next_use == pytest.approx(33.0)
+
+
+def test_a_delay_beyond_the_limit_is_clipped_and_says_so() -> None:
+    lab = Lab(PolicyConfig(restore="both", hint_limit_s=60.0))
+    lab.turn("a", KEYS[:4], 0.0)
+    answer = lab.hint(Hint(expected_delay_s=5000.0), 2.0, session="a")
+    assert (answer["result"], answer["reason"]) == ("clipped", "expected_delay_s 5000 cut to 60")
+    assert answer["expected_in_s"] == pytest.approx(60.0)
+
+
+def test_an_unknown_session_is_refused_and_says_why() -> None:
+    answer = Lab().hint(Hint(ttl_s=1.0), 0.0, session="nobody")
+    assert answer["result"] == "refused"
+    assert "send the hint after its first request" in answer["reason"]
+    assert answer["expected_in_s"] is None
+
+
+def test_a_session_that_is_told_not_to_return_has_pages_of_nobody() -> None:
+    lab = Lab()
+    lab.turn("a", KEYS[:4], 0.0)
+    answer = lab.hint(Hint(ttl_s=0.0), 2.0, session="a")
+    assert (answer["result"], answer["expected_in_s"]) == ("accepted", None)
+    page = lab.inner.ahead.map.page(KEYS[0])
+    assert page is not None and page.next_use == math.inf
+
+
+def test_a_prefix_means_every_session_that_begins_so() -> None:
+    lab = Lab()
+    lab.turn("a", KEYS[:4], 0.0)
+    lab.turn("b", (*KEYS[:2], *KEYS[5:7]), 0.0)
+    lab.turn(None, KEYS[:2], 0.0)
+    both = lab.hint(Hint(expected_delay_s=5.0), 2.0, page=KEYS[1])
+    assert (both["result"], both["sessions"]) == ("accepted", 2)
+    one = lab.hint(Hint(expected_delay_s=7.0), 2.0, page=KEYS[6])
+    assert (one["result"], one["sessions"], one["expected_in_s"]) == ("accepted", 1, pytest.approx(7.0))
+    assert lab.hint(Hint(expected_delay_s=7.0), 2.0, page=KEYS[7])["result"] == "refused"
+
+
+def test_a_prefix_of_too_many_sessions_is_refused() -> None:
+    lab = Lab()
+    for number in range(MOST_SESSIONS + 1):
+        lab.turn(f"s{number}", KEYS[:2], float(number))
+    answer = lab.hint(Hint(expected_delay_s=5.0), 50.0, page=KEYS[0])
+    assert answer["result"] == "refused"
+    assert "send more of the prompt" in answer["reason"]
+
+
+def test_time_never_goes_back_behind_the_last_step() -> None:
+    lab = Lab()
+    lab.turn("a", KEYS[:4], 0.0)
+    lab.engine.now = 100.0
+    assert lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")["expected_in_s"] == pytest.approx(10.0)
+    page = lab.inner.ahead.map.page(KEYS[0])
+    assert page is not None and page.next_use == pytest.approx(110.0)
+
+
+def test_servers_that_cannot_use_hints_say_what_they_lack() -> None:
+    sent = Sent(Hint(ttl_s=1.0), 0.0, session="a")
+    stock = SimpleNamespace(tree_cache=SimpleNamespace(cache_controller=None))
+    assert "--hicache-storage-backend kvtier" in take(stock, sent)["reason"]
+
+    class KVTierStorage:
+        pass
+
+    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=KVTierStorage()))
+    assert "policy.restore" in take(SimpleNamespace(tree_cache=tree), sent)["reason"]
+    assert "policy.sessions is off" in take(Lab(PolicyConfig(restore="both", sessions=False)).scheduler, sent)["reason"]
+
+
+def test_a_log_with_hints_is_decided_again_identically() -> None:
+    lab = Lab()
+    lab.turn("a", KEYS[:4], 0.0)
+    lab.turn("b", KEYS[4:8], 0.0)
+    view = StepView(2.0, (), free_pages={Tier.HBM: 4, Tier.DRAM: 4})
+    lab.planner.step(view)
+    lab.hint(Hint(expected_delay_s=0.5), 2.0, session="a")
+    lab.planner.step(StepView(2.1, (), free_pages={Tier.HBM: 0, Tier.DRAM: 8}))
+    assert any(isinstance(decode(line), Hinted) for line in lab.lines[1:])
+    done = replay(lab.lines)
+    assert (done.steps, done.difference) == (2, None)
+
+
+def test_of_several_replicas_the_one_that_knows_the_session_answers() -> None:
+    no, yes = {"result": "refused", "reason": "x"}, {"result": "clipped", "reason": "y"}
+    assert best([no, yes]) is yes
+    assert best([no, no]) is no

@@ -1,0 +1,93 @@
+"""POST /kvtier/hint of the real server: who may ask, what is answered, and what it changes."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from typing import Any
+
+import pytest
+from serving import ADMIN, Served, config_file, flags, prompts, serving
+
+pytestmark = pytest.mark.server
+POLICY = {"restore": "both", "sessions": True, "hint_limit_s": 60.0}
+
+needs_arrivals = pytest.mark.xfail(reason="requests are not reported to the planner yet", strict=True)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hinted")
+    with serving(folder, flags(), config_file(folder, policy=POLICY)) as server:
+        yield server
+
+
+def hint(served: Served, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+    return served.call("POST", "/kvtier/hint", fields, ADMIN if headers is None else headers)
+
+
+def status(call: Any) -> tuple[int, str]:
+    with pytest.raises(urllib.error.HTTPError) as found:
+        call()
+    return found.value.code, json.loads(found.value.read())["error"]
+
+
+@pytest.mark.parametrize("headers", [{"Authorization": "Bearer wrong"}, {"X-None": ""}])
+def test_only_the_admin_key_opens_it(served: Served, headers: dict[str, str]) -> None:
+    before = served.metric("kvtier:lookahead_hints_total")
+    assert status(lambda: hint(served, headers, session="a", ttl_s=1)) == (401, "Unauthorized")
+    assert served.metric("kvtier:lookahead_hints_total") == before
+
+
+def test_bad_input_is_a_400_that_says_what_to_send(served: Served) -> None:
+    code, text = status(lambda: hint(served, expected_delay_s=3))
+    assert code == 400
+    assert 'Send {"session": "agent-7", "expected_delay_s": 12.5}' in text
+    code, text = status(lambda: hint(served, tokens=[1, 2, 3], ttl_s=1))
+    assert code == 400
+    assert "less than one page" in text
+
+
+def test_a_session_nobody_has_seen_is_refused_and_counted(served: Served) -> None:
+    before = served.metric("kvtier:lookahead_hints_total")
+    answer = hint(served, session="nobody", expected_delay_s=3)
+    assert answer["result"] == "refused"
+    assert "send the hint after its first request" in answer["reason"]
+    assert served.metric("kvtier:lookahead_hints_total") == before + 1
+
+
+def test_the_internal_state_is_still_sglangs(served: Served) -> None:
+    text = served.call("GET", "/server_info", None, ADMIN, raw=True)
+    assert "kvtier.hint" not in text
+    assert json.loads(text)["internal_states"][0]["page_size"] == 16
+
+
+@needs_arrivals
+def test_a_session_that_ran_is_known_by_name_and_its_delay_is_taken_or_cut(served: Served) -> None:
+    ids = prompts(1, seed=31)[0]
+    served.ask(ids, session_id="agent-1")
+    answer = hint(served, session="agent-1", expected_delay_s=20)
+    assert (answer["result"], answer["reason"], answer["sessions"]) == ("accepted", "", 1)
+    assert 15 < answer["expected_in_s"] <= 20
+    answer = hint(served, session="agent-1", expected_delay_s=5000, priority=9)
+    assert answer["result"] == "clipped"
+    assert answer["reason"] == "priority 9 taken as 3; expected_delay_s 5000 cut to 60"
+
+
+@needs_arrivals
+def test_a_session_is_known_by_the_tokens_and_the_text_its_prompts_begin_with(served: Served) -> None:
+    text = "".join(chr(97 + n * n % 26) for n in range(400))
+    served.call("POST", "/generate", {"text": text, "session_id": "agent-2", "sampling_params": {"max_new_tokens": 2}})
+    answer = hint(served, text=text[:320], expected_delay_s=5)
+    assert (answer["result"], answer["sessions"]) == ("accepted", 1)
+    ids = prompts(1, seed=32)[0]
+    served.ask(ids, session_id="agent-3", extra_key="tenant")
+    assert hint(served, tokens=ids[:64], expected_delay_s=5)["result"] == "refused"
+    assert hint(served, tokens=ids[:64], extra_key="tenant", expected_delay_s=5)["result"] == "accepted"
+
+
+def test_a_server_without_our_backend_says_so(tmp_path) -> None:
+    with serving(tmp_path, flags(backend=None)) as plain:
+        answer = hint(plain, session="a", ttl_s=1)
+        assert answer["result"] == "refused"
+        assert "--hicache-storage-backend kvtier" in answer["reason"]
