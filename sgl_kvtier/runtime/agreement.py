@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from sgl_kvtier.runtime.restoration import Load
+from sgl_kvtier.runtime.stage_reports import StageReports
+
 _MICRO = 1_000_000
 _OTHERS = (1 << 62) - 1
 _LARGEST = (1 << 63) - 1
@@ -20,11 +23,13 @@ _LARGEST = (1 << 63) - 1
 class Agreement:
     """Reduces over the TP ranks and hands the first pipeline stage's result down. `reductions` counts the collectives."""
 
-    def __init__(self, tree: Any, ranks: int, first: bool) -> None:
-        """`ranks` is the number of processes that have to agree; `first` says whether this one's clock counts."""
+    def __init__(self, tree: Any, ranks: int, first: bool, reports: StageReports | None = None) -> None:
+        """`ranks` is the number of processes that have to agree; `first` says whether this one's clock counts. `reports`
+        are needed with several pipeline stages, since a reduction knows of the first stage's ranks only."""
         self._tree = tree
         self._ranks = ranks
         self._first = first
+        self._reports = reports
         self.reductions = 0
 
     @property
@@ -41,6 +46,30 @@ class Agreement:
         data = torch.tensor(bits, dtype=torch.int64)
         self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
         return [struct.unpack(">d", struct.pack(">q", v))[0] for v in data.tolist()]
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values. Collectives of their own, for the start; not counted."""
+        data = torch.tensor([value], dtype=torch.int64)
+        if not self.alone:
+            self._tree._all_reduce_attn_groups(data, torch.distributed.ReduceOp.MIN)
+            if self._reports is not None:
+                torch.distributed.all_reduce(data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group)
+        return int(data.item())
+
+    def local(self, loads: Sequence[Load]) -> tuple[bytes, list[float]]:
+        """The states of all pages of these loads as far as this rank may speak for them, and when each load's last page that
+        has ended did so. What a later stage returns is of no interest: it is told."""
+        if self._reports is None:
+            states = b"".join(load.local for load in loads)  # before the times: a page's time is noted before its state
+            return states, [max(load.ended_at) for load in loads]
+        self._reports.exchange(loads)
+        states = b"".join(self._reports.state(load) for load in loads)
+        return states, [self._reports.ended_at(load) for load in loads]
+
+    def close(self) -> None:
+        """At the end of the process."""
+        if self._reports is not None:
+            self._reports.close()
 
     def reduce(self, times: Sequence[float], states: bytes) -> tuple[list[float], bytes]:
         """The agreed times and page states. A collective unless this process is alone."""

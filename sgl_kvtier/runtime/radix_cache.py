@@ -117,6 +117,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         """At the end of the process: the engine's thread first, then SGLang's."""
         if self.engine is not None:
             self.engine.close()
-        if self.tick is not None and self.tick.notes is not None:
-            self.tick.notes.close()
+        if self.tick is not None:
+            self.tick.agreement.close()
+            if self.tick.notes is not None:
+                self.tick.notes.close()
         super().shutdown()

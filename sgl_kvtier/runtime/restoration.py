@@ -48,6 +48,8 @@ class Load:
     begun_at: float
     due: float
     """A page that has not ended by then is written off."""
+    number: int = 0
+    """Loads are counted, alike on every rank."""
     job: Any = None
     cancelled: bool = False
     written_off: bool = False

@@ -67,6 +67,7 @@ class RestoreEngine:
         self._looking: dict[Any, None] = {}
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
+        self._loads_begun = 0
 
     # --- what SGLang asks -------------------------------------------------------------------------------------------
 
@@ -237,7 +238,8 @@ class RestoreEngine:
             self._lose(r, span, "no room")
             return
         due = self.now + 2 * command.deadline_s
-        load = Load(r, span, command.link, device, host, owns_host, self.now, due)
+        self._loads_begun += 1
+        load = Load(r, span, command.link, device, host, owns_host, self.now, due, self._loads_begun)
         r.loads.append(load)
         r.moved_at = self.now
         self.loads.append(load)

@@ -45,6 +45,8 @@ class RestoreTick:
         self.notes: RestoreNotes | None = None
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
+        # Pipeline stages with fewer layers may have room for more tokens.
+        self._host_tokens = agreement.least(engine.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size)
 
     def note_chunk(self, chunk: Chunk) -> None:
         """A prefill was launched, or has ended."""
@@ -118,8 +120,7 @@ class RestoreTick:
         """Agrees on what happened, tells the planner, and returns the agreed time."""
         engine = self.engine
         facts, engine.facts = engine.facts, []
-        local = b"".join(load.local for load in engine.loads)  # before the times: a page's time is noted before its state
-        ends = [max(load.ended_at) for load in engine.loads]
+        local, ends = self.agreement.local(engine.loads)
         chunks = [(c.at, c.seconds or 0.0) for c in facts if isinstance(c, Chunk)]
         clock = [now, *ends, *(t for chunk in chunks for t in chunk)]
         times, states = self.agreement.reduce(clock, local)
@@ -172,8 +173,7 @@ class RestoreTick:
             r = self.engine.of(chunked.rid)
             if r is not None and len(self.engine.restorations) == 1:  # its loads take from the room it needs anyway
                 tokens += (r.pages - r.front) * page
-        host = tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
-        bounce = host // _HOST_SHARE - self.engine.slots.host_tokens
+        bounce = self._host_tokens // _HOST_SHARE - self.engine.slots.host_tokens
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
 
 
