@@ -1,0 +1,143 @@
+"""Pipeline stages tell the first one what has ended on them; both ends of the pipe are real. One test starts a server."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
+
+import pytest
+import torch
+from restore_lab import CHUNK, GBPS, LONG, counts
+from serving import config_file, flags, prompts, serving
+
+from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.restoration import LANDED, LOST, OPEN, Load, Restoration
+from sgl_kvtier.runtime.stage_reports import StageReports
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Link, Span, Tier
+
+CORRUPT = LOST[ReadOutcome.CORRUPT]
+
+
+def stages(count: int) -> Iterator[list[StageReports]]:
+    """The ends of one pipeline's pipe, the first stage first. They wait for each other, so each is built on a thread."""
+    address: Queue[torch.Tensor] = Queue()
+
+    def build(rank: int) -> StageReports:
+        def sync(data: torch.Tensor) -> None:
+            if rank:
+                data.copy_(address.get(timeout=30))
+                return
+            for _ in range(count - 1):
+                address.put(data.clone())
+
+        return StageReports(SimpleNamespace(pp_rank=rank, pp_size=count, _pp_sync=sync))
+
+    with ThreadPoolExecutor(count) as pool:
+        ends = list(pool.map(build, range(count)))
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def three() -> Iterator[list[StageReports]]:
+    yield from stages(3)
+
+
+def load(number: int, pages: int = 4) -> Load:
+    r = Restoration("r", None, 100, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0))
+    return Load(r, Span(0, pages), Link.SSD_TO_HBM, torch.empty(0), torch.empty(0), True, 0.0, 9.0, number)
+
+
+def until(first: StageReports, mine: Load, wanted: bytes) -> None:
+    """Takes what comes until the agreed state is this; messages between threads need a moment."""
+    for _ in range(200):
+        first.exchange([mine])
+        if first.state(mine) == wanted:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{list(first.state(mine))} instead of {list(wanted)}")
+
+
+def test_the_sockets_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for ends in stages(2):
+        assert list(tmp_path.iterdir()) == []
+        mine, theirs = load(1), load(1)
+        for their in (mine, theirs):
+            their.mark(0, LANDED, 1.0)
+        ends[1].exchange([theirs])
+        until(ends[0], mine, bytes([LANDED, OPEN, OPEN, OPEN]))
+
+
+def test_a_page_has_landed_when_it_has_on_every_stage(three: list[StageReports]) -> None:
+    first, *later = three
+    mine, theirs = load(1), [load(1), load(1)]
+    for page in range(4):
+        mine.mark(page, LANDED, 1.0)
+    first.exchange([mine])
+    assert first.state(mine) == bytes(4)
+    theirs[0].mark(3, LANDED, 1.0)
+    theirs[1].mark(3, LANDED, 1.0)
+    theirs[1].mark(2, CORRUPT, 1.0)
+    for end, their in zip(later, theirs, strict=True):
+        end.exchange([their])
+    until(first, mine, bytes([OPEN, OPEN, OPEN, LANDED]))
+    theirs[0].mark(2, LANDED, 1.0)
+    later[0].exchange([theirs[0]])
+    until(first, mine, bytes([OPEN, OPEN, CORRUPT, LANDED]))
+    assert first.ended_at(mine) > 1.0
+
+
+def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(three: list[StageReports]) -> None:
+    first, second, third = three
+    mine, theirs = load(7), load(7)
+    theirs.mark(0, LANDED, 1.0)
+    mine.mark(0, LANDED, 1.0)
+    second.exchange([theirs])
+    third.exchange([theirs])
+    until(first, mine, bytes([LANDED, OPEN, OPEN, OPEN]))
+    first.exchange([])  # the load is over here
+    second.exchange([theirs])
+    first.exchange([mine])
+    assert first.state(mine) == bytes(4)
+
+
+def test_without_later_stages_a_rank_speaks_for_itself() -> None:
+    mine = load(1)
+    mine.mark(2, LANDED, 5.0)
+    agreement = Agreement(None, 1, first=True)
+    assert agreement.local([mine]) == (bytes([OPEN, OPEN, LANDED, OPEN]), [5.0])
+    assert agreement.least(7) == 7
+
+
+@pytest.mark.server
+def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of_its_own(tmp_path: Path) -> None:
+    sections = {
+        "throttle": {"read_gbps": GBPS},
+        "policy": {"restore": "both", "min_restore_tokens": 64},
+        "faults": {"read_error_rate": 0.02, "corrupt_rate": 0.02, "seed": 4},
+    }
+    arguments = flags("tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, pp_size=2)
+    env = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+    asked = prompts(4, tokens=LONG, seed=3)
+    with serving(tmp_path, arguments, config_file(tmp_path, **sections), **env) as server:
+        first = [server.ask(ids) for ids in asked]
+        for _ in range(2):
+            server.flush()
+            with ThreadPoolExecutor(len(asked)) as pool:
+                again = list(pool.map(server.ask, asked))
+            assert [a.tokens for a in again] == [a.tokens for a in first]
+            assert sum(a.storage for a in again) > 0
+        time.sleep(1.0)  # counters are published twice a second
+        found = counts(server)
+        assert found["ended_total met"] == found["started_total both configured"] == 2 * len(asked)
+        assert found["computed_tokens_total"] > 0
+        assert found["planner_failures_total"] == 0
+        assert sum(found.get(f"lost_pages_total {why}", 0) for why in ("failed", "corrupt")) > 0
