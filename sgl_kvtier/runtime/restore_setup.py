@@ -23,6 +23,7 @@ from sgl_kvtier.runtime.page_mover import PageMover
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.runtime.restore_tick import RestoreTick
+from sgl_kvtier.runtime.stage_reports import StageReports
 
 CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
 """Host layouts in which a page can be read in place, as it lies in the store."""
@@ -51,7 +52,7 @@ def unsupported(args: Any, ctx: Any) -> str | None:
         (args.enable_mixed_chunk, "mixed chunks"),
         (args.enable_dp_attention, "data-parallel attention"),
         (args.disaggregation_mode != "null", "prefill and decode are apart"),
-        (args.pp_size > 1, "pipeline parallelism"),
+        (args.pp_size > 1 and args.nnodes > 1, "pipeline stages on several machines"),
         (args.attn_cp_size > 1 or args.dcp_size > 1, "context parallelism"),
     )
     return next((reason for true, reason in reasons if true), None)
@@ -66,7 +67,7 @@ def unproven(args: Any, policy: PolicyConfig) -> str | None:
     if policy.restore != "auto":
         return None
     reasons = (
-        (args.tp_size > 1, "more than one rank"),
+        (args.tp_size * args.pp_size > 1, "more than one rank"),
         (args.device != "cpu", f"device {args.device}"),
     )
     reason = next((reason for true, reason in reasons if true), None)
@@ -93,7 +94,7 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     )
     ranks = tree.tp_world_size * tree.pp_size
     first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
-    agreement = Agreement(tree, ranks, first)
+    agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
     replica = get_parallel().dp_rank or 0
     path = _profile_path(controller)
     here = conditions(args, config, shape)
