@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.config import PolicyConfig
@@ -66,8 +67,10 @@ def restore(
     slow_after_s: float = float("inf"),
     slow_factor: float = 1.0,
     free_pages: int | None = None,
+    lasts: Callable[[float, int], float] | None = None,
 ) -> Outcome:
-    """Runs one restoration to its end. Pages in `failing` are lost; after `slow_after_s` the link is slower by a factor."""
+    """Runs one restoration to its end. Pages in `failing` are lost; after `slow_after_s` the link is slower by a factor, or
+    `lasts` says how many seconds a transfer of so many bytes takes that begins then."""
     planner = make_planner(config or PolicyConfig(), ENGINE, profile)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
     planner.observe(RequestArrived("a", 0.0, total))
@@ -95,7 +98,8 @@ def restore(
         for load in plan.loads:
             begun = max([now, *(entry[1] for entry in queue)])
             rate = bytes_per_second / (slow_factor if begun >= slow_after_s else 1.0)
-            queue.append((begun, begun + len(load.span) * ENGINE.page_bytes / rate, load.span))
+            nbytes = len(load.span) * ENGINE.page_bytes
+            queue.append((begun, begun + (lasts(begun, nbytes) if lasts else nbytes / rate), load.span))
             out.loads.append(load.span)
         compute = plan.computes[0] if plan.computes else None
         if "a" not in planner.restoring:

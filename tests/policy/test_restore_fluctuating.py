@@ -1,0 +1,76 @@
+"""Restoring while the bandwidth changes, against the best fixed split in hindsight (as Cake, section 5.7). Virtual time."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from virtual_hands import COST, ENGINE, profile_of, restore
+
+from sgl_kvtier.bench.restore_trace import BandwidthTrace
+from sgl_kvtier.config import PolicyConfig
+
+SUFFIX = 64
+SEEDS = range(20)
+
+
+def compute_s(tokens: int) -> float:
+    return COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
+
+
+def trace_of(seed: int, prefix: int, rate: float) -> BandwidthTrace:
+    """About eight changes during a balanced restoration, between a quarter and four times the balanced bandwidth."""
+    return BandwidthTrace.seeded(seed, rate * 8e-9, compute_s(prefix) / 8, 20.0)
+
+
+def lasts(trace: BandwidthTrace, begun: float, nbytes: int) -> float:
+    """Seconds of a transfer that begins in the middle of the trace."""
+    now, left = begun, float(nbytes)
+    for end, gbps in zip([*trace.starts_s[1:], float("inf")], trace.gbps, strict=True):
+        can = max(0.0, end - now) * gbps * 1e9 / 8
+        if left <= can:
+            return now + left * 8e-9 / gbps - begun
+        left, now = left - can, max(now, end)
+    raise AssertionError("the last piece has no end")
+
+
+def in_hindsight(prefix: int, trace: BandwidthTrace) -> float:
+    """The best fixed split of somebody who knew the trace."""
+    page = ENGINE.page_bytes // ENGINE.page_tokens
+    splits = range(0, prefix + 1, ENGINE.page_tokens)
+    return min(max(compute_s(x), trace.seconds((prefix - x) * page)) for x in splits) + COST.chunk_seconds(prefix, SUFFIX)
+
+
+@pytest.mark.parametrize(("prefix", "median", "worst"), [(2048, 1.15, 1.6), (4096, 1.10, 1.35), (8192, 1.10, 1.3)])
+def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes(prefix, median, worst):
+    rate = prefix * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(prefix)
+    over = []
+    for seed in SEEDS:
+        trace = trace_of(seed, prefix, rate)
+        out = restore(
+            prefix,
+            rate,
+            suffix=SUFFIX,
+            config=PolicyConfig(restore="both"),
+            profile=profile_of(COST, rate),
+            lasts=lambda begun, nbytes, trace=trace: lasts(trace, begun, nbytes),
+        )
+        over.append(out.seconds / in_hindsight(prefix, trace))
+    assert statistics.median(over) <= median
+    assert max(over) <= worst
+
+
+def test_the_meeting_point_moves_with_the_trace():
+    rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
+    met = set()
+    for seed in SEEDS:
+        trace = trace_of(seed, 4096, rate)
+        out = restore(
+            4096,
+            rate,
+            config=PolicyConfig(restore="both"),
+            profile=profile_of(COST, rate),
+            lasts=lambda begun, nbytes, trace=trace: lasts(trace, begun, nbytes),
+        )
+        met.add(out.spliced[-1].start)
+    assert len(met) > len(SEEDS) // 2
