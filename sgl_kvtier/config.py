@@ -140,7 +140,7 @@ class PolicyConfig:
     prefetch: str = setting(
         "kvtier",
         "pages of waiting requests are moved up before their turn: kvtier = by deadline, bytes charged to the links; "
-        "tierkv = the paper's test per page; or off",
+        "tierkv = the paper's test per page; or off, as in a server that does not name it",
         choices=("kvtier", "tierkv", "off"),
     )
     lookahead: int = setting(
@@ -154,7 +154,8 @@ class PolicyConfig:
     prefetch_share: float = setting(0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1)
     eviction: str = setting(
         "next-use",
-        "which pages leave HBM and DRAM first: next-use = of whoever runs latest, lru or lfu",
+        "which pages leave HBM and DRAM first: next-use = of whoever runs latest, lru (as in a server that does not name it) "
+        "or lfu",
         choices=("next-use", "lru", "lfu"),
     )
     map_pages: int = setting(1_000_000, "pages whose place is remembered, 200 bytes each", low=1, high=100_000_000)

@@ -42,11 +42,11 @@ class Room:
     Lazy: asks the map for as many classes of victims as are needed. Nothing may be regrouped meanwhile.
     """
 
-    def __init__(self, tier_map: TierMap, tier: Tier, free: int) -> None:
+    def __init__(self, tier_map: TierMap, tier: Tier, free: int, empty: int | None = None) -> None:
         self._map = tier_map
         self._tier = tier
         self._left = max(0, free)
-        self.empty = max(0, free - tier_map.evictable(tier))
+        self.empty = max(0, free - tier_map.evictable(tier)) if empty is None else max(0, min(empty, free))
         self._have = self.empty
         self._classes = tier_map.classes(tier)
         self._next: tuple[int, float, int] | None = None

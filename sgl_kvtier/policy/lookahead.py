@@ -139,7 +139,7 @@ class Lookahead:
         claimed = view.prefill_tokens // self._engine.page_tokens if view.waiting or view.slot is not None else 0
         ahead = 0 if self._round else _ROUNDS * claimed
         self.last = self.prefetcher.plan(
-            view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead
+            view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead, view.empty_pages
         )
         return self.last.evictions, self.last.moves + self._demotions(view)
 
@@ -171,9 +171,9 @@ class Lookahead:
         self.map.expect(request.owner, -math.inf)
 
     def _finished(self, fact: RequestFinished) -> None:
-        request = self._requests.pop(fact.rid, None)
-        if request is None:
+        if fact.restoration_only or fact.rid not in self._requests:
             return
+        request = self._requests.pop(fact.rid)
         keys = request.keys
         if fact.keys:
             keys = fact.keys

@@ -46,12 +46,14 @@ class RequestArrived:
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
     """A request has left, finished or aborted. Its restoration, if any, is over; loads begun may still end. `keys` name the
-    full pages of prompt and output, which its session's next turn will begin with; empty where that is not known."""
+    full pages of prompt and output, which its session's next turn will begin with; empty where that is not known.
+    `restoration_only`: the request goes on, without its restoration."""
 
     rid: str
     now: float
     aborted: bool = False
     keys: tuple[PageKey, ...] = ()
+    restoration_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ class StepView:
     engine's one slot for chunked prefill, or None when it is free; `slot_open` says whether a restoring request may take
     it in this step. `prefill_tokens` bounds this step's prefill, `fresh_tokens` are waiting prefill tokens of requests
     that restore nothing, `decoding` counts running requests. `free_pages` is what may be claimed per tier: destinations
-    of loads come from HBM and, where the hands stage in host memory, from DRAM.
+    of loads come from HBM and, where the hands stage in host memory, from DRAM. `empty_pages` are those of them that hold
+    nothing; a tier that is not named there has what its map's evictable pages leave of `free_pages`.
     """
 
     now: float
@@ -173,6 +176,7 @@ class StepView:
     fresh_tokens: int = 0
     decoding: int = 0
     free_pages: dict[Tier, int] = field(default_factory=dict)
+    empty_pages: dict[Tier, int] = field(default_factory=dict)
 
 
 # --- the plan: what to do next ----------------------------------------------------------------------------------------

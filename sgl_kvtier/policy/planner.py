@@ -69,7 +69,9 @@ class KVTierPlanner:
         if not plan.loads or not view.free_pages:
             return view
         taken = sum(len(load.span) for load in plan.loads)
-        return replace(view, free_pages={tier: max(0, pages - taken) for tier, pages in view.free_pages.items()})
+        free = {tier: max(0, pages - taken) for tier, pages in view.free_pages.items()}
+        empty = {tier: max(0, pages - taken) for tier, pages in view.empty_pages.items()}
+        return replace(view, free_pages=free, empty_pages=empty)
 
 
 def make_planner(

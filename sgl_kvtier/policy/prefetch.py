@@ -160,10 +160,12 @@ class Prefetcher:
         busy_s: Mapping[Link, float] | None = None,
         step_pages: int = 0,
         ahead_pages: int = 0,
+        empty: Mapping[Tier, int] | None = None,
     ) -> Prefetch:
         """What to move now. `turns` in the order of their windows; `free` pages may be claimed per tier, those that would
         have to give way included; `busy_s` is what others have queued on each link; `step_pages` of HBM are claimed in
-        this step anyway, `ahead_pages` more until victims are named for them again."""
+        this step anyway, `ahead_pages` more until victims are named for them again; `empty` pages hold nothing, where the
+        hands know that."""
         for keys, tier in self._flights.late(now):
             self.late += len(keys)
             self._map.dropped(keys, tier)
@@ -172,7 +174,7 @@ class Prefetcher:
         off = self._config.prefetch == "off" or not self._config.lookahead
         if off and not ahead_pages:
             return Prefetch()
-        step = _Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free))
+        step = _Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free, empty or {}))
         step.rooms[Tier.HBM].take(step_pages, now)
         step.rooms[Tier.HBM].claim(ahead_pages)
         if off:
@@ -227,8 +229,8 @@ class Prefetcher:
         links[Link.SSD_TO_DRAM].end_s += busy_s.get(Link.SSD_TO_HBM, 0.0)
         return links
 
-    def _rooms(self, free: Mapping[Tier, int]) -> dict[Tier, Room]:
-        return {tier: Room(self._map, tier, free.get(tier, 0)) for tier in (Tier.HBM, Tier.DRAM)}
+    def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:
+        return {tier: Room(self._map, tier, free.get(tier, 0), empty.get(tier)) for tier in (Tier.HBM, Tier.DRAM)}
 
     def _emit(self, step: _Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
         keys = tuple(key for key in self._map.keys_of(turn.owner, span) if key not in self._flights)

@@ -83,7 +83,19 @@ def policy_handler(name: str) -> Handler:
     return change
 
 
+def check_map(scheduler: Any, value: float) -> None:
+    """Compares the map of pages with the tree, the host pool and the store, and counts what differs as drift."""
+    del value
+    ahead = getattr(scheduler.tree_cache, "ahead", None)
+    if ahead is None:
+        raise ValueError("this server does not look ahead")
+    if not scheduler.is_fully_idle():
+        raise ValueError("the map is compared while nothing runs")
+    ahead.compare(scheduler)
+
+
 HANDLERS: dict[str, Handler] = {
+    "lookahead.check": check_map,
     "throttle.read_gbps": change_throttle,
     **{f"policy.{f.name}": policy_handler(f.name) for f in dataclasses.fields(PolicyConfig)},
 }

@@ -56,6 +56,10 @@ class PrivateSlots:
         """So many device tokens belong to a request's row from now on."""
         self.tokens -= tokens
 
+    def give_host(self, tokens: int) -> None:
+        """So many host tokens belong to the tree from now on."""
+        self.host_tokens -= tokens
+
     def put_back(self, slots: torch.Tensor) -> None:
         """Whole device pages nobody needs and no I/O touches; freed by the next `free`."""
         self._returned.append(slots)

@@ -1,7 +1,7 @@
-"""SGLang's radix cache with restorations beside it: what the tree has to ask or tell the restore engine.
+"""SGLang's radix cache with restorations and lookahead beside it: what the tree has to ask or tell their hands.
 
 A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. It adds no state to the tree. Every override
-runs on the scheduler's thread, and without an engine each is SGLang's own method.
+runs on the scheduler's thread, and without an engine, or without `ahead`, each is SGLang's own method.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime import restore_setup
+from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_tick import RestoreTick
+from sgl_kvtier.types import Tier
 
 
 class KVTierRadixCache(UnifiedRadixCache):
@@ -21,6 +24,7 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     engine: RestoreEngine | None = None
     tick: RestoreTick | None = None
+    ahead: LookaheadHands | None = None
     _taken_over = False
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
@@ -29,6 +33,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.engine, self.tick = restore_setup.build(self, server_args)
+        self.ahead = self.tick.ahead
 
     def check_hicache_events(self) -> None:
         """SGLang's own events. It would ask storage again for what it dropped in favour of a restoration."""
@@ -89,12 +94,16 @@ class KVTierRadixCache(UnifiedRadixCache):
         """A request gives its row back: finished, aborted or retracted."""
         if self.engine is not None:
             self.engine.forget(req.rid)
+        if self.ahead is not None:
+            self.ahead.released(req)
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, request: Any) -> None:
         """A waiting request, or one between two chunks, was aborted."""
         if self.engine is not None:
             self.engine.forget(request.rid)
+        if self.ahead is not None:
+            self.ahead.gone(request.rid)
         super().release_aborted_request(request)
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
@@ -111,7 +120,55 @@ class KVTierRadixCache(UnifiedRadixCache):
         """Before the pools are emptied: no transfer may be under way into them."""
         if self.engine is not None:
             self.engine.reset()
+        if self.ahead is not None:
+            self.ahead.reset()
         super().reset()
+
+    # --- for lookahead ------------------------------------------------------------------------------------------------
+
+    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """A request's tokens become the tree's."""
+        before = int(req.kv.cache_protected_len)
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if self.ahead is not None:
+            self.ahead.checkpointed(req, before)
+
+    def _evict_components(self, request_by_type: Any, tracker: Any, *args: Any, **kwargs: Any) -> None:
+        """Room is made on the device: by the planner's order first, then by SGLang's own as far as it is not enough."""
+        if self.ahead is not None:
+            self.ahead.evict(request_by_type[BASE_COMPONENT_TYPE], tracker)
+        super()._evict_components(request_by_type, tracker, *args, **kwargs)
+
+    def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
+        """A node leaves the device; with write-back perhaps only after its backup, by `_demote`."""
+        keys = self.ahead.facts.node_keys(node_id) if self.ahead is not None else ()
+        backup = super()._evict_device_leaf(node_id, tracker)
+        if self.ahead is not None and backup is None:
+            self.ahead.facts.dropped(keys, Tier.HBM)
+        return backup
+
+    def _demote(self, node_id: int, tracker: Any) -> None:
+        super()._demote(node_id, tracker)
+        if self.ahead is not None:
+            self.ahead.facts.dropped(self.ahead.facts.node_keys(node_id), Tier.HBM)
+
+    def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:
+        """Room is made in host memory: paths of sessions that return soon are held back while there are others."""
+        if self.ahead is None or component_type != BASE_COMPONENT_TYPE:
+            return super().evict_host(num_tokens, component_type)
+        return self.ahead.evict_host(num_tokens, component_type, super().evict_host)
+
+    def _drain_host_frees(self, host_frees: Any) -> None:
+        """Host pages of the tree are given back."""
+        if self.ahead is not None:
+            self.ahead.facts.host_freed(host_frees.get(BASE_COMPONENT_TYPE, ()))
+        super()._drain_host_frees(host_frees)
+
+    def ready_to_load_host_cache(self) -> int:
+        """The layer counter the batch being built has to heed. Promotions under way may be of its prefix; the newest of two
+        covers the older one, because copies run in order on one stream."""
+        own = super().ready_to_load_host_cache()
+        return self.ahead.promotions.consumer if own < 0 and self.ahead is not None else own
 
     def shutdown(self) -> None:
         """At the end of the process: the engine's thread first, then SGLang's."""
@@ -121,4 +178,6 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.tick.agreement.close()
             if self.tick.notes is not None:
                 self.tick.notes.close()
+        if self.ahead is not None:
+            self.ahead.close()
         super().shutdown()

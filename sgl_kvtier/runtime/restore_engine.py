@@ -370,7 +370,7 @@ class RestoreEngine:
     def abandon(self, r: Restoration, how: str) -> None:
         """Ends a restoration that has not met, and lets the planner know. Its request is computed as usual, if it lives."""
         self._close(r, how)
-        self.facts.append(RequestFinished(r.rid, _LATER, aborted=True))
+        self.facts.append(RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True))
 
     def _close(self, r: Restoration, how: str) -> None:
         """Ends a restoration: what landed and is not spliced is freed, what is under way when it has ended."""

@@ -51,7 +51,9 @@ def _build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = No
     config = restore_setup.wanted(args) if ctx.enable_hierarchical_cache and cache_class is None else None
     if config is None:
         return original(ctx, cache_class=cache_class)
-    reason = restore_setup.unsupported(args, ctx) or restore_setup.unproven(args, config.policy)
+    reason = restore_setup.unsupported(args, ctx)
+    if reason is None and not restore_setup.looks_ahead(restore_setup.in_force(args, config.policy)):
+        reason = restore_setup.unproven(args, config.policy)
     if reason is not None:
         logger.warning("kvtier: prefixes are restored SGLang's own way: %s", reason)
         return original(ctx)
@@ -126,7 +128,7 @@ def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **
         return idle
     if engine.holds_memory and scheduler._engine_paused:
         engine.reset()  # no step will come that could end them
-    return not engine.holds_memory
+    return not engine.holds_memory and not (scheduler.tree_cache.ahead and scheduler.tree_cache.ahead.promotions.holds_memory)
 
 
 def _count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:

@@ -11,13 +11,15 @@ import torch
 
 from sgl_kvtier.config import KVTierConfig, PolicyConfig
 from sgl_kvtier.policy.decision_log import Header
-from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.runtime import cost_profile, settings
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.copy_device import copies_for
 from sgl_kvtier.runtime.cost_profile import Configurable, Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
+from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.metrics import RestoreMetrics
 from sgl_kvtier.runtime.page_mover import PageMover
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
@@ -36,7 +38,21 @@ def wanted(args: Any) -> KVTierConfig | None:
     if not settings.uses_backend(args):
         return None
     config = settings.of_server(args)
-    return config if config.policy.restore != "off" else None
+    return config if config.policy.restore != "off" or looks_ahead(config.policy) else None
+
+
+def looks_ahead(policy: PolicyConfig) -> bool:
+    """Whether these settings need to know of every page: to move it before it is asked for, or to choose who leaves."""
+    return policy.prefetch != "off" or policy.eviction != "lru"
+
+
+def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
+    """The settings as this server can follow them. What only one rank can know is not decided on by several."""
+    if looks_ahead(policy) and args.tp_size * args.pp_size > 1:
+        policy = replace(policy, prefetch="off", eviction="lru")
+    if looks_ahead(policy) and unproven(args, policy) is not None:
+        policy = replace(policy, restore="off")
+    return policy
 
 
 def unsupported(args: Any, ctx: Any) -> str | None:
@@ -82,9 +98,10 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
 
     args = resolving_view(server_args)
     config = settings.of_server(args)
-    policy = config.policy
+    policy = in_force(args, config.policy)
     controller = tree.cache_controller
     engine = RestoreEngine(tree, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
+    engine.taking = policy.restore != "off"
     shape = EngineShape(
         page_tokens=engine.page,
         page_bytes=engine.page_bytes,
@@ -114,11 +131,30 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
         rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
         labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
         notes.metrics = RestoreMetrics(notes.counts, notes.meetings, notes.under_way, labels)
+    if looks_ahead(policy):
+        tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None)
+    elif looks_ahead(config.policy):
+        logger.warning("kvtier: not looking ahead: more than one rank. Prefetching and eviction are SGLang's own")
     logger.info(
         "kvtier: restoring prefixes, policy %s, %s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
     )  # fmt: skip
     return engine, tick
+
+
+def _look_ahead(
+    engine: RestoreEngine, planner: KVTierPlanner, policy: PolicyConfig, labels: dict[str, str] | None
+) -> LookaheadHands:
+    write_back = engine.tree.cache_controller.write_policy == "write_back"
+    if write_back and policy.eviction != "lru":
+        logger.warning("kvtier: SGLang chooses what leaves the device: with write-back it has to copy first")
+    hands = LookaheadHands(
+        engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back
+    )
+    if labels is not None:
+        hands.metrics = LookaheadMetrics(hands.counts, hands.gauges, labels)
+    logger.info("kvtier: looking ahead, prefetch %s, eviction %s, sessions %s", policy.prefetch, policy.eviction, policy.sessions)
+    return hands
 
 
 def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from sgl_kvtier.policy.messages import Mode, Planner, StepView
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
+from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.types import Tier
@@ -43,6 +44,7 @@ class RestoreTick:
         self.steps = 0
         self._idle = 0
         self.notes: RestoreNotes | None = None
+        self.ahead: LookaheadHands | None = None
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
         # Pipeline stages with fewer layers may have room for more tokens.
@@ -52,13 +54,17 @@ class RestoreTick:
         """A prefill was launched, or has ended."""
         if self.agreement.alone or self.engine.busy:
             self.engine.facts.append(chunk)
+        if self.ahead is not None:
+            self.ahead.note_chunk(chunk)
 
     def run(self, scheduler: Any) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
         engine = self.engine
         engine.scheduler = scheduler
         engine.computes = {}
-        if not engine.busy and not engine.facts:
+        if self.ahead is not None:
+            self.ahead.look(scheduler)
+        if not engine.busy and not engine.facts and (self.ahead is None or not self.ahead.due(scheduler)):
             return
         engine.slots.free()
         engine.look_for_offers()
@@ -77,10 +83,13 @@ class RestoreTick:
     def _step(self, scheduler: Any) -> None:
         engine = self.engine
         now = self._observe(time.monotonic())
-        if not engine.restorations:
+        if self.ahead is not None:
+            self.ahead.told()
+        elif not engine.restorations:
             return
         self.steps += 1
-        plan = self.planner.step(self._view(scheduler, now))
+        view = self._view(scheduler, now)
+        plan = self.planner.step(view)
         for start in plan.starts:
             engine.start(start)
         for cancel in plan.cancels:
@@ -90,6 +99,8 @@ class RestoreTick:
         for r in [r for r in engine.restorations.values() if r.mode is None]:
             engine.abandon(r, "unanswered")  # held back for an answer, it would wait for ever
         engine.computes = {compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations}
+        if self.ahead is not None:
+            self.ahead.carry_out(plan, view)
         self._unblock(scheduler)
         self._end_starved()
 
@@ -158,6 +169,7 @@ class RestoreTick:
             fresh_tokens=fresh,
             decoding=len(running.reqs),
             free_pages=self._free_pages(_decoding(scheduler), chunked),
+            empty_pages=self.ahead.empty_pages() if self.ahead is not None else {},
         )
 
     def _free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:

@@ -12,10 +12,17 @@ BACKEND = "kvtier"
 
 _HOST_ADDED = frozenset({"file_storage_path"})
 
+IN_SERVER = {"prefetch": "off", "eviction": "lru"}
+"""Settings of the policy section that have another default in a server than in the simulator: a server looks ahead only
+where its kvtier.json asks for it."""
+
 
 def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     """The settings in SGLang's decoded --hicache-storage-backend-extra-config. Raises ConfigError."""
-    config = parse_config({k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED})
+    given = {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
+    if isinstance(given.get("policy", {}), dict):
+        given["policy"] = {**IN_SERVER, **given.get("policy", {})}
+    config = parse_config(given)
     if not config.store.path:
         raise ConfigError(
             "store.path is not set: the kvtier backend needs a folder on a local disk. Put it into kvtier.json as "

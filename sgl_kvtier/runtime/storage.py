@@ -22,7 +22,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
-from sgl_kvtier.runtime import identity, plugin, restore_hooks, seams, settings
+from sgl_kvtier.runtime import identity, plugin, restore_hooks, restore_setup, seams, settings
 from sgl_kvtier.runtime.metrics import StoreMetrics
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
@@ -51,12 +51,15 @@ class KVTierStorage(HiCacheStorage):
         if "module_path" not in extra:
             seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.WEIGHTS])
         self.config = settings.from_extra_config(extra)
-        if self.config.policy.restore != "off":
+        if self.config.policy.restore != "off" or restore_setup.looks_ahead(self.config.policy):
             seams.require("restore")
             if "module_path" not in extra:
                 seams.require_hooks(restore_hooks.TARGETS)
+        if restore_setup.looks_ahead(self.config.policy):
+            seams.require("lookahead")
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}
+        self._seen: deque[PageKey] | None = None
         self.folder: Path | None = None
         """The folder of this server's identity, once the store was opened."""
         self._store: PageStore | None = None
@@ -223,6 +226,17 @@ class KVTierStorage(HiCacheStorage):
         reads = [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
         return store.read(reads, deadline_s=deadline_s, on_page=on_page)
 
+    # ---- what is there, for lookahead ----
+
+    def watch_pages(self) -> None:
+        """From now on KV pages that were written, or found, are noted for `take_seen`."""
+        self._seen = deque()
+
+    def take_seen(self) -> tuple[PageKey, ...]:
+        """KV pages written or found since the last call, some perhaps twice. Never blocks."""
+        seen = self._seen
+        return tuple(seen.popleft() for _ in range(len(seen))) if seen else ()
+
     # ---- upkeep ----
 
     def get_stats(self) -> StorageMetrics | None:
@@ -260,7 +274,11 @@ class KVTierStorage(HiCacheStorage):
         store = self._store
         if store is None:
             return [False] * len(keys)
-        return [a is Lookup.HIT for a in store.lookup([_key(k) for k in keys], self._tag(pool))]
+        names = [_key(k) for k in keys]
+        there = [a is Lookup.HIT for a in store.lookup(names, self._tag(pool))]
+        if self._seen is not None and pool == KV:
+            self._seen.extend(names[: _leading(there)])
+        return there
 
     def _read(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
         store = self._store
@@ -283,6 +301,8 @@ class KVTierStorage(HiCacheStorage):
         outcomes = store.put([PageWrite(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
         self._note(self._write_batches, parts, stored, started)
+        if self._seen is not None and pool == KV:
+            self._seen.extend(_key(k) for k, o in zip(keys, outcomes, strict=True) if o is not PutOutcome.REFUSED)
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
     def _note(self, batches: deque[tuple[int, float]], parts: Any, moved: list[bool], started: float) -> None:

@@ -1,0 +1,335 @@
+"""Looking ahead in SGLang: what the planner is told of requests, sessions and pages, and its moves and victims carried out.
+
+One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides nothing: the planner's map
+says who leaves first, the planner's moves say what comes up. Everything runs on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.messages import (
+    Fact,
+    Move,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+    StepPlan,
+    StepView,
+)
+from sgl_kvtier.runtime.chunk_clock import Chunk
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
+from sgl_kvtier.runtime.page_names import SessionNames, keys_of
+from sgl_kvtier.runtime.promotions import Path, Promotions
+from sgl_kvtier.runtime.restoration import Restoration
+from sgl_kvtier.runtime.restore_counters import Count
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.tier_check import TierCheck
+from sgl_kvtier.runtime.tier_facts import TierFacts
+from sgl_kvtier.runtime.victims import Victims
+from sgl_kvtier.types import PageKey, Tier
+
+logger = logging.getLogger(__name__)
+
+_LATER = 0.0
+_IDLE_PERIOD_S = 0.01
+"""A server with nothing to run looks at its sessions this often."""
+_SWEEP = 256
+"""Every so many ticks requests that have vanished are looked for."""
+_MOST_IDLE_TOKENS = 64_000_000
+"""Tokens of idle sessions that are kept to find their pages again: 4 bytes each."""
+
+
+@dataclass
+class _Known:
+    """A request the planner was told of. `keys` name its pages as far as they have names."""
+
+    req: Any
+    keys: tuple[PageKey, ...]
+    session: str
+    prompt_tokens: int
+    scheduled: bool = False
+    restored: Restoration | None = None
+    node: int | None = None
+    kept: int = 0
+    """Tokens of it that are in the tree."""
+    missed: bool = False
+
+
+class LookaheadHands:
+    """The hands of one planner's `ahead`. `engine` is the restore engine, whose facts queue and slots are shared."""
+
+    def __init__(self, engine: RestoreEngine, ahead: Lookahead, config: PolicyConfig, *, orders_evictions: bool) -> None:
+        tree = engine.tree
+        self.engine = engine
+        self.ahead = ahead
+        self.counters = LookaheadCounters()
+        self.facts = TierFacts(tree, self._tell)
+        self.promotions = Promotions(tree, self.facts, engine.slots, self._tell, self.counters)
+        self.victims = Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
+        self.check = TierCheck(tree, ahead.map, self.facts)
+        self.sessions = SessionNames()
+        self.metrics: LookaheadMetrics | None = None
+        self.off: dict[str, int] = {}
+        """What the last whole comparison found."""
+        self._config = config
+        self._requests: dict[str, _Known] = {}
+        self._idle: dict[str, Path] = {}
+        self._idle_tokens = 0
+        self._backend: Any = None
+        self._step_at = 0.0
+        self._planned_at = 0.0
+        self._ticks = 0
+
+    # --- what SGLang tells --------------------------------------------------------------------------------------------
+
+    def checkpointed(self, req: Any, before: int) -> None:
+        """A request's tokens [before, cache_protected_len) were put into the tree."""
+        after = int(req.kv.cache_protected_len)
+        known = self._requests.get(req.rid)
+        if after <= before or known is None:
+            return
+        page = self.engine.page
+        if after // page > len(known.keys):
+            known.keys = keys_of(req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys)
+        known.node, known.kept = req.last_node, after
+        self.facts.placed(known.keys[before // page : after // page], Tier.HBM)
+
+    def released(self, req: Any) -> None:
+        """A request gives its row back; one that was retracted comes again and is still the same."""
+        known = self._requests.get(req.rid)
+        if known is None or not req.finished():
+            return
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        del self._requests[req.rid]
+        page = self.engine.page
+        keys = known.keys[: known.kept // page]
+        aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
+        self.sessions.ended(known.session, keys)
+        if self._config.sessions and keys:
+            tokens = array("i", req.full_untruncated_fill_ids[: len(keys) * page])
+            self._park(known.session, Path(tokens, keys, req.extra_key, req.cache_salt, known.node))
+
+    def gone(self, rid: str) -> None:
+        """A waiting request was aborted."""
+        if self._requests.pop(rid, None) is not None:
+            self._tell(RequestFinished(rid, _LATER, aborted=True))
+
+    def note_chunk(self, chunk: Chunk) -> None:
+        """A prefill was launched, or has ended."""
+        if chunk.seconds is None:
+            known = self._requests.get(chunk.rid)
+            if known is not None and not known.scheduled:
+                known.scheduled = True
+                self._count_hits(known, chunk.tokens.start)
+        elif chunk.at != self._step_at:  # one of several in a batch
+            self._step_at = chunk.at
+            tokens = len(chunk.tokens) + chunk.shared_tokens
+            self._tell(StepDone(chunk.seconds, tokens, 0, _LATER))
+
+    def reset(self) -> None:
+        """Before the pools are emptied."""
+        self.promotions.reset()
+        self.facts.dropped(self.facts.cleared(), Tier.DRAM)
+        self.facts.dropped(tuple(self.ahead.map.resident(Tier.HBM)), Tier.HBM)
+        for path in self._idle.values():
+            path.node = None
+
+    def close(self) -> None:
+        """Ends the thread that publishes. Idempotent."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    # --- once per step ------------------------------------------------------------------------------------------------
+
+    def look(self, scheduler: Any) -> None:
+        """Takes note of new requests and of what ended, before the planner is told."""
+        self._ticks += 1
+        for req in scheduler.waiting_queue:
+            if req.rid not in self._requests:
+                self._arrive(req)
+        for rid, restoration in self.engine.restorations.items():
+            if rid in self._requests:
+                self._requests[rid].restored = restoration
+        self.promotions.look()
+        self._look_at_store()
+        if self._ticks % _SWEEP == 0:
+            self._sweep(scheduler)
+
+    def due(self, scheduler: Any) -> bool:
+        """Whether the planner has to be asked although nothing happened: its sessions return as time goes by."""
+        if scheduler.waiting_queue or scheduler.chunked_req is not None:
+            return True
+        now = time.monotonic()
+        return self.ahead.active and now - self._planned_at >= _IDLE_PERIOD_S
+
+    def told(self) -> None:
+        """The planner has been told everything."""
+        self.facts.left.clear()
+        self._planned_at = time.monotonic()
+
+    def empty_pages(self) -> dict[Tier, int]:
+        """Pages of the pools that hold nothing."""
+        tree, page = self.engine.tree, self.engine.page
+        host = tree.cache_controller.mem_pool_host.available_size()
+        return {Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page, Tier.DRAM: host // page}
+
+    def carry_out(self, plan: StepPlan, view: StepView) -> None:
+        """Begins the plan's moves. Its evictions are not needed: room is made by the map's order when it is asked for."""
+        if plan.moves:
+            self.promotions.carry_out(plan.moves, self._path_of, view.free_pages.get(Tier.HBM, 0), self._config.load_deadline_s)
+
+    def compare(self, scheduler: Any) -> None:
+        """The whole map against the truth, on an idle server: what differs is logged and counted."""
+        tree = self.engine.tree
+        assert tree.tick is not None
+        tree.check_hicache_events()
+        tree.tick.run(scheduler)
+        self.off = self.check.whole()
+        self.counters.drift += sum(self.off.values())
+        self.counters.checks += 1
+        logger.info("kvtier: the map of %d pages compared with the truth: %s", len(self.ahead.map), self.off)
+
+    # --- evictions ----------------------------------------------------------------------------------------------------
+
+    def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
+        """Before SGLang's own eviction from the device, which makes up for what is missing."""
+        if self.victims is not None:
+            self._guarded(lambda: self.victims.evict(tokens, tracker))  # type: ignore[union-attr]
+
+    def evict_host(self, tokens: int, component_type: Any, evict: Callable[..., int]) -> int:
+        """In place of SGLang's own eviction from host memory, by which it is done."""
+        if self.victims is None or self._config.eviction != "next-use":
+            return evict(tokens, component_type)
+        nodes = [path.node for session, path in self._wanted() if path.node is not None]
+        return self.victims.evict_host(tokens, component_type, nodes, evict)
+
+    def _wanted(self) -> list[tuple[str, Path]]:
+        """Idle sessions that are expected back, the first to return first."""
+        owners = self.ahead.map.owners
+        due = []
+        for session, path in self._idle.items():
+            number = owners.number(f"session {session}")
+            if number is not None:
+                due.append((owners.turn(number), session, path))
+        due.sort(key=lambda entry: entry[0])
+        # The half that returns last is left to SGLang's order, so that there is something to evict.
+        return [(session, path) for _, session, path in due[: -(-len(due) // 2)]]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _tell(self, fact: Fact) -> None:
+        self.engine.facts.append(fact)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            logger.exception("kvtier: choosing victims failed; SGLang chooses from now on")
+            self.counters.failures += 1
+            self.victims = None
+
+    def _arrive(self, req: Any) -> None:
+        tokens, page = req.full_untruncated_fill_ids, self.engine.page
+        if not len(tokens):
+            tokens = req.origin_input_ids
+        keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
+        session = self.sessions.of(req, keys)
+        self._requests[req.rid] = _Known(req, keys, session, len(tokens))
+        self._unpark(session)
+        self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
+
+    def _park(self, session: str, path: Path) -> None:
+        self._unpark(session)
+        self._idle[session] = path
+        self._idle_tokens += len(path.tokens)
+        while self._idle_tokens > _MOST_IDLE_TOKENS:
+            self._unpark(next(iter(self._idle)))
+
+    def _unpark(self, session: str) -> None:
+        path = self._idle.pop(session, None)
+        if path is not None:
+            self._idle_tokens -= len(path.tokens)
+
+    def _path_of(self, move: Move) -> Path | None:
+        """Where a move's pages are: a waiting request's path, or an idle session's whose turns they are of."""
+        if move.rid is not None:
+            known = self._requests.get(move.rid)
+            if known is None or known.scheduled:
+                return None
+            req = known.req
+            return Path(req.full_untruncated_fill_ids, known.keys, req.extra_key, req.cache_salt)
+        page = self.ahead.map.page(move.keys[-1])
+        owners = page.owners if page is not None else ()
+        return next((self._idle[name] for name in (o.removeprefix("session ") for o in owners) if name in self._idle), None)
+
+    def _look_at_store(self) -> None:
+        """What was written to the store, or found there, since the last tick; and what it has dropped."""
+        controller = self.engine.tree.cache_controller
+        backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+        if backend is not self._backend:
+            self._backend = backend
+            self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
+            if backend is not None:
+                backend.watch_pages()
+        if backend is not None:
+            self.facts.placed(backend.take_seen(), Tier.SSD)
+        self.counters.drift += self.check.roll(time.monotonic())
+
+    def _sweep(self, scheduler: Any) -> None:
+        """Requests that left without a word."""
+        there = {req.rid for req in scheduler.waiting_queue}
+        for batch in (scheduler.running_batch, scheduler.last_batch):
+            there.update(req.rid for req in (batch.reqs if batch is not None else ()))
+        if scheduler.chunked_req is not None:
+            there.add(scheduler.chunked_req.rid)
+        for rid, known in list(self._requests.items()):
+            if rid in there:
+                known.missed = False
+            elif known.missed:
+                self.gone(rid)
+            else:
+                known.missed = True
+
+    def _count_hits(self, known: _Known, prefix: int) -> None:
+        """Where a prompt's tokens are when it first runs; what a restoration has landed by then is on the device."""
+        req, r, hits = known.req, known.restored, self.counters.hit_tokens
+        below: dict[Tier, int] = {}
+        if r is not None and r.admitted:
+            first = prefix // self.engine.page
+            for span, tier in r.sources:
+                below[tier] = max(0, span.stop - max(span.start, first)) * self.engine.page
+            device = prefix
+        else:
+            device = req.cached_tokens_device
+            below = {Tier.DRAM: req.cached_tokens_host, Tier.SSD: req.cached_tokens_storage}
+        hits[Tier.HBM] += device
+        for tier, tokens in below.items():
+            hits[tier] += tokens
+        hits[None] += max(0, known.prompt_tokens - device - sum(below.values()))
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def counts(self) -> list[Count]:
+        """All counters, for /metrics. Any thread."""
+        return list(self.counters.counts(self.ahead.prefetcher.wasted * self.engine.page_bytes))
+
+    def gauges(self) -> dict[str, float]:
+        """The map's size, and of what it knows. Any thread."""
+        known = self.ahead.map
+        return {
+            "map_pages": len(known),
+            "map_hbm_pages": known.count(Tier.HBM),
+            "map_dram_pages": known.count(Tier.DRAM),
+            "map_ssd_pages": known.count(Tier.SSD),
+            "sessions": len(self._idle),
+        }

@@ -1,0 +1,303 @@
+"""Moves of a plan, carried out: host pages to the device, and pages of expected sessions from storage to host memory.
+
+    DRAM -> HBM    SGLang's own load-back of a path of the tree, begun before its request is admitted. Slots are the tree's
+                   at once; a batch that is launched while copies are under way carries their layer counters, as SGLang's
+                   own admitting batch does, so no layer reads what has not come.
+    SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into host pages, then grafted
+                   into the tree. Waiting requests' pages in storage are SGLang's prefetch's and restorations' to bring.
+
+What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end on the store's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.policy.messages import Fact, Move, TransferDone
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
+from sgl_kvtier.runtime.private_slots import PrivateSlots
+from sgl_kvtier.runtime.tier_facts import TierFacts
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+logger = logging.getLogger(__name__)
+
+_LATER = 0.0
+_NO_SPAN = Span(0, 0)
+_RESET_S = 30.0
+_MOST_FETCHES = 4
+
+
+@dataclass
+class Path:
+    """Where pages of a request or a session are in the tree. `tokens` name them all, `keys` likewise; `node` is the last
+    node of the path that was there when it was noted, which may be gone since."""
+
+    tokens: Any
+    keys: tuple[PageKey, ...]
+    extra_key: str | None
+    cache_salt: str | None
+    node: int | None = None
+
+    def radix_key(self, start: int, stop: int) -> Any:
+        """Tokens [start, stop) as a key of the tree."""
+        from array import array
+
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(array("q", self.tokens[start:stop]), self.extra_key, cache_salt=self.cache_salt)
+
+
+@dataclass
+class _Fetch:
+    """Pages on their way from storage to host memory."""
+
+    path: Path
+    keys: tuple[PageKey, ...]
+    start: int
+    host: Any
+    anchor: int
+    pin: Any
+    job: Any
+    begun_at: float
+    deadline_at: float
+    onwards: bool
+
+
+class Promotions:
+    """One per scheduler process."""
+
+    def __init__(
+        self, tree: Any, facts: TierFacts, slots: PrivateSlots, tell: Callable[[Fact], None], counters: LookaheadCounters
+    ) -> None:
+        self._tree = tree
+        self._facts = facts
+        self._slots = slots
+        self._tell = tell
+        self._counters = counters
+        self._page = int(tree.page_size)
+        self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
+        self._fetches: list[_Fetch] = []
+        self._copying: tuple[int, Any, float] | None = None
+        """(layer counter, SGLang's record, when begun) of the copies begun last; None when they have been reported."""
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether reads of ours go to host pages."""
+        return bool(self._fetches)
+
+    @property
+    def consumer(self) -> int:
+        """The layer counter a batch has to heed that begins no loads of its own; -1 when nothing is under way."""
+        if self._copying is None or self._copying[1].finish_event.query():
+            return -1
+        return self._copying[0]
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, moves: tuple[Move, ...], path_of: Callable[[Move], Path | None], room: int, deadline_s: float) -> None:
+        """Begins what can be begun. `room` are device pages that may be claimed."""
+        loaded = False
+        for move in moves:
+            path = path_of(move)
+            if move.target > move.source:
+                self._fail(move, "written through")  # every page gets its copy below as soon as it is computed
+            elif path is None:
+                self._fail(move, "unknown")
+            elif move.source is Tier.SSD:
+                if move.rid is None:
+                    self._fetch(move, path, deadline_s)
+                # else: SGLang's prefetch or a restoration brings them; if not, the planner gives the move up in time
+            elif self._tree.cache_controller.ack_load_queue or not self._tree.has_free_load_back_slot():
+                self._fail(move, "busy")
+            else:
+                pages = self._load_back(path, move.keys, room)
+                room -= pages
+                loaded = loaded or pages > 0
+        if loaded:
+            self._begin_copies()
+
+    def _fail(self, move: Move, reason: str) -> None:
+        self._counters.failed_moves[reason] += len(move.keys)
+        self._facts.dropped(move.keys, move.target)
+
+    def _load_back(self, path: Path, keys: tuple[PageKey, ...], room: int) -> int:
+        """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many pages."""
+        nodes = self._nodes(path)
+        try:
+            last = path.keys.index(keys[-1])
+        except ValueError:
+            nodes = []
+        absent = [n for n in nodes if n.full_value_len is None]
+        fitting = [n for n in absent if n.path_end <= (last + 1) * self._page] or absent[:1]
+        pages = (fitting[-1].path_end - absent[0].path_start) // self._page if fitting else 0
+        reason = "" if 0 < pages <= room else "no room" if pages else "not there"
+        if not reason:
+            self._slots.claiming = True  # restorations need not give anything up for it
+            try:
+                if not self._tree.load_back(fitting[-1].node_id):
+                    reason, pages = "refused", 0
+            finally:
+                self._slots.claiming = False
+        there = nodes[0].path_start if nodes else 0
+        for node in nodes:
+            if node.full_value_len is None and not (pages and not reason and node.path_end <= fitting[-1].path_end):
+                break
+            there = node.path_end
+        came = frozenset(path.keys[: there // self._page])
+        self._facts.placed(tuple(key for key in keys if key in came), Tier.HBM)
+        gone = tuple(key for key in keys if key not in came)
+        if gone:
+            self._counters.failed_moves[reason or "partly"] += len(gone)
+            self._facts.dropped(gone, Tier.HBM)
+        return 0 if reason else pages
+
+    def _nodes(self, path: Path) -> list[Any]:
+        """The nodes of a path from the root on, as far as it is in the tree with a copy in host memory or on the device."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        core = self._tree.tree_core
+        try:
+            if path.node is None:
+                raise KeyError
+            nodes = core.collect_path_info([path.node])[0]
+        except KeyError:
+            found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
+            path.node = found.best_match_node
+            nodes = core.collect_path_info([path.node])[0]
+        usable = []
+        for node in nodes:
+            if node.full_value_len is None and not core.is_backuped(node.node_id):
+                break
+            usable.append(node)
+        return usable
+
+    # --- copies to the device -----------------------------------------------------------------------------------------
+
+    def _begin_copies(self) -> None:
+        controller, begun = self._tree.cache_controller, time.monotonic()
+        counter = controller.start_loading()
+        if counter >= 0:
+            self._copying = (counter, controller.ack_load_queue[-1], begun)
+            self._note_copied()
+
+    def _note_copied(self) -> None:
+        """Reports copies that have ended, with the time their link took."""
+        if self._copying is None or not self._copying[1].finish_event.query():
+            return
+        _, ack, begun = self._copying
+        self._copying = None
+        seconds = time.monotonic() - begun
+        if ack.timing_enabled:
+            seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
+        nbytes = ack.num_tokens * (self._page_bytes // self._page)
+        self._counters.moved_bytes[Link.DRAM_TO_HBM] += nbytes
+        self._tell(TransferDone("", Link.DRAM_TO_HBM, _NO_SPAN, nbytes, seconds, _LATER))
+
+    # --- reads from storage -------------------------------------------------------------------------------------------
+
+    def _fetch(self, move: Move, path: Path, deadline_s: float) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        backend = self._tree.cache_controller.storage_backend
+        storage = getattr(backend, "_backend", backend)
+        if storage is None or len(self._fetches) >= _MOST_FETCHES:
+            self._fail(move, "busy")
+            return
+        found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
+        start = (found.device_prefix_len + found.host_hit_length) // self._page
+        anchor = found.last_host_node
+        keys = move.keys
+        first = path.keys.index(keys[0]) if keys[0] in path.keys else len(path.keys)
+        keys = keys[start - first :] if first <= start else ()
+        core = self._tree.tree_core
+        if not keys or path.keys[start : start + len(keys)] != keys or not (core.is_backuped(anchor) or core.is_root(anchor)):
+            self._fail(move, "gap")
+            return
+        self._facts.dropped(tuple(key for key in move.keys if key not in keys), move.target)
+        pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
+        host = self._slots.claim_host(len(keys) * self._page)
+        if host is None:
+            self._tree.dec_host_lock_ref(anchor, pin)
+            self._counters.failed_moves["no room"] += len(keys)
+            self._facts.dropped(keys, move.target)
+            return
+        now = time.monotonic()
+        job = storage.begin_read(keys, host, deadline_s, _ignore)
+        fetch = _Fetch(path, keys, start, host, anchor, pin, job, now, now + deadline_s, move.target is Tier.HBM)
+        if job is None:
+            self._land(fetch, 0)
+        else:
+            self._fetches.append(fetch)
+
+    def look(self) -> None:
+        """Takes note of what has ended since the last tick."""
+        self._note_copied()
+        fetches, self._fetches = self._fetches, []
+        for fetch in fetches:
+            if not fetch.job.done:
+                if time.monotonic() > fetch.deadline_at:
+                    fetch.job.cancel()
+                self._fetches.append(fetch)
+                continue
+            outcomes = fetch.job.outcomes
+            bad = (place for place, outcome in enumerate(outcomes) if outcome is not ReadOutcome.OK)
+            self._land(fetch, next(bad, len(outcomes)))
+
+    def _land(self, fetch: _Fetch, pages: int) -> None:
+        """Grafts the first `pages` pages read into the tree and frees the rest. Nothing is read into them any more."""
+        kept = self._graft(fetch, pages) if pages else _NO_SPAN
+        self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
+        self._slots.put_back_host(fetch.host[: kept.start * self._page])
+        self._slots.put_back_host(fetch.host[kept.stop * self._page :])
+        self._slots.give_host(len(kept) * self._page)
+        gone = fetch.keys[kept.stop :]
+        if gone:
+            self._counters.failed_moves["not read"] += len(gone)
+            self._facts.dropped(gone, Tier.DRAM)
+        if fetch.onwards:
+            self._facts.dropped(fetch.keys, Tier.HBM)  # the second hop is a move of its own
+
+    def _graft(self, fetch: _Fetch, pages: int) -> Span:
+        """Which of the pages read are the tree's from now on: those behind what it had already; none when it takes none."""
+        page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
+        tokens = fetch.path.radix_key(fetch.start * page, (fetch.start + pages) * page)
+        try:
+            result = self._tree.tree_core.insert_host(fetch.anchor, tokens, fetch.host[: pages * page], names)
+        except KeyError:
+            return _NO_SPAN  # the anchor is gone with its path
+        self._tree._apply_cache_actions(result.cache_actions)
+        if result.host_insert_dropped:
+            return _NO_SPAN
+        fetch.path.node = result.inserted_host_node or fetch.path.node
+        nbytes = pages * self._page_bytes
+        self._counters.moved_bytes[Link.SSD_TO_DRAM] += nbytes
+        seconds = time.monotonic() - fetch.begun_at
+        self._tell(TransferDone("", Link.SSD_TO_DRAM, _NO_SPAN, nbytes, seconds, _LATER))
+        return Span(result.prefix_len // page, pages)
+
+    def reset(self) -> None:
+        """Before the pools are emptied: blocks until no read goes to host pages of ours."""
+        end = time.monotonic() + _RESET_S
+        for fetch in self._fetches:
+            fetch.job.cancel()
+        for fetch in self._fetches:
+            if not fetch.job.wait(max(0.0, end - time.monotonic())):
+                logger.error("kvtier: a read into host memory is still under way after %.0f s", _RESET_S)
+        fetches, self._fetches = self._fetches, []
+        for fetch in fetches:
+            self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
+            self._slots.put_back_host(fetch.host)
+            self._facts.dropped(fetch.keys, Tier.DRAM)
+            if fetch.onwards:
+                self._facts.dropped(fetch.keys, Tier.HBM)
+        self._copying = None
+
+
+def _ignore(index: int, outcome: ReadOutcome) -> None:
+    """A page has ended: looked at in the next tick."""
+    del index, outcome
