@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.types import Link, Span
-
-
-@dataclass(slots=True)
-class _Queued:
-    rid: str
-    span: Span
-    nbytes: int
 
 
 class LinkQueues:
@@ -21,17 +15,40 @@ class LinkQueues:
     def __init__(self, bandwidth: Bandwidth, page_bytes: int) -> None:
         self._bandwidth = bandwidth
         self._page_bytes = page_bytes
-        self._queued: dict[Link, list[_Queued]] = {}
+        self._queued: dict[Link, list[tuple[str, int, int]]] = {}
+        """Request, first page and the page behind the last."""
         self._nbytes: dict[Link, int] = {}
         self._since: dict[Link, float] = {}
 
-    def asked(self, link: Link, rid: str, span: Span, now: float) -> None:
-        """A transfer was handed out."""
+    def asked(self, link: Link, rid: str, spans: Sequence[Span], now: float) -> list[float]:
+        """Transfers were handed out, in this order; returns the link's backlog with each."""
         queue = self._queued.setdefault(link, [])
         if not queue:
             self._since[link] = now
-        queue.append(_Queued(rid, span, len(span) * self._page_bytes))
-        self._nbytes[link] = self._nbytes.get(link, 0) + queue[-1].nbytes
+            self._nbytes[link] = 0
+            queue.append((rid, spans[0].start, spans[0].stop))
+            head_s, rest, spans = self._head_s(link, now), 0, spans[1:]
+            backlogs_s = [0.0 + head_s]
+        else:
+            head_s, rest, backlogs_s = self._head_s(link, now), self._nbytes[link] - self._bytes(queue[0]), []
+        page_bytes, rate = self._page_bytes, self._bandwidth.bytes_per_second(link)
+        latency_s = self._bandwidth.latency_s(link)
+        for span in spans:
+            queue.append((rid, span.start, span.stop))
+            rest += (span.stop - span.start) * page_bytes
+            backlogs_s.append(latency_s + rest / rate + head_s)
+        self._nbytes[link] = rest + self._bytes(queue[0])
+        return backlogs_s
+
+    def wanted(self, link: Link, now: float, horizon_s: float, group: int, probes: int) -> int:
+        """How many pages to ask for, in transfers of `group` pages, until the link has `horizon_s` to do. One that was never
+        measured gets up to `probes` transfers to be measured by."""
+        if not self._bandwidth.known(link):
+            return max(0, probes - self.transfers(link)) * group
+        left_s = horizon_s - self.backlog_seconds(link, now)
+        if left_s <= 0:
+            return 0
+        return max(1, math.ceil(left_s / self._bandwidth.seconds(link, group * self._page_bytes))) * group
 
     def ended(self, link: Link, rid: str, span: Span, now: float) -> int:
         """A transfer of this request's pages ended, well or not, in whole or in part; returns how many pages it freed."""
@@ -40,14 +57,14 @@ class LinkQueues:
             return 0
         pages, place = 0, 0
         while place < len(queue) and pages < len(span):  # transfers end in about the order they were asked for
-            item = queue[place]
-            low, high = max(item.span.start, span.start), min(item.span.stop, span.stop)
-            if item.rid != rid or low >= high:
+            other, start, stop = queue[place]
+            low, high = max(start, span.start), min(stop, span.stop)
+            if other != rid or low >= high:
                 place += 1
                 continue
             pages += high - low
-            left = [part for part in (Span(item.span.start, low), Span(high, item.span.stop)) if part]
-            queue[place : place + 1] = [_Queued(rid, part, len(part) * self._page_bytes) for part in left]
+            left = [(rid, *part) for part in ((start, low), (high, stop)) if part[0] < part[1]]
+            queue[place : place + 1] = left
             place += len(left)
         self._nbytes[link] -= pages * self._page_bytes
         if pages:
@@ -59,10 +76,15 @@ class LinkQueues:
         queue = self._queued.get(link)
         if not queue:
             return 0.0
-        head_s = self._bandwidth.seconds(link, queue[0].nbytes)
-        elapsed = now - self._since[link]
-        rest_s = self._bandwidth.seconds(link, self._nbytes[link] - queue[0].nbytes)
-        return rest_s + (head_s - elapsed if elapsed < head_s else elapsed)
+        return self._bandwidth.seconds(link, self._nbytes[link] - self._bytes(queue[0])) + self._head_s(link, now)
+
+    def _bytes(self, queued: tuple[str, int, int]) -> int:
+        return (queued[2] - queued[1]) * self._page_bytes
+
+    def _head_s(self, link: Link, now: float) -> float:
+        whole_s = self._bandwidth.seconds(link, self._bytes(self._queued[link][0]))
+        elapsed_s = now - self._since[link]
+        return whole_s - elapsed_s if elapsed_s < whole_s else elapsed_s
 
     def backlogs(self, now: float) -> dict[Link, float]:
         """The same of every link with something under way."""

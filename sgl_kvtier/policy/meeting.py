@@ -1,11 +1,11 @@
 """Where one restoration's two ends should meet: the search that every step of a planner makes for every request it loads for.
 
-What does not depend on the meeting page is looked up once; then each page asked for costs a few counts of bytes.
+What does not depend on the meeting page is looked up once; then each page tried costs a few additions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.policy.bandwidth import Bandwidth
@@ -25,102 +25,125 @@ class Split:
 
 @dataclass(slots=True)
 class Pace:
-    """How fast both ends are: sizes of the engine, what compute costs and when it can begin, and each link's backlog."""
+    """How fast both ends are: sizes of the engine, what compute costs, and what each link has to do already."""
 
     page_tokens: int
     page_bytes: int
     chunk_tokens: int
     cost: PrefillCost
     bandwidth: Bandwidth
-    compute_at_s: float
     backlog_s: Mapping[Link, float]
 
 
-class Race:
-    """Both ends of one restoration as functions of the page they meet at, with the front at page `front`.
+def best_split(
+    pace: Pace,
+    compute_at_s: float,
+    pointer: TwoPointer,
+    sources: Sequence[tuple[Link, Sequence[Span]]],
+    front: int,
+    own: Mapping[Link, int] | None = None,
+    guess: int = -1,
+) -> Split:
+    """The page at which both ends of a restoration are predicted to finish together, or the sooner of its two neighbours.
 
-    `sources` are disjoint page spans with the link each comes over. `own` are pages under way by link, which are counted as
-    open again, as if their loads could be taken back; None leaves them where they are. Nothing may change meanwhile.
+    Compute begins `compute_at_s` from now at page `front`; `sources` are disjoint page spans by the link they come over.
+    `own` are pages under way by link that are counted as open again, as if their loads could be taken back; None leaves them
+    where they are. `guess` is where they were to meet a step ago: it changes how long this takes, not what comes out, for
+    compute ends no sooner, and loads no later, the higher they meet.
     """
+    page_tokens, page_bytes, chunk_tokens = pace.page_tokens, pace.page_bytes, pace.chunk_tokens
+    fixed_s, per_token_s, per_position_s = pace.cost.fixed_s, pace.cost.per_token_s, pace.cost.per_token_position_s
+    bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
+    start = front * page_tokens
+    runs = pointer.free_runs(front) if own is None else pointer.unlanded_runs(front)
+    stuck = pointer.lost_from(front)
+    roads: list[tuple[list[tuple[int, int]], float, float, float]] = []
+    for link, spans in sources:
+        backlog_s = backlogs_s.get(link, 0.0)
+        if own and backlog_s:
+            # These are counted among the pages already.
+            backlog_s = max(0.0, backlog_s - bandwidth.seconds(link, own.get(link, 0) * page_bytes))
+        pieces = [
+            (low if low > span.start else span.start, high if high < span.stop else span.stop)
+            for span in spans
+            for low, high in runs
+            if low < span.stop and span.start < high
+        ]
+        roads.append((pieces, backlog_s, bandwidth.latency_s(link), bandwidth.bytes_per_second(link)))
+    least_s = 0.0
+    for link, backlog_s in backlogs_s.items():
+        if backlog_s > least_s and all(link is not other for other, _ in sources):
+            least_s = backlog_s
 
-    __slots__ = ("_by_link", "_count", "_front", "_least_s", "_pace", "_page_bytes", "_pointer", "_recall", "_start", "_stuck")
-
-    def __init__(
-        self,
-        pace: Pace,
-        pointer: TwoPointer,
-        sources: Iterable[tuple[Span, Link]],
-        front: int,
-        own: Mapping[Link, int] | None = None,
-    ) -> None:
-        self._pace, self._pointer, self._front = pace, pointer, front
-        self._recall = own is not None
-        self._count = pointer.free_between if own is None else pointer.unlanded_between
-        self._stuck = pointer.lost_between(front, pointer.units)
-        self._start = front * pace.page_tokens
-        self._page_bytes = pace.page_bytes
-        spans: dict[Link, list[Span]] = {}
-        for span, link in sources:
-            spans.setdefault(link, []).append(span)
-        self._least_s = 0.0
-        self._by_link: list[tuple[list[Span], float, float, float]] = []
-        bandwidth = pace.bandwidth
-        for link, parts in spans.items():
-            backlog_s = pace.backlog_s.get(link, 0.0)
-            if own and backlog_s:
-                # These are counted among the pages already.
-                backlog_s = max(0.0, backlog_s - bandwidth.seconds(link, own.get(link, 0) * pace.page_bytes))
-            self._by_link.append((parts, backlog_s, bandwidth.latency_s(link), bandwidth.bytes_per_second(link)))
-        for link, backlog_s in pace.backlog_s.items():
-            if link not in spans:
-                self._least_s = max(self._least_s, backlog_s)
-
-    def computed_pages(self, meet: int) -> int:
+    def computed_pages(meet: int) -> int:
         """Open pages below the meeting page, and those above it that can only be computed."""
-        return self._count(self._front, meet) + self._stuck
+        pages = stuck
+        for low, high in runs:
+            if low < meet:
+                pages += (high if high < meet else meet) - low
+        return pages
 
-    def ends(self, meet: int) -> tuple[float, float]:
+    def ends(meet: int) -> tuple[float, float]:
         """When compute and loads end, in seconds from now."""
-        count, pace = self._count, self._pace
+        pages = computed_pages(meet)
         computed_s = 0.0
-        pages = count(self._front, meet) + self._stuck
         if pages:
-            tokens = pages * pace.page_tokens
-            computed_s = pace.compute_at_s + pace.cost.range_seconds(self._start, tokens, pace.chunk_tokens)
-        loaded_s = self._least_s
-        for spans, backlog_s, latency_s, bytes_per_s in self._by_link:
+            # PrefillCost.range_seconds, written out: a search asks for it in every step.
+            tokens = pages * page_tokens
+            work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
+            computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
+        loaded_s = least_s
+        for pieces, backlog_s, latency_s, bytes_per_s in roads:
             pages = 0
-            for span in spans:
-                low = span.start if span.start > meet else meet
-                if low < span.stop:
-                    pages += count(low, span.stop)
-            end_s = backlog_s + (latency_s + pages * self._page_bytes / bytes_per_s) if pages else backlog_s
+            for low, high in pieces:
+                if high > meet:
+                    pages += high - (low if low > meet else meet)
+            end_s = backlog_s + (latency_s + pages * page_bytes / bytes_per_s) if pages else backlog_s
             if end_s > loaded_s:
                 loaded_s = end_s
         return computed_s, loaded_s
 
-    def best(self) -> Split:
-        """The page at which both ends are predicted to finish together, or the sooner of its two neighbours."""
-        # Above the last page still to be loaded nothing changes with the meeting page. It is in (low, high]: compute ends
-        # first at low, loads at high.
-        front, units = self._front, self._pointer.units
-        low, high = front, units if self._recall else self._pointer.free_top(Span(front, units))
-        at_low = self.ends(low)
-        at_high = self.ends(high) if high > low else at_low
-        if at_low[0] >= at_low[1]:
-            high, at_high = low, at_low
-        elif at_high[0] < at_high[1]:
-            low, at_low = high, at_high
-        guess = True
-        while high - low > 1:
-            # Both ends are nearly straight lines, so interpolation lands close; halving in between bounds the steps.
-            slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
-            middle = low + round((high - low) * slack / (slack + lead)) if guess else (low + high) // 2
-            middle, guess = min(max(middle, low + 1), high - 1), not guess
-            ends = self.ends(middle)
-            if ends[0] < ends[1]:
-                low, at_low = middle, ends
-            else:
-                high, at_high = middle, ends
-        best, ends = (low, at_low) if max(at_low) <= max(at_high) else (high, at_high)
-        return Split(best, self.computed_pages(best) * self._pace.page_tokens, max(ends))
+    # Above the last page still to be loaded nothing changes with the meeting page. It is in (low, high]: compute ends
+    # first at low, loads at high.
+    low, high = front, pointer.units if own is not None else max(front, runs[-1][1] if runs else 0)
+    at_low: tuple[float, float] | None = None
+    at_high: tuple[float, float] | None = None
+    if low < guess < high:
+        at_guess = ends(guess)
+        if at_guess[0] < at_guess[1]:
+            low, at_low = guess, at_guess
+            if guess + 1 < high:
+                at_next = ends(guess + 1)
+                if at_next[0] < at_next[1]:
+                    low, at_low = guess + 1, at_next
+                else:
+                    high, at_high = guess + 1, at_next
+        else:
+            high, at_high = guess, at_guess
+            if guess - 1 > low:
+                at_next = ends(guess - 1)
+                if at_next[0] < at_next[1]:
+                    low, at_low = guess - 1, at_next
+                else:
+                    high, at_high = guess - 1, at_next
+    if at_low is None:
+        at_low = ends(low)
+    if at_high is None:
+        at_high = ends(high) if high > low else at_low
+    if at_low[0] >= at_low[1]:
+        high, at_high = low, at_low
+    elif at_high[0] < at_high[1]:
+        low, at_low = high, at_high
+    straight = True
+    while high - low > 1:
+        # Both ends are nearly straight lines, so interpolation lands close; halving in between bounds the steps.
+        slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
+        middle = low + round((high - low) * slack / (slack + lead)) if straight else (low + high) // 2
+        middle, straight = min(max(middle, low + 1), high - 1), not straight
+        at_middle = ends(middle)
+        if at_middle[0] < at_middle[1]:
+            low, at_low = middle, at_middle
+        else:
+            high, at_high = middle, at_middle
+    best, at_best = (low, at_low) if max(at_low) <= max(at_high) else (high, at_high)
+    return Split(best, computed_pages(best) * page_tokens, max(at_best))

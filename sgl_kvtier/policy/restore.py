@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.meeting import Pace, Split, best_split
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span, Tier
@@ -80,9 +81,16 @@ class Restoration:
     """Pages under way, by link."""
     unread: dict[Link, None] = field(default_factory=dict)
     """Links over which pages of it could still be asked for."""
+    by_link: tuple[tuple[Link, tuple[Span, ...]], ...] = ()
+    """The sources again, by link."""
+    meet: int = -1
+    """Where its ends were to meet when last looked for."""
 
     def __post_init__(self) -> None:
         self.unread = {LINK_OF[tier]: None for _, tier in self.sources}
+        self.by_link = tuple(
+            (link, tuple(span for span, tier in self.sources if LINK_OF[tier] is link)) for link in self.unread
+        )
 
     def read_out(self, link: Link) -> bool:
         """Notes a link as used up when nothing is left to ask of it; True when it was noted now."""
@@ -95,25 +103,14 @@ class Restoration:
         """From the front, or from a page the front is about to step to, to the end."""
         return Span(self.pointer.front if start is None else start, self.pointer.units)
 
-    def link_pages(self, span: Span, with_loading: bool = False) -> dict[Link, int]:
+    def link_pages(self, span: Span) -> dict[Link, int]:
         """Pages of `span` that could still be loaded, by link."""
         pages: dict[Link, int] = {}
         for source, tier in self.sources:
             low, high = max(source.start, span.start), min(source.stop, span.stop)
             if low < high:
-                part = Span(low, high)
-                count = self.pointer.free_in(part) + (self.pointer.loading_in(part) if with_loading else 0)
-                pages[LINK_OF[tier]] = pages.get(LINK_OF[tier], 0) + count
+                pages[LINK_OF[tier]] = pages.get(LINK_OF[tier], 0) + self.pointer.free_in(Span(low, high))
         return pages
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Where to meet: compute takes what is open below `meet` (a page), loads take the rest. Seconds from now."""
-
-    meet: int
-    compute_tokens: int
-    seconds: float
 
 
 class Forecast:
@@ -132,6 +129,7 @@ class Forecast:
         self._bandwidth = bandwidth
         self._compute_at_s = compute_at_s
         self._backlog_s = backlog_s
+        self._pace = Pace(engine.page_tokens, engine.page_bytes, engine.chunk_tokens, cost, bandwidth, backlog_s)
 
     def compute_seconds(self, start_page: int, pages: int) -> float:
         """Until `pages` open pages from `start_page` on are computed."""
@@ -139,13 +137,12 @@ class Forecast:
         start = start_page * self._engine.page_tokens
         return self._compute_at_s + self._cost.range_seconds(start, tokens, self._engine.chunk_tokens)
 
-    def load_seconds(self, pages: Mapping[Link, int], own_s: Mapping[Link, float] | None = None) -> float:
-        """Until what is in flight and these pages have landed. `own_s`: backlog counted among the pages already."""
+    def load_seconds(self, pages: Mapping[Link, int]) -> float:
+        """Until what is in flight and these pages have landed."""
         end = 0.0
         for link, backlog in self._backlog_s.items():
             count = pages.get(link, 0)
             if count or backlog:
-                backlog = max(0.0, backlog - (own_s or {}).get(link, 0.0))
                 end = max(end, backlog + self._bandwidth.seconds(link, count * self._engine.page_bytes))
         for link, count in pages.items():
             if link not in self._backlog_s:
@@ -164,46 +161,8 @@ class Forecast:
     def both(self, item: Restoration, start: int | None = None, recall: bool = False) -> Split:
         """The best meeting page, with the front at page `start` (where it is). `recall` also counts pages in flight as
         open, as if their loads could be taken back."""
-        span = item.remaining_span(start)
-        own = (
-            {link: self._bandwidth.seconds(link, count * self._engine.page_bytes) for link, count in item.in_flight.items()}
-            if recall
-            else {}
-        )
-        # Above the last page still to be loaded nothing changes with the meeting page.
-        low, high = span.start, span.stop if recall else item.pointer.free_top(span)  # the meeting is in (low, high]: compute ends first at low, loads at high
-        at_low = self._ends(item, span, low, recall, own)
-        at_high = self._ends(item, span, high, recall, own) if high > low else at_low
-        if at_low[0] >= at_low[1]:
-            high, at_high = low, at_low
-        elif at_high[0] < at_high[1]:
-            low, at_low = high, at_high
-        guess = True
-        while high - low > 1:
-            # Both ends are nearly straight lines, so interpolation lands close; halving in between bounds the steps.
-            slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
-            middle = low + round((high - low) * slack / (slack + lead)) if guess else (low + high) // 2
-            middle, guess = min(max(middle, low + 1), high - 1), not guess
-            ends = self._ends(item, span, middle, recall, own)
-            if ends[0] < ends[1]:
-                low, at_low = middle, ends
-            else:
-                high, at_high = middle, ends
-        best, ends = (low, at_low) if max(at_low) <= max(at_high) else (high, at_high)
-        return Split(best, self._computed_pages(item, span, best, recall) * self._engine.page_tokens, max(ends))
-
-    def _ends(
-        self, item: Restoration, span: Span, meet: int, recall: bool, own: Mapping[Link, float]
-    ) -> tuple[float, float]:
-        pages = self._computed_pages(item, span, meet, recall)
-        computed = self.compute_seconds(span.start, pages) if pages else 0.0
-        return computed, self.load_seconds(item.link_pages(Span(meet, span.stop), recall), own)
-
-    def _computed_pages(self, item: Restoration, span: Span, meet: int, recall: bool) -> int:
-        """Open pages below the meeting page, and those above it that can only be computed."""
-        below = Span(span.start, meet)
-        pages = item.pointer.free_in(below) + item.pointer.lost_in(span)
-        return pages + (item.pointer.loading_in(below) if recall else 0)
+        front = item.pointer.front if start is None else start
+        return best_split(self._pace, self._compute_at_s, item.pointer, item.by_link, front, item.in_flight if recall else None)
 
 
 def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> tuple[Mode, str]:

@@ -12,6 +12,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.cost import GUESS, CostModel, PrefillCost
 from sgl_kvtier.policy.links import LinkQueues
+from sgl_kvtier.policy.meeting import Pace, Split, best_split
 from sgl_kvtier.policy.messages import (
     Cancel,
     ChunkDone,
@@ -33,7 +34,6 @@ from sgl_kvtier.policy.restore import (
     EngineShape,
     Forecast,
     Restoration,
-    Split,
     choose_mode,
     chunk_tokens,
     rule_of,
@@ -45,6 +45,8 @@ _STEP_COVER = 1.5
 """Loads handed out cover this many times the predicted time until the next step, so that no device waits for a plan."""
 _PROBES = 2
 """Transfers handed out on a link that was never measured."""
+_UNBOUNDED = 1 << 40
+"""Pages of a tier the view does not count."""
 
 
 class RestorePlanner:
@@ -73,6 +75,8 @@ class RestorePlanner:
         """How many restorations could ask each link for pages."""
         self._splits: dict[str, Split] = {}
         """Meeting points found in this step."""
+        self._pace: Pace | None = None
+        """What is known of costs and links in this step, until loads are handed out."""
         self._order = 0
         self._busy_until = 0.0
         self._running: list[tuple[str, int]] = []
@@ -96,6 +100,7 @@ class RestorePlanner:
         if not self._items and not self._offers:
             return StepPlan()
         self._splits.clear()
+        self._pace = None
         starts = self._answer_offers(view)
         computes, cancels = self._computes(view)
         loads = self._loads(view, computes)
@@ -216,6 +221,21 @@ class RestorePlanner:
         backlogs = self.links.backlogs(view.now)
         return Forecast(self._engine, self._cost.cost, self.bandwidth, compute_at_s, backlogs)
 
+    def _meeting(self, item: Restoration, view: StepView, compute_at_s: float, front: int, recall: bool = False) -> Split:
+        """Where a request's two ends should meet, with its front at a page, as Forecast.both says, from what the last search
+        came to. Links have what was asked of them up to now to do."""
+        pace = self._pace
+        if pace is None:
+            engine, backlogs = self._engine, self.links.backlogs(view.now)
+            pace = self._pace = Pace(
+                engine.page_tokens, engine.page_bytes, engine.chunk_tokens, self._cost.cost, self.bandwidth, backlogs
+            )
+        if recall:
+            return best_split(pace, compute_at_s, item.pointer, item.by_link, front, item.in_flight)
+        split = best_split(pace, compute_at_s, item.pointer, item.by_link, front, None, item.meet)
+        item.meet = split.meet
+        return split
+
     def _ahead_s(self, view: StepView, item: Restoration) -> float:
         """Until compute can begin for this request: the running chunk, the slot's holder, and fresh prefill."""
         ahead_s = max(0.0, self._busy_until - view.now)
@@ -224,7 +244,7 @@ class RestorePlanner:
         ahead_s += self._fresh_s(view)
         holder = self._items.get(view.slot or "")
         if holder is not None:
-            split = self._splits.get(holder.rid) or self._forecast(view, ahead_s).both(holder)
+            split = self._splits.get(holder.rid) or self._meeting(holder, view, ahead_s, holder.pointer.front)
             ahead_s = max(ahead_s, split.seconds)
         return ahead_s
 
@@ -264,8 +284,7 @@ class RestorePlanner:
         if run.stop == item.pointer.units:
             return Compute(item.rid, run, None), []
         barrier = (item.pointer.barrier(run.stop) - run.stop) * page
-        forecast = self._forecast(view, max(0.0, self._busy_until - view.now))
-        split = self._splits[item.rid] = forecast.both(item, run.stop)
+        split = self._splits[item.rid] = self._meeting(item, view, max(0.0, self._busy_until - view.now), run.stop)
         if split.meet == item.pointer.units and barrier == (item.pointer.units - run.stop) * page and not self._yields(view):
             # Nothing loads and nothing will: the engine's own chunks, which take the suffix along, are the best.
             return Compute(item.rid, run, None), []
@@ -301,8 +320,7 @@ class RestorePlanner:
         reach = front + barrier // self._engine.page_tokens
         if not item.pointer.loading or tokens < barrier or item.cancelled >= reach + 1:
             return []
-        forecast = self._forecast(view, max(0.0, self._busy_until - view.now))
-        meet = forecast.both(item, front, recall=True).meet
+        meet = self._meeting(item, view, max(0.0, self._busy_until - view.now), front, recall=True).meet
         run = item.pointer.last_loading()
         group = max(1, self._config.load_tokens // self._engine.page_tokens)
         if run.start != reach or meet - reach < group:
@@ -325,22 +343,21 @@ class RestorePlanner:
         loads: list[Load] = []
         # Compute reaches a request after those before it in the queue: the later its turn, the more of it is loaded.
         ahead_s = max(0.0, self._busy_until - view.now) + self._fresh_s(view)
-        for item in self._in_io_order(view):
-            if room.get(Tier.HBM, 1) <= 0 or not self._open_links(self._readers, view, horizon_s):
+        open_links = dict.fromkeys(link for link in self._readers if not self._full(link, view.now, horizon_s))
+        for item in self._in_io_order(view) if open_links else ():
+            if room.get(Tier.HBM, 1) <= 0 or not any(map(self._readers.__getitem__, open_links)):
                 break
-            if self._open_links(item.unread, view, horizon_s):
+            if not open_links.keys().isdisjoint(item.unread):
                 floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
-                loads += self._loads_of(item, view, floor, horizon_s, room)
+                self._load_from(item, view.now, floor, horizon_s, room, loads)
                 ahead_s = max(ahead_s, split.seconds) + self._suffix_s(item)
+                open_links = dict.fromkeys(link for link in open_links if not self._full(link, view.now, horizon_s))
         return tuple(loads)
 
     def _stop_page(self, compute: Compute, item: Restoration) -> int:
         if compute.tokens is None:
             return item.pointer.units
         return compute.splice.stop + compute.tokens // self._engine.page_tokens
-
-    def _open_links(self, links: Mapping[Link, object], view: StepView, horizon_s: float) -> bool:
-        return any(not self._full(link, view.now, horizon_s) for link, wanted in links.items() if wanted != 0)
 
     def _full(self, link: Link, now: float, horizon_s: float) -> bool:
         """Whether a link has enough to do. One that was never measured gets a few transfers to be measured by."""
@@ -350,31 +367,40 @@ class RestorePlanner:
 
     def _floor(self, item: Restoration, view: StepView, proposed: int | None, ahead_s: float) -> tuple[int, Split]:
         """The lowest page to load: what compute is predicted to reach first is not loaded. And where the two meet."""
-        split = self._splits.get(item.rid) or self._forecast(view, ahead_s).both(item)
+        split = self._splits.get(item.rid) or self._meeting(item, view, ahead_s, item.pointer.front)
         lowest = item.pointer.front if proposed is None else proposed
         if not self._rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < self._config.min_chunk_tokens:
             return lowest, split
         return max(lowest, split.meet), split
 
-    def _loads_of(
-        self, item: Restoration, view: StepView, floor: int, horizon_s: float, room: dict[Tier, int]
-    ) -> Iterator[Load]:
+    def _load_from(
+        self, item: Restoration, now: float, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]
+    ) -> None:
+        """Adds loads of this request, from its end down to the floor, until its links have enough to do."""
         group = max(1, self._config.load_tokens // self._engine.page_tokens)
+        links, rid, take_back = self.links, item.rid, item.pointer.take_back
+        hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
         for source, tier in reversed(item.sources):
             link = LINK_OF[tier]
             staged = self._engine.staged and tier > Tier.DRAM
-            while not self._full(link, view.now, horizon_s):
-                most = min(group, room.get(Tier.HBM, group), room.get(Tier.DRAM, group) if staged else group)
-                span = item.pointer.take_back(most, source, floor)
-                if not span:
+            pages = 0
+            while most := links.wanted(link, now, horizon_s, group, _PROBES):
+                most = min(most, hbm, dram) if staged else min(most, hbm)
+                span = take_back(most, source, floor)
+                count = span.stop - span.start
+                if not count:
                     break
-                room[Tier.HBM] = room.get(Tier.HBM, 1 << 40) - len(span)
+                hbm -= count
                 if staged:
-                    room[Tier.DRAM] = room.get(Tier.DRAM, 1 << 40) - len(span)
-                self.links.asked(link, item.rid, span, view.now)
-                expected_s = self.links.backlog_seconds(link, view.now)
-                item.in_flight[link] = item.in_flight.get(link, 0) + len(span)
-                yield Load(item.rid, span, tier, link, 2 * expected_s + self._config.load_deadline_s)
+                    dram -= count
+                pages += count
+                parts = [Span(max(span.start, stop - group), stop) for stop in range(span.stop, span.start, -group)]
+                for part, backlog_s in zip(parts, links.asked(link, rid, parts, now), strict=True):
+                    loads.append(Load(rid, part, tier, link, 2 * backlog_s + self._config.load_deadline_s))
+            if pages:
+                item.in_flight[link] = item.in_flight.get(link, 0) + pages
+                self._pace = None
+        room[Tier.HBM], room[Tier.DRAM] = hbm, dram
         for link in [link for link in list(item.unread) if item.read_out(link)]:
             self._readers[link] -= 1
 

@@ -7,9 +7,12 @@ are still of use: the front computes the hole and steps over what has landed beh
 
 from __future__ import annotations
 
+import re
+
 from sgl_kvtier.types import Span
 
 _FREE, _LOST, _TAKEN, _COMPUTED, _LOADING, _LANDED, _SPLICED = (bytes([code]) for code in range(7))
+_FREE_RUN, _UNLANDED_RUN = re.compile(_FREE + b"+"), re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
 class TwoPointer:
@@ -58,29 +61,21 @@ class TwoPointer:
         """Units of `span` nobody has taken and that may still be loaded."""
         return self._state.count(_FREE, span.start, span.stop)
 
-    def free_between(self, start: int, stop: int) -> int:
-        """The same of [start, stop)."""
-        return self._state.count(_FREE, start, stop)
+    def free_runs(self, start: int) -> list[tuple[int, int]]:
+        """Runs of untouched units from `start` on, as (first, behind the last) and ascending."""
+        return [run.span() for run in _FREE_RUN.finditer(self._state, start)]
 
-    def unlanded_between(self, start: int, stop: int) -> int:
-        """The same, units in flight included."""
-        return self._state.count(_FREE, start, stop) + self._state.count(_LOADING, start, stop)
-
-    def lost_between(self, start: int, stop: int) -> int:
-        """Units of [start, stop) that failed to load and were not computed yet."""
-        return self._state.count(_LOST, start, stop)
-
-    def free_top(self, span: Span) -> int:
-        """Where the untouched units of `span` end; its start when there are none."""
-        return max(self._state.rfind(_FREE, span.start, span.stop) + 1, span.start)
+    def unlanded_runs(self, start: int) -> list[tuple[int, int]]:
+        """The same of units untouched or in flight."""
+        return [run.span() for run in _UNLANDED_RUN.finditer(self._state, start)]
 
     def lost_in(self, span: Span) -> int:
         """Units of `span` that failed to load and were not computed yet."""
         return self._state.count(_LOST, span.start, span.stop)
 
-    def loading_in(self, span: Span) -> int:
-        """Units of `span` in flight."""
-        return self._state.count(_LOADING, span.start, span.stop)
+    def lost_from(self, start: int) -> int:
+        """The same from a unit on."""
+        return self._state.count(_LOST, start)
 
     @property
     def computed(self) -> int:
@@ -130,10 +125,11 @@ class TwoPointer:
         stop = self._state.rfind(_FREE, low, within.stop if within is not None else self._units) + 1
         if stop == 0 or count <= 0:
             return Span(self._front, self._front)
-        piece = self._state[max(low, stop - count) : stop]
-        span = Span(stop - (len(piece) - len(piece.rstrip(_FREE))), stop)
-        self._paint(span, _LOADING)
-        return span
+        start = max(low, stop - count)
+        piece = self._state[start:stop]
+        start += len(piece.rstrip(_FREE))
+        self._state[start:stop] = _LOADING * (stop - start)
+        return Span(start, stop)
 
     def land(self, span: Span) -> int:
         """Units of `span` in flight have landed. Others are left as they are; returns how many landed."""
