@@ -1,20 +1,32 @@
 """`kvtier profile`: what servers learned of their prefill and their links, and what it means for restoring prefixes.
 
-It measures nothing itself: a server learns while it serves, and keeps what it learned beside the store.
+A server learns while it serves, and keeps what it learned beside the store. With --measure a running server on this machine is sent
+prompts to learn from first.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.report import Column, Table, check_target, envelope, format_bytes, print_table, write_json
+from sgl_kvtier.report import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    format_bytes,
+    print_table,
+    progress,
+    write_json,
+)
 from sgl_kvtier.runtime import cost_profile
-from sgl_kvtier.runtime.cost_profile import NAME, Profile
+from sgl_kvtier.runtime.cost_profile import NAME, PERIOD_S, Profile
+from sgl_kvtier.runtime.profile_run import LearningRun
 from sgl_kvtier.types import Link
 
 SCHEMA = "kvtier.profile/1"
@@ -27,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=_lengths, default=_LENGTHS, metavar="N,N", help="prefix lengths to predict, in tokens; 4k = 4096 (default 2k,4k,8k,16k)"
     )
+    parser.add_argument("--measure", metavar="URL", help="first send a running, idle server on this store prompts to learn from; its caches are emptied")
+    parser.add_argument("--admin-api-key", metavar="KEY", help="of that server, where it has one")
+    parser.add_argument("--repeats", type=int, choices=range(1, 21), default=2, metavar="N", help="prompts of each length to measure with (1 to 20, default 2)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
 
@@ -36,13 +51,15 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if not args.store.is_dir():
         raise KVTierError(f"no store at {args.store}: give the folder that store.path names")
+    if args.measure:
+        _measure(args)
     found = {path.parent.name: cost_profile.read(path) for path in sorted(args.store.glob(f"*/{NAME}"))}
     profiles = {name: profile for name, profile in found.items() if profile is not None}
     if not profiles:
         damaged = f" ({len(found)} files cannot be read)" if found else ""
         raise KVTierError(
             f"nothing was learned in {args.store}{damaged}: start a server on it with policy.restore other than off, send a "
-            "few requests of more than one chunk, flush its caches and send some of them again"
+            "few requests of more than one chunk, flush its caches and send some of them again; --measure URL does that"
         )
     rows = [described(name, profile, args.lengths) for name, profile in profiles.items()]
     if args.json:
@@ -51,6 +68,32 @@ def run(args: argparse.Namespace) -> int:
         for row in rows:
             _print(row)
     return 0
+
+
+def _measure(args: argparse.Namespace) -> None:
+    """Prompts, then a wait until the server has written what it learned. Raises KVTierError."""
+    with progress("measuring", 2.0 * args.repeats * len(args.lengths), "prompts") as shown:
+        run = LearningRun(args.measure, args.admin_api_key, lambda note: shown.advance(1, note), seed=time.time_ns())
+        shown.describe("computing")
+        answered = run.run(args.lengths, args.repeats)
+        if not any(one.cached for one in answered):
+            raise KVTierError("no prompt came back from storage: were its pages stored (kvtier stat), and is policy.restore other than off?")
+        shown.describe("waiting until the server has written it")
+        time.sleep(PERIOD_S)
+        before = _written(args.store)
+        end = time.monotonic() + 3 * PERIOD_S
+        run.one_more(min(args.lengths))
+        while _written(args.store) == before:
+            if time.monotonic() > end:
+                raise KVTierError(
+                    f"the server at {args.measure} wrote nothing into {args.store}: is that its store, is policy.restore other than "
+                    "off there, and is its disk not slowed down on purpose?"
+                )
+            time.sleep(0.2)
+
+
+def _written(store: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in store.glob(f"*/{NAME}")}
 
 
 def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str, Any]:

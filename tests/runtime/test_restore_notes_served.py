@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from restore_lab import LONG, change, counts, restoring
 from serving import Served, prompts
 
+from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.decision_log import PolicyChanged, decode, decode_header
 from sgl_kvtier.policy.messages import Mode, StepPlan
@@ -150,3 +152,24 @@ def test_what_was_learned_lies_beside_the_store(served: Served, folder: Path) ->
     assert profile.prefill["per_token_s"] > 0 or profile.prefill["fixed_s"] > 0
     assert 0 < profile.links["ssd-hbm"] < 2e9 / 8 * 10
     assert profile.conditions["throttle"]["read_gbps"] > 0
+
+
+def test_profile_sends_prompts_to_learn_from_and_prints_what_came_of_them(
+    served: Served, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["profile", str(folder / "store"), "--measure", served.server.url, "--lengths", "512,1k", "--repeats", "1"]
+    assert main(command) == 1
+    assert "give --admin-api-key" in capsys.readouterr().err
+    before = cost_profile.read(next((folder / "store").glob(f"*/{cost_profile.NAME}")))
+    assert main([*command, "--admin-api-key", "test-admin", "--json", "-"]) == 0
+    (profile,) = json.loads(capsys.readouterr().out)["profiles"]
+    assert before is not None
+    assert profile["chunks"] > before.chunks
+    assert profile["transfers"]["ssd-hbm"] > before.transfers["ssd-hbm"]
+    assert [one["tokens"] for one in profile["predictions"] if one["link"] == "ssd-hbm"] == [512, 1024]
+
+
+def test_profile_says_when_no_server_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "store").mkdir(exist_ok=True)
+    assert main(["profile", str(folder / "store"), "--measure", "http://127.0.0.1:9"]) == 1
+    assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err
