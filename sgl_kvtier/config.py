@@ -125,6 +125,9 @@ class PolicyConfig:
     split_margin: float = setting(
         0.02, "compute and load together only if that is predicted to save this share of the better of the two", low=0, high=1
     )
+    split_gain_s: float = setting(
+        0.005, "and at least so many seconds of it: what taking part of a prefix apart costs by itself", low=0, high=60
+    )
     min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
     load_tokens: int = setting(128, "tokens per load: the unit that is in flight, lands or fails", low=1, high=65536)
     load_horizon_s: float = setting(

@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.lookahead import Lookahead
-from sgl_kvtier.policy.messages import Fact, StepPlan, StepView
+from sgl_kvtier.policy.messages import Fact, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.restore_planner import RestorePlanner
 from sgl_kvtier.policy.sessions import Hint, HintAnswer
@@ -50,6 +50,11 @@ class KVTierPlanner:
     def configure(self, config: PolicyConfig) -> None:
         """Other settings for restoring from now on. Restorations under way go on in the mode they were given."""
         self._restore.configure(config)
+
+    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
+        """Why a prefix is better left to an engine that can load by itself, or None: asked before it is offered, for what
+        the engine has dropped in favour of a restoration it does not take up again. Changes nothing."""
+        return self._restore.left_to_engine(offer, view)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
         """The client's word on when its session returns; what came of it."""

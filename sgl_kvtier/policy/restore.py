@@ -174,10 +174,34 @@ def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, kno
     if not known:
         return Mode.BOTH, "not measured yet"
     compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
-    single = min(compute_s, load_s)
-    if forecast.both(item).seconds <= single * (1 - config.split_margin):
+    if _split_wins(forecast, item, config, min(compute_s, load_s)):
         return Mode.BOTH, "split is faster"
     return (Mode.LOAD, "loading is faster") if load_s <= compute_s else (Mode.COMPUTE, "computing is faster")
+
+
+def leave(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> str | None:
+    """Why this prefix is not to be restored but left to an engine that can load by itself, or None.
+
+    Such an engine copies what lies in DRAM in the step that admits the request, and reads the rest ahead into DRAM: where
+    all is to be loaded anyway, it needs no HBM before the request's turn, and no step to splice pages in. What has to be
+    won against is loading; computing all of it is no alternative for pages that lie in DRAM.
+    """
+    if config.restore != "auto" or not rule_of(config).fallback:
+        return None
+    in_dram = all(tier is Tier.DRAM for _, tier in item.sources)
+    if not known:
+        return "host memory" if in_dram else None
+    compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
+    if not in_dram and compute_s < load_s:
+        return None
+    if _split_wins(forecast, item, config, load_s):
+        return None
+    return "host memory" if in_dram else "loading is faster"
+
+
+def _split_wins(forecast: Forecast, item: Restoration, config: PolicyConfig, single_s: float) -> bool:
+    """Whether both at once saves enough of what one resource alone takes: a share, and seconds."""
+    return forecast.both(item).seconds <= min(single_s * (1 - config.split_margin), single_s - config.split_gain_s)
 
 
 def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rule: Rule) -> int:

@@ -36,6 +36,7 @@ from sgl_kvtier.policy.restore import (
     Restoration,
     choose_mode,
     chunk_tokens,
+    leave,
     rule_of,
 )
 from sgl_kvtier.policy.two_pointer import TwoPointer
@@ -47,6 +48,10 @@ _PROBES = 2
 """Transfers handed out on a link that was never measured."""
 _UNBOUNDED = 1 << 40
 """Pages of a tier the view does not count."""
+
+
+def _item(offer: RestoreOffered, order: int) -> Restoration:
+    return Restoration(offer.rid, order, offer.prompt_tokens, TwoPointer(offer.resident, offer.pages), offer.sources)
 
 
 class RestorePlanner:
@@ -106,6 +111,11 @@ class RestorePlanner:
         loads = self._loads(view, computes)
         computes = [self._unstuck(compute, view) for compute in computes]
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
+
+    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
+        """Why this is not worth being offered to an engine that can load by itself, or None. Changes nothing."""
+        item = _item(offer, self._order)
+        return leave(self._forecast(view, self._ahead_s(view, item)), item, self._config, self._knows(offer))
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings from now on. Restorations under way go on in the mode they were given."""
@@ -203,19 +213,21 @@ class RestorePlanner:
         starts = []
         for offer in self._offers:
             self._order += 1
-            pointer = TwoPointer(offer.resident, offer.pages)
-            item = Restoration(offer.rid, self._order, offer.prompt_tokens, pointer, offer.sources)
-            known = (self._profiled or self._cost.seen > 0) and all(
-                self.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
-            )
-            item.mode, reason = choose_mode(self._forecast(view, self._ahead_s(view, item)), item, self._config, known)
-            if item.mode is not Mode.COMPUTE and not pointer.met:
+            item = _item(offer, self._order)
+            forecast = self._forecast(view, self._ahead_s(view, item))
+            item.mode, reason = choose_mode(forecast, item, self._config, self._knows(offer))
+            if item.mode is not Mode.COMPUTE and not item.pointer.met:
                 self._items[offer.rid] = item
                 for link in item.unread:
                     self._readers[link] = self._readers.get(link, 0) + 1
             starts.append(RestoreStart(offer.rid, item.mode, reason))
         self._offers = []
         return tuple(starts)
+
+    def _knows(self, offer: RestoreOffered) -> bool:
+        """Whether what an answer depends on was measured, here or in an earlier run."""
+        measured = self._profiled or self._cost.seen > 0
+        return measured and all(self.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources)
 
     def _forecast(self, view: StepView, compute_at_s: float) -> Forecast:
         backlogs = self.links.backlogs(view.now)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class RestoreEngine:
         self.now = 0.0
         """The time of this tick, the same on every rank."""
         self.scheduler: Any = None
+        self.leave: Callable[[RestoreOffered], str | None] = lambda _offer: None
+        """Why a prefix is better left to SGLang than offered: the planner's word."""
         self.taking = True
         """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
         self.restorations: dict[str, Restoration] = {}
@@ -172,14 +175,14 @@ class RestoreEngine:
     def offer_again(self, r: Restoration) -> None:
         """The tree holds more of its prefix than when it was offered: what is left is a new restoration."""
         self.abandon(r, "grown")
-        self._offer(r.req, r.pages - len(r.keys), r.keys)
+        self._offer(r.req, r.pages - len(r.keys), r.keys, taken=True)
 
     def look_for_offers(self) -> None:
         """Offers the host pages of requests that were queued, or whose storage lookup ended, since the last tick."""
         looking, self._looking = self._looking, {}
         again, self._again = self._again, {}
         for req, storage_start, keys in again.values():
-            self._offer(req, storage_start, keys)
+            self._offer(req, storage_start, keys, taken=True)
         for handle in looking:
             req = self._waiting(handle)
             if req is None or handle.rid in self.restorations or handle in self.tree.ongoing_prefetch:
@@ -191,11 +194,15 @@ class RestoreEngine:
         queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
         return next((req for req in queue if req.cache_request_handle == handle), None)
 
-    def _offer(self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...]) -> bool:
+    def _offer(self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False) -> bool:
+        """`taken`: SGLang has dropped its own transfer from storage already, so that those pages are not left to it."""
         reason = "again" if req.rid in self.restorations else offers.refusal(req) if self.taking else "switched off"
         found = reason or offers.find(self.tree, req, storage_start, keys)
         if isinstance(found, Restoration) and (found.pages - found.resident) * self.page < max(1, self.min_tokens):
             found = "short"
+        if isinstance(found, Restoration):
+            offer = RestoreOffered(req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources)
+            found = found if taken and found.keys else self.leave(offer) or found
         if isinstance(found, str):
             self.counters.declined[found] += 1
             return False
@@ -207,9 +214,7 @@ class RestoreEngine:
         if len(found.host_slots):
             found.host_pin = (req.best_match_node, self.tree.inc_host_lock_ref(req.best_match_node).to_dec_params())
         self.restorations[req.rid] = found
-        self.facts.append(
-            RestoreOffered(req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources)
-        )
+        self.facts.append(offer)
         return True
 
     # --- carrying a plan out ----------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     keeper = ProfileKeeper(path) if first and path is not None and not replica else None
     learning = Learning(recorded, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
     tick = RestoreTick(engine, learning, agreement, args.chunked_prefill_size)
+    tick.left_to_engine = planner.left_to_engine
     tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
     if args.enable_metrics:
         rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from sgl_kvtier.policy.messages import Mode, Planner, StepView
+from sgl_kvtier.policy.messages import Mode, Planner, RestoreOffered, StepView
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
@@ -47,6 +47,8 @@ class RestoreTick:
         self.ahead: LookaheadHands | None = None
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
+        self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = lambda _offer, _view: None
+        engine.leave = self.leave
         # Pipeline stages with fewer layers may have room for more tokens.
         self._host_tokens = agreement.least(engine.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size)
 
@@ -56,6 +58,18 @@ class RestoreTick:
             self.engine.facts.append(chunk)
         if self.ahead is not None:
             self.ahead.note_chunk(chunk)
+
+    def leave(self, offer: RestoreOffered) -> str | None:
+        """The planner's word on whether a prefix is better left to SGLang, at this moment or, with several ranks, at the last
+        one they agreed on."""
+        engine = self.engine
+        now = time.monotonic() if self.agreement.alone else engine.now
+        try:
+            return self.left_to_engine(offer, self._view(engine.scheduler, now))
+        except Exception:
+            logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
+            engine.counters.planner_failures += 1
+            return "planner failed"
 
     def run(self, scheduler: Any) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
