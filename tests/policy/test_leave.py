@@ -1,0 +1,79 @@
+"""What is not worth a restoration is left to an engine that can load by itself."""
+
+import pytest
+from virtual_hands import COST, ENGINE, profile_of
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import RestoreOffered, StepView
+from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.types import Link, Span, Tier
+
+VIEW = StepView(0.0, ("a",), prefill_tokens=512)
+
+
+def rate(tokens: int, ratio: float) -> float:
+    """Bytes per second at which loading so many tokens takes 1/ratio of the time that computing them takes."""
+    return ratio * tokens * ENGINE.page_bytes / ENGINE.page_tokens / COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
+
+
+def offer(**pages: int) -> RestoreOffered:
+    """A prompt whose first pages lie in host memory and whose others lie in storage."""
+    dram, ssd = pages.get("dram", 0), pages.get("ssd", 0)
+    sources = ((Span(0, dram), Tier.DRAM), (Span(dram, dram + ssd), Tier.SSD))
+    return RestoreOffered("a", 0.0, (dram + ssd) * 16 + 64, 0, dram + ssd, tuple((s, t) for s, t in sources if s))
+
+
+def planner(*, ssd: float | None = None, dram: float | None = None, **settings: object) -> KVTierPlanner:
+    """A planner that knows the cost of computing and these links."""
+    if ssd is None and dram is None:
+        return make_planner(PolicyConfig(restore=settings.pop("restore", "auto"), **settings), ENGINE)
+    profile = profile_of(COST, ssd or 1.0)
+    profile["links"] = {link.value: r for link, r in ((Link.SSD_TO_HBM, ssd), (Link.DRAM_TO_HBM, dram)) if r}
+    return make_planner(PolicyConfig(**{"restore": "auto", **settings}), ENGINE, profile)
+
+
+def test_what_lies_in_host_memory_is_left_to_the_engine_that_copies_it_at_once():
+    assert planner(dram=rate(4096, 100)).left_to_engine(offer(dram=256), VIEW) == "host memory"
+    assert planner(ssd=1e6).left_to_engine(offer(dram=256), VIEW) == "host memory", "the link was not measured"
+
+
+def test_a_host_link_so_slow_that_computing_helps_is_worth_a_restoration():
+    assert planner(dram=rate(4096, 1)).left_to_engine(offer(dram=256), VIEW) is None
+
+
+def test_a_gain_of_less_than_a_restoration_costs_is_no_reason_for_one():
+    slow = rate(4096, 1)
+    saved = COST.range_seconds(0, 4096, 512) / 2
+    assert planner(dram=slow, split_gain_s=saved / 2).left_to_engine(offer(dram=256), VIEW) is None
+    assert planner(dram=slow, split_gain_s=saved * 2).left_to_engine(offer(dram=256), VIEW) == "host memory"
+
+
+def test_storage_so_fast_that_all_of_it_would_be_loaded_is_read_ahead_by_the_engine():
+    assert planner(ssd=rate(4096, 500)).left_to_engine(offer(ssd=256), VIEW) == "loading is faster"
+
+
+@pytest.mark.parametrize("ratio", [1 / 500, 1 / 4, 1, 4])
+def test_storage_that_computing_can_help_or_beat_is_not_left_to_loading(ratio):
+    assert planner(ssd=rate(4096, ratio)).left_to_engine(offer(ssd=256), VIEW) is None
+
+
+def test_storage_that_was_never_measured_is_restored_to_measure_it():
+    assert planner().left_to_engine(offer(ssd=256), VIEW) is None
+    assert planner(dram=1e9).left_to_engine(offer(dram=16, ssd=256), VIEW) is None
+
+
+@pytest.mark.parametrize("settings", [{"restore": "both"}, {"restore": "load"}, {"restore": "compute"}, {"rule": "cake"}, {"rule": "cacheflow"}])
+def test_what_was_asked_for_by_name_is_done(settings):
+    assert planner(ssd=rate(4096, 500), dram=rate(4096, 500), **settings).left_to_engine(offer(dram=128, ssd=128), VIEW) is None
+
+
+def test_asking_changes_nothing():
+    plans = []
+    for asked in (0, 3):
+        one = planner(ssd=rate(4096, 1), dram=rate(4096, 50))
+        for _ in range(asked):
+            one.left_to_engine(offer(ssd=256), VIEW)
+        one.observe(offer(ssd=256))
+        plans.append(one.step(VIEW))
+    assert plans[0] == plans[1]
+    assert plans[0].loads

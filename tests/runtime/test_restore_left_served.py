@@ -1,0 +1,91 @@
+"""A real server under `auto`: what loading alone would bring is left to SGLang, what lies in two tiers is restored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from restore_lab import GBPS, LONG, change, counts, restoring
+from serving import Served, prompts
+
+pytestmark = pytest.mark.server
+
+WHOLE = (LONG - 1) // 16 * 16
+AUTO, BOTH, LOAD = 0, 1, 2
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """After one restoration: what computing and storage cost is known."""
+    with restoring(tmp_path_factory.mktemp("left")) as server:
+        ids = prompts(1, LONG, seed=1)[0]
+        server.ask(ids)
+        server.flush()
+        server.ask(ids)
+        assert change(server, policy__restore=AUTO)
+        yield server
+
+
+def settled(served: Served) -> dict[str, float]:
+    """The counters, once what happened so far has been published."""
+    time.sleep(1.2)
+    return counts(served)
+
+
+def crowd_out(served: Served, seed: int) -> None:
+    """Prompts that take the whole device pool; the host pool holds twice as much."""
+    for ids in prompts(3, LONG - 200, seed=seed):
+        served.ask(ids, 1)
+
+
+def test_a_prefix_in_host_memory_is_copied_by_sglang(served: Served) -> None:
+    served.flush()
+    ids = prompts(1, LONG, seed=2)[0]
+    first = served.ask(ids)
+    crowd_out(served, 20)
+    before = settled(served)
+    again = served.ask(ids)
+    after = settled(served)
+    assert (again.tokens, again.host) == (first.tokens, WHOLE)
+    assert after["declined_total host memory"] - before.get("declined_total host memory", 0) == 1
+    assert sum(v for name, v in after.items() if name.startswith("started")) == sum(
+        v for name, v in before.items() if name.startswith("started")
+    )
+
+
+def test_storage_so_fast_that_all_would_be_loaded_is_read_ahead_by_sglang(served: Served) -> None:
+    assert change(served, throttle__read_gbps=100)
+    assert change(served, policy__restore=LOAD)
+    for ids in prompts(6, LONG, seed=3):  # until the link is known to be fast
+        served.ask(ids, 1)
+        served.flush()
+        served.ask(ids, 1)
+    assert change(served, policy__restore=AUTO)
+    ids = prompts(1, LONG, seed=4)[0]
+    first = served.ask(ids)
+    served.flush()
+    before = settled(served)
+    again = served.ask(ids)
+    after = settled(served)
+    assert change(served, throttle__read_gbps=GBPS)
+    assert (again.tokens, again.storage) == (first.tokens, WHOLE)
+    assert after["declined_total loading is faster"] - before.get("declined_total loading is faster", 0) == 1
+    assert after["ended_total met"] == before["ended_total met"]
+
+
+def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None:
+    assert change(served, policy__restore=BOTH)
+    ids = prompts(1, LONG, seed=5)[0]
+    first = served.ask(ids)
+    served.flush()
+    served.ask(ids[: LONG // 2])
+    crowd_out(served, 50)
+    before = settled(served)
+    again = served.ask(ids)
+    after = settled(served)
+    assert again.tokens == first.tokens
+    assert again.host + again.storage > 0
+    assert again.storage > 0
+    assert after["ended_total met"] - before["ended_total met"] == 1
+    assert after["loaded_bytes_total dram-hbm"] > before.get("loaded_bytes_total dram-hbm", 0)
