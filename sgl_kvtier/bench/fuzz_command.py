@@ -199,6 +199,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     print_table(Table("What must be 0", (Column("what", "What"), Column("count", "Count")), rows), shown)
     events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
     print(f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}", file=shown)
+    print(f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}", file=shown)
     for text in [*result["findings"][:10], *figures["error_messages"]]:
         print(text, file=shown)
     if args.json is not None:

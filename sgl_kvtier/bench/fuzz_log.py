@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,8 @@ class FuzzLog:
     attempts: list[Attempt] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    """How restorations ended, by the servers' own counters."""
 
     @classmethod
     def open(cls, path: Path | None) -> FuzzLog:
@@ -90,6 +92,8 @@ class FuzzLog:
             self.references[data["reference"]] = answer
         elif "event" in data:
             self.events[data["event"]] += 1
+        elif "ends" in data:
+            self.ends.update({how: int(count) for how, count in data["ends"].items()})
         elif "finding" in data:
             self.findings.append(data["finding"])
         else:
@@ -110,6 +114,11 @@ class FuzzLog:
         """Counts something that was done to the server."""
         self.events[event] += 1
         self._write({"event": event})
+
+    def keep_ends(self, ends: Mapping[str, int]) -> None:
+        """Adds how the restorations of one server ended."""
+        self.ends.update(ends)
+        self._write({"ends": dict(ends)})
 
     def find(self, text: str) -> None:
         """Adds something a server must not do."""
@@ -151,6 +160,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "completed": sum(one.complete for one in log.attempts),
         "restored": sum(one.restored for one in log.attempts),
         "restored_from_storage": sum(one.storage_tokens > 0 for one in log.attempts),
+        "restorations": dict(sorted(log.ends.items())),
         "restored_by_mode": dict(sorted(Counter(one.mode for one in log.attempts if one.restored).items())),
         "aborted": sum(one.fate == Fate.ABORTED.value for one in log.attempts),
         "disconnected": sum(one.fate == Fate.DISCONNECTED.value for one in log.attempts),

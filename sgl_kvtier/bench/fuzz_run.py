@@ -26,6 +26,12 @@ from sgl_kvtier.workload.session import Context
 _IDLE_S = 0.3
 """How long nothing is sent after a flush: an idle server checks that no memory is missing, and ends itself if some is."""
 
+_ENDS = (
+    "met", "computed", "aborted", "flushed", "grown", "gave room", "in the way", "starved", "unaligned", "planner failed",
+    "mismatch", "unanswered",
+)  # fmt: skip
+"""How a restoration can end (docs/restore.md)."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -112,6 +118,7 @@ class FuzzRun:
             queue = self._endless()
             await asyncio.gather(*(self._worker(queue) for _ in range(options.concurrency)))
             await self._flush()
+            await self._keep_ends()
             self._server.look()
 
     def _endless(self) -> Iterator[Sequence[Asked]]:
@@ -236,7 +243,14 @@ class FuzzRun:
         self._log.note("flush")
         await asyncio.sleep(_IDLE_S)
 
+    async def _keep_ends(self) -> None:
+        """Before a server ends: how its restorations ended. What it does between this and its end is not counted."""
+        metrics = await self._client.metrics()
+        ends = {how: int(metrics.total("kvtier:restore_ended_total", how=how, tp_rank="0", pp_rank="0") or 0) for how in _ENDS}
+        self._log.keep_ends({how: count for how, count in ends.items() if count})
+
     async def _kill(self) -> None:
+        await self._keep_ends()
         self._life += 1
         await asyncio.to_thread(self._server.kill_and_start)
         await self._client.reconnect()

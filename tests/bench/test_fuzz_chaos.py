@@ -93,12 +93,15 @@ def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:
     log.keep(attempt(storage_tokens=64))
     log.note("flush")
     log.find("leak: 16 tokens")
+    log.keep_ends({"met": 3})
+    log.keep_ends({"met": 2, "aborted": 1})
     with path.open("a") as file:
         file.write('{"attempt": {"run"')
     again = FuzzLog.open(path)
-    assert (again.references, again.attempts, again.events, again.findings) == (
-        log.references, log.attempts, log.events, log.findings,
+    assert (again.references, again.attempts, again.events, again.findings, again.ends) == (
+        log.references, log.attempts, log.events, log.findings, log.ends,
     )  # fmt: skip
+    assert counts(again)["restorations"] == {"aborted": 1, "met": 5}
     assert counts(again)["restored"] == 1
     assert counts(again)["leaks"] == 1
 
