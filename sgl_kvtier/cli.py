@@ -38,6 +38,12 @@ COMMANDS = {
         "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
         "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute 1/4,1,4 --json out.json",
     ),
+    "compare lookahead": Command(
+        "sgl_kvtier.bench.commands:lookahead",
+        "replay agent sessions with a device pool too small for them: stock, each part of looking ahead, and an oracle",
+        "kvtier compare lookahead --quick\n"
+        "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html out.html",
+    ),
     "replay": Command(
         "sgl_kvtier.bench.commands:replay",
         "replay sessions against a server that is already running",

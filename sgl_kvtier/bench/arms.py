@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,19 @@ _STORED_AS = {"hicache-file": "file", NOT_RESTORED: "kvtier", OURS: "kvtier"}
 
 
 @dataclass(frozen=True)
+class Variant:
+    """An arm of one comparison's own: an arm of `ARMS` with more of kvtier.json's policy section, or another device pool."""
+
+    kind: str
+    about: str
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    device_tokens: int | None = None
+
+
+@dataclass(frozen=True)
 class Setup:
-    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of kvtier.json, for our arms."""
+    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of kvtier.json, for our arms;
+    `variants` are arms beside those of `ARMS`."""
 
     model_path: str
     served_name: str
@@ -54,6 +65,7 @@ class Setup:
     tp: int = 1
     extra: tuple[str, ...] = ()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variants: Mapping[str, Variant] = field(default_factory=dict)
 
     @property
     def host_tokens(self) -> int | None:
@@ -68,8 +80,11 @@ def storage_folder(folder: Path) -> Path:
 
 def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     """The launch of one arm, its folder made and its settings file written. Raises BenchError for an unknown arm."""
-    check_arms([arm])
+    check_arms([arm], setup.variants)
     folder.mkdir(parents=True, exist_ok=True)
+    variant = setup.variants.get(arm)
+    if variant is not None:
+        arm, setup = variant.kind, _varied(setup, variant)
     flags = [*base_flags(setup)]
     env = server_env(setup)
     if arm != BASELINE:
@@ -85,12 +100,19 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     return Launch((*flags, *setup.extra), env)
 
 
-def check_arms(arms: Sequence[str]) -> None:
+def has_storage(arm: str, setup: Setup) -> bool:
+    """Whether an arm keeps a storage tier."""
+    variant = setup.variants.get(arm)
+    return (arm if variant is None else variant.kind) in STORAGE_ARMS
+
+
+def check_arms(arms: Sequence[str], variants: Mapping[str, Variant] | None = None) -> None:
     """Raises BenchError, with the names there are, if one is unknown, given twice, or none is given."""
-    unknown = [arm for arm in arms if arm not in ARMS]
+    known = {**ARMS, **(variants or {})}
+    unknown = [arm for arm in arms if arm not in known]
     if unknown or not arms or len(set(arms)) < len(arms):
         wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
-        raise BenchError(f"--arms: {wrong}. There are: {', '.join(ARMS)}")
+        raise BenchError(f"--arms: {wrong}. There are: {', '.join(known)}")
 
 
 def base_flags(setup: Setup) -> list[str]:
@@ -141,6 +163,15 @@ def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = 
     page = "16" if device == "cpu" else "64"
     flags = ["--model-path", model, "--page-size", page, *device_flags(device), *cache_flags(device, 2.0)]
     return [*flags, *storage_flags("kvtier", settings), "--enable-metrics", "--enable-cache-report", *extra]
+
+
+def _varied(setup: Setup, variant: Variant) -> Setup:
+    policy = {**setup.sections.get("policy", {}), **variant.policy}
+    return replace(
+        setup,
+        device_tokens=variant.device_tokens or setup.device_tokens,
+        sections={**setup.sections, "policy": policy} if variant.policy else setup.sections,
+    )
 
 
 def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object]:

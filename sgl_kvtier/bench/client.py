@@ -91,11 +91,17 @@ class Client:
         await self.__aenter__()
 
     async def generate(
-        self, input_ids: Sequence[int], max_new_tokens: int, *, rid: str | None = None, logprobs: bool = False
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        *,
+        rid: str | None = None,
+        session_id: str | None = None,
+        logprobs: bool = False,
     ) -> Completion:
         """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a server or network does.
 
-        `rid` names the request for `abort`; `logprobs` asks for those of the output tokens.
+        `rid` names the request for `abort`, `session_id` the session it is of; `logprobs` asks for those of the output tokens.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -103,6 +109,7 @@ class Client:
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
         }
         body |= {} if rid is None else {"rid": rid}
+        body |= {} if session_id is None else {"session_id": session_id}
         body |= {"return_logprob": True} if logprobs else {}
         reading = _Reading(time.monotonic())
         error: str | None

@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from sgl_kvtier.bench.arms import STORAGE_ARMS, Setup, check_arms, prepare, storage_folder
+from sgl_kvtier.bench.arms import Setup, check_arms, has_storage, prepare, storage_folder
 from sgl_kvtier.bench.client import Client, Metrics
 from sgl_kvtier.bench.lab_model import BYTES
 from sgl_kvtier.bench.load import Load
@@ -40,7 +41,8 @@ _WARM_UP_TOKENS = 3
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What to compare and how. `together` None: all servers at once if memory allows."""
+    """What to compare and how. `together` None: all servers at once if memory allows. `beside` runs while a round is
+    measured, and is cancelled at its end. Rounds are numbered from `first_round`."""
 
     arms: Sequence[str]
     setup: Setup
@@ -50,6 +52,8 @@ class CompareOptions:
     together: bool | None = None
     start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
+    beside: Callable[[Client, Round], Coroutine[Any, Any, None]] | None = None
+    first_round: int = 1
 
 
 @dataclass
@@ -68,7 +72,7 @@ class Comparison:
     """One run. What it measures is in the `outcome` given to it, also when it is interrupted."""
 
     def __init__(self, options: CompareOptions, load: Load, outcome: Outcome) -> None:
-        check_arms(options.arms)
+        check_arms(options.arms, options.setup.variants)
         self._options = options
         self._load = load
         self._outcome = outcome
@@ -143,7 +147,7 @@ class Comparison:
             self._start(arm)
             self._await(arm)
         server = self._servers[arm]
-        one = Round(arm, number)
+        one = Round(arm, self._options.first_round + number - 1)
         self._outcome.rounds.append(one)
         try:
             asyncio.run(self._measure(server, one, shown.advance))
@@ -172,11 +176,12 @@ class Comparison:
             if one.arm not in self._warm:
                 await self._warm_up(client, one.arm)
                 self._warm.add(one.arm)
-            await _make_cold(client, one.arm)
+            await _make_cold(client, storage=has_storage(one.arm, options.setup))
             one.before = await client.metrics()
             disk = server.disk_bytes()
             log = SampleLog(self._log_path, arm=one.arm, round=one.number)
             watch = CpuWatch(lambda: server.usage().cpu_s)
+            beside = None if options.beside is None else asyncio.create_task(options.beside(client, one))
             try:
                 await replay(
                     self._load.sessions,
@@ -188,6 +193,7 @@ class Comparison:
                     on_done=lambda _: advance(),
                 )
             finally:
+                await _ended(beside)
                 one.cpu = watch.stop()
                 one.wall_s = one.cpu.wall_s
                 one.usage = server.usage()
@@ -211,7 +217,7 @@ class Comparison:
             await _settled_metrics(client)
             await client.flush()
         stored = 0 if done.cached is None else done.cached.storage
-        if arm in STORAGE_ARMS and not stored:
+        if has_storage(arm, setup) and not stored:
             self._outcome.notes.append(f"{arm}: the warm-up prompt did not come back from storage; see the server's log.")
 
     def _check_cold(self, one: Round) -> None:
@@ -233,10 +239,16 @@ def _sent(sample: Sample) -> float:
     return sample.completion.sent_s
 
 
-async def _make_cold(client: Client, arm: str) -> None:
+async def _make_cold(client: Client, *, storage: bool) -> None:
     await client.flush()
-    if arm in STORAGE_ARMS:
+    if storage:
         await client.clear_storage()
+
+
+async def _ended(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _settled_metrics(client: Client) -> Metrics:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
     for target in (args.json, args.html):
         if target is not None:
             check_target(target)
-    _need_sglang()
+    need_sglang()
     arms = _arms(args)
     outcome = Outcome()
-    with end_on_signals(), _work_folder(args.folder, outcome) as folder:
+    with end_on_signals(), work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
         device = args.device or detect_device()
-        model = _model(args)
+        model = model_of(args)
         wanted = load_options(args, _load_defaults(args, device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         setup = make_setup(args, device, model, chosen)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         print(_announcement(options, chosen), file=sys.stderr)
         Comparison(options, chosen, outcome).run()
         result = make_result(options, chosen, outcome)
-        with _undisturbed():
+        with undisturbed():
             _report(args, result)
     if outcome.interrupted:
         return 130
@@ -206,13 +206,15 @@ def _load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
     return _CPU if device == "cpu" else _GPU
 
 
-def _model(args: argparse.Namespace) -> str:
+def model_of(args: argparse.Namespace) -> str:
+    """The model's folder or name; a lab model is written first."""
     if args.model_path is not None:
         return str(args.model_path)
     return str(write_model(args.lab_model, seed=args.seed))
 
 
-def _need_sglang() -> None:
+def need_sglang() -> None:
+    """Raises BenchError where no server can be started."""
     if missing_packages():
         raise BenchError(
             f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]' "
@@ -248,8 +250,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _work_folder(wanted: Path | None, outcome: Outcome) -> Iterator[Path]:
-    """The given folder, or a temporary one. That is removed unless an arm failed: then its logs are what is needed."""
+def work_folder(wanted: Path | None, failed: Callable[[], bool]) -> Iterator[Path]:
+    """The given folder, or a temporary one. That is removed unless an arm `failed`: then its logs are what is needed."""
     if wanted is not None:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
@@ -261,8 +263,8 @@ def _work_folder(wanted: Path | None, outcome: Outcome) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if outcome.failures:
-            for storage in folder.glob("*/storage"):
+        if failed():
+            for storage in folder.glob("**/storage"):
                 shutil.rmtree(storage, ignore_errors=True)
             print(f"The servers' logs are kept in {folder}", file=sys.stderr)
         else:
@@ -270,7 +272,7 @@ def _work_folder(wanted: Path | None, outcome: Outcome) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Ctrl-C does nothing inside: the results of many minutes are being written."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

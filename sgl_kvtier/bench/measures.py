@@ -31,6 +31,8 @@ class Round:
     usage: Usage | None = None
     disk_bytes: tuple[int, int] | None = None
     complete: bool = False
+    occupancy: list[dict[str, float]] = field(default_factory=list)
+    """Tokens in each tier over time, where that was watched."""
 
     def counted(self, name: str, **labels: str) -> float | None:
         """By how much a counter of the server grew in this round. A counter that is not there yet counts from 0."""
@@ -94,6 +96,7 @@ def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, A
         "throughput_tokens_per_s": sum(row["output_tokens"] for row in good) / wall_s if wall_s else None,
         "bytes": _storage_bytes(mine),
         "restore": _restorations(mine),
+        **_ahead(mine, good),
         "disk_bytes": _disk_bytes(mine),
         "rounds": [_round_row(one) for one in mine],
     }
@@ -145,12 +148,17 @@ def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
     written = _total(rounds, "sglang:backuped_tokens_total")
     if read is None and written is None:
         return {"read": restored, "written": 0}
+    per_token = _bytes_per_token(rounds)
+    if per_token is None:
+        return {"read": None, "written": None}
+    return {"read": round((read or 0) * per_token) + restored, "written": round((written or 0) * per_token)}
+
+
+def _bytes_per_token(rounds: Sequence[Round]) -> float | None:
+    """Of KV cache, by the server's own counts of what it wrote to host memory."""
     tokens = _total(rounds, "sglang:hicache_backup_tokens_total")
     nbytes = _total(rounds, "sglang:hicache_backup_bytes_total")
-    if not tokens or nbytes is None:
-        return {"read": None, "written": None}
-    per_token = nbytes / tokens
-    return {"read": round((read or 0) * per_token) + restored, "written": round((written or 0) * per_token)}
+    return nbytes / tokens if tokens and nbytes is not None else None
 
 
 _RESTORE = {
@@ -186,6 +194,31 @@ def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
     restored = (found["computed_tokens"] or 0) + (found["loaded_tokens"] or 0)
     found["computed_fraction"] = (found["computed_tokens"] or 0) / restored if restored else None
     return found
+
+
+def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the server counts of looking ahead; where it counts nothing, hits are those of the responses."""
+    first = {"tp_rank": "0", "pp_rank": "0"}
+    moved = {link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link) for link in _LINKS}
+    hits = {tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=_TIERS[tier]) for tier in TIERS}
+    counted = any(value is not None for value in hits.values())
+    return {
+        "wasted_bytes": _total(rounds, "kvtier:lookahead_wasted_bytes_total", **first),
+        "moved_bytes": {link: value for link, value in moved.items() if value is not None},
+        "hit_tokens_at_schedule": {tier: value or 0 for tier, value in hits.items()} if counted else _tier_sums(good),
+        "hit_tokens_counted_by": "server" if counted else "responses",
+        "lookahead": {
+            **{name: _total(rounds, f"kvtier:lookahead_{name}_total", **first) for name in ("victims", "drift")},
+            "hints": _total(rounds, "kvtier:lookahead_hints_total"),
+        },
+        "evicted_tokens": _total(rounds, "sglang:evicted_tokens_total"),
+        "store_pages_read": _total(rounds, "kvtier:pages_read_total", **first),
+        "bytes_per_token": _bytes_per_token(rounds),
+    }
+
+
+_TIERS = {"device": "hbm", "host": "dram", "storage": "ssd"}
+_LINKS = ("ssd-dram", "dram-hbm", "ssd-hbm", "hbm-dram", "dram-ssd")
 
 
 def _disk_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:

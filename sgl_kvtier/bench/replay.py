@@ -28,13 +28,22 @@ FEEDBACK = ("recorded", "server")
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How sessions are replayed. Gaps are the recorded waits between a response and the next request."""
+    """How sessions are replayed. Gaps are the recorded waits between a response and the next request; with `pause_s` each
+    is that long instead, and a session's first request does not wait. `named`: requests say which session they are of."""
 
     concurrency: int = 8
     feedback: str = "recorded"
     gap_scale: float = 1.0
     gap_cap_s: float | None = None
     most_output_tokens: int | None = None
+    pause_s: float | None = None
+    named: bool = False
+
+    def wait_s(self, turn: int, recorded_s: float) -> float:
+        """How long to wait before a turn, counted from 1, where the trace waited `recorded_s`."""
+        if self.pause_s is None:
+            return self.gap_s(recorded_s)
+        return self.pause_s if turn > 1 else 0.0
 
     def gap_s(self, recorded_s: float) -> float:
         """How long to wait where the trace waited `recorded_s`; clocks that were stepped back count as no wait."""
@@ -132,10 +141,11 @@ async def _replay_session(
     turn = 0
     while (call := context.next_call()) is not None:
         turn += 1
-        await asyncio.sleep(options.gap_s(call.gap_s))
+        await asyncio.sleep(options.wait_s(turn, call.gap_s))
         tokens.show(context.prompt)
         wanted = output_tokens(call, encoder, options.most_output_tokens)
-        done = await client.generate(tokens.ids.tolist(), wanted)
+        name = session.session_id if options.named else None
+        done = await client.generate(tokens.ids.tolist(), wanted, session_id=name)
         # A hash-only trace has no recorded output to replace: there the next prompt's blocks hold it already.
         if options.feedback == "server" and done.error is None and call.output is not None:
             context.answer(Message("assistant", token_ids=done.output_ids))
