@@ -62,6 +62,8 @@ def unable(tree: Any, tick: Any) -> str | None:
         if type(getattr(backend, "_backend", backend)).__name__ != "KVTierStorage":
             return "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
         return "this server restores prefixes SGLang's own way, so nothing is planned ahead: see policy.restore and its log"
+    if tick.ahead is None:
+        return "this server does not look ahead: name policy.prefetch or policy.eviction in kvtier.json, or see its log for why not"
     if not tick.notes.config.sessions:
         return "policy.sessions is off, so no session is known: set it to true in kvtier.json"
     return None
@@ -73,7 +75,7 @@ def _meant(ahead: Any, sent: Sent) -> list[str] | str:
         return [sent.session]
     sessions = list(ahead.sessions_with(sent.page))
     if not sessions:
-        return "no session's prompts are known to begin so; its requests need a session_id, and the prefix whole pages of them"
+        return "no session is known whose prompts have the whole pages of this prefix"
     if len(sessions) > MOST_SESSIONS:
         return f"{len(sessions)} sessions begin so, more than {MOST_SESSIONS}: send more of the prompt, or the session's name"
     return sessions

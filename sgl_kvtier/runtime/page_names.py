@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sgl_kvtier.runtime.hints_session import session_of
 from sgl_kvtier.types import PageKey
 
 _MOST_SESSIONS = 10_000
@@ -31,7 +32,7 @@ def from_hex(hashes: Any) -> tuple[PageKey, ...]:
 class SessionNames:
     """Which session a request belongs to: the one its client names, or the one whose last turn its prompt begins with.
 
-    Clients name sessions by `session_id`, or by the routing key in the header. Without either, the last full page of each
+    Clients name sessions as `hints_session` says. Without a name, the last full page of each
     finished request is remembered; a prompt that has that page goes on where the request ended. Bounded; scheduler's thread.
     """
 
@@ -40,9 +41,9 @@ class SessionNames:
 
     def of(self, req: Any, keys: tuple[PageKey, ...]) -> str:
         """The session's name. A request that continues nothing begins a session of its own."""
-        named = req.session_id or req.routing_key
-        if named:
-            return str(named)
+        named = session_of(req)
+        if named is not None:
+            return named
         ends = self._ends
         return next((ends[key] for key in reversed(keys) if key in ends), f"from {req.rid}")
 

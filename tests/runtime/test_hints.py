@@ -97,8 +97,8 @@ class Lab:
         self.planner = Learning(recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}))
         self.engine = SimpleNamespace(taking=True, min_tokens=0, now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
-        tick = SimpleNamespace(notes=notes, planner=self.planner, engine=self.engine)
-        self.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tick=tick), server_args=SimpleNamespace(nnodes=1, dp_size=1))
+        self.tick = SimpleNamespace(notes=notes, planner=self.planner, engine=self.engine, ahead=object())
+        self.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tick=self.tick), server_args=SimpleNamespace(nnodes=1, dp_size=1))
 
     def turn(self, session: str | None, keys: tuple[PageKey, ...], at: float) -> None:
         """One request of a session, over after a second; its pages stay in HBM."""
@@ -184,6 +184,9 @@ def test_servers_that_cannot_use_hints_say_what_they_lack() -> None:
 
     tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=KVTierStorage()))
     assert "policy.restore" in take(SimpleNamespace(tree_cache=tree), sent)["reason"]
+    lab = Lab()
+    lab.tick.ahead = None
+    assert "does not look ahead" in take(lab.scheduler, sent)["reason"]
     assert "policy.sessions is off" in take(Lab(PolicyConfig(restore="both", sessions=False)).scheduler, sent)["reason"]
 
 

@@ -10,9 +10,7 @@ import pytest
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 
 pytestmark = pytest.mark.server
-POLICY = {"restore": "both", "sessions": True, "hint_limit_s": 60.0}
-
-needs_arrivals = pytest.mark.xfail(reason="requests are not reported to the planner yet", strict=True)
+POLICY = {"restore": "both", "prefetch": "kvtier", "eviction": "next-use", "sessions": True, "hint_limit_s": 60.0}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +60,6 @@ def test_the_internal_state_is_still_sglangs(served: Served) -> None:
     assert json.loads(text)["internal_states"][0]["page_size"] == 16
 
 
-@needs_arrivals
 def test_a_session_that_ran_is_known_by_name_and_its_delay_is_taken_or_cut(served: Served) -> None:
     ids = prompts(1, seed=31)[0]
     served.ask(ids, session_id="agent-1")
@@ -74,7 +71,6 @@ def test_a_session_that_ran_is_known_by_name_and_its_delay_is_taken_or_cut(serve
     assert answer["reason"] == "priority 9 taken as 3; expected_delay_s 5000 cut to 60"
 
 
-@needs_arrivals
 def test_a_session_is_known_by_the_tokens_and_the_text_its_prompts_begin_with(served: Served) -> None:
     text = "".join(chr(97 + n * n % 26) for n in range(400))
     served.call("POST", "/generate", {"text": text, "session_id": "agent-2", "sampling_params": {"max_new_tokens": 2}})
