@@ -9,7 +9,7 @@ setup(
         Extension(
             "sgl_kvtier.store._native",
             sources=[f"{NATIVE}/lanes.c"],
-            depends=[f"{NATIVE}/find.h", f"{NATIVE}/pool.h", f"{NATIVE}/xxh3.h"],
+            depends=[f"{NATIVE}/{name}.h" for name in ("find", "pool", "rings", "runs", "uring", "xxh3")],
             extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,

@@ -64,6 +64,12 @@ class StoreConfig:
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
     native_io: bool = setting(True, "use the compiled I/O lanes where they are built; off: Python threads")
+    io: str = setting(
+        "auto",
+        "how the compiled lanes read: threads with one read each, io_uring with many under way, or auto = io_uring where the "
+        "kernel allows it and the page cache is bypassed",
+        choices=("auto", "threads", "io_uring"),
+    )
     verify_reads: bool = setting(True, "check the checksum of every page read")
     admission: str = setting(
         "all",

@@ -26,7 +26,7 @@ from sgl_kvtier.store.jobs import Ended
 from sgl_kvtier.store.lanes import Lanes, ThreadLanes
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
-from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes
+from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes, ring_lanes
 from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
@@ -95,6 +95,13 @@ class DiskStore:
     def native(self) -> bool:
         """Whether the compiled lanes move the pages."""
         return isinstance(self._lanes, NativeLanes)
+
+    @property
+    def io(self) -> str:
+        """What reads the pages: io_uring, threads, or python = the lanes that are not compiled."""
+        if not isinstance(self._lanes, NativeLanes):
+            return "python"
+        return "io_uring" if self._lanes.rings else "threads"
 
     @property
     def index_bytes(self) -> int:
@@ -217,7 +224,8 @@ class DiskStore:
     def _open_lanes(self) -> Lanes:
         core = self._core
         if core.config.native_io and core.env.native and NATIVE:
-            return NativeLanes(core.config.io_threads, core.config.verify_reads, core.io.alignment)
+            rings = ring_lanes(core.config.io, self.direct_io, core.config.io_threads)
+            return NativeLanes(core.config.io_threads, core.config.verify_reads, core.io.alignment, rings)
         return ThreadLanes(core.env, self._mover, core.config.io_threads)
 
     def _mover(self) -> Mover:

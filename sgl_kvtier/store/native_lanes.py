@@ -6,7 +6,10 @@ our own does it only for jobs with callbacks, and from time to time for jobs tha
 
 from __future__ import annotations
 
+import errno
+import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,6 +49,33 @@ _SWEEP_S = 0.25
 """How long a job that nobody asks about may keep its slots pinned after it has ended."""
 _DEADLINE_POLL_S = 0.01
 """How late a callback may tell that a deadline passed while every lane hangs in the device."""
+
+
+_RUNS_PER_THREAD = 16
+_BYTES_PER_THREAD = 2 << 20
+"""How much the rings have under way for each of `store.io_threads`: 128 runs and 16 MiB for the default of 8."""
+
+
+@functools.cache
+def io_uring_error() -> int:
+    """0 where this process may use io_uring, else the errno that says why not. Asked of the kernel once."""
+    return int(_native.probe_io_uring()) if NATIVE else errno.ENOSYS
+
+
+def ring_lanes(setting: str, direct: bool, threads: int) -> int:
+    """How many lanes read through a ring of their own; 0 = plain threads read.
+
+    One per processor is enough: a lane waits for its ring, not for a page. Without O_DIRECT the kernel reads in threads
+    of its own what is not in memory, so a ring gains nothing there.
+    """
+    if setting == "threads" or (setting == "auto" and not direct):
+        return 0
+    error = io_uring_error()
+    if error:
+        if setting == "io_uring":
+            logger.warning("store.io is io_uring, but this process may not use it (%s): threads read", os.strerror(error))
+        return 0
+    return min(threads, len(os.sched_getaffinity(0)))
 
 
 class NativeReadJob:
@@ -148,8 +178,11 @@ class NativeReadJob:
 class NativeLanes:
     """The native pool, and the thread that settles what nobody waits for."""
 
-    def __init__(self, threads: int, verify: bool, alignment: int) -> None:
-        self._pool = _native.Pool(threads, verify, alignment, _READ_RUN_BYTES, WRITE_RUN_BYTES)
+    def __init__(self, threads: int, verify: bool, alignment: int, rings: int) -> None:
+        depth, nbytes = _RUNS_PER_THREAD * threads, _BYTES_PER_THREAD * threads
+        self._pool = _native.Pool(
+            threads, verify, alignment, _READ_RUN_BYTES, WRITE_RUN_BYTES, rings, -(-depth // max(1, rings)), nbytes // max(1, rings)
+        )
         self._jobs: dict[int, NativeReadJob] = {}
         self._lock = threading.Lock()
         self._closing = False
@@ -159,6 +192,11 @@ class NativeLanes:
     @property
     def busy_s(self) -> float:
         return float(self._pool.busy())
+
+    @property
+    def rings(self) -> int:
+        """Lanes that read through an io_uring of their own; 0: threads read."""
+        return int(self._pool.rings)
 
     def read(
         self,

@@ -7,23 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_pages import open_at
+from store_pages import LANES, lanes, open_at
 
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.native_lanes import NATIVE
 
 
-@pytest.fixture(params=["native", "threads"])
+@pytest.fixture(params=LANES)
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., DiskStore]]:
-    """Opens stores below one folder; `opened(capacity_bytes=...)`. Every test runs with both kinds of lanes."""
+    """Opens stores below one folder; `opened(capacity_bytes=...)`. Every test runs with every kind of lanes."""
     stores: list[DiskStore] = []
-    native = request.param == "native"
-    if native and not NATIVE:
-        pytest.skip("the native lanes are not built here (no C compiler when the package was installed)")
+    settings_of_lanes = lanes(request.param)
 
     def open_(path: Path = tmp_path, **settings: Any) -> DiskStore:
-        settings.setdefault("native_io", native)
-        stores.append(open_at(path, **settings))
+        stores.append(open_at(path, **(settings_of_lanes | settings)))
         return stores[-1]
 
     yield open_

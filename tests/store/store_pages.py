@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import random
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore, open_store
 from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.native_lanes import NATIVE, io_uring_error
 from sgl_kvtier.types import PageKey
 
 IDENTITY = Identity({"model": "lab", "dtype": "bfloat16", "page_size": 16}, name="lab")
+
+
+LANES = ("io_uring", "threads", "python")
+"""The kinds of lanes, by what `DiskStore.io` calls them."""
+
+
+def lanes(kind: str) -> dict[str, Any]:
+    """The settings that choose a kind of lanes; skips the test where there is none of that kind here."""
+    if kind != "python" and not NATIVE:
+        pytest.skip("the native lanes are not built here (no C compiler when the package was installed)")
+    if kind == "io_uring" and io_uring_error():
+        pytest.skip(f"this process may not use io_uring: {os.strerror(io_uring_error())}")
+    return {"native_io": False} if kind == "python" else {"io": kind}
 
 
 def key(name: object) -> PageKey:

@@ -7,7 +7,7 @@
 #include <Python.h>
 
 #include "find.h"
-#include "pool.h"
+#include "rings.h"
 
 typedef struct {
     PyObject_HEAD
@@ -40,40 +40,77 @@ static void make_monotonic(pthread_cond_t *cond) {
 
 static void stop(PoolObject *self) {
     Pool *pool = &self->pool;
+    uint64_t one = 1;
     pthread_mutex_lock(&pool->lock);
     pool->stopping = 1;
     while (pool->reads) end_rest(pool, pool->reads, CANCELLED);
     while (pool->writes) end_rest(pool, pool->writes, CANCELLED);
     pthread_cond_broadcast(&pool->work);
     pthread_cond_broadcast(&pool->any_end);
+    for (int i = 0; i < pool->lane_count; i++) (void)!write(pool->lanes[i].wake_fd, &one, sizeof one);
     pthread_mutex_unlock(&pool->lock);
     for (int i = 0; i < pool->thread_count; i++) pthread_join(pool->threads[i], NULL);
-    pool->thread_count = 0;
+    for (int i = 0; i < pool->lane_count; i++) {
+        pthread_join(pool->lanes[i].thread, NULL);
+        close(pool->lanes[i].wake_fd);
+    }
+    pool->thread_count = pool->lane_count = 0;
+}
+
+/* Starts so many lanes with rings and waits until each has said whether its ring works. Fewer, or none, are no error. */
+static void start_lanes(Pool *pool, int count) {
+#ifdef KVTIER_URING
+    pool->lanes = count > 0 ? calloc((size_t)count, sizeof(Lane)) : NULL;
+    pthread_mutex_lock(&pool->lock);
+    for (int i = 0; pool->lanes && i < count; i++) {
+        Lane *lane = &pool->lanes[i];
+        *lane = (Lane){.pool = pool, .wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+        if (lane->wake_fd < 0) break;
+        if (pthread_create(&lane->thread, NULL, serve_ring, lane)) {
+            close(lane->wake_fd);
+            break;
+        }
+        pool->lane_count++;
+        pool->unready++;
+    }
+    while (pool->unready) pthread_cond_wait(&pool->ready, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+#else
+    (void)pool, (void)count;
+#endif
 }
 
 static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"threads", "verify", "alignment", "read_run", "write_run", NULL};
-    int threads, verify;
-    Py_ssize_t alignment, read_run_bytes, write_run_bytes;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipnnn", names, &threads, &verify, &alignment, &read_run_bytes,
-                                     &write_run_bytes))
+    static char *names[] = {"threads", "verify", "alignment", "read_run", "write_run", "rings", "depth", "depth_bytes", NULL};
+    int threads, verify, rings;
+    Py_ssize_t alignment, read_run_bytes, write_run_bytes, depth, depth_bytes;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ipnnninn", names, &threads, &verify, &alignment, &read_run_bytes,
+                                     &write_run_bytes, &rings, &depth, &depth_bytes))
         return NULL;
-    if (threads < 1 || alignment < 1) return PyErr_Format(PyExc_ValueError, "a pool has at least one thread");
+    if (threads < 1 || alignment < 1 || depth < 1 || depth > 4096 || depth_bytes < 0)
+        return PyErr_Format(PyExc_ValueError, "a pool has at least one thread, and rings of 1 to 4096 runs");
     PoolObject *self = (PoolObject *)type->tp_alloc(type, 0);
     if (!self) return NULL;
     Pool *pool = &self->pool;
     pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->ready, NULL);
+    make_monotonic(&pool->work);
     make_monotonic(&pool->any_end);
-    pool->verify = verify;
-    pool->alignment = (size_t)alignment;
+    pool->device = (Device){.verify = verify, .alignment = (size_t)alignment};
     pool->read_run = (size_t)read_run_bytes;
     pool->write_run = (size_t)write_run_bytes;
+    pool->depth = (size_t)depth;
+    pool->depth_bytes = (size_t)depth_bytes;
     pool->threads = calloc((size_t)threads, sizeof(pthread_t));
     self->started = 1;
+    Py_BEGIN_ALLOW_THREADS start_lanes(pool, rings);
+    Py_END_ALLOW_THREADS
     for (int i = 0; pool->threads && i < threads; i++) {
-        if (pthread_create(&pool->threads[i], NULL, serve, pool)) break;
-        pool->thread_count++;
+        pthread_mutex_lock(&pool->lock);
+        int failed = pthread_create(&pool->threads[i], NULL, serve, pool);
+        pool->thread_count += !failed;
+        pthread_mutex_unlock(&pool->lock);
+        if (failed) break;
     }
     if (pool->thread_count < threads) {
         Py_DECREF(self);
@@ -86,7 +123,9 @@ static void pool_dealloc(PoolObject *self) {
     if (self->started) {
         Py_BEGIN_ALLOW_THREADS stop(self);
         Py_END_ALLOW_THREADS free(self->pool.threads);
+        free(self->pool.lanes);
         pthread_mutex_destroy(&self->pool.lock);
+        pthread_cond_destroy(&self->pool.ready);
         pthread_cond_destroy(&self->pool.work);
         pthread_cond_destroy(&self->pool.any_end);
     }
@@ -106,6 +145,8 @@ static PyObject *pool_wait(PoolObject *self, PyObject *args) {
     Py_BEGIN_ALLOW_THREADS seen = await_any(&self->pool, seen, until);
     Py_END_ALLOW_THREADS return PyLong_FromUnsignedLongLong(seen);
 }
+
+static PyObject *pool_rings(PoolObject *self, void *Py_UNUSED(closure)) { return PyLong_FromLong(self->pool.rings); }
 
 static PyObject *pool_busy(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
     return PyFloat_FromDouble((double)self->pool.busy_ns * 1e-9);
@@ -393,6 +434,9 @@ static PyMethodDef pool_methods[] = {
     {"close", (PyCFunction)pool_close, METH_NOARGS, "cancels what has not begun and joins the threads"},
     {NULL, NULL, 0, NULL}};
 
+static PyGetSetDef pool_fields[] = {{"rings", (getter)pool_rings, NULL, "lanes that read through an io_uring of their own", NULL},
+                                    {NULL, NULL, NULL, NULL, NULL}};
+
 static PyMethodDef job_methods[] = {
     {"take", (PyCFunction)job_take, METH_NOARGS, "(index, outcome code) of pages that ended since the last call"},
     {"wait", (PyCFunction)job_wait, METH_VARARGS, "wait(seconds): until all ended; negative: no limit"},
@@ -409,7 +453,8 @@ static PyTypeObject PoolType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kv
                                 .tp_flags = Py_TPFLAGS_DEFAULT,
                                 .tp_new = pool_new,
                                 .tp_dealloc = (destructor)pool_dealloc,
-                                .tp_methods = pool_methods};
+                                .tp_methods = pool_methods,
+                                .tp_getset = pool_fields};
 
 static PyTypeObject JobType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvtier.store._native.Job",
                                .tp_basicsize = sizeof(JobObject),
@@ -418,9 +463,12 @@ static PyTypeObject JobType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvt
                                .tp_methods = job_methods,
                                .tp_getset = job_fields};
 
+static PyObject *probe(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)) { return PyLong_FromLong(ring_probe()); }
+
 static PyMethodDef functions[] = {{"find", find, METH_VARARGS, "the row of each wanted key in a hash table"},
                                   {"place", place, METH_VARARGS, "enters rows into a hash table"},
                                   {"columns", columns, METH_O, "keys, buffer counts, lengths and buffers of pages"},
+                                  {"probe_io_uring", probe, METH_NOARGS, "0 if this process may use io_uring, else an errno"},
                                   {"checksum", checksum, METH_O, "XXH3-128 of a list of buffers, 241 bytes or more"},
                                   {NULL, NULL, 0, NULL}};
 

@@ -1,0 +1,215 @@
+/* Lanes that read through a ring of their own: many runs under way at once, each checked as it lands while the others go on.
+ *
+ * One thread per lane begins runs, hands them to its ring and checks what has landed: no page changes hands between threads.
+ * A ring that stops working is left, and its lane reads one run after the other.
+ */
+#ifndef KVTIER_RINGS_H
+#define KVTIER_RINGS_H
+
+#include <sys/eventfd.h>
+
+#include "pool.h"
+#include "uring.h"
+
+#ifdef KVTIER_URING
+
+#define WAKE UINT64_MAX
+#define GROUP 8      /* runs handed over at once: the device starts on the first while more are laid out */
+#define AT_LEAST 2   /* runs in a ring, however large they are */
+#define STUBBORN 100 /* times in a row that the kernel may have no memory for a request */
+
+typedef struct {
+    Run run;
+    Scratch scratch;
+    uint8_t *copy;
+    size_t moved;
+    int buffers, made, error, unfinished; /* `unfinished`: what is left is to be read without the ring */
+} Flight;
+
+typedef struct {
+    Lane *lane;
+    Pool *pool;
+    Ring ring;
+    Flight *flights;
+    uint32_t *free, *landed; /* stack of the unused ones; queue of those to be checked */
+    size_t count, free_count, landed_head, landed_count, in_ring, in_ring_bytes;
+    uint64_t marked_ns;
+    int broken, stubborn;
+} Rings;
+
+static void land(Rings *r, uint32_t index) {
+    r->landed[(r->landed_head + r->landed_count++) % r->count] = index;
+}
+
+static void leave_ring(Rings *r, uint32_t index) {
+    r->in_ring--;
+    r->in_ring_bytes -= run_size(&r->flights[index].run);
+    land(r, index);
+}
+
+/* The ring does not work any more: what it did not take is read without it. */
+static void give_up(Rings *r) {
+    r->broken = 1;
+    while (ring_pending(&r->ring)) {
+        uint64_t what = ring_take_back(&r->ring);
+        if (what == WAKE) continue;
+        r->flights[what].unfinished = 1;
+        leave_ring(r, (uint32_t)what);
+    }
+}
+
+static void watch_wake(Rings *r) {
+    struct io_uring_sqe *entry = ring_entry(&r->ring);
+    entry->opcode = IORING_OP_POLL_ADD;
+    entry->fd = r->lane->wake_fd;
+    entry->poll_events = POLLIN;
+    entry->user_data = WAKE;
+}
+
+static void collect(Rings *r) {
+    uint64_t what, woken;
+    int32_t result;
+    while (ring_next(&r->ring, &what, &result)) {
+        if (what == WAKE) {
+            while (read(r->lane->wake_fd, &woken, sizeof woken) > 0) continue;
+            if (!r->broken) watch_wake(r);
+            continue;
+        }
+        Flight *flight = &r->flights[what];
+        if (result > 0) flight->moved = (size_t)result;
+        /* At the file's end this asks once more and gets nothing. */
+        flight->unfinished = result == -EINTR || result == -EAGAIN || (result > 0 && (size_t)result < run_size(&flight->run));
+        flight->error = result < 0 && !flight->unfinished ? -result : 0;
+        leave_ring(r, (uint32_t)what);
+    }
+}
+
+/* Hands over what was prepared; waits for something to land or to be woken if `wait`. */
+static void enter(Rings *r, int wait) {
+    if (!r->broken) {
+        int error = ring_enter(&r->ring, (unsigned)wait);
+        r->stubborn = error == EAGAIN || error == EBUSY || error == ENOMEM ? r->stubborn + 1 : 0;
+        if (r->stubborn > STUBBORN || (error && error != EINTR && !r->stubborn)) give_up(r);
+    } else if (wait) {
+        struct pollfd wake = {.fd = r->lane->wake_fd, .events = POLLIN};
+        uint64_t woken;
+        if (poll(&wake, 1, r->in_ring ? 1 : -1) > 0) (void)!read(r->lane->wake_fd, &woken, sizeof woken);
+    }
+    collect(r);
+}
+
+static int has_room(const Rings *r) {
+    return r->free_count && r->in_ring < r->pool->depth && (r->in_ring < AT_LEAST || r->in_ring_bytes < r->pool->depth_bytes);
+}
+
+/* Puts a run that was begun into the ring, or among the landed if there is nothing to read. */
+static void launch(Rings *r, uint32_t index) {
+    Flight *flight = &r->flights[index];
+    const Page *first = &flight->run.job->pages[flight->run.low];
+    flight->error = flight->unfinished = flight->buffers = 0;
+    flight->moved = 0;
+    if (!flight->made && !(flight->made = !make_scratch(&flight->scratch))) free_scratch(&flight->scratch);
+    if (first->fd >= 0 && flight->made)
+        flight->buffers = prepare_read(&r->pool->device, &flight->run, &flight->scratch, &flight->copy);
+    if (first->fd < 0 || !flight->buffers || r->broken) {
+        flight->error = first->fd >= 0 && !flight->buffers ? ENOMEM : 0;
+        flight->unfinished = flight->buffers != 0;
+        land(r, index);
+        return;
+    }
+    struct io_uring_sqe *entry = ring_entry(&r->ring);
+    entry->opcode = IORING_OP_READV;
+    entry->fd = first->fd;
+    entry->addr = (uint64_t)(uintptr_t)flight->scratch.iov;
+    entry->len = (uint32_t)flight->buffers;
+    entry->off = first->offset;
+    entry->user_data = index;
+    r->in_ring++;
+    r->in_ring_bytes += run_size(&flight->run);
+}
+
+/* Locked. Takes runs while there is room; lets go of the lock meanwhile. */
+static void begin_more(Rings *r) {
+    Pool *pool = r->pool;
+    Job *job;
+    while (has_room(r) && (job = next_read(pool))) {
+        uint32_t index = r->free[--r->free_count];
+        if (r->free_count + 1 == r->count) r->marked_ns = now_ns();
+        r->flights[index].run = begin_run(pool, job);
+        pool->flying++;
+        if (pool->reads) wake_reader(pool);
+        pthread_mutex_unlock(&pool->lock);
+        launch(r, index);
+        if (ring_pending(&r->ring) >= GROUP) enter(r, 0);
+        pthread_mutex_lock(&pool->lock);
+    }
+}
+
+/* Checks the run that landed first and ends its pages. Takes the lock and keeps it. */
+static void finish_one(Rings *r) {
+    uint32_t index = r->landed[r->landed_head];
+    Flight *flight = &r->flights[index];
+    const Page *first = &flight->run.job->pages[flight->run.low];
+    uint8_t outcomes[MAX_RUN];
+    r->landed_head = (r->landed_head + 1) % r->count;
+    r->landed_count--;
+    if (flight->unfinished)
+        flight->error = transfer(0, first->fd, flight->scratch.iov, flight->buffers, first->offset, &flight->moved);
+    if (first->fd < 0)
+        outcomes[0] = MISS;
+    else
+        judge_read(&r->pool->device, &flight->run, &flight->scratch, flight->copy, flight->error, flight->moved, outcomes);
+    uint64_t now = now_ns();
+    pthread_mutex_lock(&r->pool->lock);
+    r->pool->busy_ns += now - r->marked_ns;
+    r->marked_ns = now;
+    r->pool->flying--;
+    r->free[r->free_count++] = index;
+    if (r->pool->writes) pthread_cond_signal(&r->pool->work);
+    end_run(r->pool, &flight->run, outcomes);
+}
+
+static int open_rings(Rings *r, Lane *lane) {
+    *r = (Rings){.lane = lane, .pool = lane->pool, .count = 2 * lane->pool->depth};
+    r->flights = calloc(r->count, sizeof *r->flights);
+    r->free = calloc(r->count, sizeof *r->free);
+    r->landed = calloc(r->count, sizeof *r->landed);
+    r->ring.fd = -1;
+    if (!r->flights || !r->free || !r->landed) return ENOMEM;
+    for (uint32_t i = 0; i < r->count; i++) r->free[r->free_count++] = (uint32_t)r->count - 1 - i;
+    return ring_open(&r->ring, (unsigned)lane->pool->depth + 1);
+}
+
+/* The thread of one lane. Its ring is opened here, because only the thread that opens it may use it. */
+static void *serve_ring(void *argument) {
+    Lane *lane = argument;
+    Pool *pool = lane->pool;
+    Rings r;
+    int unable = open_rings(&r, lane);
+    pthread_mutex_lock(&pool->lock);
+    pool->rings += !unable;
+    pool->unready--;
+    pthread_cond_broadcast(&pool->ready);
+    if (!unable) watch_wake(&r);
+    while (!unable) {
+        begin_more(&r);
+        if (pool->stopping && r.free_count == r.count) break;
+        lane->sleeping = !r.landed_count && has_room(&r);
+        pthread_mutex_unlock(&pool->lock);
+        enter(&r, !r.landed_count);
+        if (r.landed_count)
+            finish_one(&r);
+        else
+            pthread_mutex_lock(&pool->lock);
+        lane->sleeping = 0;
+    }
+    pthread_mutex_unlock(&pool->lock);
+    ring_close(&r.ring);
+    for (size_t i = 0; r.flights && i < r.count; i++)
+        if (r.flights[i].made) free_scratch(&r.flights[i].scratch);
+    free(r.flights), free(r.free), free(r.landed);
+    return NULL;
+}
+
+#endif
+#endif

@@ -1,0 +1,216 @@
+"""Lanes with io_uring: what they have under way, what they leave alone, and a kernel that forbids them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from store_pages import aligned, content, key, lanes, open_at, put, read, segments
+
+from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.format import BLOCK
+from sgl_kvtier.store.native_lanes import NATIVE, ring_lanes
+
+if not NATIVE:
+    pytest.skip("the native lanes are not built here", allow_module_level=True)
+
+NBYTES = 64 << 10
+
+
+def open_rings(path: Path, **settings: object) -> DiskStore:
+    store = open_at(path, **({"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20} | lanes("io_uring") | settings))
+    assert store.io == "io_uring"
+    return store
+
+
+def test_more_pages_than_fit_the_rings_come_back_whole_and_in_any_order_asked_for(tmp_path: Path) -> None:
+    store = open_rings(tmp_path, io_threads=1)
+    pages = {key(i): content(i, 4096) for i in range(1000)}
+    put(store, pages)
+    for seed in range(3):
+        names = list(pages)
+        random.Random(seed).shuffle(names)
+        assert read(store, dict.fromkeys(names, 4096)) == [(ReadOutcome.OK, pages[name]) for name in names]
+    store.close()
+
+
+def test_pages_not_begun_are_cancelled_and_their_memory_is_left_alone(tmp_path: Path) -> None:
+    store = open_rings(tmp_path, io_threads=1)
+    pages = {key(i): content(i, NBYTES) for i in range(600)}
+    put(store, pages)
+    names = list(pages)
+    random.Random(1).shuffle(names)  # not neighbours, so that each page is a read of its own
+    into = [aligned(NBYTES) for _ in names]
+    for _ in range(100):
+        for buffer in into:
+            buffer[:] = b"\xa5" * NBYTES
+        job = store.read([PageRead(name, [buffer]) for name, buffer in zip(names, into, strict=True)])
+        job.cancel()
+        left = [i for i, outcome in enumerate(job.outcomes) if outcome is ReadOutcome.CANCELLED]
+        if left:  # a machine may be slow enough to read all 600 before the next line of this test runs
+            break
+    assert left
+    for i in left:
+        into[i][:] = b"\x5a" * NBYTES
+    assert job.wait(60) and job.in_flight == 0
+    for i, outcome in enumerate(job.outcomes):
+        assert outcome in (ReadOutcome.OK, ReadOutcome.CANCELLED)
+        assert into[i] == (pages[names[i]] if outcome is ReadOutcome.OK else b"\x5a" * NBYTES)
+    # What was begun was begun in the order given.
+    begun = [i for i, outcome in enumerate(job.outcomes) if outcome is ReadOutcome.OK]
+    assert begun == list(range(len(begun)))
+    store.close()
+
+
+def test_a_job_that_is_dropped_ends_before_its_memory_does(tmp_path: Path) -> None:
+    store = open_rings(tmp_path)
+    pages = {key(i): content(i, NBYTES) for i in range(300)}
+    put(store, pages)
+    for _ in range(20):
+        job = store.read([PageRead(name, [aligned(NBYTES)]) for name in pages])
+        job.cancel()
+        del job
+    assert read(store, dict.fromkeys(pages, NBYTES)) == [(ReadOutcome.OK, data) for data in pages.values()]
+    store.close()
+
+
+def test_urgent_reads_go_before_the_rest_of_a_long_job(tmp_path: Path) -> None:
+    store = open_rings(tmp_path, io_threads=1)
+    pages = {key(i): content(i, NBYTES) for i in range(600)}
+    put(store, pages)
+    names = list(pages)
+    random.Random(2).shuffle(names)
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def note(what: str) -> None:
+        with lock:
+            order.append(what)
+
+    long = store.read([PageRead(n, [aligned(NBYTES)]) for n in names], priority=5, on_page=lambda i, _: note("long"))
+    urgent = store.read([PageRead(names[0], [aligned(NBYTES)])], priority=0)
+    assert urgent.wait(60) and urgent.outcomes == [ReadOutcome.OK]
+    assert long.wait(60) and long.outcomes == [ReadOutcome.OK] * 600
+    assert len(order) == 600
+    store.close()
+
+
+def test_writes_go_on_beside_reads_without_end_and_reads_beside_writes(tmp_path: Path) -> None:
+    store = open_rings(tmp_path, io_threads=2)
+    pages = {key(i): content(i, 4096) for i in range(512)}
+    put(store, pages)
+    stop = threading.Event()
+    bad: list[object] = []
+
+    def readers() -> None:
+        names = list(pages)
+        while not stop.is_set():
+            random.shuffle(names)
+            if {outcome for outcome, _ in read(store, dict.fromkeys(names, 4096))} != {ReadOutcome.OK}:
+                bad.append("read")
+
+    threads = [threading.Thread(target=readers) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for i in range(20):
+            fresh = [PageWrite(key((i, k)), [memoryview(content((i, k), 4096))]) for k in range(32)]
+            assert store.put(fresh) == [PutOutcome.STORED] * 32
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert bad == []
+    store.close()
+
+
+def test_truncated_and_damaged_pages_are_found_among_good_ones(tmp_path: Path) -> None:
+    store = open_rings(tmp_path, capacity_bytes=8 << 20, segment_bytes=1 << 20)
+    pages = {key(i): content(i, 5000) for i in range(60)}
+    put(store, pages)
+    (path,) = segments(store)[:1]
+    data = bytearray(path.read_bytes())
+    for slot in (3, 30):
+        data[BLOCK + slot * 3 * BLOCK + BLOCK + 77] ^= 4
+    path.write_bytes(data[: BLOCK + 50 * 3 * BLOCK + 100])
+    outcomes = [outcome for outcome, _ in read(store, dict.fromkeys(pages, 5000))]
+    assert {i for i, o in enumerate(outcomes) if o is ReadOutcome.CORRUPT} == {3, 30, *range(50, 60)}
+    assert {o for i, o in enumerate(outcomes) if i not in (3, 30) and i < 50} == {ReadOutcome.OK}
+    store.close()
+
+
+def test_memory_the_device_cannot_write_to_is_read_by_way_of_a_copy(tmp_path: Path) -> None:
+    store = open_rings(tmp_path)
+    pages = {key(i): content(i, 10_000) for i in range(40)}
+    put(store, pages)
+    whole = [aligned(10_001) for _ in pages]
+    job = store.read([PageRead(k, [b[1:5000], b[5000:]]) for k, b in zip(pages, whole, strict=True)])
+    assert job.wait(60) and job.outcomes == [ReadOutcome.OK] * 40
+    assert [bytes(b[1:]) for b in whole] == list(pages.values())
+    store.close()
+
+
+def test_which_lanes_are_chosen() -> None:
+    lanes("io_uring")
+    assert ring_lanes("threads", direct=True, threads=8) == 0
+    assert ring_lanes("auto", direct=False, threads=8) == 0
+    assert ring_lanes("io_uring", direct=False, threads=8) == ring_lanes("auto", direct=True, threads=8) > 0
+    assert ring_lanes("auto", direct=True, threads=1) == 1
+
+
+_FORBIDDEN = r"""
+import ctypes, os, struct, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+from store_pages import content, key, open_at, put, read
+from sgl_kvtier.store.base import ReadOutcome
+call, when, error = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+
+def forbid():
+    def op(code, jt, jf, k): return struct.pack("HBBI", code, jt, jf, k)
+    program = b"".join([op(0x20, 0, 0, 0), op(0x15, 0, 1, call), op(0x06, 0, 0, 0x00050000 | error), op(0x06, 0, 0, 0x7FFF0000)])
+    class Filter(ctypes.Structure):
+        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0):
+        sys.exit(77)
+    # SECCOMP_SET_MODE_FILTER for every thread of this process.
+    if libc.syscall(317, 1, 1, ctypes.byref(Filter(4, program))):
+        sys.exit(77)
+
+if when == "before":
+    forbid()
+store = open_at(Path(sys.argv[2]), io=sys.argv[6], capacity_bytes=64 << 20)
+pages = {key(i): content(i, 20_000) for i in range(200)}
+put(store, pages)
+lengths = dict.fromkeys(pages, 20_000)
+wanted = [(ReadOutcome.OK, data) for data in pages.values()]
+if when == "after":
+    assert store.io == "io_uring"
+    assert read(store, lengths) == wanted
+    forbid()
+else:
+    assert store.io == "threads", store.io
+for _ in range(5):
+    assert read(store, lengths) == wanted
+store.close()
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers")
+@pytest.mark.parametrize("setting", ["auto", "io_uring"])
+@pytest.mark.parametrize("error", [1, 38], ids=["EPERM", "ENOSYS"])
+@pytest.mark.parametrize(("call", "when"), [(425, "before"), (426, "before"), (426, "after")])
+def test_a_kernel_that_forbids_rings_gets_threads(tmp_path: Path, call: int, when: str, error: int, setting: str) -> None:
+    lanes("io_uring")
+    command = [sys.executable, "-c", _FORBIDDEN, str(Path(__file__).parent), str(tmp_path), str(call), when, str(error), setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77:
+        pytest.skip("this process may not install a seccomp filter")
+    assert done.returncode == 0, done.stderr
