@@ -85,6 +85,8 @@ class Restoration:
     """The sources again, by link."""
     meet: int = -1
     """Where its ends were to meet when last looked for."""
+    copied: int = 0
+    """Pages below this one are not computed but copied from DRAM, since that is sooner; but for those that fail to come."""
 
     def __post_init__(self) -> None:
         self.unread = {LINK_OF[tier]: None for _, tier in self.sources}
@@ -98,6 +100,14 @@ class Restoration:
             return False
         del self.unread[link]
         return True
+
+    def behind_copies(self, front: int, bandwidth: Bandwidth, engine: EngineShape) -> tuple[int, float]:
+        """The first page from `front` on that is not copied from DRAM anyway, and the seconds until those are there."""
+        if front >= self.copied:
+            return front, 0.0
+        runs = self.pointer.unlanded_runs(front)
+        pages = sum(min(stop, self.copied) - start for start, stop in runs if start < self.copied)
+        return self.copied, bandwidth.seconds(Link.DRAM_TO_HBM, pages * engine.page_bytes)
 
     def remaining_span(self, start: int | None = None) -> Span:
         """From the front, or from a page the front is about to step to, to the end."""
@@ -158,11 +168,19 @@ class Forecast:
         """Loading all that is open."""
         return self.load_seconds(item.link_pages(item.remaining_span()))
 
-    def both(self, item: Restoration, start: int | None = None, recall: bool = False) -> Split:
-        """The best meeting page, with the front at page `start` (where it is). `recall` also counts pages in flight as
-        open, as if their loads could be taken back."""
-        front = item.pointer.front if start is None else start
-        return best_split(self._pace, self._compute_at_s, item.pointer, item.by_link, front, item.in_flight if recall else None)
+    def both(self, item: Restoration) -> Split:
+        """The best meeting page."""
+        front, copied_s = item.behind_copies(item.pointer.front, self._bandwidth, self._engine)
+        return best_split(self._pace, self._compute_at_s + copied_s, item.pointer, item.by_link, front)
+
+    def copies_first(self, item: Restoration) -> int:
+        """Where the pages end that lie in DRAM at the front and are copied sooner than computed; its start otherwise."""
+        source, tier = item.sources[0] if item.sources else (Span(0, 0), Tier.SSD)
+        start = item.pointer.front
+        if tier is not Tier.DRAM or source.start != start:
+            return start
+        copied_s = self._bandwidth.seconds(Link.DRAM_TO_HBM, len(source) * self._engine.page_bytes)
+        return source.stop if copied_s < self.compute_seconds(start, len(source)) - self._compute_at_s else start
 
 
 def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> tuple[Mode, str]:

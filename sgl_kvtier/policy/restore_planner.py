@@ -115,7 +115,9 @@ class RestorePlanner:
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
         """Why this is not worth being offered to an engine that can load by itself, or None. Changes nothing."""
         item = _item(offer, self._order)
-        return leave(self._forecast(view, self._ahead_s(view, item)), item, self._config, self._knows(offer))
+        forecast = self._forecast(view, self._ahead_s(view, item))
+        self._copy_first(item, forecast)
+        return leave(forecast, item, self._config, self._knows(offer))
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings from now on. Restorations under way go on in the mode they were given."""
@@ -215,6 +217,7 @@ class RestorePlanner:
             self._order += 1
             item = _item(offer, self._order)
             forecast = self._forecast(view, self._ahead_s(view, item))
+            self._copy_first(item, forecast)
             item.mode, reason = choose_mode(forecast, item, self._config, self._knows(offer))
             if item.mode is not Mode.COMPUTE and not item.pointer.met:
                 self._items[offer.rid] = item
@@ -223,6 +226,12 @@ class RestorePlanner:
             starts.append(RestoreStart(offer.rid, item.mode, reason))
         self._offers = []
         return tuple(starts)
+
+    def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
+        """A prefix that begins in DRAM and goes on below it is computed only behind what is copied from DRAM; one that lies
+        in DRAM as a whole may have both ends."""
+        if self._rule.balanced_chunks and len(item.sources) > 1:
+            item.copied = forecast.copies_first(item)
 
     def _knows(self, offer: RestoreOffered) -> bool:
         """Whether what an answer depends on was measured, here or in an earlier run."""
@@ -242,6 +251,8 @@ class RestorePlanner:
             pace = self._pace = Pace(
                 engine.page_tokens, engine.page_bytes, engine.chunk_tokens, self._cost.cost, self.bandwidth, backlogs
             )
+        front, copied_s = item.behind_copies(front, self.bandwidth, self._engine)
+        compute_at_s += copied_s
         if recall:
             return best_split(pace, compute_at_s, item.pointer, item.by_link, front, item.in_flight)
         split = best_split(pace, compute_at_s, item.pointer, item.by_link, front, None, item.meet)
@@ -297,6 +308,9 @@ class RestorePlanner:
             return Compute(item.rid, run, None), []
         barrier = (item.pointer.barrier(run.stop) - run.stop) * page
         split = self._splits[item.rid] = self._meeting(item, view, max(0.0, self._busy_until - view.now), run.stop)
+        if run.stop < item.copied:
+            lost = self._within_budget(item, view, item.pointer.lost_run(run.stop) * page)
+            return Compute(item.rid, run, min(lost, self._engine.chunk_tokens // page * page)), []
         if split.meet == item.pointer.units and barrier == (item.pointer.units - run.stop) * page and not self._yields(view):
             # Nothing loads and nothing will: the engine's own chunks, which take the suffix along, are the best.
             return Compute(item.rid, run, None), []
@@ -360,8 +374,8 @@ class RestorePlanner:
             if room.get(Tier.HBM, 1) <= 0 or not any(map(self._readers.__getitem__, open_links)):
                 break
             if not open_links.keys().isdisjoint(item.unread):
-                floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
-                self._load_from(item, view.now, floor, horizon_s, room, loads)
+                lowest, floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
+                self._load_from(item, view.now, lowest, floor, horizon_s, room, loads)
                 ahead_s = max(ahead_s, split.seconds) + self._suffix_s(item)
                 open_links = dict.fromkeys(link for link in open_links if not self._full(link, view.now, horizon_s))
         return tuple(loads)
@@ -377,16 +391,17 @@ class RestorePlanner:
             return self.links.transfers(link) >= _PROBES
         return self.links.backlog_seconds(link, now) >= horizon_s
 
-    def _floor(self, item: Restoration, view: StepView, proposed: int | None, ahead_s: float) -> tuple[int, Split]:
-        """The lowest page to load: what compute is predicted to reach first is not loaded. And where the two meet."""
+    def _floor(self, item: Restoration, view: StepView, proposed: int | None, ahead_s: float) -> tuple[int, int, Split]:
+        """The lowest page that may be loaded; the lowest that should be: what compute is predicted to reach first is not
+        loaded, but for copies from DRAM that it waits for; and where the two meet."""
         split = self._splits.get(item.rid) or self._meeting(item, view, ahead_s, item.pointer.front)
         lowest = item.pointer.front if proposed is None else proposed
         if not self._rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < self._config.min_chunk_tokens:
-            return lowest, split
-        return max(lowest, split.meet), split
+            return lowest, lowest, split
+        return lowest, max(lowest, split.meet), split
 
     def _load_from(
-        self, item: Restoration, now: float, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]
+        self, item: Restoration, now: float, lowest: int, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]
     ) -> None:
         """Adds loads of this request, from its end down to the floor, until its links have enough to do."""
         group = max(1, self._config.load_tokens // self._engine.page_tokens)
@@ -398,7 +413,7 @@ class RestorePlanner:
             pages = 0
             while most := links.wanted(link, now, horizon_s, group, _PROBES):
                 most = min(most, hbm, dram) if staged else min(most, hbm)
-                span = take_back(most, source, floor)
+                span = take_back(most, source, floor if source.start >= item.copied else lowest)
                 count = span.stop - span.start
                 if not count:
                     break

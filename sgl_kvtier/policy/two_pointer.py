@@ -77,6 +77,11 @@ class TwoPointer:
         """The same from a unit on."""
         return self._state.count(_LOST, start)
 
+    def lost_run(self, start: int) -> int:
+        """How many units failed to load in a row from a unit on."""
+        ahead = self._state[start:]
+        return len(ahead) - len(ahead.lstrip(_LOST))
+
     @property
     def computed(self) -> int:
         """Units the front has computed."""

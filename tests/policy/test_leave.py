@@ -4,7 +4,7 @@ import pytest
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import RestoreOffered, StepView
+from sgl_kvtier.policy.messages import Mode, PagesLost, RestoreOffered, StepView, TransferDone
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -77,3 +77,40 @@ def test_asking_changes_nothing():
         plans.append(one.step(VIEW))
     assert plans[0] == plans[1]
     assert plans[0].loads
+
+
+def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> KVTierPlanner:
+    """A planner with the offer of a prefix of which 64 pages lie in host memory and 192 behind them in storage."""
+    one = planner(ssd=rate(4096, ssd_ratio), dram=rate(4096, dram_ratio))
+    assert one.left_to_engine(offer(dram=64, ssd=192), VIEW) is None
+    one.observe(offer(dram=64, ssd=192))
+    return one
+
+
+def test_pages_in_host_memory_before_others_in_storage_are_copied_and_computing_begins_behind_them():
+    one = two_tiers()
+    plan = one.step(VIEW)
+    assert plan.starts[0].mode is Mode.BOTH
+    assert sum(len(load.span) for load in plan.loads if load.source is Tier.DRAM) == 64
+    assert plan.computes == ()
+    for load in plan.loads:
+        if load.source is Tier.DRAM:
+            one.observe(TransferDone("a", load.link, load.span, len(load.span) * ENGINE.page_bytes, 1e-4, 0.01))
+    (compute,) = one.step(StepView(0.01, ("a",), prefill_tokens=512)).computes
+    assert compute.splice == Span(0, 64)
+    assert compute.tokens
+
+
+def test_of_pages_in_host_memory_only_those_that_are_lost_are_computed():
+    one = two_tiers()
+    loads = [load for load in one.step(VIEW).loads if load.source is Tier.DRAM]
+    lowest = min(loads, key=lambda load: load.span.start).span
+    one.observe(PagesLost("a", Span(lowest.start, lowest.start + 2), "failed", 0.01))
+    (compute,) = one.step(StepView(0.01, ("a",), prefill_tokens=512)).computes
+    assert (compute.splice, compute.tokens) == (Span(0, 0), 2 * ENGINE.page_tokens)
+
+
+def test_pages_in_host_memory_that_are_slower_to_copy_than_to_compute_are_computed():
+    one = two_tiers(dram_ratio=1 / 8)
+    (compute,) = one.step(VIEW).computes
+    assert (compute.splice, bool(compute.tokens)) == (Span(0, 0), True)
