@@ -103,6 +103,7 @@ class FaultConfig:
     corrupt_rate: float = setting(0.0, "share of stored pages with one flipped bit", low=0, high=1)
     stall_ms: float = setting(0.0, "time added to one read in a hundred", low=0, high=600_000)
     seed: int = setting(0, "which reads and writes fail", low=0)
+    rank: int = setting(-1, "only on this tensor-parallel rank, so that ranks differ; -1: on all", low=-1)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class KVTierStorage(HiCacheStorage):
         ranks = c.tp_size * c.pp_size * c.attn_cp_size * max(1, parallel.num_dp_ranks)
         rank = identity.rank_name(c, parallel.dp_rank)
         try:
-            self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config)
+            self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank)
         except StoreError as error:
             again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
             raise type(error)(f"{error}. {again}") from error
@@ -342,9 +342,10 @@ class KVTierStorage(HiCacheStorage):
         return self._write(keys, [[_bytes(page)] for page in pages], name)
 
 
-def _in_front(store: PageStore, config: KVTierConfig) -> PageStore:
-    """The store behind the faults and the slower device that the settings ask for, if they do."""
-    if config.faults != FaultConfig(seed=config.faults.seed):
+def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
+    """The store behind the faults and the slower device that the settings ask for, if they do, on this rank."""
+    faulty = config.faults != FaultConfig(seed=config.faults.seed, rank=config.faults.rank)
+    if faulty and config.faults.rank in (-1, tp_rank):
         logger.warning("kvtier: faults are injected on purpose: %s", config.faults)
         store = Faulty(store, config.faults)
     if config.throttle != ThrottleConfig():
