@@ -136,7 +136,9 @@ class PolicyConfig:
         0.005, "and at least so many seconds of it: what taking part of a prefix apart costs by itself", low=0, high=60
     )
     min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
-    load_tokens: int = setting(128, "tokens per load: the unit that is in flight, lands or fails", low=1, high=65536)
+    load_tokens: int = setting(
+        128, "most tokens per load, the unit that is in flight, lands or fails; fewer on a link that takes over 20 ms for them", low=1, high=65536
+    )
     load_horizon_s: float = setting(
         0.3, "loads handed out ahead of the device, in seconds of its bandwidth", low=0.001, high=60
     )

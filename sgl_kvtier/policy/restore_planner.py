@@ -44,6 +44,8 @@ from sgl_kvtier.types import Link, Span, Tier
 
 _STEP_COVER = 1.5
 """Loads handed out cover this many times the predicted time until the next step, so that no device waits for a plan."""
+_LOAD_S = 0.02
+"""A load takes no longer than this on its link, but for one page: the front may have to wait for all of the last one."""
 _PROBES = 2
 """Transfers handed out on a link that was never measured."""
 _UNBOUNDED = 1 << 40
@@ -348,8 +350,7 @@ class RestorePlanner:
             return []
         meet = self._meeting(item, view, max(0.0, self._busy_until - view.now), front, recall=True).meet
         run = item.pointer.last_loading()
-        group = max(1, self._config.load_tokens // self._engine.page_tokens)
-        if run.start != reach or meet - reach < group:
+        if run.start != reach or meet - reach < max(1, self._config.load_tokens // self._engine.page_tokens):
             return []
         item.cancelled = min(meet, run.stop)
         return [Cancel(item.rid, Span(run.start, item.cancelled))]
@@ -404,13 +405,12 @@ class RestorePlanner:
         self, item: Restoration, now: float, lowest: int, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]
     ) -> None:
         """Adds loads of this request, from its end down to the floor, until its links have enough to do."""
-        group = max(1, self._config.load_tokens // self._engine.page_tokens)
         links, rid, take_back = self.links, item.rid, item.pointer.take_back
         hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
         for source, tier in reversed(item.sources):
             link = LINK_OF[tier]
             staged = self._engine.staged and tier > Tier.DRAM
-            pages = 0
+            pages, group = 0, self._group(link)
             while most := links.wanted(link, now, horizon_s, group, _PROBES):
                 most = min(most, hbm, dram) if staged else min(most, hbm)
                 span = take_back(most, source, floor if source.start >= item.copied else lowest)
@@ -430,6 +430,13 @@ class RestorePlanner:
         room[Tier.HBM], room[Tier.DRAM] = hbm, dram
         for link in [link for link in list(item.unread) if item.read_out(link)]:
             self._readers[link] -= 1
+
+    def _group(self, link: Link) -> int:
+        """Pages per load: as many as are asked for, fewer on a slow link."""
+        most = max(1, self._config.load_tokens // self._engine.page_tokens)
+        if not self.bandwidth.known(link):
+            return most
+        return max(1, min(most, int(self.bandwidth.bytes_per_second(link) * _LOAD_S / self._engine.page_bytes)))
 
     def _unstuck(self, compute: Compute, view: StepView) -> Compute:
         """Waiting makes sense only while something of the request is under way; otherwise the front goes on."""

@@ -53,6 +53,13 @@ def test_loads_go_from_the_back_to_the_front():
     assert all(later.stop == earlier.start for earlier, later in zip(out.loads, out.loads[1:], strict=False))
 
 
+@pytest.mark.parametrize(("ratio", "pages"), [(1 / 8, 1), (2, 6), (8, 8)])
+def test_a_load_is_as_long_as_asked_for_or_what_its_link_does_in_20_ms(ratio, pages):
+    rate = balance(4096) * ratio
+    out = restore(4096, rate, profile=profile_of(COST, rate))
+    assert max(len(span) for span in out.loads) == pages
+
+
 def test_a_link_that_slows_down_moves_the_meeting_point():
     rate = balance(8192)
     steady = restore(8192, rate, profile=profile_of(COST, rate))
