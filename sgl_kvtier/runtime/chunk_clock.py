@@ -41,13 +41,15 @@ class _Timed:
         self.chunks = chunks
         self.started = time.monotonic()
         self.events: tuple[Any, Any] | None = None
+        self.noted = False
         self.stream: Any = None
 
 
 class ChunkClock:
     """Notes chunks as they start and end."""
 
-    def __init__(self, note: Callable[[Chunk], None]) -> None:
+    def __init__(self, note: Callable[[Chunk, bool], bool]) -> None:
+        """`note` takes a chunk and, at its end, whether its launch was noted; it returns whether it notes this one."""
         self._note = note
         self._under_way: dict[int, _Timed] = {}
 
@@ -65,7 +67,7 @@ class ChunkClock:
             timed.events[0].record(stream)
             timed.stream = stream
         for rid, span, shared in chunks:
-            self._note(Chunk(rid, span, shared, timed.started))
+            timed.noted = self._note(Chunk(rid, span, shared, timed.started), False) or timed.noted
         return timed
 
     def launched(self, timed: _Timed, batch: Any) -> None:
@@ -84,4 +86,4 @@ class ChunkClock:
 
     def _end(self, timed: _Timed, now: float, seconds: float) -> None:
         for rid, span, shared in timed.chunks:
-            self._note(Chunk(rid, span, shared, now, seconds))
+            self._note(Chunk(rid, span, shared, now, seconds), timed.noted)

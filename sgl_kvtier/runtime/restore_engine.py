@@ -71,6 +71,8 @@ class RestoreEngine:
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
         self._loads_begun = 0
+        self.ending = False
+        """A restoration has ended since the planner was last told."""
 
     # --- what SGLang asks -------------------------------------------------------------------------------------------
 
@@ -380,6 +382,7 @@ class RestoreEngine:
     def _close(self, r: Restoration, how: str) -> None:
         """Ends a restoration: what landed and is not spliced is freed, what is under way when it has ended."""
         del self.restorations[r.rid]
+        self.ending = True
         self.computes.pop(r.rid, None)
         r.closed = True
         r.owner.clear()

@@ -52,12 +52,17 @@ class RestoreTick:
         # Pipeline stages with fewer layers may have room for more tokens.
         self._host_tokens = agreement.least(engine.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size)
 
-    def note_chunk(self, chunk: Chunk) -> None:
-        """A prefill was launched, or has ended."""
-        if self.agreement.alone or self.engine.busy:
-            self.engine.facts.append(chunk)
+    def note_chunk(self, chunk: Chunk, follows: bool = False) -> bool:
+        """A prefill was launched, or has ended; `follows` where its launch was noted. Returns whether it is told to the planner:
+        several ranks have to agree on what they tell, so only while something is restored. What ended a restoration in this
+        step may be the very chunk that is launched now."""
+        engine = self.engine
+        told = self.agreement.alone or engine.busy or engine.ending or follows
+        if told:
+            engine.facts.append(chunk)
         if self.ahead is not None:
             self.ahead.note_chunk(chunk)
+        return told
 
     def leave(self, offer: RestoreOffered) -> str | None:
         """The planner's word on whether a prefix is better left to SGLang, at this moment or, with several ranks, at the last
@@ -82,8 +87,7 @@ class RestoreTick:
             return
         engine.slots.free()
         engine.look_for_offers()
-        if not engine.busy and not self.agreement.alone:
-            engine.facts.clear()
+        if not engine.busy and not engine.facts and not self.agreement.alone:
             return
         try:
             self._step(scheduler)
@@ -145,6 +149,7 @@ class RestoreTick:
         """Agrees on what happened, tells the planner, and returns the agreed time."""
         engine = self.engine
         facts, engine.facts = engine.facts, []
+        engine.ending = False
         local, ends = self.agreement.local(engine.loads)
         chunks = [(c.at, c.seconds or 0.0) for c in facts if isinstance(c, Chunk)]
         clock = [now, *ends, *(t for chunk in chunks for t in chunk)]

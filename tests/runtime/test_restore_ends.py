@@ -8,9 +8,20 @@ from typing import Any
 import torch
 
 from sgl_kvtier.policy import messages
-from sgl_kvtier.policy.messages import Mode, PagesLost, RequestFinished, TransferDone
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    ChunkStarted,
+    Mode,
+    PagesLost,
+    RequestFinished,
+    StepPlan,
+    TransferDone,
+)
+from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.restoration import LANDED, OPEN, Load, Restoration
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore_tick import RestoreTick
 from sgl_kvtier.types import Link, Span, Tier
 
 PAGE, PAGES = 16, 64
@@ -145,3 +156,49 @@ def test_transfers_are_timed_by_the_agreed_clock_alone():
         one.mark(offset, LANDED, 123.0)
     engine.settle([bytes(one.local)], [10.5])
     assert [fact.seconds for fact in engine.facts if isinstance(fact, TransferDone)] == [0.5]
+
+
+class TwoRanks:
+    """A tree whose reductions give back what they are given: both ranks hold the same."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree, self.reductions = tree, 0
+
+    def _all_reduce(self, data: torch.Tensor, op: Any) -> None:
+        self.reductions += 1
+
+    def _all_reduce_attn_groups(self, data: torch.Tensor, op: Any) -> None:
+        pass
+
+
+def tick_of_two_ranks() -> tuple[RestoreTick, Restoration, list[Any], TwoRanks]:
+    """One of two ranks, with one restoration of eight pages that computes its front; and what its planner was told."""
+    engine, r, _ = engine_with()
+    pool = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=1024)))
+    engine.tree.cache_controller.mem_pool_host.anchor_entry = pool.anchor_entry
+    told: list[Any] = []
+    planner = SimpleNamespace(observe=told.append, step=lambda view: StepPlan())
+    ranks = TwoRanks(engine.tree)
+    return RestoreTick(engine, planner, Agreement(ranks, 2, first=True), 256), r, told, ranks  # type: ignore[arg-type]
+
+
+def test_the_chunk_by_which_the_last_restoration_ends_is_told_on_several_ranks_too():
+    tick, r, told, ranks = tick_of_two_ranks()
+    engine = tick.engine
+    engine.admitted(r, None, 8 * PAGE)
+    assert not engine.busy
+    started = tick.note_chunk(Chunk("r", Span(0, 8 * PAGE), 0, 1.0))
+    tick.note_chunk(Chunk("r", Span(0, 8 * PAGE), 0, 1.1, 0.1), started)
+    tick.run(SimpleNamespace())
+    assert [type(fact) for fact in told] == [ChunkStarted, ChunkDone]
+    assert not tick.note_chunk(Chunk("another", Span(0, 64), 0, 2.0))
+    tick.run(SimpleNamespace())
+    assert len(told) == 2 and ranks.reductions == 1
+
+
+def test_the_end_of_the_last_restoration_is_told_on_several_ranks_too():
+    tick, r, told, _ = tick_of_two_ranks()
+    tick.engine.abandon(r, "aborted")
+    assert not tick.engine.busy
+    tick.run(SimpleNamespace())
+    assert [(type(fact), fact.rid) for fact in told] == [(RequestFinished, "r")]
