@@ -207,7 +207,7 @@ class Comparison:
         """Two equal requests with a flush between: what a server does once at its first is not measured, and a storage
         tier has to show that it gives back what it took."""
         setup = self._options.setup
-        room = (setup.device_tokens or 8192) - _WARM_UP_TOKENS - setup.page_size
+        room = min(setup.device_tokens or 8192, setup.context_tokens or 8192) - _WARM_UP_TOKENS - setup.page_size
         length = min(2 * setup.chunk_tokens, room)
         ids = random.Random(setup.seed).choices(range(BYTES), k=length)
         for attempt in ("first", "second"):

@@ -38,6 +38,8 @@ class Arm(FakeServer):
         self.stores = arm in ("hicache-file", "kvtier")
         self.stored: set[tuple[int, ...]] = set()
         self.written = 0
+        flag = "--context-length"
+        self.context = int(sys.argv[sys.argv.index(flag) + 1]) if flag in sys.argv else 1 << 30
 
     def answer(self, input_ids: list[int], count: int) -> list[int]:
         ids = super().answer(input_ids, count)
@@ -49,6 +51,7 @@ class Arm(FakeServer):
             print("the end is near", flush=True)
             os._exit(7)
         self.storage_tokens = 16 if self.stores and head in self.stored else 0
+        self.fail_when = lambda ids: "refuse" if len(ids) >= self.context else None
         self.stored.add(head)
         self.written += 32
         return await super().generate(request)
