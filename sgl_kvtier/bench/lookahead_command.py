@@ -36,6 +36,8 @@ _CPU = LoadOptions(sessions=8, turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=8)
 _GPU = LoadOptions(sessions=16, turns=40, divisor=1)
 _SHARE = 4 << 30
+_START_S = 900.0
+"""A trial is long, so a machine that is busy with other things is waited for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +116,7 @@ def _cells(
                 folder=folder / f"{oversubscription:g}x-{gap_s:g}s",
                 rounds=rounds,
                 together=False,
+                start_timeout_s=_START_S,
                 beside=_watching(setup.page_size),
                 first_round=len(cells) * rounds + 1,
             )
