@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.base import PageRead, PageWrite
-from sgl_kvtier.store.slots import words
+from sgl_kvtier.store.slots import Rows, words
 
 _native: Any
 try:
@@ -28,30 +28,33 @@ class Columns:
     parts: NDArray[np.uint32]
     buffers: list[Any]
     pools: list[str]
+    pool: str | None
+    """The pool of all pages; None when they are not all of one."""
 
-    @property
-    def pool(self) -> str | None:
-        """The pool of all pages; None when they are not all of one."""
-        first = self.pools[0] if self.pools else None
-        return first if self.pools.count(first or "") == len(self.pools) else None
+    def buffers_of(self, pages: Rows) -> list[Any]:
+        """The buffers of some pages, in the order given."""
+        ends = np.cumsum(self.parts).tolist()
+        return [part for i in pages.tolist() for part in self.buffers[ends[i] - int(self.parts[i]) : ends[i]]]
 
 
 def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
     """Raises ValueError for keys that are not 32 bytes and TypeError or BufferError for what is not contiguous memory."""
-    pools = [page[2] for page in pages]
     if _native is not None:
-        keys, parts, lengths, buffers = _native.columns(pages)
+        keys, parts, lengths, buffers, pool = _native.columns(pages)
         return Columns(
             np.frombuffer(keys, "<u8").reshape(-1, 4),
             np.frombuffer(lengths, np.int64),
             np.frombuffer(parts, np.uint32),
             buffers,
-            pools,
+            [page[2] for page in pages] if pool is None else [pool] * len(pages),
+            pool,
         )
+    pools = [page[2] for page in pages]
     return Columns(
         words([page.key for page in pages]),
         np.array([sum(part.nbytes for part in page[1]) for page in pages], np.int64),
         np.array([len(page[1]) for page in pages], np.uint32),
         [part for page in pages for part in page[1]],
         pools,
+        pools[0] if pools and pools.count(pools[0]) == len(pools) else None,
     )

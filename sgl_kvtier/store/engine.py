@@ -273,6 +273,12 @@ class DiskStore:
     def _settle(self, located: Located, ended: Ended) -> Ended:
         """Settles pages that were read or will not be: drops the damaged, unpins, counts."""
         core = self._core
+        # Counted, not put in a set: an enum's hash is Python code.
+        if ended and [outcome for _, outcome in ended].count(ReadOutcome.OK) == len(ended):
+            whole = len(ended) == len(located.rows)
+            which = slice(None) if whole else np.array([i for i, _ in ended], np.int64)
+            self._settle_good(located.rows[which], located.lengths[which])
+            return ended
         good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
         corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT} if len(good) < len(ended) else set()
         failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED] if len(good) < len(ended) else []
@@ -293,6 +299,16 @@ class DiskStore:
                     name = _COUNTED[outcome]
                     setattr(core.counters, name, getattr(core.counters, name) + 1)
         return ended
+
+    def _settle_good(self, rows: Rows, lengths: NDArray[np.uint32]) -> None:
+        core = self._core
+        nbytes = int(lengths.sum())
+        with core.lock:
+            self._room.release(core.table.unpin(rows))
+            if core.closing:
+                core.lock.notify_all()
+            core.counters.pages_read += len(rows)
+            core.counters.bytes_read += nbytes
 
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
         """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows stay pinned."""

@@ -127,14 +127,15 @@ def heads_of(
 ) -> np.ndarray:
     """The fields of many slots' headers, as `SlotHead.fields` makes one."""
     # Repeated bytes rather than a column of text at a time: numpy lets go of Python's lock for each of those.
+    pools = np.asarray(pools, f"S{POOL_BYTES}")
     alike = bytes(pools[0]) if len(pools) else b""
     one = SlotHead(identity, bytes(KEY_BYTES), alike.decode(), 0, 0, 0, 0).fields()
     heads = np.frombuffer(bytearray(one * len(keys)), HEAD)
     as_words = heads.view("<u8").reshape(-1, HEAD.itemsize // 8)
     first = HEAD.fields["key"][1] // 8  # type: ignore[index]
-    for word in range(KEY_BYTES // 8):
+    for word in range(KEY_BYTES // 8):  # one column at a time: numpy keeps the lock for fewer than 500 items
         as_words[:, first + word] = keys[:, word]
-    if any(pool != alike for pool in list(pools)):
+    if pools.tobytes() != alike.ljust(POOL_BYTES, b"\0") * len(keys):
         heads["pool"] = pools
     heads["sequence"] = sequences
     heads["length"] = lengths

@@ -25,6 +25,14 @@ INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
 """What the log may take per slot: two records, and one in the new log while it replaces the old one."""
 
 
+class Frame:
+    """Records as the log will have them, so that they can be packed before they are true."""
+
+    def __init__(self, records: np.ndarray) -> None:
+        self.count = len(records)
+        self.data = pack_frame(records)
+
+
 class IndexLog:
     """The log of one rank's folder. Any thread; its own lock is held while it writes, which is never waited for by reads.
 
@@ -92,9 +100,11 @@ class IndexLog:
 
     def append(self, records: np.ndarray) -> bool:
         """Adds records after those written before."""
-        if not len(records):
-            return True
-        data = pack_frame(records)
+        return self.append_frame(Frame(records)) if len(records) else True
+
+    def append_frame(self, frame: Frame) -> bool:
+        """The same for records that were packed already."""
+        data = frame.data
         with self._lock:
             if self._fd < 0:
                 return False
@@ -105,7 +115,7 @@ class IndexLog:
                 return False
             self._end += len(data)
             self.bytes_written += len(data)
-            self._records += len(records)
+            self._records += frame.count
             return True
 
     def worth_rewriting(self, live: int) -> bool:

@@ -10,9 +10,10 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
 from sgl_kvtier.store.columns import Columns
@@ -47,8 +48,14 @@ class Lanes(Protocol):
     ) -> ReadJob:
         """Begins reading and returns at once. After `close` every page is CANCELLED."""
 
-    def write(self, located: Located, data: Sequence[Sequence[memoryview]], failed: Callable[[OSError], None]) -> Rows:
-        """Writes pages given in the order of their slots; returns which were. `failed` is told of each error."""
+    def write(
+        self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
+        meanwhile: Callable[[], None],
+    ) -> Rows:
+        """Writes pages given in the order of their slots, `parts[i]` buffers each; returns which were, in that order.
+
+        `failed` is told of each error. `meanwhile` is called once, while the first pages are being written where lanes can.
+        """  # fmt: skip
 
     def close(self) -> None:
         """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
@@ -111,7 +118,13 @@ class ThreadLanes:
                 self._watch_changed.notify()
         return job
 
-    def write(self, located: Located, data: Sequence[Sequence[memoryview]], failed: Callable[[OSError], None]) -> Rows:
+    def write(
+        self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
+        meanwhile: Callable[[], None],
+    ) -> Rows:  # fmt: skip
+        meanwhile()
+        flat = iter([memoryview(part).cast("B") for part in buffers])
+        data = [list(itertools.islice(flat, count)) for count in parts.tolist()]
         with self._changed:
             mover = self._movers.pop() if self._movers else self._new_mover()
         written: list[int] = []
@@ -120,8 +133,7 @@ class ThreadLanes:
                 if self._queue:
                     self._idle.wait_for(lambda: not self._queue, _GIVE_WAY_S)
             try:
-                parts: list[Sequence[memoryview]] = [[memoryview(part).cast("B") for part in data[i]] for i in run]
-                mover.write(located.segment_of(run[0]), [located.head(i) for i in run], parts)
+                mover.write(located.segment_of(run[0]), [located.head(i) for i in run], [data[i] for i in run])
             except OSError as error:
                 failed(error)
                 continue

@@ -11,10 +11,11 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.columns import Columns
@@ -36,15 +37,17 @@ NATIVE = _native is not None and HEAD.itemsize == _native.HEAD_BYTES
 """Whether the extension module is there and speaks this version's format."""
 
 _READ_RUN_BYTES = 1 << 20
-_OUTCOMES = {
-    2: ReadOutcome.OK,
-    3: ReadOutcome.MISS,
-    4: ReadOutcome.CORRUPT,
-    5: ReadOutcome.FAILED,
-    6: ReadOutcome.LATE,
-    7: ReadOutcome.CANCELLED,
-}
-_WRITTEN = 2
+_OUTCOMES = (
+    None,
+    None,
+    ReadOutcome.OK,
+    ReadOutcome.MISS,
+    ReadOutcome.CORRUPT,
+    ReadOutcome.FAILED,
+    ReadOutcome.LATE,
+    ReadOutcome.CANCELLED,
+)
+"""By the codes of native/runs.h."""
 _SWEEP_S = 0.25
 """How long a job that nobody asks about may keep its slots pinned after it has ended."""
 _DEADLINE_POLL_S = 0.01
@@ -141,7 +144,7 @@ class NativeReadJob:
     def settle_ended(self) -> bool:
         """Settles what ended since the last call; True when nothing is left. For the lanes' own thread."""
         with self._settling:
-            ended = [(index, _OUTCOMES[code]) for index, code in self._job.take()]
+            ended: Ended = self._job.take(_OUTCOMES)
             if ended:
                 ended = self._settle(self.located, ended)
             if self.on_page is None:
@@ -156,7 +159,7 @@ class NativeReadJob:
     def _record(self, ended: Ended) -> None:
         for index, outcome in ended:
             self._outcomes[index] = outcome
-        self._fresh.extend(ended)
+        self._fresh += ended
         self._unsettled -= len(ended)
         if self._unsettled == 0:
             self._settled.notify_all()
@@ -223,15 +226,18 @@ class NativeLanes:
             self._settle_all()
         return job
 
-    def write(self, located: Located, data: Sequence[Sequence[memoryview]], failed: Callable[[OSError], None]) -> Rows:
-        job = self._pool.submit(
-            True, False, 0, 0.0, *_places(located), located.lengths, located.heads(),
-            np.array([len(parts) for parts in data], np.uint32), [part for parts in data for part in parts],
-        )  # fmt: skip
-        job.wait(-1.0)
+    def write(
+        self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
+        meanwhile: Callable[[], None],
+    ) -> Rows:  # fmt: skip
+        job = self._pool.submit(True, False, 0, 0.0, *_places(located), located.lengths, located.heads(), parts, buffers)
+        try:
+            meanwhile()
+        finally:
+            job.wait(-1.0)  # also then: slots and memory are the device's until it is done
         if job.error:
             failed(OSError(job.error, "writing pages"))
-        return np.sort(np.array([index for index, code in job.take() if code == _WRITTEN], np.int64))
+        return np.frombuffer(job.good(), np.int64)
 
     def close(self) -> None:
         with self._lock:
@@ -265,7 +271,7 @@ def _places(located: Located) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = len(located.rows)
     if len(located.segments) == 1 and (located.rows != EMPTY).all():
         (segment,) = located.segments.values()
-        offsets = (BLOCK + located.slots * segment.slot_bytes).astype(np.uint64)
+        offsets = (BLOCK + located.slots * segment.slot_bytes).view(np.uint64)
         return np.full(count, segment.fd, np.int32), np.full(count, segment.slot_bytes, np.uint32), offsets
     fds = np.full(count, -1, np.int32)
     sizes = np.zeros(count, np.uint32)

@@ -106,6 +106,10 @@ class Room:
         bases = np.array([segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64)
         return rows - bases, numbers, segments
 
+    def has_free(self, slot_bytes: int, count: int) -> bool:
+        """Locked. Whether `take` would find so many slots without evicting anything."""
+        return len(self._free[slot_bytes]) >= count
+
     def take(self, slot_bytes: int, count: int) -> Rows:
         """Locked. Up to `count` free rows, evicting the pages used longest ago where needed; neighbours stay together."""
         free = self._free[slot_bytes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,8 @@ from sgl_kvtier.store.admission import admission_of
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 from sgl_kvtier.store.columns import Columns, columns_of
 from sgl_kvtier.store.core import Core
-from sgl_kvtier.store.format import BLOCK, MAX_PAYLOAD, POOL_BYTES, PUT, RECORD, SlotHead
+from sgl_kvtier.store.format import BLOCK, MAX_PAYLOAD, POOL_BYTES, PUT, RECORD, SlotHead, slot_bytes
+from sgl_kvtier.store.index_log import Frame
 from sgl_kvtier.store.lanes import Lanes
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.room import Room
@@ -44,6 +45,11 @@ class _New:
     indexes: Rows
     located: Located
 
+    @property
+    def in_order(self) -> bool:
+        """All pages of the batch, in its order."""
+        return bool((self.indexes == np.arange(len(self.indexes))).all())
+
 
 class Writer:
     """The write path of one open store. Any number of threads."""
@@ -58,6 +64,11 @@ class Writer:
         """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
         columns = columns_of(pages)
         batch = _Batch(pages, columns, pool_names(columns), [PutOutcome.REFUSED] * len(pages))
+        alike = self._claim_alike(batch)
+        if alike is not None:
+            self._write_all(alike, batch)
+            self._count_refused(batch.outcomes)
+            return batch.outcomes
         fitting = np.flatnonzero((columns.lengths > 0) & (columns.lengths <= MAX_PAYLOAD))
         fitting = self._worth_it(batch, fitting)
         claimed: list[_New] = []
@@ -79,6 +90,24 @@ class Writer:
         self._await_others(others, batch.outcomes)
         self._count_refused(batch.outcomes)
         return batch.outcomes
+
+    def _claim_alike(self, batch: _Batch) -> _New | None:
+        """Slots for all pages at once in the ordinary case: new pages of one size and pool, and slots that are free.
+
+        None in every other case, with nothing claimed.
+        """
+        lengths = batch.columns.lengths
+        length = int(lengths[0]) if len(lengths) else 0
+        alike = 0 < length <= MAX_PAYLOAD and bool((lengths == length).all()) and len({page[0] for page in batch.pages}) == len(lengths)
+        if not alike or batch.columns.pool is None or self._admission is not None:
+            return None
+        size = slot_bytes(length)
+        with self._core.lock:
+            if self._core.closing or not self._room.has_free(size, len(lengths)):
+                return None
+            if (find_pages(self._core, batch.columns) != EMPTY).any():
+                return None
+            return self._claim_slots(batch, np.arange(len(lengths)), size)
 
     def _worth_it(self, batch: _Batch, indexes: Rows) -> Rows:
         """The pages that are there already or that the admission filter lets in."""
@@ -132,37 +161,50 @@ class Writer:
         new: list[_New] = []
         needed = batch.slot_bytes[indexes]
         for size in dict.fromkeys(needed.tolist()):
-            mine = indexes[needed == size]
-            rows = self._room.take(size, len(mine))
-            mine = mine[: len(rows)]
-            if not len(mine):
-                continue
-            first = core.next_sequence(len(mine))
-            columns = batch.columns
-            keys, lengths = columns.keys[mine], columns.lengths[mine]
-            sequences = np.arange(first, first + len(mine), dtype=np.uint64)
-            ids = {name: core.table.pool_id(name) for name in dict.fromkeys(columns.pools)}
-            core.table.enter(rows, keys, np.array([ids[columns.pools[i]] for i in mine.tolist()]), lengths, sequences)
-            where = self._room.slots_of(rows, core.table.segment[rows], np.ones(len(rows), bool))
-            names = batch.names[mine]
-            located = Located(core.identity, rows, keys, names, sequences, lengths.astype(np.uint32), *where)
-            new.append(_New(mine, located))
+            some = self._claim_slots(batch, indexes[needed == size], size)
+            if len(some.indexes):
+                new.append(some)
         return new
+
+    def _claim_slots(self, batch: _Batch, indexes: Rows, size: int) -> _New:
+        """Locked. Slots of one size, for as many of the pages as there are slots."""
+        core, columns = self._core, batch.columns
+        rows = self._room.take(size, len(indexes))
+        whole = len(rows) == len(columns.lengths)
+        mine = indexes[: len(rows)]
+        keys, lengths, names = columns.keys, columns.lengths, batch.names
+        if not whole:
+            keys, lengths, names = keys[mine], lengths[mine], names[mine]
+        first = core.next_sequence(len(mine))
+        sequences = np.arange(first, first + len(mine), dtype=np.uint64)
+        if columns.pool is not None:
+            pools = np.full(len(mine), core.table.pool_id(columns.pool))
+        else:
+            pools = np.array([core.table.pool_id(columns.pools[i]) for i in mine.tolist()], np.int64)
+        core.table.enter(rows, keys, pools, lengths, sequences)
+        where = self._room.slots_of(rows, core.table.segment[rows], np.ones(len(rows), bool))
+        return _New(mine, Located(core.identity, rows, keys, names, sequences, lengths.astype(np.uint32), *where))
 
     def _write_all(self, new: _New, batch: _Batch) -> None:
         written = new.indexes[:0]
+        frames: list[Frame] = []
         try:
-            written = self._write(new.located, [batch.pages[i].data for i in new.indexes.tolist()])
+            # What the log will say is made while the device is busy, and said only of pages that were written.
+            written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
         finally:
-            self._publish(new, written, batch)
+            self._publish(new, written, batch, frames)
 
-    def _write(self, located: Located, data: list[Sequence[memoryview]]) -> Rows:
+    def _write(self, new: _New, batch: _Batch, meanwhile: Callable[[], None]) -> Rows:
         """Which of the pages are on disk."""
-        core = self._core
+        core, columns = self._core, batch.columns
         started = core.env.now()
-        for segment in located.segments.values():
+        for segment in new.located.segments.values():
             segment.dirty = True
-        written = self._lanes.write(located, data, lambda error: core.complaints.about("writing pages", error))
+        parts, buffers = columns.parts, columns.buffers
+        if len(new.indexes) < len(parts) or not new.in_order:
+            parts, buffers = parts[new.indexes], columns.buffers_of(new.indexes)
+        failed = lambda error: core.complaints.about("writing pages", error)  # noqa: E731
+        written = self._lanes.write(new.located, parts, buffers, failed, meanwhile)
         if core.config.durable and len(written):
             try:
                 self._room.sync()
@@ -173,25 +215,27 @@ class Writer:
         core.counters.write_busy_s += core.env.now() - started
         return written
 
-    def _publish(self, new: _New, written: Rows, batch: _Batch) -> None:
+    def _publish(self, new: _New, written: Rows, batch: _Batch, frames: list[Frame]) -> None:
         core = self._core
-        good = new.located if len(written) == len(new.indexes) else new.located.at(written)
+        whole = len(written) == len(new.indexes)
+        good = new.located if whole else new.located.at(written)
         if len(written):
             # Before they become readable, and so evictable: the log's order on a slot is the order of its pages.
-            core.log.append(good.records(PUT))
+            core.log.append_frame(frames[0] if whole and frames else Frame(good.records(PUT)))
             if core.config.durable:
                 try:
                     core.log.sync()
                 except OSError as error:
                     core.complaints.about("syncing the index", error)
-        indexes = new.indexes[written]
+        indexes = new.indexes if whole else new.indexes[written]
+        nbytes, padded_bytes = int(good.lengths.sum()), int((BLOCK + -(-good.lengths.astype(np.int64) // BLOCK) * BLOCK).sum())
         with core.lock:
             core.table.publish(good.rows)
-            if len(written) < len(new.indexes):
+            if not whole:
                 self._room.release(core.table.drop(np.setdiff1d(new.located.rows, good.rows)))
             core.counters.pages_written += len(written)
-            core.counters.bytes_written += int(batch.columns.lengths[indexes].sum())
-            core.counters.bytes_written_to_device += int(batch.slot_bytes[indexes].sum())
+            core.counters.bytes_written += nbytes
+            core.counters.bytes_written_to_device += padded_bytes
             core.lock.notify_all()
         for i in indexes.tolist():
             batch.outcomes[i] = PutOutcome.STORED
@@ -224,6 +268,8 @@ def _upwards(claimed: list[_New]) -> _New:
     indexes = np.concatenate([new.indexes for new in claimed])
     located = Located.join([new.located for new in claimed])
     order = np.argsort(located.rows)
+    if (order[1:] > order[:-1]).all():
+        return _New(indexes, located)
     return _New(indexes[order], located.at(order))
 
 

@@ -268,10 +268,13 @@ static void job_dealloc(JobObject *self) {
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *job_take(JobObject *self, PyObject *Py_UNUSED(ignored)) {
+/* take(outcomes): `outcomes` is a tuple of what the codes of the enum mean. */
+static PyObject *job_take(JobObject *self, PyObject *outcomes) {
     Job *job = &self->job;
     Pool *pool = &self->owner->pool;
     size_t from, to;
+    if (!PyTuple_Check(outcomes) || PyTuple_GET_SIZE(outcomes) <= CANCELLED)
+        return PyErr_Format(PyExc_TypeError, "take() takes a tuple with an entry per outcome");
     pthread_mutex_lock(&pool->lock);
     expire(pool, job);
     from = self->taken;
@@ -280,11 +283,28 @@ static PyObject *job_take(JobObject *self, PyObject *Py_UNUSED(ignored)) {
     /* What lies before `to` in `ended` does not change any more. */
     PyObject *list = PyList_New((Py_ssize_t)(to - from));
     for (size_t i = from; list && i < to; i++) {
-        PyObject *pair = Py_BuildValue("(Ii)", job->ended[i], job->state[job->ended[i]]);
+        PyObject *index = PyLong_FromUnsignedLong(job->ended[i]);
+        PyObject *pair = index ? PyTuple_Pack(2, index, PyTuple_GET_ITEM(outcomes, job->state[job->ended[i]])) : NULL;
+        Py_XDECREF(index);
         if (!pair) Py_CLEAR(list);
         else PyList_SET_ITEM(list, (Py_ssize_t)(i - from), pair);
     }
     return list;
+}
+
+/* The indexes of the pages that ended well, as bytes of int64 in their order. */
+static PyObject *job_good(JobObject *self, PyObject *Py_UNUSED(ignored)) {
+    Job *job = &self->job;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(job->n * sizeof(int64_t)));
+    if (!bytes) return NULL;
+    int64_t *index = (int64_t *)PyBytes_AS_STRING(bytes);
+    Py_ssize_t count = 0;
+    pthread_mutex_lock(&self->owner->pool.lock);
+    for (size_t i = 0; i < job->n; i++)
+        if (job->state[i] == OK) index[count++] = (int64_t)i;
+    pthread_mutex_unlock(&self->owner->pool.lock);
+    _PyBytes_Resize(&bytes, count * (Py_ssize_t)sizeof(int64_t));
+    return bytes;
 }
 
 static PyObject *job_wait(JobObject *self, PyObject *args) {
@@ -409,7 +429,20 @@ static int take_page(PyObject *page, uint8_t *key, uint32_t *parts, int64_t *len
     return 0;
 }
 
-/* columns(pages) -> (keys, parts, lengths, buffers): pages are tuples that begin with (key, buffers, pool). */
+/* The pool of all pages, or None. Pages were looked at before: they are tuples of three or more. */
+static PyObject *common_pool(PyObject *pages) {
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(pages);
+    PyObject *first = n ? PyTuple_GET_ITEM(PySequence_Fast_GET_ITEM(pages, 0), 2) : Py_None;
+    for (Py_ssize_t i = 1; i < n; i++) {
+        int same = PyObject_RichCompareBool(first, PyTuple_GET_ITEM(PySequence_Fast_GET_ITEM(pages, i), 2), Py_EQ);
+        if (same < 0) return NULL;
+        if (!same) return Py_NewRef(Py_None);
+    }
+    return Py_NewRef(first);
+}
+
+/* columns(pages) -> (keys, parts, lengths, buffers, pool): pages are tuples that begin with (key, buffers, pool). `pool` is None
+ * unless all have the same. */
 static PyObject *columns(PyObject *Py_UNUSED(module), PyObject *pages) {
     PyObject *list = PySequence_Fast(pages, "pages are a sequence");
     if (!list) return NULL;
@@ -420,8 +453,9 @@ static PyObject *columns(PyObject *Py_UNUSED(module), PyObject *pages) {
     for (Py_ssize_t i = 0; good && i < n; i++)
         good = !take_page(PySequence_Fast_GET_ITEM(list, i), (uint8_t *)PyBytes_AS_STRING(keys) + 32 * i,
                           (uint32_t *)PyBytes_AS_STRING(parts) + i, (int64_t *)PyBytes_AS_STRING(lengths) + i, buffers);
-    if (good) result = PyTuple_Pack(4, keys, parts, lengths, buffers);
-    Py_XDECREF(keys), Py_XDECREF(parts), Py_XDECREF(lengths), Py_XDECREF(buffers);
+    PyObject *pool = good ? common_pool(list) : NULL;
+    if (pool) result = PyTuple_Pack(5, keys, parts, lengths, buffers, pool);
+    Py_XDECREF(pool), Py_XDECREF(keys), Py_XDECREF(parts), Py_XDECREF(lengths), Py_XDECREF(buffers);
     Py_DECREF(list);
     return result;
 }
@@ -438,7 +472,8 @@ static PyGetSetDef pool_fields[] = {{"rings", (getter)pool_rings, NULL, "lanes t
                                     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMethodDef job_methods[] = {
-    {"take", (PyCFunction)job_take, METH_NOARGS, "(index, outcome code) of pages that ended since the last call"},
+    {"take", (PyCFunction)job_take, METH_O, "take(outcomes): (index, outcomes[code]) of pages that ended since the last call"},
+    {"good", (PyCFunction)job_good, METH_NOARGS, "indexes of the pages that ended well, as int64"},
     {"wait", (PyCFunction)job_wait, METH_VARARGS, "wait(seconds): until all ended; negative: no limit"},
     {"cancel", (PyCFunction)job_cancel, METH_NOARGS, "pages not begun end now"},
     {NULL, NULL, 0, NULL}};
