@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvtier.errors import BenchError
 from sgl_kvtier.store.torture import command
 from sgl_kvtier.store.torture.command import PARTS, QUICK, bad, torture
 from sgl_kvtier.store.torture.kills import POINTS
 
 DONE = {
     "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
-    "points": lambda r: sorted(r["points"]) == sorted(" ".join(p) for p in POINTS),
+    "points": lambda r: r["points"] == dict.fromkeys(map(" ".join, POINTS), QUICK.per_point),
     "sweep": lambda r: r["io_faults"] > 100 and r["io_calls"] > 200,
     "power": lambda r: r["power_loss_states"] == QUICK.power_states and r["synced"] > 100,
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
@@ -28,6 +29,15 @@ def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
     result = torture(str(tmp_path), QUICK, seed=3, parts=(part,))
     assert bad(result) == 0, {name: value for name, value in result.items() if value}
     assert DONE[part](result)
+
+
+def test_some_points_can_be_chosen_and_go_as_they_do_among_all(tmp_path: Path) -> None:
+    chosen = command.chosen_points("pwritev within, open after")
+    assert chosen == (("open", "after"), ("pwritev", "within"))
+    result = torture(str(tmp_path), QUICK, seed=3, parts=("points",), points=chosen)
+    assert bad(result) == 0 and result["points"] == {"open after": 1, "pwritev within": 1}
+    with pytest.raises(BenchError, match="no such point: 'pwritev sometimes'"):
+        command.chosen_points("pwritev sometimes")
 
 
 def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class Amounts:
 
 FULL = Amounts(1000, 100, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20)
 QUICK = Amounts(25, 1, 61, 100, 2_000, 20_000, 8_000, 3)
+Points = tuple[tuple[str, str], ...]
 PARTS = ("kills", "points", "sweep", "power", "damage", "crowd", "stall")
 
 
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench torture`."""
     parser.add_argument("--quick", action="store_true", help="a short run of everything, about half a minute")
     parser.add_argument("--only", choices=PARTS, action="append", help="only this kind; repeatable")
+    parser.add_argument(
+        "--points", metavar="NAMES", help='of the kind "points" only these, as "pwritev before,rename after"; all: see the result'
+    )
     parser.add_argument("--seed", type=int, default=1, help="another seed, other accidents (default 1)")
     parser.add_argument("--dir", metavar="DIR", help="where to work (default: a new folder in the system's temporary one)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
@@ -65,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Tortures; 1 when anything was wrong. Raises KVTierError."""
     if args.json is not None:
         check_target(args.json)
+    points = chosen_points(args.points)
     try:
         root = tempfile.mkdtemp(prefix="kvtier-torture-", dir=args.dir)
     except OSError as error:
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
     try:
-        result = torture(root, QUICK if args.quick else FULL, args.seed, tuple(args.only or PARTS))
+        result = torture(root, QUICK if args.quick else FULL, args.seed, tuple(args.only or PARTS), points)
     finally:
         logger.setLevel(level)
         shutil.rmtree(root, ignore_errors=True)
@@ -91,9 +96,19 @@ def bad(result: dict[str, Any]) -> int:
     return sum(int(result[name]) for name in names)
 
 
-def torture(root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
+def chosen_points(names: str | None) -> Points:
+    """Points by name, in their own order: each has its own seed, whichever are chosen. Raises BenchError for no point's name."""
+    known = {" ".join(point): point for point in POINTS}
+    wanted = [name.strip() for name in names.split(",")] if names is not None else list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise BenchError(f"no such point: {', '.join(map(repr, unknown))}. There are {', '.join(known)}")
+    return tuple(point for name, point in known.items() if name in wanted)
+
+
+def torture(root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS, points: Points = POINTS) -> dict[str, Any]:
     """Runs the parts below `root` and returns the counts, zero for parts left out."""
-    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {"seed": seed, "points": {}, "damage_by_kind": {}}
+    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {"seed": seed, "points": dict.fromkeys(map(" ".join, points), 0), "damage_by_kind": {}}
     for part in parts:
         folder = os.path.join(root, part)
         os.mkdir(folder)
@@ -114,8 +129,10 @@ def _kills(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
 
 
 def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("kills at system calls", amounts.per_point * len(POINTS), "kills") as shown:
+    with progress("kills at system calls", amounts.per_point * len(result["points"]), "kills") as shown:
         for number, point in enumerate(POINTS):
+            if " ".join(point) not in result["points"]:
+                continue
             killing = Killing(os.path.join(root, str(number)), seed + number)
             tries = 0
             while killing.kills < amounts.per_point and tries < 20 * amounts.per_point + 20:
