@@ -46,6 +46,8 @@ _STEP_COVER = 1.5
 """Loads handed out cover this many times the predicted time until the next step, so that no device waits for a plan."""
 _LOAD_S = 0.02
 """A load takes no longer than this on its link, but for one page: the front may have to wait for all of the last one."""
+_LOOK_AGAIN = 16
+"""Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
 _PROBES = 2
 """Transfers handed out on a link that was never measured."""
 _UNBOUNDED = 1 << 40
@@ -85,6 +87,8 @@ class RestorePlanner:
         self._pace: Pace | None = None
         """What is known of costs and links in this step, until loads are handed out."""
         self._order = 0
+        self._computed = 0
+        """Offers answered by computing, because links are slow."""
         self._busy_until = 0.0
         self._running: list[tuple[str, int]] = []
         self._observers: dict[type, Callable[[Any], None]] = {
@@ -221,6 +225,10 @@ class RestorePlanner:
             forecast = self._forecast(view, self._ahead_s(view, item))
             self._copy_first(item, forecast)
             item.mode, reason = choose_mode(forecast, item, self._config, self._knows(offer))
+            if reason == "computing is faster":
+                self._computed += 1
+                if self._computed % _LOOK_AGAIN == 0:
+                    item.mode, reason = Mode.BOTH, "to measure"
             if item.mode is not Mode.COMPUTE and not item.pointer.met:
                 self._items[offer.rid] = item
                 for link in item.unread:

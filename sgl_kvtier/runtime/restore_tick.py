@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from sgl_kvtier.policy.messages import Mode, Planner, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import Mode, Planner, RestoreOffered, StepView, TransferDone
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
-from sgl_kvtier.types import Tier
+from sgl_kvtier.types import Link, Span, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ _CLIP = 4096
 """SGLang's own bound on the output reserved per running request (CLIP_MAX_NEW_TOKENS)."""
 _PATIENCE = 4
 """So many steps in a row nothing may happen at all."""
+_LATER = 0.0
+"""The time in facts noted before a step's time is agreed on."""
 _STARVED_S = 5.0
 """So long a request that is only loaded may wait without a load under way."""
 
@@ -83,6 +85,7 @@ class RestoreTick:
         engine.computes = {}
         if self.ahead is not None:
             self.ahead.look(scheduler)
+        self._note_reads()
         if not engine.busy and not engine.facts and (self.ahead is None or not self.ahead.due(scheduler)):
             return
         engine.slots.free()
@@ -97,6 +100,17 @@ class RestoreTick:
             engine.counters.planner_failures += 1
             engine.facts.clear()
             engine.abandon_all("planner failed")
+
+    def _note_reads(self) -> None:
+        """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:
+        otherwise a disk that has become slower would never be noticed while all is left to SGLang. Clocks of several ranks
+        differ, so only one that is alone does."""
+        backend = self.engine.tree.cache_controller.storage_backend
+        reads = getattr(getattr(backend, "_backend", backend), "own_reads", None)
+        while reads:
+            nbytes, seconds = reads.popleft()
+            if self.agreement.alone and not self.engine.loads:
+                self.engine.facts.append(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER))
 
     def _step(self, scheduler: Any) -> None:
         engine = self.engine

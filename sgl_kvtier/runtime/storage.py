@@ -66,6 +66,8 @@ class KVTierStorage(HiCacheStorage):
         self._pool_tags: dict[str, str] = {}
         self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
+        self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
+        """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where it has nothing to load."""
         self._metrics: StoreMetrics | None = None
         if storage_config.is_mla_model and storage_config.tp_size > 1:
             # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its own here, so each writes.
@@ -290,6 +292,8 @@ class KVTierStorage(HiCacheStorage):
         job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
         read = [outcome is ReadOutcome.OK for outcome in job.outcomes]
         self._note(self._read_batches, parts, read, started)
+        if all(read):
+            self.own_reads.append((sum(p.nbytes for page in parts for p in page), time.perf_counter() - started))
         return read
 
     def _write(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:

@@ -1,10 +1,19 @@
 """What is not worth a restoration is left to an engine that can load by itself."""
 
+from dataclasses import replace
+
 import pytest
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import Mode, PagesLost, RestoreOffered, StepView, TransferDone
+from sgl_kvtier.policy.messages import (
+    Mode,
+    PagesLost,
+    RequestFinished,
+    RestoreOffered,
+    StepView,
+    TransferDone,
+)
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -114,3 +123,23 @@ def test_pages_in_host_memory_that_are_slower_to_copy_than_to_compute_are_comput
     one = two_tiers(dram_ratio=1 / 8)
     (compute,) = one.step(VIEW).computes
     assert (compute.splice, bool(compute.tokens)) == (Span(0, 0), True)
+
+
+def test_a_link_taken_for_slow_is_measured_again_now_and_then():
+    one = planner(ssd=rate(4096, 1 / 500))
+    modes = []
+    for number in range(33):
+        asked = replace(offer(ssd=256), rid=f"r{number}")
+        one.observe(asked)
+        modes += [start.mode for start in one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).starts]
+        one.observe(RequestFinished(asked.rid, 0.0))
+    assert modes.count(Mode.BOTH) == 2
+    assert modes.count(Mode.COMPUTE) == 31
+
+
+def test_what_the_engine_reads_by_itself_is_learned_from():
+    one = planner(ssd=rate(4096, 500))
+    assert one.left_to_engine(offer(ssd=256), VIEW) == "loading is faster"
+    for _ in range(3):
+        one.observe(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0))
+    assert one.left_to_engine(offer(ssd=256), VIEW) is None
