@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
     parser.add_argument("--minutes", type=float, metavar="M", help="end after so long")
     parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch (default all)")
+    parser.add_argument("--fault-rank", type=int, choices=range(64), metavar="N", help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)")
     parser.add_argument("--kill-every", type=positive, default=400, metavar="N", help="requests between two kills (default %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=8, metavar="N", help="sessions at a time (default %(default)s)")
     parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="a request that takes longer hangs (default %(default)s)")
@@ -158,7 +159,7 @@ def _fuzz(
 ) -> None:
     place = folder / "fuzzed"
     shutil.rmtree(place / "storage", ignore_errors=True)
-    server = FuzzServer(OURS, setup, place, log, _sections(chaos))
+    server = FuzzServer(OURS, setup, place, log, _sections(chaos, args.fault_rank))
     no_limit = args.requests is None and args.restored is None and args.minutes is None
     options = FuzzOptions(
         run=f"{args.seed}-{args.overlap}-{len(log.attempts)}",
@@ -184,10 +185,11 @@ def _fuzz(
         server.stop()
 
 
-def _sections(chaos: Chaos) -> dict[str, dict[str, Any]]:
+def _sections(chaos: Chaos, rank: int | None) -> dict[str, dict[str, Any]]:
+    faults = chaos.faults() | ({} if rank is None else {"rank": rank})
     # A stall of 0.4 s is past a deadline of 0.1 s.
     policy = {"restore": "both", "min_restore_tokens": 32, "load_deadline_s": 0.1, "load_tokens": 32}
-    return {"policy": policy, "throttle": {"read_gbps": 1.0}, "faults": chaos.faults()}
+    return {"policy": policy, "throttle": {"read_gbps": 1.0}, "faults": faults}
 
 
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:

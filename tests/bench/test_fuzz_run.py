@@ -59,9 +59,10 @@ def test_what_a_server_must_not_do_is_counted(tmp_path: Path, task: str, name: s
 def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     log = ["--log", str(tmp_path / "log.jsonl"), "--chaos", "none"]
     _, first = fuzz(tmp_path, "--requests", "10", *log)
-    _, second = fuzz(tmp_path, "--requests", "12", "--overlap", "off", *log)
+    _, second = fuzz(tmp_path, "--requests", "12", "--overlap", "off", "--fault-rank", "1", *log)
     assert second["counts"]["requests"] == first["counts"]["requests"] + 12
     assert "--disable-overlap-schedule" in second["settings"]["extra"]
+    assert json.loads((tmp_path / "work" / "fuzzed" / "storage.json").read_text())["faults"]["rank"] == 1
 
 
 def test_a_run_ends_after_so_many_restored_requests(tmp_path: Path) -> None:
