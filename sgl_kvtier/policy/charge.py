@@ -22,6 +22,8 @@ class LinkTime:
         self.page_s = page_bytes / bandwidth.bytes_per_second(source) * factor
         self.latency_s = max(0.0, bandwidth.seconds(source, page_bytes) * factor - self.page_s)
         self.end_s = 0.0
+        self.closed = False
+        """Somebody waits for what comes over it: nothing more is to be asked of it in this step."""
 
     def seconds(self, pages: int) -> float:
         """Eq. 2 on an idle link."""
@@ -29,6 +31,8 @@ class LinkTime:
 
     def fit(self, until_s: float) -> int:
         """Pages that could come behind the others until then."""
+        if self.closed:
+            return 0
         return max(0, int((until_s - self.end_s - self.latency_s) / self.page_s + 1e-9)) if until_s < math.inf else 1 << 30
 
     def charge(self, pages: int) -> None:
@@ -39,10 +43,11 @@ class LinkTime:
 class Room:
     """Pages of a tier that may be claimed: the empty ones first, then those that give way, farthest next use first.
 
-    Lazy: asks the map for as many classes of victims as are needed. Nothing may be regrouped meanwhile.
+    `coming` pages are on their way there and may not have taken their places yet: they come first, and somebody may have to
+    leave for them still. Lazy: asks the map for as many classes of victims as are needed. Nothing may be regrouped meanwhile.
     """
 
-    def __init__(self, tier_map: TierMap, tier: Tier, free: int, empty: int | None = None) -> None:
+    def __init__(self, tier_map: TierMap, tier: Tier, free: int, empty: int | None = None, coming: int = 0) -> None:
         self._map = tier_map
         self._tier = tier
         self._left = max(0, free)
@@ -51,19 +56,19 @@ class Room:
         self._classes = tier_map.classes(tier)
         self._next: tuple[int, float, int] | None = None
         self._drawn: list[int] = []
+        self._drawn_pages = 0
         self.claimed = 0
+        if coming:
+            self.claimed = self.take(coming, -math.inf)
 
     def take(self, pages: int, needed_at: float) -> int:
         """Sets aside up to `pages`, displacing only what is needed later than `needed_at`; returns how many."""
         pages = min(pages, self._left)
         while self._have < pages:
-            if self._next is None:
-                self._next = next(self._classes, None)
-            if self._next is None or self._next[1] <= needed_at:
+            more = self._draw(needed_at)
+            if not more:
                 break
-            self._drawn.append(self._next[0])
-            self._have += self._next[2]
-            self._next = None
+            self._have += more
         granted = max(0, min(pages, self._have))
         self._have -= granted
         self._left -= granted
@@ -76,4 +81,20 @@ class Room:
     def victims(self) -> tuple[PageKey, ...]:
         """Who has to leave for what is filled in this step."""
         missing = self.claimed - self.empty
-        return self._map.victims_of(self._tier, self._drawn, missing) if missing > 0 else ()
+        if missing <= 0:
+            return ()
+        while self._drawn_pages < missing and self._draw():
+            pass
+        return self._map.victims_of(self._tier, self._drawn, missing)
+
+    def _draw(self, needed_at: float = -math.inf) -> int:
+        """Takes in the next class, unless it is needed too soon; returns its pages."""
+        if self._next is None:
+            self._next = next(self._classes, None)
+        if self._next is None or self._next[1] <= needed_at:
+            return 0
+        name, _, pages = self._next
+        self._drawn.append(name)
+        self._drawn_pages += pages
+        self._next = None
+        return pages

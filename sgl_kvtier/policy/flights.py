@@ -10,6 +10,7 @@ from sgl_kvtier.types import Link, PageKey, Tier
 
 @dataclass(slots=True)
 class _Move:
+    owner: str
     target: Tier
     links: tuple[Link, ...]
     pages: dict[PageKey, None]
@@ -24,6 +25,7 @@ class Flights:
         self._moves: dict[int, _Move] = {}
         self._serial = 0
         self._pages: dict[Link, int] = {}
+        self._coming = {Tier.HBM: 0, Tier.DRAM: 0, Tier.SSD: 0, Tier.REMOTE: 0}
         self._since: dict[Link, float] = {}
 
     def __len__(self) -> int:
@@ -36,9 +38,21 @@ class Flights:
         """Pages that have yet to come over a link."""
         return self._pages.get(link, 0)
 
-    def begin(self, keys: Sequence[PageKey], target: Tier, links: tuple[Link, ...], now: float, late_at: float) -> None:
-        """A move was handed out; from `late_at` on it counts as failed."""
-        move = _Move(target, links, dict.fromkeys(keys), late_at)
+    def coming(self, tier: Tier) -> int:
+        """Pages on their way to a tier."""
+        return self._coming[tier]
+
+    def owners(self, keys: Sequence[PageKey], target: Tier) -> tuple[str, ...]:
+        """For whose sake those of these pages are moved that are on their way to a tier."""
+        moves = (self._of.get(key) for key in keys)
+        return tuple(dict.fromkeys(move.owner for move in moves if move is not None and move.target is target))
+
+    def begin(
+        self, keys: Sequence[PageKey], target: Tier, links: tuple[Link, ...], now: float, late_at: float, owner: str = ""
+    ) -> None:
+        """A move was handed out for an owner's sake; from `late_at` on it counts as failed."""
+        move = _Move(owner, target, links, dict.fromkeys(keys), late_at)
+        self._coming[target] += len(keys)
         self._serial += 1
         self._moves[self._serial] = move
         for key in keys:
@@ -58,6 +72,7 @@ class Flights:
                 continue
             del self._of[key], move.pages[key]
             count += 1
+            self._coming[target] -= 1
             for link in move.links:
                 self._pages[link] -= 1
                 self._since[link] = now

@@ -39,6 +39,8 @@ SCOPE = 32
 """Turns that lack pages, looked at in one step. What lies further back comes nearer before it matters."""
 _EARLY = 0.5
 """With K from measured speeds a turn is expected to come after this share of the predicted time."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+"""After a failed move nothing is moved for its owner for so long, twice as long after each further one up to the longest."""
 _SOON = 2.0
 """With K from measured speeds, transfers begin when they would have to within so many iterations."""
 _COVER = 1.5
@@ -76,7 +78,12 @@ class Prefetcher:
         """What owners lack, as of the last `refresh`; not everybody is in it."""
         self._wanting: dict[str, None] = {}
         self._watched: dict[str, None] = {}
-        self._unused: dict[PageKey, None] = {}
+        self._unused: dict[Tier, dict[PageKey, str]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        """Pages that have been brought to a tier, or are on their way there, and were not used yet; for whose sake."""
+        self._gave_way: dict[str, dict[Tier, None]] = {}
+        """Owners of whose pages some were brought to a tier and left it before their turn."""
+        self._pauses: dict[str, tuple[float, float]] = {}
+        """Owners whose moves have failed: nothing is moved for them until then, and how long that was from the failure."""
         self._rest_until = -math.inf
         self.overlaps = Overlaps()
         self.moved: dict[Tier, int] = {Tier.HBM: 0, Tier.DRAM: 0}
@@ -95,17 +102,35 @@ class Prefetcher:
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages have left a tier, or will not come to it."""
-        if tier is Tier.HBM and self._unused:
-            left = [key for key in keys if self._unused.pop(key, self) is None]
-            self.wasted += sum(key not in self._flights for key in left)
+        unused = self._unused.get(tier)
+        if unused:
+            for key in keys:
+                owner = unused.pop(key, None)
+                if owner is None or key in self._flights:
+                    continue
+                self.wasted += tier is Tier.HBM
+                if owner in self._watched:
+                    self._gave_way.setdefault(owner, {})[tier] = None
         if len(self._flights):
+            for owner in self._flights.owners(keys, tier):
+                self._failed(owner, now)
             self._flights.ended(keys, tier, now)
 
     def started(self, owner: str, keys: Sequence[PageKey]) -> None:
         """An owner runs from now on, on these pages."""
         self.overlaps.started(owner, not self.missing(owner).runs)
-        for key in keys if self._unused else ():
-            self._unused.pop(key, None)
+        self._gave_way.pop(owner, None)
+        self._pauses.pop(owner, None)
+        for unused in self._unused.values():
+            for key in keys if unused else ():
+                unused.pop(key, None)
+
+    def _failed(self, owner: str, now: float) -> None:
+        """A move for this owner came to nothing: the next is asked for later, ever later while they go on failing."""
+        until, pause_s = self._pauses.get(owner, (now, 0.0))
+        if until <= now:
+            pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
+            self._pauses[owner] = (now + pause_s, pause_s)
 
     def watch(self, owner: str) -> None:
         """An owner's turn is to come: keep track of whether it lacks anything."""
@@ -121,6 +146,8 @@ class Prefetcher:
         """An owner is gone."""
         self.unwatch(owner)
         self.known.pop(owner, None)
+        self._gave_way.pop(owner, None)
+        self._pauses.pop(owner, None)
         self.overlaps.forget(owner)
 
     def refresh(self) -> Mapping[str, None]:
@@ -170,7 +197,9 @@ class Prefetcher:
             self.late += len(keys)
             self._map.dropped(keys, tier)
             for key in keys:
-                self._unused.pop(key, None)
+                owner = self._unused.get(tier, {}).pop(key, None)
+                if owner is not None:
+                    self._failed(owner, now)
         off = self._config.prefetch == "off" or not self._config.lookahead
         if off and not ahead_pages:
             return Prefetch()
@@ -203,7 +232,7 @@ class Prefetcher:
 
     def _busy(self, links: Mapping[Link, LinkTime], iteration_s: float) -> bool:
         enough_s = _REFILL * self._horizon(iteration_s)
-        return self._config.prefetch == "kvtier" and all(time.end_s > enough_s for time in links.values())
+        return self._config.prefetch == "kvtier" and all(time.closed or time.end_s > enough_s for time in links.values())
 
     def _horizon(self, iteration_s: float) -> float:
         return max(self._config.load_horizon_s, _COVER * iteration_s)
@@ -225,12 +254,14 @@ class Prefetcher:
         links = {link: LinkTime(self._bandwidth, link, self._page_bytes, factor) for link in TWO_HOPS}
         for link, time in links.items():
             time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(link, time.page_s, now)
-        # Restorations read the same device, their pages going on to HBM without a stop.
-        links[Link.SSD_TO_DRAM].end_s += busy_s.get(Link.SSD_TO_HBM, 0.0)
+        # Restorations read the same device, their pages going on to HBM without a stop. Somebody waits for those.
+        restoring_s = busy_s.get(Link.SSD_TO_HBM, 0.0)
+        links[Link.SSD_TO_DRAM].end_s += restoring_s
+        links[Link.SSD_TO_DRAM].closed = restoring_s > 0 and self._config.prefetch == "kvtier"
         return links
 
     def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:
-        return {tier: Room(self._map, tier, free.get(tier, 0), empty.get(tier)) for tier in (Tier.HBM, Tier.DRAM)}
+        return {tier: Room(self._map, tier, free.get(tier, 0), empty.get(tier), self._flights.coming(tier)) for tier in (Tier.HBM, Tier.DRAM)}
 
     def _emit(self, step: _Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
         keys = tuple(key for key in self._map.keys_of(turn.owner, span) if key not in self._flights)
@@ -242,12 +273,14 @@ class Prefetcher:
             links = (Link.DRAM_TO_HBM,) if source is Tier.DRAM else TWO_HOPS
         taken_s = max(step.links[link].seconds(self._flights.pages(link) + len(keys)) for link in links)
         late_at = step.now + _LATE * taken_s + self._config.load_deadline_s
-        self._flights.begin(keys, target, links, step.now, late_at)
+        self._flights.begin(keys, target, links, step.now, late_at, turn.owner)
         self._map.moving(keys, target)
         self.moved[target] += len(keys)
         step.rooms[target].claim(len(keys))
+        self._unused[target].update(dict.fromkeys(keys, turn.owner))
         if target is Tier.HBM:
-            self._unused.update(dict.fromkeys(keys))
+            for key in keys if self._unused[Tier.DRAM] else ():
+                self._unused[Tier.DRAM].pop(key, None)
         step.moves.append(Move(keys, source, target, turn.rid))
 
     # --- the paper's rule -------------------------------------------------------------------------------------------
@@ -262,7 +295,7 @@ class Prefetcher:
         for turn in turns:
             for span, tier in self.missing(turn.owner).runs:
                 within = near if tier is Tier.DRAM else far
-                if tier is None or turn.steps > within:
+                if tier is None or turn.steps > within or self._paused(turn.owner, step.now):
                     continue
                 links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
                 transfer_s = sum(step.links[link].seconds(1) for link in links)
@@ -287,25 +320,44 @@ class Prefetcher:
         near, far = self._reach(step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
         hbm = step.rooms[Tier.HBM]
-        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self._unused)
+        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self._unused[Tier.HBM])
         for turn, missing in zip(turns[:near], known, strict=False):
             missing = self.missing(turn.owner) if step.moves else missing
             if turn.before:
                 hbm.take(turn.before, step.now + turn.window_s)
             if missing.runs:
                 self._judge(step, turn, missing)
-                budget -= self._promote(step, turn, missing, budget, horizon_s)
-                missing = self.missing(turn.owner)
+                if self._may_move(turn.owner, Tier.HBM, step.now):
+                    budget -= self._promote(step, turn, missing, budget, horizon_s)
+                    missing = self.missing(turn.owner)
             if turn.rid is not None:
                 # What it will claim when it runs is not for those behind it.
                 hbm.take(missing.pages - missing.reach + missing.lacking, step.now + turn.window_s)
         ssd = step.links[Link.SSD_TO_DRAM]
         ahead = self._config.lookahead_ssd < 0 and step.rooms[Tier.DRAM].empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
-            if ssd.end_s >= horizon_s or (place >= far and not ahead):
+            if ssd.closed or ssd.end_s >= horizon_s or (place >= far and not ahead):
                 break
-            if missing.below:
+            if missing.below and self._may_move(turn.owner, Tier.DRAM, step.now):
                 self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
+
+    def _may_move(self, owner: str, target: Tier, now: float) -> bool:
+        """Not right after a move for it has failed, nor again when what was brought to that tier had to leave unused: there is
+        no room for it before its turn."""
+        return not self._paused(owner, now) and target not in self._gave_way.get(owner, ())
+
+    def _paused(self, owner: str, now: float) -> bool:
+        pause = self._pauses.get(owner)
+        return pause is not None and now < pause[0]
+
+    def _needed_at(self, step: _Step, turn: Turn) -> float:
+        """Whose next use is not later than this does not give way to pages of this turn: by the map's clock as well, which
+        orders all others, so that of two turns at most one can push out the other's pages."""
+        number = self._map.owners.number(turn.owner)
+        at = step.now + turn.window_s
+        if number is None or self._map.owners.turn(number) == math.inf:
+            return at
+        return max(at, self._map.owners.turn(number))
 
     def _reach(self, step: _Step, turns: Sequence[Turn], known: Sequence[Missing]) -> tuple[int, int]:
         """How many turns ahead pages are brought to HBM, and to DRAM.
@@ -349,7 +401,7 @@ class Prefetcher:
         """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its first gap."""
         ssd, pcie = (step.links[link] for link in TWO_HOPS)
         until_s = turn.window_s + self._config.scheduling_slack_s
-        needed_at = step.now + turn.window_s
+        needed_at = self._needed_at(step, turn)
         brought = 0
         for span, tier in missing.runs:
             if tier is None:
@@ -372,7 +424,7 @@ class Prefetcher:
     def _stage(self, step: _Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
         """Brings to DRAM what lies below; where that is not due yet, only into empty pages."""
         ssd = step.links[Link.SSD_TO_DRAM]
-        needed_at = step.now + turn.window_s if due else math.inf
+        needed_at = self._needed_at(step, turn) if due else math.inf
         until_s = min(turn.window_s + self._config.scheduling_slack_s, horizon_s + ssd.page_s)
         for span, tier in missing.runs:
             if tier is Tier.DRAM or tier is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -196,8 +197,78 @@ def test_a_move_that_never_ends_is_given_up_and_tried_again():
     bench.request("r", named(10), Tier.DRAM)
     bench.plan([turn("r", 1)])
     assert bench.plan([turn("r", 1)], now=1.0).moves == ()
-    assert moved(bench.plan([turn("r", 1)], now=100.0)) == [("r", 10, Tier.DRAM, Tier.HBM)]
+    assert bench.plan([turn("r", 1)], now=100.0).moves == ()
     assert bench.prefetcher.late == 10
+    assert moved(bench.plan([turn("r", 1)], now=101.0)) == [("r", 10, Tier.DRAM, Tier.HBM)]
+
+
+@pytest.mark.parametrize("rule", ["kvtier", "tierkv"])
+def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
+    bench = Bench(prefetch=rule, lookahead=4)
+    bench.request("r", named(10), Tier.DRAM)
+    asked = []
+    for tick in range(4000):
+        now = tick / 100
+        for move in bench.plan([turn("r", 1)], now=now, iteration_s=0.01).moves:
+            asked.append(now)
+            bench.map.dropped(move.keys, Tier.HBM)
+            bench.prefetcher.dropped(move.keys, Tier.HBM, now)
+    gaps = [after - before for before, after in itertools.pairwise(asked)]
+    assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2] + [5.0] * (len(gaps) - 7), abs=0.02)
+    assert len(gaps) == 13
+    bench.prefetcher.started("r", named(10))
+    assert bench.plan([turn("r", 1)], now=40.0, iteration_s=0.01).moves
+
+
+def test_what_was_brought_up_and_had_to_leave_is_not_brought_again_before_its_turn():
+    bench = Bench()
+    bench.request("r", named(10), Tier.DRAM)
+    bench.prefetcher.watch("r")
+    bench.land(bench.plan([turn("r", 1)]).moves, 0.1)
+    bench.map.dropped(named(3), Tier.HBM)
+    bench.prefetcher.dropped(named(3), Tier.HBM, 0.2)
+    assert bench.plan([turn("r", 1)], now=0.3).moves == ()
+    bench.prefetcher.started("r", named(10))
+    assert moved(bench.plan([turn("r", 1)], now=0.4)) == [("r", 3, Tier.DRAM, Tier.HBM)]
+
+
+def test_of_two_that_wait_never_each_pushes_out_the_other():
+    bench = Bench()
+    bench.request("a", named(20), Tier.DRAM, turn=5.0)
+    bench.request("b", named(20, 100), Tier.DRAM, turn=6.0)
+    free = {Tier.HBM: 20, Tier.DRAM: 0}
+    # Their windows say that b's turn may come as early as a's.
+    turns = [Turn("b", "b", 1, 1.0), Turn("a", "a", 1, 1.0)]
+    moves = 0
+    for step in range(6):
+        plan = bench.plan(turns if step % 2 else turns[::-1], free=free, now=step / 10)
+        moves += sum(len(move.keys) for move in plan.moves)
+        for evict in plan.evictions:
+            bench.map.dropped(evict.keys, evict.tier)
+        bench.land(plan.moves, step / 10)
+    assert moves <= 40
+    assert bench.map.missing("a").runs == ()
+
+
+def test_pages_on_their_way_take_their_places_before_others_do():
+    bench = Bench()
+    bench.request("idle", named(30, 600), Tier.HBM, turn=100.0)
+    bench.request("a", named(20), Tier.DRAM, turn=1.0)
+    bench.request("b", named(20, 100), Tier.DRAM, turn=2.0)
+    free = {Tier.HBM: 30, Tier.DRAM: 0}
+    assert moved(bench.plan([turn("a", 1)], free=free)) == [("a", 20, Tier.DRAM, Tier.HBM)]
+    plan = bench.plan([turn("b", 2)], free=free, now=0.1)
+    assert moved(plan) == [("b", 10, Tier.DRAM, Tier.HBM)]
+    assert len(plan.evictions[0].keys) == 30
+
+
+def test_nothing_is_fetched_ahead_over_a_device_that_restores():
+    bench = Bench()
+    bench.request("r", named(5), Tier.DRAM)
+    bench.request("s", named(5, 100), Tier.SSD)
+    turns = [turn("r", 1), turn("s", 5)]
+    assert moved(bench.plan(turns, busy_s={Link.SSD_TO_HBM: 0.1})) == [("r", 5, Tier.DRAM, Tier.HBM)]
+    assert moved(bench.plan(turns, now=0.1)) == [("s", 5, Tier.SSD, Tier.DRAM)]
 
 
 def test_pages_dropped_before_anyone_used_them_are_counted_as_wasted():
