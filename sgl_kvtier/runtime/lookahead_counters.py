@@ -15,7 +15,7 @@ from sgl_kvtier.types import Link, Tier
 _DOC = {
     "moved_bytes": "bytes moved between tiers before they were asked for",
     "failed_moves": "moves that the planner asked for and that were not carried out, by reason",
-    "wasted_bytes": "bytes moved to the device that left it without having been used",
+    "wasted_bytes": "bytes moved up early that left without having been used",
     "hit_tokens": "prompt tokens by the tier they were in when their request was first scheduled",
     "victims": "pages that left the device by our choice",
     "host_victims": "pages that left host memory while pages wanted soon were held back",

@@ -71,7 +71,7 @@ class LookaheadHands:
         self.engine = engine
         self.ahead = ahead
         self.counters = LookaheadCounters()
-        self.facts = TierFacts(tree, self._tell)
+        self.facts = TierFacts(tree, self._tell, ahead.map)
         self.promotions = Promotions(tree, self.facts, engine.slots, self._tell, self.counters)
         self.victims = Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
         self.check = TierCheck(tree, ahead.map, self.facts)
@@ -210,20 +210,25 @@ class LookaheadHands:
         """In place of SGLang's own eviction from host memory, by which it is done."""
         if self.victims is None or self._config.eviction != "next-use":
             return evict(tokens, component_type)
-        nodes = [path.node for session, path in self._wanted() if path.node is not None]
-        return self.victims.evict_host(tokens, component_type, nodes, evict)
+        nodes, early = self._wanted(), self.promotions.claiming_for is not None
+        return self.victims.evict_host(tokens, component_type, nodes, evict, least=not early)
 
-    def _wanted(self) -> list[tuple[str, Path]]:
-        """Idle sessions that are expected back, the first to return first."""
-        owners = self.ahead.map.owners
-        due = []
+    def _wanted(self) -> list[int]:
+        """Ends of the paths of idle sessions that host pages are kept for, those that return first first.
+
+        When room is needed for a path that is brought early: all that return before it. Else the half that returns first,
+        so that something is left to SGLang's order."""
+        owners, claiming = self.ahead.map.owners, self.promotions.claiming_for
+        due: list[tuple[float, Path]] = []
         for session, path in self._idle.items():
             number = owners.number(f"session {session}")
             if number is not None:
-                due.append((owners.turn(number), session, path))
+                due.append((owners.turn(number), path))
         due.sort(key=lambda entry: entry[0])
-        # The half that returns last is left to SGLang's order, so that there is something to evict.
-        return [(session, path) for _, session, path in due[: -(-len(due) // 2)]]
+        stop = -(-len(due) // 2)
+        if claiming is not None:
+            stop = next((place for place, (_, path) in enumerate(due) if path is claiming), len(due) - 1) + 1
+        return [path.node for _, path in due[:stop] if path.node is not None]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -321,7 +326,7 @@ class LookaheadHands:
 
     def counts(self) -> list[Count]:
         """All counters, for /metrics. Any thread."""
-        return list(self.counters.counts(self.ahead.prefetcher.wasted * self.engine.page_bytes))
+        return list(self.counters.counts((self.ahead.prefetcher.wasted + self.facts.wasted) * self.engine.page_bytes))
 
     def gauges(self) -> dict[str, float]:
         """The map's size, and of what it knows. Any thread."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _LATER = 0.0
 _NO_SPAN = Span(0, 0)
 _RESET_S = 30.0
 _MOST_FETCHES = 4
+_AGAIN_S = 0.1
+"""What cannot be moved is not asked for again before this."""
 
 
 @dataclass
@@ -84,11 +87,9 @@ class Promotions:
         self._fetches: list[_Fetch] = []
         self._copying: tuple[int, Any, float] | None = None
         """(layer counter, SGLang's record, when begun) of the copies begun last; None when they have been reported."""
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether reads of ours go to host pages."""
-        return bool(self._fetches)
+        self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
+        self.claiming_for: Path | None = None
+        """While host pages are claimed for a path: others that are wanted sooner do not give way to it."""
 
     @property
     def consumer(self) -> int:
@@ -105,15 +106,15 @@ class Promotions:
         for move in moves:
             path = path_of(move)
             if move.target > move.source:
-                self._fail(move, "written through")  # every page gets its copy below as soon as it is computed
+                self._fail(move.keys, move.target, "written through")  # every page gets its copy below as soon as it is computed
             elif path is None:
-                self._fail(move, "unknown")
+                self._fail(move.keys, move.target, "unknown")
             elif move.source is Tier.SSD:
                 if move.rid is None:
                     self._fetch(move, path, deadline_s)
                 # else: SGLang's prefetch or a restoration brings them; if not, the planner gives the move up in time
             elif self._tree.cache_controller.ack_load_queue or not self._tree.has_free_load_back_slot():
-                self._fail(move, "busy")
+                self._fail(move.keys, move.target, "busy")
             else:
                 pages = self._load_back(path, move.keys, room)
                 room -= pages
@@ -121,9 +122,17 @@ class Promotions:
         if loaded:
             self._begin_copies()
 
-    def _fail(self, move: Move, reason: str) -> None:
-        self._counters.failed_moves[reason] += len(move.keys)
-        self._facts.dropped(move.keys, move.target)
+    def _fail(self, keys: tuple[PageKey, ...], target: Tier, reason: str) -> None:
+        """Counts it at once and reports it a little later, so that the same is not asked for again in every step."""
+        if keys:
+            self._counters.failed_moves[reason] += len(keys)
+            self._failed.append((time.monotonic() + _AGAIN_S, keys, target))
+
+    def _report_failed(self) -> None:
+        now = time.monotonic()
+        while self._failed and self._failed[0][0] <= now:
+            _, keys, target = self._failed.popleft()
+            self._facts.failed(keys, target)
 
     def _load_back(self, path: Path, keys: tuple[PageKey, ...], room: int) -> int:
         """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many pages."""
@@ -150,10 +159,7 @@ class Promotions:
             there = node.path_end
         came = frozenset(path.keys[: there // self._page])
         self._facts.placed(tuple(key for key in keys if key in came), Tier.HBM)
-        gone = tuple(key for key in keys if key not in came)
-        if gone:
-            self._counters.failed_moves[reason or "partly"] += len(gone)
-            self._facts.dropped(gone, Tier.HBM)
+        self._fail(tuple(key for key in keys if key not in came), Tier.HBM, reason or "partly")
         return 0 if reason else pages
 
     def _nodes(self, path: Path) -> list[Any]:
@@ -206,7 +212,7 @@ class Promotions:
         backend = self._tree.cache_controller.storage_backend
         storage = getattr(backend, "_backend", backend)
         if storage is None or len(self._fetches) >= _MOST_FETCHES:
-            self._fail(move, "busy")
+            self._fail(move.keys, move.target, "busy")
             return
         found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
         start = (found.device_prefix_len + found.host_hit_length) // self._page
@@ -216,15 +222,18 @@ class Promotions:
         keys = keys[start - first :] if first <= start else ()
         core = self._tree.tree_core
         if not keys or path.keys[start : start + len(keys)] != keys or not (core.is_backuped(anchor) or core.is_root(anchor)):
-            self._fail(move, "gap")
+            self._fail(move.keys, move.target, "gap")
             return
-        self._facts.dropped(tuple(key for key in move.keys if key not in keys), move.target)
+        self._facts.failed(move.keys[: len(move.keys) - len(keys)], move.target)
         pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
-        host = self._slots.claim_host(len(keys) * self._page)
+        self.claiming_for = path
+        try:
+            host = self._slots.claim_host(len(keys) * self._page)
+        finally:
+            self.claiming_for = None
         if host is None:
             self._tree.dec_host_lock_ref(anchor, pin)
-            self._counters.failed_moves["no room"] += len(keys)
-            self._facts.dropped(keys, move.target)
+            self._fail(keys, move.target, "no room")
             return
         now = time.monotonic()
         job = storage.begin_read(keys, host, deadline_s, _ignore)
@@ -237,6 +246,7 @@ class Promotions:
     def look(self) -> None:
         """Takes note of what has ended since the last tick."""
         self._note_copied()
+        self._report_failed()
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
             if not fetch.job.done:
@@ -255,12 +265,10 @@ class Promotions:
         self._slots.put_back_host(fetch.host[: kept.start * self._page])
         self._slots.put_back_host(fetch.host[kept.stop * self._page :])
         self._slots.give_host(len(kept) * self._page)
-        gone = fetch.keys[kept.stop :]
-        if gone:
-            self._counters.failed_moves["not read"] += len(gone)
-            self._facts.dropped(gone, Tier.DRAM)
+        self._fail(fetch.keys[kept.stop :], Tier.DRAM, "not read")
+        self._facts.brought(fetch.keys[kept.start : kept.stop])
         if fetch.onwards:
-            self._facts.dropped(fetch.keys, Tier.HBM)  # the second hop is a move of its own
+            self._facts.failed(fetch.keys, Tier.HBM)  # the second hop is a move of its own
 
     def _graft(self, fetch: _Fetch, pages: int) -> Span:
         """Which of the pages read are the tree's from now on: those behind what it had already; none when it takes none."""
@@ -292,9 +300,10 @@ class Promotions:
         for fetch in fetches:
             self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
             self._slots.put_back_host(fetch.host)
-            self._facts.dropped(fetch.keys, Tier.DRAM)
-            if fetch.onwards:
-                self._facts.dropped(fetch.keys, Tier.HBM)
+            self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
+        while self._failed:
+            _, keys, target = self._failed.popleft()
+            self._facts.failed(keys, target)
         self._copying = None
 
 

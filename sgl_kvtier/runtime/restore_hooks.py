@@ -128,7 +128,7 @@ def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **
         return idle
     if engine.holds_memory and scheduler._engine_paused:
         engine.reset()  # no step will come that could end them
-    return not engine.holds_memory and not (scheduler.tree_cache.ahead and scheduler.tree_cache.ahead.promotions.holds_memory)
+    return not engine.holds_memory
 
 
 def _count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:

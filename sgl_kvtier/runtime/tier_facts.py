@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
+from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.runtime.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
@@ -23,14 +24,18 @@ _LATER = 0.0
 class TierFacts:
     """Watches one tree. `left` are pages that left the device since the facts were last told."""
 
-    def __init__(self, tree: Any, tell: Callable[[Fact], None]) -> None:
+    def __init__(self, tree: Any, tell: Callable[[Fact], None], tier_map: TierMap) -> None:
         """Begins watching the tree's core, which must still be empty."""
         self._tell = tell
+        self._map = tier_map
         self._page = int(tree.page_size)
         self._core = tree.tree_core
         pool = tree.cache_controller.mem_pool_host.anchor_entry.host_pool
         self._host: list[PageKey | None] = [None] * (int(pool.logical_size) // self._page + 1)
         self.left: dict[PageKey, None] = {}
+        self._unused: dict[PageKey, None] = {}
+        self.wasted = 0
+        """Pages brought to host memory early that left it without having been on the device."""
         self._commit_backup = self._core.commit_backup
         self._commit_load_back = self._core.commit_load_back
         self._insert_host = self._core.insert_host
@@ -49,9 +54,10 @@ class TierFacts:
     def placed(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
         """Pages are in a tier from now on."""
         if keys:
-            if tier is Tier.HBM and self.left:
+            if tier is Tier.HBM:
                 for key in keys:
                     self.left.pop(key, None)
+                    self._unused.pop(key, None)
             self._tell(PagesPlaced(keys, tier, _LATER))
 
     def dropped(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
@@ -59,7 +65,23 @@ class TierFacts:
         if keys:
             if tier is Tier.HBM:
                 self.left.update(dict.fromkeys(keys))
+            elif tier is Tier.DRAM and self._unused:
+                self.wasted += sum(self._unused.pop(key, self) is None for key in keys)
             self._tell(PagesDropped(keys, tier, _LATER))
+
+    def failed(self, keys: tuple[PageKey, ...], target: Tier) -> None:
+        """Pages did not come to a tier, those that came there another way excepted."""
+        gone = tuple(key for key in keys if not self._is_there(key, target))
+        if gone:
+            self._tell(PagesDropped(gone, target, _LATER))
+
+    def brought(self, keys: tuple[PageKey, ...]) -> None:
+        """Pages were brought to host memory before anybody asked for them."""
+        self._unused.update(dict.fromkeys(keys))
+
+    def _is_there(self, key: PageKey, tier: Tier) -> bool:
+        page = self._map.page(key)
+        return page is not None and tier in page.tiers and not (tier is Tier.HBM and key in self.left)
 
     def host_freed(self, freed: Any) -> None:
         """The tree gives host pages back: tensors of token slots."""

@@ -88,8 +88,9 @@ class Victims:
         text = core.get_last_hash_value(path[-2].node_id) if len(path) > 1 else None
         return {} if text is None else {from_hex((text,))[0]: None}
 
-    def evict_host(self, tokens: int, component_type: Any, nodes: list[int], evict: Any) -> int:
-        """SGLang's eviction of host pages with paths to `nodes` held back, and without that where it frees too little."""
+    def evict_host(self, tokens: int, component_type: Any, nodes: list[int], evict: Any, *, least: bool) -> int:
+        """SGLang's eviction of host pages with paths to `nodes` held back; where that frees too little, and at least `tokens`
+        have to be freed, without."""
         pins = []
         for node in nodes[:_MOST_PINS]:
             try:
@@ -102,4 +103,4 @@ class Victims:
             for node, params in pins:
                 self._tree.dec_host_lock_ref(node, params)
         self._counters.host_victims += freed // self._page if pins else 0
-        return freed if freed >= tokens else freed + int(evict(tokens - freed, component_type))
+        return freed if freed >= tokens or not least else freed + int(evict(tokens - freed, component_type))
