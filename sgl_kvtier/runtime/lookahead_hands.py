@@ -174,7 +174,7 @@ class LookaheadHands:
 
     def told(self) -> None:
         """The planner has been told everything."""
-        self.facts.left.clear()
+        self.facts.told()
         self._planned_at = time.monotonic()
 
     def empty_pages(self) -> dict[Tier, int]:
@@ -191,9 +191,9 @@ class LookaheadHands:
     def compare(self, scheduler: Any) -> None:
         """The whole map against the truth, on an idle server: what differs is logged and counted."""
         tree = self.engine.tree
-        assert tree.tick is not None
         tree.check_hicache_events()
-        tree.tick.run(scheduler)
+        self.look(scheduler)
+        tree.tick.tell()
         self.off = self.check.whole()
         self.counters.drift += sum(self.off.values())
         self.counters.checks += 1

@@ -157,6 +157,12 @@ class RestoreTick:
             if waits and r.mode is Mode.LOAD and engine.now - r.moved_at > _STARVED_S:
                 engine.abandon(r, "starved")
 
+    def tell(self) -> None:
+        """Tells the planner what was noted so far, without asking it anything."""
+        self._observe(time.monotonic())
+        if self.ahead is not None:
+            self.ahead.told()
+
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def _observe(self, now: float) -> float:

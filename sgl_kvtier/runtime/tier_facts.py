@@ -2,7 +2,7 @@
 
 The tree core of SGLang has no callbacks, so its few mutating calls are watched: what is inserted, loaded back, copied to
 host memory, grafted there, evicted. A node's pages are named by SGLang's own page hashes. Host pages are freed by slot, so
-there is one name per host page slot (8 bytes each); the device needs none, because its leaves are evicted one by one.
+their names are kept by slot (about 100 bytes each); the device needs none, because its leaves are evicted one by one.
 
 Facts are noted in the order in which things happen and told at the next tick. Scheduler's thread.
 """
@@ -22,7 +22,7 @@ _LATER = 0.0
 
 
 class TierFacts:
-    """Watches one tree. `left` are pages that left the device since the facts were last told."""
+    """Watches one tree. `left` and `_came` are pages that left the device, or came to it, since the facts were last told."""
 
     def __init__(self, tree: Any, tell: Callable[[Fact], None], tier_map: TierMap) -> None:
         """Begins watching the tree's core, which must still be empty."""
@@ -32,7 +32,9 @@ class TierFacts:
         self._core = tree.tree_core
         pool = tree.cache_controller.mem_pool_host.anchor_entry.host_pool
         self._host: list[PageKey | None] = [None] * (int(pool.logical_size) // self._page + 1)
+        self._hosted: dict[PageKey, None] = {}
         self.left: dict[PageKey, None] = {}
+        self._came: dict[PageKey, None] = {}
         self._unused: dict[PageKey, None] = {}
         self.wasted = 0
         """Pages brought to host memory early that left it without having been on the device."""
@@ -58,12 +60,15 @@ class TierFacts:
                 for key in keys:
                     self.left.pop(key, None)
                     self._unused.pop(key, None)
+                self._came.update(dict.fromkeys(keys))
             self._tell(PagesPlaced(keys, tier, _LATER))
 
     def dropped(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
         """Pages are not in a tier any more, or do not come to it."""
         if keys:
             if tier is Tier.HBM:
+                for key in keys:
+                    self._came.pop(key, None)
                 self.left.update(dict.fromkeys(keys))
             elif tier is Tier.DRAM and self._unused:
                 self.wasted += sum(self._unused.pop(key, self) is None for key in keys)
@@ -80,8 +85,15 @@ class TierFacts:
         self._unused.update(dict.fromkeys(keys))
 
     def _is_there(self, key: PageKey, tier: Tier) -> bool:
+        if tier is Tier.DRAM:
+            return key in self._hosted
         page = self._map.page(key)
-        return page is not None and tier in page.tiers and not (tier is Tier.HBM and key in self.left)
+        return key in self._came or (page is not None and tier in page.tiers and key not in self.left)
+
+    def told(self) -> None:
+        """The map knows everything that was noted."""
+        self.left.clear()
+        self._came.clear()
 
     def host_freed(self, freed: Any) -> None:
         """The tree gives host pages back: tensors of token slots."""
@@ -91,12 +103,14 @@ class TierFacts:
                 key, self._host[slot // self._page] = self._host[slot // self._page], None
                 if key is not None:
                     keys.append(key)
+                    self._hosted.pop(key, None)
         self.dropped(tuple(keys), Tier.DRAM)
 
     def cleared(self) -> tuple[PageKey, ...]:
         """Device and host pools are emptied; returns what was in host memory."""
         keys = tuple(key for key in self._host if key is not None)
         self._host = [None] * len(self._host)
+        self._hosted.clear()
         return keys
 
     def _on_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
@@ -125,4 +139,5 @@ class TierFacts:
             return  # without a name: built while no storage was attached
         for key, slot in zip(keys, slots, strict=True):
             self._host[slot // self._page] = key
+        self._hosted.update(dict.fromkeys(keys))
         self.placed(keys, Tier.DRAM)
