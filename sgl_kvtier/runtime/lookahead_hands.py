@@ -144,6 +144,13 @@ class LookaheadHands:
         for path in self._idle.values():
             path.node = None
 
+    def give_up(self) -> None:
+        """The planner failed: from now on all of it is SGLang's own way. What is under way is waited for."""
+        logger.error("kvtier: not looking ahead any more")
+        self.counters.failures += 1
+        self.facts.stop()
+        self.promotions.reset()
+
     def close(self) -> None:
         """Ends the thread that publishes. Idempotent."""
         if self.metrics is not None:

@@ -100,6 +100,9 @@ class RestoreTick:
             engine.counters.planner_failures += 1
             engine.facts.clear()
             engine.abandon_all("planner failed")
+            if self.ahead is not None:
+                self.ahead.give_up()
+                self.ahead = engine.tree.ahead = None
 
     def _note_reads(self) -> None:
         """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:

@@ -45,6 +45,13 @@ class TierFacts:
         self._core.commit_load_back = self._on_load_back
         self._core.insert_host = self._on_host_insert
 
+    def stop(self) -> None:
+        """Watches no longer."""
+        self._core.commit_backup = self._commit_backup
+        self._core.commit_load_back = self._commit_load_back
+        self._core.insert_host = self._insert_host
+        self._tell = _nobody
+
     def node_keys(self, node_id: int) -> tuple[PageKey, ...]:
         """Names of a node's pages, without its ancestors'. KeyError when there is no such node."""
         return from_hex(self._core.get_hash_values(node_id))
@@ -141,3 +148,8 @@ class TierFacts:
             self._host[slot // self._page] = key
         self._hosted.update(dict.fromkeys(keys))
         self.placed(keys, Tier.DRAM)
+
+
+def _nobody(fact: Fact) -> None:
+    """Nobody is told any more."""
+    del fact

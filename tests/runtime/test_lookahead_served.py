@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 
+from sgl_kvtier.sim.replay import replay
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 SESSIONS, TURNS, GROWS = 8, 6, 20
@@ -83,7 +85,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], 
 
 @pytest.mark.parametrize("restore", ["off", "both"])
 def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(tmp_path, restore, expected):
-    with looking_ahead(tmp_path, {**AHEAD, "restore": restore}) as served:
+    log = tmp_path / "decisions.jsonl"
+    with looking_ahead(tmp_path, {**AHEAD, "restore": restore, "decision_log": str(log)}) as served:
         assert Agents(1).run(served, 4) == expected
         found = check_map(served)
         print(found)
@@ -96,8 +99,10 @@ def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(tmp_path, rest
         tokens = sum(value for name, value in found.items() if name.startswith("hit_tokens_total"))
         asked = SESSIONS * sum(400 + turn * (8 + GROWS) for turn in range(TURNS))
         assert tokens >= asked  # SGLang's own warm-up request is counted as well
-        log = (tmp_path / "server.log").read_text(errors="replace")
-        assert "Traceback" not in log and "planner failed" not in log
+        said = (tmp_path / "server.log").read_text(errors="replace")
+        assert "Traceback" not in said and "planner failed" not in said
+    replayed = replay(log.read_text().splitlines())
+    assert replayed.difference is None and replayed.commands > 0
 
 
 def test_aborts_and_flushes_while_pages_move(tmp_path, expected):

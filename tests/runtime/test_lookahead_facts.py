@@ -1,0 +1,182 @@
+"""Names of pages, facts about them and the choice of victims, on SGLang's real tree core; no server."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvtier.policy.eviction import NextUse
+from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
+from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
+from sgl_kvtier.runtime.page_names import SessionNames, keys_of
+from sgl_kvtier.runtime.tier_facts import TierFacts
+from sgl_kvtier.runtime.victims import Victims
+from sgl_kvtier.types import PageKey, Tier
+
+PAGE = 4
+
+
+def request(rid: str = "r", **more: Any) -> Any:
+    return SimpleNamespace(**{"rid": rid, "session_id": None, "routing_key": None, "extra_key": None, "cache_salt": None, **more})
+
+
+class Lab:
+    """A tree core with its facts put into a map at once, and evictions carried out as SGLang's cache does."""
+
+    def __init__(self) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.rust_tree_core.adapter import RustUnifiedTreeCore
+        from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+        self.full = ComponentType.FULL
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=None,  # type: ignore[arg-type]
+            token_to_kv_pool_allocator=None,  # type: ignore[arg-type]
+            page_size=PAGE,
+            tree_components=(self.full,),
+        )
+        self.core = RustUnifiedTreeCore(params)
+        self.core.set_hicache_enabled()
+        self.core.enable_storage = True
+        pool = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(logical_size=4096)))
+        tree = SimpleNamespace(
+            tree_core=self.core,
+            page_size=PAGE,
+            cache_controller=SimpleNamespace(mem_pool_host=pool),
+            _evict_device_leaf=self.evict_leaf,
+        )
+        self.map = TierMap(1000, NextUse(), NextUse())
+        self.facts = TierFacts(tree, self.note, self.map)
+        self.counters = LookaheadCounters()
+        self.victims = Victims(tree, self.map, self.facts, self.counters)
+        self.evicted: list[int] = []
+        self.next_slot = 0
+
+    def note(self, fact: Fact) -> None:
+        if isinstance(fact, PagesPlaced):
+            self.map.placed(fact.keys, fact.tier, 0.0)
+        elif isinstance(fact, PagesDropped):
+            self.map.dropped(fact.keys, fact.tier)
+
+    def insert(self, owner: str, tokens: list[int], next_use: float) -> int:
+        """A path of the tree and who wants it when; its last node."""
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        values = torch.arange(self.next_slot, self.next_slot + len(tokens))
+        self.next_slot += len(tokens)
+        step = self.core.begin_insert(InsertParams(key=RadixKey(array("q", tokens), None), value=values))
+        while step.result is None:
+            step = self.core.resume_insert()
+        self.core.end_insert()
+        keys = keys_of(array("q", tokens), request(), PAGE)
+        self.facts.placed(keys, Tier.HBM)
+        self.map.claim(owner, keys, next_use)
+        return step.result.last_device_node
+
+    def evict_leaf(self, node: int, tracker: dict[Any, int]) -> None:
+        keys = self.facts.node_keys(node)
+        result = self.core.evict_device_leaf(node, self.core.is_write_back)
+        tracker[self.full] += result.tracker[self.full]
+        result.device_frees.clear()
+        result.host_frees.clear()
+        result.cache_actions.clear()
+        self.evicted.append(node)
+        self.facts.dropped(keys, Tier.HBM)
+
+
+def test_names_are_sglangs_and_can_be_continued():
+    lab = Lab()
+    tokens = array("q", range(5, 31))
+    node = lab.insert("a", list(tokens[:24]), 1.0)
+    keys = keys_of(tokens, request(), PAGE)
+    assert len(keys) == 6 and keys == lab.facts.node_keys(node)
+    assert keys_of(tokens, request(), PAGE, keys[:2]) == keys
+    assert keys_of(tokens[:9], request(), PAGE, keys) == keys[:2]
+    assert not set(keys) & set(keys_of(tokens, request(cache_salt="salt"), PAGE))
+    assert not set(keys) & set(keys_of(tokens, request(extra_key="lora"), PAGE))
+
+
+def test_a_session_is_what_its_client_names_or_what_its_prompt_goes_on_from():
+    names = SessionNames()
+    keys = keys_of(array("q", range(40)), request(), PAGE)
+    assert names.of(request("a", session_id="s"), keys) == "s"
+    assert names.of(request("a", routing_key="k"), keys) == "k"
+    first = names.of(request("a"), keys[:4])
+    names.ended(first, keys[:6])
+    assert names.of(request("b"), keys) == first
+    assert names.of(request("c"), keys[:5]) != first
+    names.ended(first, keys[:8])
+    assert names.of(request("d"), keys) == first
+
+
+def test_what_runs_latest_leaves_first_whatever_was_used_last():
+    lab = Lab()
+    soon = lab.insert("soon", list(range(100, 116)), 1.0)
+    late = lab.insert("late", list(range(200, 216)), 9.0)
+    middle = lab.insert("middle", list(range(300, 316)), 5.0)
+    tracker = {lab.full: 0}
+    lab.victims.evict(20, tracker)
+    assert lab.evicted == [late, middle] and tracker[lab.full] == 32
+    assert lab.counters.victims == 8
+    lab.victims.evict(64, {lab.full: 0})
+    assert lab.evicted == [late, middle, soon]
+    assert lab.map.count(Tier.HBM) == 0
+
+
+def test_a_shared_beginning_leaves_after_the_last_who_wants_it():
+    lab = Lab()
+    shared = list(range(8))
+    lab.insert("late", [*shared, *range(200, 208)], 9.0)
+    lab.insert("soon", [*shared, *range(100, 108)], 1.0)
+    tracker = {lab.full: 0}
+    lab.victims.evict(8, tracker)
+    assert tracker[lab.full] == 8
+    wanted = keys_of(array("q", [*shared, *range(100, 108)]), request(), PAGE)
+    assert all(Tier.HBM in lab.map.page(key).tiers for key in wanted)
+    lab.victims.evict(16, {lab.full: 0})
+    assert lab.map.count(Tier.HBM) == 0 and len(lab.evicted) == 3
+
+
+def test_locked_paths_are_never_victims_and_what_is_missing_is_left_to_others():
+    lab = Lab()
+    used = lab.insert("used", list(range(100, 116)), 9.0)
+    free = lab.insert("free", list(range(200, 216)), 1.0)
+    lock = lab.core.inc_lock_ref(used)
+    tracker = {lab.full: 0}
+    lab.victims.evict(32, tracker)
+    assert lab.evicted == [free] and tracker[lab.full] == 16
+    lab.core.dec_lock_ref(used, lock.to_dec_params())
+    lab.victims.evict(32, tracker)
+    assert lab.evicted == [free, used]
+
+
+def test_host_copies_come_and_go_by_slot():
+    lab = Lab()
+    node = lab.insert("a", list(range(16)), 1.0)
+    keys = lab.facts.node_keys(node)
+    lab.core.commit_backup(node, torch.arange(64, 80), {})
+    assert lab.map.count(Tier.DRAM) == 4
+    assert lab.facts.host_pages() == dict(zip(keys, range(16, 20), strict=True))
+    lab.facts.host_freed([torch.arange(64, 72)])
+    assert lab.map.count(Tier.DRAM) == 2
+    lab.facts.failed(keys, Tier.DRAM)
+    assert lab.map.count(Tier.DRAM) == 2, "a move that failed does not hide pages that are there"
+    assert set(lab.facts.cleared()) == set(keys[2:])
+
+
+@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.HBM])
+def test_pages_brought_early_that_leave_unused_are_wasted(tier: Tier):
+    lab = Lab()
+    keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
+    lab.facts.placed(keys, Tier.DRAM)
+    lab.facts.brought(keys)
+    lab.facts.placed(keys[:1], tier)
+    lab.facts.dropped(keys, Tier.DRAM)
+    assert lab.facts.wasted == (4 if tier is Tier.DRAM else 3)
