@@ -31,6 +31,8 @@ _LATER = 0.0
 _NO_SPAN = Span(0, 0)
 _RESET_S = 30.0
 _MOST_FETCHES = 4
+_HOST_SHARE = 4
+"""A quarter of the host pool may be pages that were brought early and not used yet."""
 _AGAIN_S = 0.1
 """What cannot be moved is not asked for again before this."""
 
@@ -83,6 +85,7 @@ class Promotions:
         self._tell = tell
         self._counters = counters
         self._page = int(tree.page_size)
+        self._most_unused = int(tree.cache_controller.mem_pool_host.size) // self._page // _HOST_SHARE
         self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
         self._fetches: list[_Fetch] = []
         self._copying: tuple[int, Any, float] | None = None
@@ -228,7 +231,8 @@ class Promotions:
         pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
         self.claiming_for = path
         try:
-            host = self._slots.claim_host(len(keys) * self._page)
+            pages = self._facts.unused + sum(len(fetch.keys) for fetch in self._fetches) + len(keys)
+            host = self._slots.claim_host(len(keys) * self._page) if pages <= self._most_unused else None
         finally:
             self.claiming_for = None
         if host is None:

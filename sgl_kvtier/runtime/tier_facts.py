@@ -91,6 +91,11 @@ class TierFacts:
         """Pages were brought to host memory before anybody asked for them."""
         self._unused.update(dict.fromkeys(keys))
 
+    @property
+    def unused(self) -> int:
+        """Pages that were brought to host memory early and have not been on the device since."""
+        return len(self._unused)
+
     def _is_there(self, key: PageKey, tier: Tier) -> bool:
         if tier is Tier.DRAM:
             return key in self._hosted
