@@ -229,10 +229,12 @@ class Promotions:
             return
         self._facts.failed(move.keys[: len(move.keys) - len(keys)], move.target)
         pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
+        left = self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
+        self._fail(keys[max(0, left) :], move.target, "no room")
+        keys = keys[: max(0, left)]
         self.claiming_for = path
         try:
-            pages = self._facts.unused + sum(len(fetch.keys) for fetch in self._fetches) + len(keys)
-            host = self._slots.claim_host(len(keys) * self._page) if pages <= self._most_unused else None
+            host = self._slots.claim_host(len(keys) * self._page) if keys else None
         finally:
             self.claiming_for = None
         if host is None:
