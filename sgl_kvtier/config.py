@@ -135,6 +135,12 @@ class PolicyConfig:
     split_gain_s: float = setting(
         0.005, "and at least so many seconds of it: what taking part of a prefix apart costs by itself", low=0, high=60
     )
+    queue_charge: float = setting(
+        1.0,
+        "how much dearer computing a prefix counts, per request that waits behind it, when it is chosen what to load instead",
+        low=0,
+        high=10,
+    )
     min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
     load_tokens: int = setting(
         128, "most tokens per load, the unit that is in flight, lands or fails; fewer on a link that takes over 20 ms for them", low=1, high=65536

@@ -6,7 +6,7 @@ What does not depend on the meeting page is looked up once; then each page tried
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.cost import PrefillCost
@@ -33,6 +33,12 @@ class Pace:
     cost: PrefillCost
     bandwidth: Bandwidth
     backlog_s: Mapping[Link, float]
+
+    def charged(self, factor: float) -> Pace:
+        """The same with compute that takes so many times as long."""
+        cost = self.cost
+        dearer = PrefillCost(factor * cost.fixed_s, factor * cost.per_token_s, factor * cost.per_token_position_s)
+        return replace(self, cost=dearer)
 
 
 def best_split(

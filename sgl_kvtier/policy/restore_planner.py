@@ -50,6 +50,8 @@ _LOOK_AGAIN = 16
 """Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
 _PROBES = 2
 """Transfers handed out on a link that was never measured."""
+_MOST_BEHIND = 8
+"""So many waiting requests are charged for at most."""
 _UNBOUNDED = 1 << 40
 """Pages of a tier the view does not count."""
 
@@ -252,9 +254,11 @@ class RestorePlanner:
         backlogs = self.links.backlogs(view.now)
         return Forecast(self._engine, self._cost.cost, self.bandwidth, compute_at_s, backlogs)
 
-    def _meeting(self, item: Restoration, view: StepView, compute_at_s: float, front: int, recall: bool = False) -> Split:
+    def _meeting(
+        self, item: Restoration, view: StepView, compute_at_s: float, front: int, recall: bool = False, charge: float = 1.0
+    ) -> Split:
         """Where a request's two ends should meet, with its front at a page, as Forecast.both says, from what the last search
-        came to. Links have what was asked of them up to now to do."""
+        came to. Links have what was asked of them up to now to do. `charge`: compute counts for so many times its seconds."""
         pace = self._pace
         if pace is None:
             engine, backlogs = self._engine, self.links.backlogs(view.now)
@@ -265,6 +269,8 @@ class RestorePlanner:
         compute_at_s += copied_s
         if recall:
             return best_split(pace, compute_at_s, item.pointer, item.by_link, front, item.in_flight)
+        if charge != 1.0:
+            return best_split(pace.charged(charge), compute_at_s, item.pointer, item.by_link, front)
         split = best_split(pace, compute_at_s, item.pointer, item.by_link, front, None, item.meet)
         item.meet = split.meet
         return split
@@ -407,7 +413,12 @@ class RestorePlanner:
         lowest = item.pointer.front if proposed is None else proposed
         if not self._rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < self._config.min_chunk_tokens:
             return lowest, lowest, split
-        return lowest, max(lowest, split.meet), split
+        meet = split.meet
+        behind = min(len(view.waiting) - 1, _MOST_BEHIND)
+        if behind > 0 and self._config.queue_charge > 0 and meet > lowest:
+            # What compute takes delays all behind it, and a link's work goes on beside: with others waiting more is loaded.
+            meet = self._meeting(item, view, ahead_s, item.pointer.front, charge=1 + self._config.queue_charge * behind).meet
+        return lowest, max(lowest, meet), split
 
     def _load_from(
         self, item: Restoration, now: float, lowest: int, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]

@@ -3,8 +3,10 @@ from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
+from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.restore import crossover_tokens, layer_split, token_split
+from sgl_kvtier.types import Span, Tier
 
 RATIOS = (1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16)
 
@@ -114,3 +116,19 @@ def test_short_prefixes_gain_from_splitting_by_layers_and_long_ones_by_tokens():
     assert layer_split(cost, 256, 256 * per_token_s, 32)[1] < token_split(cost, 256, 256 * per_token_s, 512, 512)[1]
     crossover = crossover_tokens(cost, per_token_s, layers=32, chunk=512, unit=128, longest=16384)
     assert crossover is None or crossover > 256
+
+
+def loaded_with(waiting: tuple[str, ...], **config: object) -> list[int]:
+    """The pages asked for at once, with these requests in the queue, of which the first restores 256 pages."""
+    rate = balance(4096)
+    planner = make_planner(PolicyConfig(load_horizon_s=60.0, **config), ENGINE, profile_of(COST, rate))
+    planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
+    plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512))
+    return [page for load in plan.loads for page in range(load.span.start, load.span.stop)]
+
+
+def test_the_more_wait_behind_a_restoration_the_more_of_it_is_loaded():
+    alone, one, many = (len(loaded_with(("a", *"bcdefghijklm"[:count]))) for count in (0, 1, 12))
+    assert 0 < alone < one < many < 256
+    assert len(loaded_with(("a", *"bcdefghijklm"), queue_charge=0.0)) == alone
+    assert len(loaded_with(("a", *"bcdefghi"))) == many
