@@ -13,7 +13,7 @@ import pytest
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.store.benchmark import command
 from sgl_kvtier.store.benchmark.disk import Reference
-from sgl_kvtier.store.benchmark.opening import open_seconds
+from sgl_kvtier.store.benchmark.opening import lay_out, open_again
 from sgl_kvtier.store.benchmark.peer import Peer
 
 
@@ -38,12 +38,21 @@ def test_every_cell_has_its_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert data["reference"] == ("fio" if fio else "built-in psync threads")
     main, two = data["cells"]
     assert (main["page_bytes"], main["in_flight"], main["pairs"], two["in_flight"]) == (65_536, 8, 4, 2)
-    for name in ("read_vs_fio", "prefix_vs_fio", "busy_vs_idle", "verified_vs_not", "write_vs_fio"):
+    for name in ("read_vs_fio", "prefix_vs_fio", "busy_vs_idle", "verified_vs_not", "read_vs_own_threads", "write_vs_fio"):
         assert main[name] > 0
         assert main[name + "_iqr"][0] <= main[name] <= main[name + "_iqr"][1]
+        assert len(main[name + "_pairs"]) == 4 and min(main[name + "_pairs"]) <= main[name] <= max(main[name + "_pairs"])
     assert main["read_vs_hicache_file"] is None
     assert two["read_vs_fio"] > 0 and two["write_vs_fio"] is None
     assert os.listdir(tmp_path) == ["bench.json"]
+
+
+def test_fixed_costs_alone_and_every_pair_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = measure(tmp_path, "--pages", "")
+    assert data["cells"] == [] and data["fixed"]["open with 500 pages (ms)"] > 0
+    cell = {"page_bytes": 65_536, "in_flight": 8, "pairs": 2, **{name + "_pairs": [] for name in command._RATIOS}}
+    _, each, *_ = command.tables({"reference": "fio", "cells": [cell | {"read_vs_fio_pairs": [0.5, 2.0]}], "fixed": {}})
+    assert [row["read_vs_fio"] for row in each.rows] == [0.5, 2.0]
 
 
 def test_a_folder_that_is_not_there_says_what_to_give(tmp_path: Path) -> None:
@@ -59,9 +68,11 @@ def test_a_python_without_sglang_says_what_to_give(tmp_path: Path) -> None:
 
 
 def test_opening_counts_the_pages_it_made(tmp_path: Path) -> None:
-    took, per_page = open_seconds(str(tmp_path), 3000)
-    assert took > 0
-    assert 50 < per_page <= 250
+    lay_out(str(tmp_path), 3000)
+    for _ in range(2):
+        took, per_page = open_again(str(tmp_path), 3000)
+        assert took > 0
+        assert 50 < per_page <= 250
 
 
 def test_the_reference_file_is_as_large_as_told(tmp_path: Path) -> None:

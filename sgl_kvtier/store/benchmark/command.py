@@ -25,7 +25,7 @@ from sgl_kvtier.report import (
 )
 from sgl_kvtier.store.benchmark.disk import Reference
 from sgl_kvtier.store.benchmark.nixl import NixlPeer
-from sgl_kvtier.store.benchmark.opening import open_seconds
+from sgl_kvtier.store.benchmark.opening import lay_out, open_again
 from sgl_kvtier.store.benchmark.peer import Peer
 from sgl_kvtier.store.benchmark.subject import Subject
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise BenchError(f"cannot work in {args.dir}: {error}. Give another --dir") from error
     try:
-        sizes = [parse_bytes(text) for text in args.pages.split(",")]
+        sizes = [parse_bytes(text) for text in args.pages.split(",") if text]
         lanes = [int(n) for n in args.in_flight.split(",") if n]
         result: dict[str, Any] = {"cells": [], "reference": Reference(root, 0, 0).tool}
         with progress("store benchmark", len(sizes) * (args.pairs + len(lanes)), "pairs") as shown:
@@ -82,9 +82,16 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """Ratios per page size, and fixed costs."""
     first: list[Column] = [Column("page_bytes", "page", format=lambda n: format_bytes(float(str(n)))), Column("in_flight", "lanes", decimals=0)]
     ratios: list[Column] = [*first, *(Column(name, name.replace("_", " "), decimals=2) for name in _RATIOS)]
+    each = [first[0], Column("pair", "pair", decimals=0), *ratios[2:]]
+    pairs = [
+        {"page_bytes": cell["page_bytes"], "pair": pair + 1, **{name: value[pair] for name in _RATIOS if (value := cell[name + "_pairs"])}}
+        for cell in result["cells"] if cell["in_flight"] == _LANES
+        for pair in range(cell["pairs"])
+    ]  # fmt: skip
     rates = [*first, *(Column(f"mb_per_s.{name}", name.replace("_", " "), "MB/s", decimals=0) for name in _RATES)]
     return [
         Table("Median ratio of interleaved pairs", ratios, result["cells"], notes=[f"reference: {result['reference']}"]),
+        Table("Ratio of each pair", each, pairs),
         Table("Median rates", rates, result["cells"]),
         Table("Fixed costs", [Column("what", "what"), Column("value", "value")],
               [{"what": k, "value": v} for k, v in result["fixed"].items()]),
@@ -96,6 +103,7 @@ _RATIOS = {
     "prefix_vs_fio": ("prefix", "fio_read"),
     "busy_vs_idle": ("busy", "read"),
     "verified_vs_not": ("read", "unverified"),
+    "read_vs_own_threads": ("read", "threads"),
     "write_vs_fio": ("write", "fio_write"),
     "read_vs_hicache_file": ("read", "hicache_file_cold"),
     "read_vs_hicache_file_warm": ("read", "hicache_file_warm"),
@@ -104,7 +112,7 @@ _RATIOS = {
     "write_vs_nixl": ("write", "nixl_write"),
 }
 _RATES = (
-    "read", "prefix", "busy", "unverified", "write", "fio_read", "fio_write",
+    "read", "prefix", "busy", "unverified", "threads", "write", "fio_read", "fio_write",
     "hicache_file_cold", "hicache_file_warm", "hicache_file_write", "nixl_read", "nixl_write",
 )  # fmt: skip
 
@@ -163,6 +171,7 @@ def _main_cell(
             ("fio_read", lambda: reference.read(size)),
             ("read", subject.read_random),
             ("unverified", subject.read_unverified),
+            ("threads", subject.read_by_threads),
             ("busy", subject.read_beside_a_busy_thread),
             ("prefix", subject.read_prefix),
         ]
@@ -192,6 +201,7 @@ def _cell(size: int, lanes: int, samples: Samples) -> dict[str, Any]:
     cell: dict[str, Any] = {"page_bytes": size, "in_flight": lanes, "pairs": len(samples["read"])}
     for name, (ours, theirs) in _RATIOS.items():
         ratios = [a / b for a, b in zip(samples[ours], samples[theirs], strict=False)]
+        cell[name + "_pairs"] = ratios
         cell[name] = statistics.median(ratios) if ratios else None
         if len(ratios) >= 4:
             low, _, high = statistics.quantiles(ratios, n=4)
@@ -208,10 +218,7 @@ def _fixed_costs(root: str, args: argparse.Namespace) -> dict[str, Any]:
     fixed["lookup of 1000 keys (ms)"] = 1e3 * statistics.median(subject.lookup_seconds(_KEYS) for _ in range(21))
     subject.close()
     counts = [int(n) for n in args.open_pages.split(",") if n]
-    for count in counts:
-        took, per_page = open_seconds(os.path.join(root, f"open{count}"), count)
-        fixed[f"open with {count} pages (ms)"] = 1e3 * took
-        fixed[f"index memory with {count} pages (B per page)"] = per_page
+    peer = None
     if args.sglang_python:
         folder = os.path.join(root, "peer")
         os.mkdir(folder)
@@ -219,7 +226,36 @@ def _fixed_costs(root: str, args: argparse.Namespace) -> dict[str, Any]:
         peer.write()
         peer.exists_seconds(_KEYS)
         fixed["HiCacheFile, existence of 1000 keys, warm (ms)"] = 1e3 * statistics.median(peer.exists_seconds(_KEYS) for _ in range(7))
-        for count in [c for c in counts if c <= 100_000]:
-            fixed[f"HiCacheFile, metadata scan of {count} files (ms)"] = 1e3 * peer.scan_seconds(count)
+    for count in counts:
+        fixed |= _opening(os.path.join(root, f"open{count}"), count, args.pairs, peer if count <= 100_000 else None)
+    if peer:
         peer.close()
     return {"fixed": fixed}
+
+
+def _opening(folder: str, count: int, pairs: int, peer: Peer | None) -> dict[str, Any]:
+    """Opening and the peer's scan in turns, each over files laid out once."""
+    lay_out(folder, count)
+    if peer:
+        peer.lay_out(count)
+    took: list[float] = []
+    scans: list[float] = []
+    per_page = 0.0
+    for number in range(pairs):
+        if peer and number % 2:
+            scans.append(peer.scan_seconds())
+        seconds, per_page = open_again(folder, count)
+        took.append(seconds)
+        if peer and not number % 2:
+            scans.append(peer.scan_seconds())
+    shutil.rmtree(folder)
+    found: dict[str, Any] = {
+        f"open with {count} pages (ms)": 1e3 * statistics.median(took),
+        f"index memory with {count} pages (B per page)": per_page,
+    }
+    if scans:
+        ratios = [a / b for a, b in zip(took, scans, strict=True)]
+        found[f"HiCacheFile, metadata scan of {count} files (ms)"] = 1e3 * statistics.median(scans)
+        found[f"open / scan, {count} pages: median"] = statistics.median(ratios)
+        found[f"open / scan, {count} pages: least and most"] = [min(ratios), max(ratios)]
+    return found

@@ -27,8 +27,8 @@ class SparseEnv(Env):
         os.ftruncate(fd, nbytes)
 
 
-def open_seconds(folder: str, pages: int) -> tuple[float, float]:
-    """(seconds to open, bytes of index memory per page) of a store with so many pages."""
+def lay_out(folder: str, pages: int) -> None:
+    """Makes the files of a store with so many pages."""
     env = SparseEnv()
     rank = own_rank_folder(env, folder, _IDENTITY, "r0")
     slots = min(32_768, pages)
@@ -48,6 +48,10 @@ def open_seconds(folder: str, pages: int) -> tuple[float, float]:
         log.append(records[at : at + 128])
     log.close()
     rank.release(env)
+
+
+def open_again(folder: str, pages: int) -> tuple[float, float]:
+    """(seconds to open, bytes of index memory per page) of a store that `lay_out` made."""
     config = StoreConfig(path=folder, capacity_bytes=1 << 44, min_free_bytes=0)
     started = time.monotonic()
     store = open_store(config, _IDENTITY, "r0")

@@ -49,15 +49,17 @@ def exists(n):
     started = time.monotonic()
     assert all(subject.exists(key) for key in asked)
     return time.monotonic() - started
-def open_scan(n):
+def lay_out(n):
+    clear()
     for i in range(n):
         os.close(os.open(os.path.join(folder, f"{i:064x}_bench_0_1.bin"), os.O_CREAT | os.O_WRONLY))
+def open_scan():
     started = time.monotonic()
     scanned = store(enable_metadata_cache=True)
-    took = time.monotonic() - started
+    return time.monotonic() - started
+def clear():
     for name in os.listdir(folder):
         os.unlink(os.path.join(folder, name))
-    return took
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     what, *arguments = json.loads(line)
@@ -96,9 +98,13 @@ class Peer:
     def exists_seconds(self, count: int) -> float:
         return float(self._ask("exists", count))
 
-    def scan_seconds(self, count: int) -> float:
-        """Starting with its metadata cache on over so many (empty) files."""
-        return float(self._ask("open_scan", count))
+    def lay_out(self, count: int) -> None:
+        """Makes so many (empty) files in place of all that are there."""
+        self._ask("lay_out", count)
+
+    def scan_seconds(self) -> float:
+        """Starting with its metadata cache on over the files that are there."""
+        return float(self._ask("open_scan"))
 
     def close(self) -> None:
         self._process.kill()

@@ -54,8 +54,15 @@ class Subject:
 
     def read_unverified(self) -> float:
         """The same without checking what was read: the same pages, from the same place on disk, into the same memory."""
+        return self._read_with(verify_reads=False)
+
+    def read_by_threads(self) -> float:
+        """The same by threads with one read each, whatever `store.io` chooses."""
+        return self._read_with(io="threads")
+
+    def _read_with(self, **changed: Any) -> float:
         self.store.close()
-        self.store = self._open(verify_reads=False)
+        self.store = self._open(**changed)
         try:
             return self.read_random()
         finally:

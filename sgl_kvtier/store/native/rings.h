@@ -15,7 +15,7 @@
 
 #define WAKE UINT64_MAX
 #define GROUP 8      /* runs handed over at once: the device starts on the first while more are laid out */
-#define AT_LEAST 2   /* runs in a ring, however large they are */
+#define AT_LEAST 4   /* runs in a ring, however large they are */
 #define STUBBORN 100 /* times in a row that the kernel may have no memory for a request */
 
 typedef struct {
