@@ -171,7 +171,8 @@ class Forecast:
     def both(self, item: Restoration) -> Split:
         """The best meeting page."""
         front, copied_s = item.behind_copies(item.pointer.front, self._bandwidth, self._engine)
-        return best_split(self._pace, self._compute_at_s + copied_s, item.pointer, item.by_link, front)
+        split = best_split(self._pace, self._compute_at_s + copied_s, item.pointer, item.by_link, front)
+        return Split(split.meet, split.compute_tokens, max(split.seconds, copied_s))
 
     def copies_first(self, item: Restoration) -> int:
         """Where the pages end that lie in DRAM at the front and are copied sooner than computed; its start otherwise."""
@@ -197,16 +198,19 @@ def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, kno
     return (Mode.LOAD, "loading is faster") if load_s <= compute_s else (Mode.COMPUTE, "computing is faster")
 
 
-def leave(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> str | None:
+def leave(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool, crowded: bool = False) -> str | None:
     """Why this prefix is not to be restored but left to an engine that can load by itself, or None.
 
     Such an engine copies what lies in DRAM in the step that admits the request, and reads the rest ahead into DRAM: where
     all is to be loaded anyway, it needs no HBM before the request's turn, and no step to splice pages in. What has to be
-    won against is loading; computing all of it is no alternative for pages that lie in DRAM.
+    won against is loading; computing all of it is no alternative for pages that lie in DRAM. `crowded`: HBM is short for what
+    waits, so that loads into it would only push out what others are about to use.
     """
     if config.restore != "auto" or not rule_of(config).fallback:
         return None
     in_dram = all(tier is Tier.DRAM for _, tier in item.sources)
+    if crowded:
+        return "no room"
     if not known:
         return "host memory" if in_dram else None
     compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)

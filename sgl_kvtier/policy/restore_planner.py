@@ -125,7 +125,7 @@ class RestorePlanner:
         item = _item(offer, self._order)
         forecast = self._forecast(view, self._ahead_s(view, item))
         self._copy_first(item, forecast)
-        return leave(forecast, item, self._config, self._knows(offer))
+        return leave(forecast, item, self._config, self._knows(offer), self._crowded(offer, view))
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings from now on. Restorations under way go on in the mode they were given."""
@@ -238,6 +238,14 @@ class RestorePlanner:
             starts.append(RestoreStart(offer.rid, item.mode, reason))
         self._offers = []
         return tuple(starts)
+
+    def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
+        """Whether HBM has no room for this request and the fresh ones that wait with it. The view counts it among them, but
+        for its pages in DRAM."""
+        page = self._engine.page_tokens
+        in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM) * page
+        needed = max(offer.prompt_tokens - offer.resident * page, view.fresh_tokens + in_dram)
+        return Tier.HBM in view.free_pages and view.free_pages[Tier.HBM] * page < needed
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
         """A prefix that begins in DRAM and goes on below it is computed only behind what is copied from DRAM; one that lies

@@ -66,6 +66,21 @@ def test_storage_that_computing_can_help_or_beat_is_not_left_to_loading(ratio):
     assert planner(ssd=rate(4096, ratio)).left_to_engine(offer(ssd=256), VIEW) is None
 
 
+def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it():
+    one = planner(ssd=rate(4096, 1))
+    asked = offer(ssd=256)  # and 64 tokens more: 260 pages
+    rooms = {pages: replace(VIEW, free_pages={Tier.HBM: pages}) for pages in (259, 260)}
+    assert [one.left_to_engine(asked, view) for view in rooms.values()] == ["no room", None]
+    beside = replace(rooms[260], fresh_tokens=asked.prompt_tokens + 1)
+    assert one.left_to_engine(asked, beside) == "no room"
+    assert planner(ssd=rate(4096, 1), restore="both").left_to_engine(asked, beside) is None
+
+
+def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_helps():
+    asked = offer(dram=200, ssd=4)
+    assert planner(ssd=rate(4096, 500), dram=rate(4096, 20)).left_to_engine(asked, VIEW) == "loading is faster"
+
+
 def test_storage_that_was_never_measured_is_restored_to_measure_it():
     assert planner().left_to_engine(offer(ssd=256), VIEW) is None
     assert planner(dram=1e9).left_to_engine(offer(dram=16, ssd=256), VIEW) is None
