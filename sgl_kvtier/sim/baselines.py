@@ -5,6 +5,7 @@ Cake and CacheFlow are rules of the planner itself (`policy.rule` in kvtier.json
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
     Compute,
+    Evict,
     Fact,
     Load,
     Mode,
@@ -19,6 +21,7 @@ from sgl_kvtier.policy.messages import (
     PagesDropped,
     PagesLost,
     PagesPlaced,
+    Planner,
     RequestArrived,
     RequestFinished,
     RestoreOffered,
@@ -50,6 +53,35 @@ class RecomputeOnly:
         del view
         offers, self._offers = self._offers, []
         return StepPlan(starts=tuple(RestoreStart(rid, Mode.COMPUTE, "never loads") for rid in offers))
+
+
+class StaticTiering:
+    """Placement by arrival, as TierKV's Static-Tiering: a page keeps the place it found, so that of what may leave a tier the
+    page that came last leaves first. What is not in HBM is read for each run and gives way again after it. `inner` restores."""
+
+    def __init__(self, inner: Planner) -> None:
+        self._inner = inner
+        self._in: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        self._changed: dict[Tier, None] = {}
+
+    def observe(self, fact: Fact) -> None:
+        """Passes everything on, and keeps the order in which pages came."""
+        self._inner.observe(fact)
+        if isinstance(fact, PagesPlaced | PagesDropped) and fact.tier in self._in:
+            here = self._in[fact.tier]
+            for key in fact.keys:
+                if isinstance(fact, PagesPlaced):
+                    here.setdefault(key, None)
+                else:
+                    here.pop(key, None)
+            self._changed[fact.tier] = None
+
+    def step(self, view: StepView) -> StepPlan:
+        """The inner plan with its own order of eviction, said again when it has changed."""
+        plan = self._inner.step(view)
+        evictions = tuple(Evict(tuple(reversed(self._in[tier])), tier) for tier in self._changed if self._in[tier])
+        self._changed = {}
+        return dataclasses.replace(plan, evictions=evictions)
 
 
 class Stop(enum.Enum):

@@ -90,9 +90,10 @@ class Oracle:
         moves = [
             # Requests that wait need HBM more than those to come.
             *self._moves(soonest, Tier.HBM, Tier.DRAM, 0 if view.waiting else view.free_pages.get(Tier.HBM, 0)),
-            *self._moves(soonest, Tier.DRAM, Tier.SSD, view.free_pages.get(Tier.DRAM, 0)),
+            *self._moves(soonest, Tier.DRAM, Tier.SSD, 0 if view.waiting else view.free_pages.get(Tier.DRAM, 0)),
         ]
-        evictions = tuple(self._eviction(soonest, tier) for tier in (Tier.HBM, Tier.DRAM))
+        # DRAM is left to last use: ordered by next use as well, it would hold the same pages as HBM a second time.
+        evictions = (self._eviction(soonest, Tier.HBM),)
         self._stale = False
         return dataclasses.replace(plan, moves=(*plan.moves, *moves), evictions=(*plan.evictions, *evictions))
 

@@ -12,7 +12,7 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.sim.baselines import RecomputeOnly, StockHiCache, StockSettings, Stop
+from sgl_kvtier.sim.baselines import RecomputeOnly, StaticTiering, StockHiCache, StockSettings, Stop
 from sgl_kvtier.sim.oracle import Oracle
 from sgl_kvtier.sim.requests import SimRequest
 from sgl_kvtier.sim.server import ServerSpec
@@ -77,6 +77,13 @@ def _oracle(setting: Setting) -> Planner:
     return Oracle(inner, setting.requests, setting.server.hbm_pages, setting.server.dram_pages)
 
 
+def _static(setting: Setting) -> Planner:
+    return StaticTiering(_rule(**_ON_DEMAND, eviction="lru")(setting))
+
+
+_ON_DEMAND: Mapping[str, Any] = {"restore": "load", "prefetch": "off", "sessions": False}
+"""TierKV's baselines compute nothing they could fetch."""
+
 _PAPER: Mapping[str, Any] = {"restore": "auto", "prefetch": "off", "eviction": "lru", "sessions": False}
 """Neither paper looks ahead; their engines evict by last use."""
 
@@ -86,6 +93,13 @@ POLICIES: Mapping[str, Policy] = {
     "cake": Policy("Cake's rule: split always, whole chunks, arrival order; no lookahead", _rule(rule="cake", **_PAPER)),
     "cacheflow": Policy("CacheFlow's rule: Cake's with I/O for the longest first", _rule(rule="cacheflow", **_PAPER)),
     "load": Policy("loads all there is, computes nothing of it", _rule(rule="kvtier", restore="load")),
+    "lru": Policy("TierKV's LRU: pages are fetched when they are needed, the least recently used leave",
+                  _rule(**_ON_DEMAND, eviction="lru")),
+    "frequency": Policy("TierKV's Frequency: the same, and from HBM the least often used leave",
+                        _rule(**_ON_DEMAND, eviction="lfu")),
+    "attn-prefetch": Policy("TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched beside this one",
+                            _rule(**{**_ON_DEMAND, "prefetch": "tierkv"}, lookahead=1, lookahead_ssd=1, eviction="lru")),
+    "static-tiering": Policy("TierKV's Static-Tiering: what came into a tier first stays, later pages leave", _static),
     "recompute": Policy("computes whatever is not in HBM", lambda _: RecomputeOnly()),
     "stock": Policy("SGLang's HiCache, prefetch policy timeout", _stock(Stop.TIMEOUT), fetches_to_dram=True),
     "stock-wait": Policy("the same with wait_complete", _stock(Stop.WAIT_COMPLETE), fetches_to_dram=True),
