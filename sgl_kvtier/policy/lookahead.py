@@ -229,12 +229,16 @@ class Lookahead:
         page, iteration_s = self._engine.page_tokens, self._iteration()
         step_tokens = view.prefill_tokens or self._engine.chunk_tokens
         ahead = before = 0
-        most = min(SCOPE, len(wanting) - self._lacking(restoring, wanting)) if wanting else 0
-        for rid in view.waiting:
+        if not wanting:
+            return turns
+        requests = self._requests
+        queue = [(rid, requests[rid]) for rid in view.waiting if rid not in restoring and rid in requests]
+        # Whoever else is wanting is restored, runs, or is a session: behind the last of these nobody is looked at.
+        most = min(SCOPE, sum([request.owner in wanting for _, request in queue]))
+        for rid, request in queue:
             if len(turns) >= most:
                 break
-            request = self._requests.get(rid)
-            if request is None or request.running or rid in restoring:
+            if request.running:
                 continue
             missing = known.get(request.owner) or self.prefetcher.missing(request.owner)
             if missing.runs:
@@ -247,10 +251,6 @@ class Lookahead:
         for turn in turns[self._round :: _ROUNDS]:
             self._move_turn(turn.owner, view.now, turn.window_s)
         return turns
-
-    def _lacking(self, rids: Collection[str], wanting: Mapping[str, None]) -> int:
-        found = (self._requests.get(rid) for rid in rids)
-        return sum(request is not None and request.owner in wanting for request in found)
 
     def _move_turn(self, owner: str, now: float, window_s: float) -> None:
         number = self.map.owners.number(owner)

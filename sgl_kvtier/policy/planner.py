@@ -6,7 +6,6 @@ Deterministic to the bit: the same facts and views give the same plans, whatever
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
@@ -76,7 +75,9 @@ class KVTierPlanner:
         taken = sum(len(load.span) for load in plan.loads)
         free = {tier: max(0, pages - taken) for tier, pages in view.free_pages.items()}
         empty = {tier: max(0, pages - taken) for tier, pages in view.empty_pages.items()}
-        return replace(view, free_pages=free, empty_pages=empty)
+        return StepView(
+            view.now, view.waiting, view.slot, view.slot_open, view.prefill_tokens, view.fresh_tokens, view.decoding, free, empty
+        )
 
 
 def make_planner(
