@@ -54,9 +54,9 @@ _DEADLINE_POLL_S = 0.01
 """How late a callback may tell that a deadline passed while every lane hangs in the device."""
 
 
-_RUNS_PER_THREAD = 16
-_BYTES_PER_THREAD = 2 << 20
-"""How much the rings have under way for each of `store.io_threads`: 128 runs and 16 MiB for the default of 8."""
+_RING_RUNS = 16
+_RING_BYTES = 2 << 20
+"""How much each ring has under way: with 8 lanes 128 runs, and 16 MiB where no run is larger than its share."""
 
 
 @functools.cache
@@ -68,8 +68,7 @@ def io_uring_error() -> int:
 def ring_lanes(setting: str, direct: bool, threads: int) -> int:
     """How many lanes read through a ring of their own; 0 = plain threads read.
 
-    One per processor is enough: a lane waits for its ring, not for a page. Without O_DIRECT the kernel reads in threads
-    of its own what is not in memory, so a ring gains nothing there.
+    Without O_DIRECT the kernel reads in threads of its own what is not in memory, so a ring gains nothing there.
     """
     if setting == "threads" or (setting == "auto" and not direct):
         return 0
@@ -78,7 +77,7 @@ def ring_lanes(setting: str, direct: bool, threads: int) -> int:
         if setting == "io_uring":
             logger.warning("store.io is io_uring, but this process may not use it (%s): threads read", os.strerror(error))
         return 0
-    return min(threads, len(os.sched_getaffinity(0)))
+    return threads
 
 
 class NativeReadJob:
@@ -182,9 +181,8 @@ class NativeLanes:
     """The native pool, and the thread that settles what nobody waits for."""
 
     def __init__(self, threads: int, verify: bool, alignment: int, rings: int) -> None:
-        depth, nbytes = _RUNS_PER_THREAD * threads, _BYTES_PER_THREAD * threads
         self._pool = _native.Pool(
-            threads, verify, alignment, _READ_RUN_BYTES, WRITE_RUN_BYTES, rings, -(-depth // max(1, rings)), nbytes // max(1, rings)
+            threads, verify, alignment, _READ_RUN_BYTES, WRITE_RUN_BYTES, rings, _RING_RUNS, _RING_BYTES
         )
         self._jobs: dict[int, NativeReadJob] = {}
         self._lock = threading.Lock()

@@ -15,7 +15,6 @@
 
 #define WAKE UINT64_MAX
 #define GROUP 8      /* runs handed over at once: the device starts on the first while more are laid out */
-#define AT_LEAST 4   /* runs in a ring, however large they are */
 #define STUBBORN 100 /* times in a row that the kernel may have no memory for a request */
 
 typedef struct {
@@ -99,7 +98,7 @@ static void enter(Rings *r, int wait) {
 }
 
 static int has_room(const Rings *r) {
-    return r->free_count && r->in_ring < r->pool->depth && (r->in_ring < AT_LEAST || r->in_ring_bytes < r->pool->depth_bytes);
+    return r->free_count && r->in_ring < r->pool->depth && (!r->in_ring || r->in_ring_bytes < r->pool->depth_bytes);
 }
 
 /* Puts a run that was begun into the ring, or among the landed if there is nothing to read. */
