@@ -51,9 +51,7 @@ def _build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = No
     config = restore_setup.wanted(args) if ctx.enable_hierarchical_cache and cache_class is None else None
     if config is None:
         return original(ctx, cache_class=cache_class)
-    reason = restore_setup.unsupported(args, ctx)
-    if reason is None and not restore_setup.looks_ahead(restore_setup.in_force(args, config.policy)):
-        reason = restore_setup.unproven(args, config.policy)
+    reason = restore_setup.unsupported(args, ctx) or restore_setup.nothing_to_do(args, config.policy)
     if reason is not None:
         logger.warning("kvtier: prefixes are restored SGLang's own way: %s", reason)
         return original(ctx)

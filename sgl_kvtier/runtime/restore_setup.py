@@ -46,6 +46,18 @@ def looks_ahead(policy: PolicyConfig) -> bool:
     return policy.prefetch != "off" or policy.eviction != "lru"
 
 
+def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
+    """Why all of this server is SGLang's own way although it could do something, or None."""
+    followed = in_force(args, policy)
+    if looks_ahead(followed):
+        return None
+    lost = "not looking ahead: more than one rank"
+    reason = unproven(args, followed)
+    if looks_ahead(policy) and (reason is not None or followed.restore == "off"):
+        return lost if reason is None else f"{reason}; {lost}"
+    return reason
+
+
 def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
     """The settings as this server can follow them. What only one rank can know is not decided on by several."""
     if looks_ahead(policy) and args.tp_size * args.pp_size > 1:

@@ -1,0 +1,53 @@
+"""Which servers look ahead: those that are asked to, on one rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sgl_kvtier.config import PolicyConfig, parse_config
+from sgl_kvtier.runtime import restore_setup
+from sgl_kvtier.runtime.settings import from_extra_config
+
+ONE = SimpleNamespace(tp_size=1, pp_size=1, device="cpu")
+TWO = SimpleNamespace(tp_size=2, pp_size=1, device="cpu")
+CARD = SimpleNamespace(tp_size=1, pp_size=1, device="cuda")
+
+
+def server(**policy: object) -> PolicyConfig:
+    return from_extra_config({"store": {"path": "/nowhere"}, "policy": policy}).policy
+
+
+def test_a_server_looks_ahead_only_where_its_file_says_so():
+    assert not restore_setup.looks_ahead(server())
+    assert not restore_setup.looks_ahead(from_extra_config({"store": {"path": "/nowhere"}}).policy)
+    assert restore_setup.looks_ahead(server(prefetch="kvtier"))
+    assert restore_setup.looks_ahead(server(eviction="next-use"))
+    assert server(prefetch="tierkv").eviction == "lru"
+
+
+def test_the_simulators_defaults_are_what_they_were():
+    assert parse_config({}).policy == PolicyConfig()
+    assert (PolicyConfig().prefetch, PolicyConfig().eviction) == ("kvtier", "next-use")
+
+
+def test_on_two_ranks_it_is_sglangs_own_way_and_restoring_goes_on():
+    asked = server(prefetch="kvtier", eviction="next-use", restore="both")
+    followed = restore_setup.in_force(TWO, asked)
+    assert not restore_setup.looks_ahead(followed) and followed.restore == "both"
+    assert restore_setup.nothing_to_do(TWO, asked) is None
+    assert restore_setup.nothing_to_do(TWO, server(prefetch="kvtier")) == "not looking ahead: more than one rank"
+    assert "not looking ahead" in str(restore_setup.nothing_to_do(TWO, server(prefetch="kvtier", restore="auto")))
+
+
+@pytest.mark.parametrize(("restore", "in_force"), [("auto", "off"), ("both", "both"), ("off", "off")])
+def test_on_a_card_it_looks_ahead_and_restores_only_when_asked_by_name(restore: str, in_force: str):
+    followed = restore_setup.in_force(CARD, server(prefetch="kvtier", restore=restore))
+    assert restore_setup.looks_ahead(followed) and followed.restore == in_force
+
+
+def test_a_plain_server_is_left_as_it_is():
+    assert restore_setup.in_force(ONE, server(restore="auto")) == server(restore="auto")
+    assert restore_setup.nothing_to_do(ONE, server(restore="auto")) is None
+    assert restore_setup.nothing_to_do(ONE, server(eviction="lfu")) is None
