@@ -51,20 +51,27 @@ def figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]
     found = arm_figures(arm, rounds, rows)
     moved = sum(found["moved_bytes"].get(link, 0.0) for link in _UP)
     found["wasted_fraction"] = found["wasted_bytes"] / moved if moved and found["wasted_bytes"] is not None else None
-    found["surplus_read_bytes"] = _surplus(found, cells[0].options.setup.page_size) if cells else None
+    found["storage_read_bytes"] = _read(found, cells[0].options.setup.page_size)
+    found["surplus_read_bytes"] = _surplus(found)
     found["failure"] = next((cell.outcome.failures[arm] for cell in cells if arm in cell.outcome.failures), None)
     starts = [cell.outcome.start_s[arm] for cell in cells if arm in cell.outcome.start_s]
     found["server_start_s"] = max(starts, default=None)
     return found
 
 
-def _surplus(found: Mapping[str, Any], page_tokens: int) -> float | None:
+def _read(found: Mapping[str, Any], page_tokens: int) -> float | None:
+    """Bytes of KV cache read from storage, for whatever reason: by the store's own count where it has one, else by SGLang's."""
+    per_token, pages = found["bytes_per_token"], found["store_pages_read"]
+    if pages is None or not per_token:
+        return None if found["bytes"]["read"] is None else float(found["bytes"]["read"])
+    return float(pages * page_tokens * per_token)
+
+
+def _surplus(found: Mapping[str, Any]) -> float | None:
     """Bytes read from storage less those some request had a use for: read twice, too late, or for nobody."""
-    per_token, pages, read = found["bytes_per_token"], found["store_pages_read"], found["bytes"]["read"]
-    if not per_token or (pages is None and read is None):
+    per_token, read = found["bytes_per_token"], found["storage_read_bytes"]
+    if not per_token or read is None:
         return None
-    if pages is not None:
-        read = pages * page_tokens * per_token
     ahead = max(0.0, found["moved_bytes"].get("ssd-dram", 0.0) - (found["wasted_bytes"] or 0.0))
     return max(0.0, float(read) - found["cached_tokens"]["storage"] * per_token - ahead)
 

@@ -80,7 +80,7 @@ def moved_table(result: dict) -> Table:
         Column("wasted_bytes", "Wasted", format=format_bytes),
         Column("wasted_fraction", "of moved", format=format_share),
         Column("surplus_read_bytes", "Read for nothing", format=format_bytes),
-        Column("bytes.read", "Read", format=format_bytes),
+        Column("storage_read_bytes", "Read", format=format_bytes),
         Column("lookahead.victims", "Victims", decimals=0),
         Column("lookahead.drift", "Drift", decimals=0),
     )

@@ -72,7 +72,7 @@ def test_figures_are_of_one_rank_and_added_up_over_cells(second_rank: bool) -> N
 def test_what_was_read_and_used_by_nobody_is_left_over() -> None:
     # 30 pages of 16 tokens are 4,800 bytes; 3 requests used 20 tokens each, 600; 900 were moved ahead and not wasted.
     cell = result(counted(1000, 100, 30))["cells"][0]["arms"]["kvtier"]
-    assert cell["surplus_read_bytes"] == 4800 - 600 - 900
+    assert (cell["storage_read_bytes"], cell["surplus_read_bytes"]) == (4800, 4800 - 600 - 900)
     assert result(counted(1000, 100, 9))["cells"][0]["arms"]["kvtier"]["surplus_read_bytes"] == 0
     assert result(BEFORE)["cells"][0]["arms"]["kvtier"]["surplus_read_bytes"] is None
 
