@@ -108,7 +108,8 @@ def chosen_points(names: str | None) -> Points:
 
 def torture(root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS, points: Points = POINTS) -> dict[str, Any]:
     """Runs the parts below `root` and returns the counts, zero for parts left out."""
-    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {"seed": seed, "points": dict.fromkeys(map(" ".join, points), 0), "damage_by_kind": {}}
+    killed_at = dict.fromkeys(map(" ".join, points if "points" in parts else ()), 0)
+    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {"seed": seed, "points": killed_at, "damage_by_kind": {}}
     for part in parts:
         folder = os.path.join(root, part)
         os.mkdir(folder)
