@@ -1,0 +1,76 @@
+"""The search for the meeting page against trying every page."""
+
+from __future__ import annotations
+
+import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.meeting import Pace, best_split
+from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.types import Link, Span
+
+PAGE, PAGE_BYTES, CHUNK = 16, 1000, 64
+SSD, DRAM, DOWN = Link.SSD_TO_HBM, Link.DRAM_TO_HBM, Link.HBM_TO_DRAM
+
+
+@st.composite
+def races(draw):
+    """A restoration somewhere on its way, the speeds of both ends, and what the links have to do."""
+    units = draw(st.integers(1, 40))
+    pointer = TwoPointer(0, units)
+    in_flight: dict[Link, int] = {}
+    cut = draw(st.integers(0, units))
+    parts = [(DRAM, Span(0, cut)), (SSD, Span(cut, units))]
+    for _ in range(draw(st.integers(0, 6))):
+        link, within = draw(st.sampled_from(parts))
+        span = pointer.take_back(draw(st.integers(1, 6)), within, draw(st.integers(0, units)))
+        end = draw(st.sampled_from(["landed", "lost", "loading"]))
+        if end == "loading":
+            in_flight[link] = in_flight.get(link, 0) + len(span)
+        elif end == "landed":
+            pointer.land(span)
+        else:
+            pointer.lose(span)
+    pointer.take_front(draw(st.integers(0, units)))
+    cost = PrefillCost(*(draw(st.sampled_from([0.0, 1e-3, 1e-2])) for _ in range(2)), draw(st.sampled_from([0.0, 1e-5])))
+    rates = {link: draw(st.sampled_from([1e3, 1e5, 1e6])) for link in (SSD, DRAM)}
+    bandwidth = Bandwidth(rates, {SSD: draw(st.sampled_from([0.0, 0.01]))})
+    backlog_s = {link: draw(st.floats(0.001, 0.5)) for link in (SSD, DRAM, DOWN) if draw(st.booleans())}
+    sources = [(link, [span]) for link, span in parts if span]
+    return Pace(PAGE, PAGE_BYTES, CHUNK, cost, bandwidth, backlog_s), draw(st.floats(0, 0.5)), pointer, sources, in_flight
+
+
+def ends(pace, at_s, pointer, sources, meet, own):
+    """When compute and loads end if they meet there, counted page by page."""
+    states = [(page, Span(page, page + 1)) for page in range(pointer.front, pointer.units)]
+    loading = pointer.unlanded_runs(pointer.front)
+    free = [page for page, one in states if pointer.free_in(one)]
+    if own is not None:
+        free = [page for low, high in loading for page in range(low, high)]
+    lost = sum(pointer.lost_in(one) for _, one in states)
+    computed = sum(page < meet for page in free) + lost
+    computed_s = at_s + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK) if computed else 0.0
+    loaded_s = max((pace.backlog_s[link] for link in pace.backlog_s if link not in dict(sources)), default=0.0)
+    for link, spans in sources:
+        pages = sum(page in span for page in free if page >= meet for span in spans)
+        behind_s = pace.backlog_s.get(link, 0.0)
+        if own:
+            behind_s = max(0.0, behind_s - pace.bandwidth.seconds(link, own.get(link, 0) * PAGE_BYTES))
+        loaded_s = max(loaded_s, behind_s + pace.bandwidth.seconds(link, pages * PAGE_BYTES))
+    return computed_s, loaded_s
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(races(), st.integers(-1, 45), st.booleans())
+def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess, recall):
+    pace, at_s, pointer, sources, in_flight = race
+    own = in_flight if recall else None
+    split = best_split(pace, at_s, pointer, sources, pointer.front, own)
+    assert best_split(pace, at_s, pointer, sources, pointer.front, own, guess) == split
+    every = [max(ends(pace, at_s, pointer, sources, meet, own)) for meet in range(pointer.front, pointer.units + 1)]
+    assert split.seconds == pytest.approx(min(every))
+    assert max(ends(pace, at_s, pointer, sources, split.meet, own)) == pytest.approx(split.seconds)
