@@ -33,7 +33,7 @@ def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
 
 def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_path: Path) -> None:
     result = torture(str(tmp_path), QUICK, seed=3, parts=("points",), points=command.chosen_points("list after,lock after"))
-    assert bad(result) == 0 and result["recent_found"] == result["recent"] == 30
+    assert bad(result) == 0 and result["recent_found"] == result["recent"] == 60  # after the life before and after the kill
 
 
 def test_some_points_can_be_chosen_and_go_as_they_do_among_all(tmp_path: Path) -> None:
