@@ -114,7 +114,7 @@ class Killing:
 
     def whitebox(self, point: tuple[str, str]) -> bool:
         """One life that ends at a point; False when it ended before it got there."""
-        if point[0] in ("list", "lock") and not self.oracle.acknowledged:
+        if point[0] in ("list", "lock", "unlink") and not self.oracle.acknowledged:
             # On the way to every first page: they would be met in an empty folder each time.
             self._live(lambda: open_at(self.root), None, random.Random(self.seed))
         chance = random.Random(self.seed * 7_000_003 + self.version)
