@@ -111,7 +111,7 @@ class PolicyConfig:
     """What is decided and by which rule: the same section steers the server and the simulator."""
 
     restore: str = setting(
-        "off",
+        "auto",
         "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for each request, "
         "both = compute its front while loading its back, load, compute, or off = SGLang's own way. auto is off on more than "
         "one rank and on a GPU, where it was not shown under stress yet",
