@@ -32,7 +32,8 @@ _NO_SPAN = Span(0, 0)
 _RESET_S = 30.0
 _MOST_FETCHES = 4
 _HOST_SHARE = 4
-"""A quarter of the host pool may be pages that were brought early and not used yet."""
+"""A quarter of the host pool at most, and half of what the device's copies leave of it, may be pages that were brought early
+and not used yet."""
 _AGAIN_S = 0.1
 """What cannot be moved is not asked for again before this."""
 
@@ -85,7 +86,10 @@ class Promotions:
         self._tell = tell
         self._counters = counters
         self._page = int(tree.page_size)
-        self._most_unused = int(tree.cache_controller.mem_pool_host.size) // self._page // _HOST_SHARE
+        host = int(tree.cache_controller.mem_pool_host.size) // self._page
+        device = int(tree.token_to_kv_pool_allocator.size) // self._page
+        # With write-through what is on the device has its copy in host memory too, which cannot leave: the rest is the room.
+        self._most_unused = min(host // _HOST_SHARE, max(0, host - device) // 2)
         self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
         self._fetches: list[_Fetch] = []
         self._copying: tuple[int, Any, float] | None = None
