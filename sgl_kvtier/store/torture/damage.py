@@ -35,9 +35,10 @@ class Damage:
 class Bench:
     """A store of one segment whose file is also edited from outside."""
 
-    def __init__(self, root: str, seed: int) -> None:
+    def __init__(self, root: str, seed: int, io: str) -> None:
         self._chance = random.Random(seed)
-        self._store: DiskStore = open_at(root, capacity_bytes=64 << 20, segment_bytes=4 << 20, direct_io="off")
+        # The page cache, because the file is edited through it; io_uring all the same, where threads would do for it.
+        self._store: DiskStore = open_at(root, capacity_bytes=64 << 20, segment_bytes=4 << 20, direct_io="off", io=io)
         self._memory = memoryview(mmap.mmap(-1, PAGES * 2 * BLOCK))
         self._round = 0
         self._pages = quick_pages(PAGES, NBYTES, seed)
@@ -160,10 +161,10 @@ class Bench:
 
 
 def torture_bytes(
-    root: str, seed: int, corruptions: int, clean_reads: int, step: Callable[[int], None] = lambda _: None
+    root: str, seed: int, corruptions: int, clean_reads: int, step: Callable[[int], None] = lambda _: None, io: str = "io_uring"
 ) -> Damage:
     """Damages and reads until both counts are reached. `step` is called with the operations done."""
-    bench = Bench(root, seed)
+    bench = Bench(root, seed, io)
     try:
         while bench.result.corruptions < corruptions:
             before = bench.result.corruptions
