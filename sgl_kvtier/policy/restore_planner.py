@@ -459,9 +459,10 @@ class RestorePlanner:
             self._readers[link] -= 1
 
     def _group(self, link: Link) -> int:
-        """Pages per load: as many as are asked for, fewer on a slow link."""
+        """Pages per load: as many as are asked for, fewer on a slow link. The papers' rules know no such thing, and where
+        nothing is computed nobody waits at a meeting."""
         most = max(1, self._config.load_tokens // self._engine.page_tokens)
-        if not self.bandwidth.known(link):
+        if not self._rule.balanced_chunks or self._config.restore == "load" or not self.bandwidth.known(link):
             return most
         return max(1, min(most, int(self.bandwidth.bytes_per_second(link) * _LOAD_S / self._engine.page_bytes)))
 
