@@ -52,7 +52,8 @@ class KVTierPlanner:
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
         """Why a prefix is better left to an engine that can load by itself, or None: asked before it is offered, for what
-        the engine has dropped in favour of a restoration it does not take up again. Changes nothing."""
+        the engine has dropped in favour of a restoration it does not take up again. Changes nothing. In the view it is not
+        among the fresh requests."""
         return self._restore.left_to_engine(offer, view)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:

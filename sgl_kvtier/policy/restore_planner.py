@@ -240,11 +240,9 @@ class RestorePlanner:
         return tuple(starts)
 
     def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
-        """Whether HBM has no room for this request and the fresh ones that wait with it. The view counts it among them, but
-        for its pages in DRAM."""
+        """Whether HBM has no room for this request and the fresh ones that wait beside it."""
         page = self._engine.page_tokens
-        in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM) * page
-        needed = max(offer.prompt_tokens - offer.resident * page, view.fresh_tokens + in_dram)
+        needed = offer.prompt_tokens - offer.resident * page + view.fresh_tokens
         return Tier.HBM in view.free_pages and view.free_pages[Tier.HBM] * page < needed
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:

@@ -72,7 +72,10 @@ class RestoreTick:
         engine = self.engine
         now = time.monotonic() if self.agreement.alone else engine.now
         try:
-            return self.left_to_engine(offer, self._view(engine.scheduler, now))
+            view = self._view(engine.scheduler, now)
+            in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
+            own = offer.prompt_tokens - (offer.resident + in_dram) * engine.page  # what the view counts of it as fresh
+            return self.left_to_engine(offer, replace(view, fresh_tokens=max(0, view.fresh_tokens - own)))
         except Exception:
             logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
             engine.counters.planner_failures += 1

@@ -71,7 +71,7 @@ def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it()
     asked = offer(ssd=256)  # and 64 tokens more: 260 pages
     rooms = {pages: replace(VIEW, free_pages={Tier.HBM: pages}) for pages in (259, 260)}
     assert [one.left_to_engine(asked, view) for view in rooms.values()] == ["no room", None]
-    beside = replace(rooms[260], fresh_tokens=asked.prompt_tokens + 1)
+    beside = replace(rooms[260], fresh_tokens=1)
     assert one.left_to_engine(asked, beside) == "no room"
     assert planner(ssd=rate(4096, 1), restore="both").left_to_engine(asked, beside) is None
 
