@@ -35,6 +35,9 @@ class Owners:
         self._free_groups: list[int] = []
         self._order: list[int] = []
         self._farthest: list[tuple[int, float]] | None = None
+        self._aside: list[tuple[int, float]] | None = None
+        self.asked_aside = False
+        """While true, asking for the order leaves no trace in it: equal turns stay as the last step of a planner had them."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -82,7 +85,7 @@ class Owners:
         """When it will run next, in seconds of the hands' clock; infinity if that is not known."""
         if self._turns[number] != turn:
             self._turns[number] = turn
-            self._farthest = None
+            self._farthest = self._aside = None
 
     def turn(self, number: int) -> float:
         """When it will run next."""
@@ -135,7 +138,7 @@ class Owners:
             self._members.append(members)
             self._pages.append(0)
         self._group_of[members] = group
-        self._farthest = None
+        self._farthest = self._aside = None
         for number in members:
             self._groups_of[number][group] = None
         return group
@@ -143,7 +146,7 @@ class Owners:
     def _end(self, group: int) -> None:
         members = self._members[group]
         del self._group_of[members]
-        self._farthest = None
+        self._farthest = self._aside = None
         for number in members:
             del self._groups_of[number][group]
         self._members[group] = ()
@@ -157,15 +160,19 @@ class Owners:
         Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not their beginnings.
         Worked out anew after a turn or a group has changed.
         """
+        if self._farthest is None and self.asked_aside:
+            if self._aside is None:
+                self._aside = list(self._walk(sorted(self._order, key=self._turns.__getitem__, reverse=True)))
+            return self._aside
         if self._farthest is None:
             # Nearly sorted already, which is what list.sort is fastest at. Equal turns stay in the order they had.
             self._order.sort(key=self._turns.__getitem__, reverse=True)
-            self._farthest = list(self._walk())
+            self._farthest = list(self._walk(self._order))
         return self._farthest
 
-    def _walk(self) -> Iterator[tuple[int, float]]:
+    def _walk(self, order: Sequence[int]) -> Iterator[tuple[int, float]]:
         seen: dict[int, int] = {}
-        for number in self._order:
+        for number in order:
             turn = self._turns[number]
             shared = []
             for group in self._groups_of[number]:

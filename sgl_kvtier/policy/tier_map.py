@@ -151,6 +151,14 @@ class TierMap:
             return ()
         return self.victims_of(tier, (shelf for shelf, turn, _ in self.classes(tier) if turn > after), count)
 
+    def victims_aside(self, tier: Tier, count: int) -> tuple[PageKey, ...]:
+        """The same, for hands that need room between two steps: it leaves no trace, so a recorded run is decided again alike."""
+        self.owners.asked_aside = True
+        try:
+            return self.victims(tier, count)
+        finally:
+            self.owners.asked_aside = False
+
     def victims_of(self, tier: Tier, classes: Iterable[int], count: int) -> tuple[PageKey, ...]:
         """The same from these classes only."""
         shelves, _ = self._shelves(tier)

@@ -64,7 +64,7 @@ class Victims:
         evicted = False
         bared: dict[PageKey, None] = {}
         left = self._facts.left
-        for key in self._map.victims(Tier.HBM, missing + len(left) + _SLACK_PAGES):
+        for key in self._map.victims_aside(Tier.HBM, missing + len(left) + _SLACK_PAGES):
             if key in left:
                 continue
             node = leaves.pop(key, None)

@@ -386,3 +386,24 @@ def test_only_pages_needed_later_are_victims_of_a_promotion():
     m.claim("late", late, 8.0)
     assert m.victims(Tier.HBM, 9, after=2.0) == never + late
     assert [known[1:] for known in m.classes(Tier.HBM)] == [(math.inf, 1), (8.0, 1), (1.0, 1)]
+
+
+def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
+    def run(ask: bool) -> tuple[tuple[PageKey, ...], ...]:
+        known, seen = TierMap(100, NextUse(), NextUse()), []
+        for number in range(6):
+            key = PageKey(bytes([number]) * 32)
+            known.placed((key,), Tier.HBM, 0.0)
+            known.claim(f"owner {number}", (key,), float(number % 2))
+        for number in range(6):
+            known.expect(f"owner {number}", 5.0 - number % 3)
+            if ask:
+                aside = known.victims_aside(Tier.HBM, 6)
+                assert len(aside) == 6
+            known.expect(f"owner {5 - number}", 1.0)
+            if number % 2:
+                seen.append(known.victims(Tier.HBM, 6))
+                assert known.victims_aside(Tier.HBM, 6) == seen[-1]
+        return tuple(seen)
+
+    assert run(ask=True) == run(ask=False)
