@@ -37,7 +37,7 @@ def test_on_two_ranks_it_is_sglangs_own_way_and_restoring_goes_on():
     followed = restore_setup.in_force(TWO, asked)
     assert not restore_setup.looks_ahead(followed) and followed.restore == "both"
     assert restore_setup.nothing_to_do(TWO, asked) is None
-    assert restore_setup.nothing_to_do(TWO, server(prefetch="kvtier")) == "not looking ahead: more than one rank"
+    assert restore_setup.nothing_to_do(TWO, server(prefetch="kvtier", restore="off")) == "not looking ahead: more than one rank"
     assert "not looking ahead" in str(restore_setup.nothing_to_do(TWO, server(prefetch="kvtier", restore="auto")))
 
 
