@@ -16,6 +16,7 @@ from sgl_kvtier.runtime.settings import BACKEND
 
 FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend"
 ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.record_weight_version_after_update"
@@ -37,6 +38,7 @@ def register() -> None:
         StorageBackendFactory.register_backend(BACKEND, "sgl_kvtier.runtime.storage", "KVTierStorage")
         HookRegistry.register(FACTORY, _create_backend, HookType.AROUND)
         HookRegistry.register(ATTACH, _use_zero_copy, HookType.AFTER)
+        HookRegistry.register(STOP, _cut_reads_short, HookType.AROUND)
         HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
         restore_hooks.register()
         HookRegistry.register(control.TARGET, control.set_internal_state, HookType.AROUND)
@@ -101,6 +103,19 @@ def _use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> N
     if ours and is_page_contiguous(controller.storage_host_pool):
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
+
+
+def _cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
+    server up after that, so a long read of pages that nobody wants any more must not keep one."""
+    from sgl_kvtier.runtime.storage import KVTierStorage
+
+    backend = getattr(controller, "storage_backend", None)
+    backend = getattr(backend, "_backend", backend)
+    if not isinstance(backend, KVTierStorage):
+        return original(controller, *args, **kwargs)
+    with backend.reads_cut_short():
+        return original(controller, *args, **kwargs)
 
 
 def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,8 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class KVTierStorage(HiCacheStorage):
         seams.require("storage", "weights")
         extra = storage_config.extra_config or {}
         if "module_path" not in extra:
-            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.WEIGHTS])
+            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.WEIGHTS])
         self.config = settings.from_extra_config(extra)
         if self.config.policy.restore != "off" or restore_setup.looks_ahead(self.config.policy):
             seams.require("restore")
@@ -69,6 +70,8 @@ class KVTierStorage(HiCacheStorage):
         self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
         """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where it has nothing to load."""
         self._metrics: StoreMetrics | None = None
+        self._reading: dict[int, ReadJob] = {}
+        self._cut_short = False
         if storage_config.is_mla_model and storage_config.tp_size > 1:
             # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its own here, so each writes.
             storage_config.is_mla_model = False
@@ -261,6 +264,17 @@ class KVTierStorage(HiCacheStorage):
             raise ValueError("the store was not started with a throttle section, so it has no bandwidth to change")
         self._store.set_read_gbps(read_gbps)
 
+    @contextmanager
+    def reads_cut_short(self) -> Iterator[None]:
+        """Meanwhile `batch_get_v1` and its kin end as soon as no read is under way to their pages: what was not begun is False."""
+        self._cut_short = True
+        try:
+            for job in list(self._reading.values()):
+                job.cancel()
+            yield
+        finally:
+            self._cut_short = False
+
     def close(self) -> None:
         """Ends I/O and releases the folder. Idempotent."""
         store, self._store = self._store, None
@@ -289,7 +303,11 @@ class KVTierStorage(HiCacheStorage):
         started = time.perf_counter()
         tag = self._tag(pool)
         job = store.read([PageRead(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        self._reading[id(job)] = job
+        if self._cut_short:
+            job.cancel()
         job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
+        del self._reading[id(job)]
         read = [outcome is ReadOutcome.OK for outcome in job.outcomes]
         self._note(self._read_batches, parts, read, started)
         if all(read):

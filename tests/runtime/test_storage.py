@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -33,13 +35,15 @@ def make(tmp_path, monkeypatch):
         "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1)
     )
 
-    def opening(pool, side_pools=(), faults=None, **config):
+    def opening(pool, side_pools=(), faults=None, throttle=None, **config):
         extra = {
             "module_path": "sgl_kvtier.runtime.storage",
             "store": {"path": str(tmp_path / "store"), "min_free_bytes": 0, "segment_bytes": "4MiB"},
         }
         if faults:
             extra["faults"] = faults
+        if throttle:
+            extra["throttle"] = throttle
         backend = KVTierStorage(storage_config(extra_config=extra, **config), {})
         backend.register_mem_pool_host(pool)
         for name, side in side_pools:
@@ -164,6 +168,23 @@ def test_a_failing_disk_makes_misses_and_no_exception(make, faults):
     backend = make(pool, faults=faults)
     backend.batch_set_v1(keys("a", "b"), slots([0, 1]))
     assert backend.batch_get_v1(keys("a", "b"), slots([4, 5])) == [False, False]
+
+
+def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(make):
+    pool = host_pool()
+    backend = make(pool, throttle={"read_gbps": 0.0002})  # a page takes a second
+    names = keys(*range(20))
+    backend.batch_set_v1(names, slots(list(range(20))))
+    with ThreadPoolExecutor(1) as other:
+        long = other.submit(backend.batch_get_v1, names, slots(list(range(20))))
+        while not backend._reading:
+            time.sleep(0.01)
+        with backend.reads_cut_short():
+            read = long.result(timeout=15)
+            assert backend.batch_get_v1(names[:2], slots([30, 31])) == [False, False]
+    assert sum(read) < 10
+    backend.throttle(0)
+    assert backend.batch_get_v1(names[:2], slots([30, 31])) == [True, True]
 
 
 def test_a_refusing_disk_says_so_and_no_exception(make):

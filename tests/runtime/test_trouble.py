@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serving import TOKENS, config_file, flags, prompts, refused, serving
+from serving import ADMIN, TOKENS, config_file, flags, prompts, refused, serving
 
 pytestmark = pytest.mark.server
 WHOLE = (TOKENS - 1) // 16 * 16
@@ -47,6 +47,19 @@ def test_damaged_page_files_cost_hits_and_change_no_answer(tmp_path):
         server.settle()
         assert server.metric("kvtier:pages_corrupt_total") > 0
         assert sum(a.storage for a in again) < WHOLE * 3
+
+
+def test_a_flush_beside_a_read_that_takes_longer_than_sglang_waits_does_not_end_the_server(tmp_path):
+    asked = prompts(2, seed=23)
+    sections = {"throttle": {"read_gbps": 0.0002}, "policy": {"restore": "off"}}  # half a minute for one prompt
+    arguments = flags(hicache_storage_prefetch_policy="timeout")
+    with serving(tmp_path, arguments, config_file(tmp_path, **sections)) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        again = server.ask(asked[0])  # SGLang gives its read up after a second or two; the I/O thread goes on
+        server.call("POST", "/flush_cache", {}, ADMIN)
+        assert again.tokens == first[0].tokens
+        assert server.ask(asked[1]).tokens == first[1].tokens
 
 
 def test_a_full_filesystem_stops_writes_and_nothing_else(tmp_path):
