@@ -143,7 +143,7 @@ class PolicyConfig:
     )
     min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
     load_tokens: int = setting(
-        128, "most tokens per load, the unit that is in flight, lands or fails; fewer on a link that takes over 20 ms for them", low=1, high=65536
+        128, "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting on a link that takes over 20 ms for them", low=1, high=65536
     )
     load_horizon_s: float = setting(
         0.3, "loads handed out ahead of the device, in seconds of its bandwidth", low=0.001, high=60

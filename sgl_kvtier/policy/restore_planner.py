@@ -45,7 +45,9 @@ from sgl_kvtier.types import Link, Span, Tier
 _STEP_COVER = 1.5
 """Loads handed out cover this many times the predicted time until the next step, so that no device waits for a plan."""
 _LOAD_S = 0.02
-"""A load takes no longer than this on its link, but for one page: the front may have to wait for all of the last one."""
+"""The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
+_NEAR = 4
+"""A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
 _LOOK_AGAIN = 16
 """Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
 _PROBES = 2
@@ -436,6 +438,7 @@ class RestorePlanner:
             link = LINK_OF[tier]
             staged = self._engine.staged and tier > Tier.DRAM
             pages, group = 0, self._group(link)
+            whole = max(group, self._config.load_tokens // self._engine.page_tokens)
             while most := links.wanted(link, now, horizon_s, group, _PROBES):
                 most = min(most, hbm, dram) if staged else min(most, hbm)
                 span = take_back(most, source, floor if source.start >= item.copied else lowest)
@@ -446,7 +449,7 @@ class RestorePlanner:
                 if staged:
                     dram -= count
                 pages += count
-                parts = [Span(max(span.start, stop - group), stop) for stop in range(span.stop, span.start, -group)]
+                parts = _parts(span, floor, group, whole)
                 for part, backlog_s in zip(parts, links.asked(link, rid, parts, now), strict=True):
                     loads.append(Load(rid, part, tier, link, 2 * backlog_s + self._config.load_deadline_s))
             if pages:
@@ -496,3 +499,12 @@ class RestorePlanner:
         cost = {item.rid: forecast.compute_only(item) for item in items}
         return sorted(items, key=lambda item: (-cost[item.rid] if longest else cost[item.rid], item.order))
 
+
+def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:
+    """A span as loads, the last pages first: `most` pages each far above the meeting at `floor`, `least` near it."""
+    parts, stop = [], span.stop
+    while stop > span.start:
+        start = max(span.start, stop - max(least, min(most, (stop - floor) // _NEAR)))
+        parts.append(Span(start, stop))
+        stop = start
+    return parts
