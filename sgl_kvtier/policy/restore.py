@@ -184,6 +184,11 @@ class Forecast:
         return source.stop if copied_s < self.compute_seconds(start, len(source)) - self._compute_at_s else start
 
 
+_OWN_COST_S = 0.03
+"""What a restoration takes beside its forecast: 20 to 43 ms in a server on a CPU, whatever its length (docs/results/restore.md). An
+engine that loads by itself does not pay it."""
+
+
 def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> tuple[Mode, str]:
     """One resource or both, with the reason. Unmeasured costs (`known` False) mean both: it adapts by itself."""
     if config.restore in ("both", "load", "compute"):
@@ -216,7 +221,7 @@ def leave(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bo
     compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
     if not in_dram and compute_s < load_s:
         return None
-    if _split_wins(forecast, item, config, load_s):
+    if _split_wins(forecast, item, config, load_s - _OWN_COST_S):
         return None
     return "host memory" if in_dram else "loading is faster"
 
