@@ -185,8 +185,8 @@ class Forecast:
 
 
 _OWN_COST_S = 0.03
-"""What a restoration takes beside its forecast: 20 to 43 ms in a server on a CPU, whatever its length (docs/results/restore.md). An
-engine that loads by itself does not pay it."""
+"""A restoration has to save this much over an engine's own load: in a server on a CPU it ended 20 ms or more above the best split
+(docs/results/restore.md, section 1), and with less than this it lost at fast links."""
 
 
 def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> tuple[Mode, str]:
