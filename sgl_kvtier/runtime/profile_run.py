@@ -1,4 +1,4 @@
-"""Prompts for a running server to learn from: what `kvtier profile --measure URL` sends. HTTP only; it reads no clock itself.
+"""Prompts for a running server to learn from: what `kvtier profile --measure URL` sends. HTTP only.
 
 The server learns from the chunks and loads that these cause, exactly as from any others, and keeps what it learned beside its
 store. For each length a prompt nobody has seen is computed, alone; then the caches are emptied and it is sent again, so that
