@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sgl_kvtier.runtime.metrics import PERIOD_S
+from sgl_kvtier.runtime.metrics import Publisher
 from sgl_kvtier.runtime.restore_counters import Count
 from sgl_kvtier.types import Link, Tier
 
@@ -53,7 +52,7 @@ class LookaheadCounters:
             yield name, {}, getattr(self, name)
 
 
-class LookaheadMetrics:
+class LookaheadMetrics(Publisher):
     """Publishes counters and gauges twice a second from a thread of its own."""
 
     def __init__(
@@ -64,19 +63,7 @@ class LookaheadMetrics:
         self._gauges = gauges
         self._labels = labels
         self._seen: dict[tuple[str, ...], float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-lookahead-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Publishes a last time and ends the thread. Idempotent."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(PERIOD_S):
-            self._publish()
-        self._publish()
+        super().__init__("kvtier-lookahead-metrics")
 
     def _publish(self) -> None:
         for name, labels, value in self._counts():

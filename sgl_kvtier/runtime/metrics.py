@@ -35,7 +35,30 @@ _POSITIONS = tuple(n / 10 for n in range(1, 11))
 _instruments: dict[str, Any] = {}
 
 
-class StoreMetrics:
+class Publisher:
+    """Calls `_publish` twice a second from a thread of its own, and once more at the end."""
+
+    def __init__(self, name: str) -> None:
+        """Begins publishing: the last thing a subclass does when it is built."""
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publishes a last time and ends the thread, while what it publishes is still there. Idempotent."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(PERIOD_S):
+            self._publish()
+        self._publish()
+
+    def _publish(self) -> None:
+        raise NotImplementedError
+
+
+class StoreMetrics(Publisher):
     """Publishes a store's statistics twice a second from a thread of its own, also while the server is idle."""
 
     def __init__(self, store: PageStore, labels: dict[str, str]) -> None:
@@ -44,19 +67,7 @@ class StoreMetrics:
         self._store = store
         self._labels = labels
         self._seen = StoreStats()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Publishes a last time and ends the thread. Call it while the store is still open. Idempotent."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(PERIOD_S):
-            self._publish()
-        self._publish()
+        super().__init__("kvtier-metrics")
 
     def _publish(self) -> None:
         stats = self._store.stats()
@@ -83,7 +94,7 @@ def _make_instruments(labels: tuple[str, ...]) -> None:
             _instruments[f.name] = Counter(f"kvtier:{f.name}_total", _DOC + f.name, labels)
 
 
-class RestoreMetrics:
+class RestoreMetrics(Publisher):
     """Publishes what restorations did, twice a second, from a thread of its own."""
 
     def __init__(
@@ -99,19 +110,7 @@ class RestoreMetrics:
         self._under_way = under_way
         self._labels = labels
         self._seen: dict[tuple[str, ...], float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtier-restore-metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Publishes a last time and ends the thread. Idempotent."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(PERIOD_S):
-            self._publish()
-        self._publish()
+        super().__init__("kvtier-restore-metrics")
 
     def _publish(self) -> None:
         for name, labels, value in self._counts():
