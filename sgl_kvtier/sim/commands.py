@@ -33,6 +33,7 @@ from sgl_kvtier.sim.policies import POLICIES, policy
 from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.sim.requests import SimResult
 from sgl_kvtier.sizes import parse_bytes
+from sgl_kvtier.workload.commands import count, positive
 
 SCHEMA_RUN = "kvtier.sim.run/1"
 SCHEMA_PAPER = "kvtier.sim.paper/1"
@@ -50,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--trace", required=True, metavar="SOURCE", help="a trace file, its short name, or generated:PRESET")
     running.add_argument("--policy", default=_QUICK_POLICIES, metavar="A,B", help=f"of {','.join(POLICIES)} (default %(default)s)")
     running.add_argument("--config", metavar="FILE", help="kvtier.json; its policy section steers kvtier, cake and cacheflow")
-    running.add_argument("--sessions", type=_positive, metavar="N", help="read N sessions (default: all; 20 generated)")
-    running.add_argument("--skip", type=_count, default=0, metavar="N", help="pass over the first N sessions")
+    running.add_argument("--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)")
+    running.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the first N sessions")
     running.add_argument("--seed", type=int, default=0, help="of session starts and generated sessions (default 0)")
     running.add_argument("--start-every", type=_seconds, default=0.0, metavar="S", help="mean seconds between session starts, drawn at random (default: as recorded)")
     running.add_argument("--most-gap", type=_seconds, default=600.0, metavar="S", help="cut longer waits between two calls (default 600)")
-    running.add_argument("--most-output", type=_positive, default=512, metavar="N", help="cut longer outputs (default 512 tokens)")
-    running.add_argument("--most-prompt", type=_positive, metavar="N", help="cut sessions before a longer prompt")
+    running.add_argument("--most-output", type=positive, default=512, metavar="N", help="cut longer outputs (default 512 tokens)")
+    running.add_argument("--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt")
     running.add_argument("--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
     running.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
     running.add_argument("--html", metavar="FILE", help="write one page with timelines and distributions")
@@ -69,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--ssd", type=_size, metavar="SIZE", help="SSD for KV (default: no limit)")
     machine.add_argument("--ssd-gbps", type=_rate, metavar="G", help="SSD read bandwidth in Gbit/s (default: the profile's)")
     machine.add_argument("--pcie-gbps", type=_rate, metavar="G", help="PCIe bandwidth per direction in Gbit/s (default: the profile's)")
-    machine.add_argument("--page-tokens", type=_positive, default=64, metavar="N", help="default %(default)s")
-    machine.add_argument("--step-tokens", type=_positive, default=2048, metavar="N", help="token budget of a step (default %(default)s)")
+    machine.add_argument("--page-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    machine.add_argument("--step-tokens", type=positive, default=2048, metavar="N", help="token budget of a step (default %(default)s)")
 
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
     paper.add_argument("paper", choices=PAPERS)
@@ -235,20 +236,6 @@ def _list(args: argparse.Namespace) -> int:
 
 def _command() -> list[str]:
     return ["kvtier", *sys.argv[1:]]
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
-    return value
 
 
 def _seconds(text: str) -> float:

@@ -36,28 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     describing = actions.add_parser("describe", help="lengths, waits and prefix reuse of a workload")
     describing.add_argument("source", help="a trace file, a trace's short name, or generated:PRESET")
     describing.add_argument(
-        "--sessions", type=_positive, metavar="N", help="read N sessions (default: all; 20 generated)"
+        "--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)"
     )
     describing.add_argument(
-        "--skip", type=_count, default=0, metavar="N", help="pass over the first N sessions"
+        "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
     )
     describing.add_argument("--seed", type=int, default=0, help="for generated sessions (default 0)")
     describing.add_argument(
-        "--divisor", type=_positive, default=1, metavar="D", help="scale tokens down by D (default 1)"
+        "--divisor", type=positive, default=1, metavar="D", help="scale tokens down by D (default 1)"
     )
     describing.add_argument(
-        "--page-tokens", type=_positive, default=16, metavar="N", help="page of the cache (default 16)"
+        "--page-tokens", type=positive, default=16, metavar="N", help="page of the cache (default 16)"
     )
-    describing.add_argument("--max-calls", type=_positive, metavar="N", help="cut sessions after N calls")
+    describing.add_argument("--max-calls", type=positive, metavar="N", help="cut sessions after N calls")
     describing.add_argument(
-        "--max-prompt-tokens", type=_positive, metavar="N", help="cut before a longer prompt, after scaling"
+        "--max-prompt-tokens", type=positive, metavar="N", help="cut before a longer prompt, after scaling"
     )
     _add_common(describing)
 
     making = actions.add_parser("generate", help="write generated sessions to a file that can be read again")
     making.add_argument("preset", help=f"one of {', '.join(presets())}")
     making.add_argument(
-        "--sessions", type=_positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
+        "--sessions", type=positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
     )
     making.add_argument("--seed", type=int, default=0, help="another seed gives other sessions (default 0)")
     making.add_argument(
@@ -208,14 +208,16 @@ def _command() -> list[str]:
     return ["kvtier", *sys.argv[1:]]
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument: a whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An argument: a whole number of at least 0."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
