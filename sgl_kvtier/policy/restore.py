@@ -203,13 +203,16 @@ def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, kno
     return (Mode.LOAD, "loading is faster") if load_s <= compute_s else (Mode.COMPUTE, "computing is faster")
 
 
-def leave(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool, crowded: bool = False) -> str | None:
+def leave(
+    forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool, learns: bool = False, crowded: bool = False
+) -> str | None:
     """Why this prefix is not to be restored but left to an engine that can load by itself, or None.
 
     Such an engine copies what lies in DRAM in the step that admits the request, and reads the rest ahead into DRAM: where
     all is to be loaded anyway, it needs no HBM before the request's turn, and no step to splice pages in. What has to be
     won against is loading; computing all of it is no alternative for pages that lie in DRAM. `crowded`: HBM is short for what
-    waits, so that loads into it would only push out what others are about to use.
+    waits, so that loads into it would only push out what others are about to use. `learns`: what is not `known` will be after
+    a load of the engine's own, so nothing has to be tried on this request.
     """
     if config.restore != "auto" or not rule_of(config).fallback:
         return None
@@ -217,7 +220,7 @@ def leave(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bo
     if crowded:
         return "no room"
     if not known:
-        return "host memory" if in_dram else None
+        return "host memory" if in_dram else "not measured yet" if learns else None
     compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
     if not in_dram and compute_s < load_s:
         return None

@@ -127,7 +127,8 @@ class RestorePlanner:
         item = _item(offer, self._order)
         forecast = self._forecast(view, self._ahead_s(view, item))
         self._copy_first(item, forecast)
-        return leave(forecast, item, self._config, self._knows(offer), self._crowded(offer, view))
+        learns = not self._costs_known or not self.bandwidth.known(Link.SSD_TO_HBM)
+        return leave(forecast, item, self._config, self._knows(offer), learns, self._crowded(offer, view))
 
     def configure(self, config: PolicyConfig) -> None:
         """Other settings from now on. Restorations under way go on in the mode they were given."""
@@ -255,8 +256,11 @@ class RestorePlanner:
 
     def _knows(self, offer: RestoreOffered) -> bool:
         """Whether what an answer depends on was measured, here or in an earlier run."""
-        measured = self._profiled or self._cost.seen > 0
-        return measured and all(self.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources)
+        return self._costs_known and all(self.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources)
+
+    @property
+    def _costs_known(self) -> bool:
+        return self._profiled or self._cost.seen > 0
 
     def _forecast(self, view: StepView, compute_at_s: float) -> Forecast:
         backlogs = self.links.backlogs(view.now)

@@ -81,9 +81,17 @@ def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_help
     assert planner(ssd=rate(4096, 500), dram=rate(4096, 20)).left_to_engine(asked, VIEW) == "loading is faster"
 
 
-def test_storage_that_was_never_measured_is_restored_to_measure_it():
-    assert planner().left_to_engine(offer(ssd=256), VIEW) is None
-    assert planner(dram=1e9).left_to_engine(offer(dram=16, ssd=256), VIEW) is None
+def test_storage_that_was_never_measured_is_measured_by_a_read_of_the_engine_itself():
+    assert planner().left_to_engine(offer(ssd=256), VIEW) == "not measured yet"
+    one = planner(dram=rate(4096, 50))
+    assert one.left_to_engine(offer(dram=16, ssd=256), VIEW) == "not measured yet"
+    nbytes = 256 * ENGINE.page_bytes
+    one.observe(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, nbytes / rate(4096, 1), 0.0))
+    assert one.left_to_engine(offer(dram=16, ssd=256), VIEW) is None
+
+
+def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_since_the_engines_copies_are_not_timed():
+    assert planner(ssd=rate(4096, 1)).left_to_engine(offer(dram=16, ssd=240), VIEW) is None
 
 
 @pytest.mark.parametrize("settings", [{"restore": "both"}, {"restore": "load"}, {"restore": "compute"}, {"rule": "cake"}, {"rule": "cacheflow"}])
