@@ -1,0 +1,120 @@
+"""What compute does for restorations: who gets the engine's slot, how long the next chunk is, which loads are asked back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
+from sgl_kvtier.policy.outlook import Outlook
+from sgl_kvtier.policy.restore import Restoration, chunk_tokens
+from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.types import Span
+
+
+class Chunks:
+    """Decides the front of each restoration. Chunks are claimed when a ChunkStarted reports them."""
+
+    def __init__(self, under_way: UnderWay, outlook: Outlook) -> None:
+        self._under_way = under_way
+        self._outlook = outlook
+
+    def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
+        """What the slot's holder does, or who gets the slot, and who is complete and needs none."""
+        items, complete = self._under_way.items, self._under_way.complete
+        whole = [items[rid] for rid in complete]
+        computes = [Compute(item.rid, item.pointer.landed_run(), None) for item in whole]
+        cancels: list[Cancel] = []
+        if view.slot is None and view.slot_open:
+            first = next((item for item in in_run_order(self._under_way, view) if item.rid not in complete), None)
+            if first is not None and self._wants_slot(first, view):
+                compute, cancels = self._compute(first, view)
+                computes += [compute] if compute.tokens != 0 else []
+        elif view.slot in items and view.slot not in complete:
+            compute, cancels = self._compute(items[view.slot], view)
+            computes.append(compute)
+        return computes, tuple(cancels)
+
+    def unstuck(self, compute: Compute, view: StepView) -> Compute:
+        """Waiting makes sense only while something of the request is under way; otherwise the front goes on."""
+        item, engine = self._under_way.items[compute.rid], self._under_way.engine
+        if compute.tokens != 0 or item.pointer.loading or view.prefill_tokens < engine.page_tokens:
+            return compute
+        barrier = (item.pointer.barrier(compute.splice.stop) - compute.splice.stop) * engine.page_tokens
+        whole = engine.chunk_tokens // engine.page_tokens * engine.page_tokens
+        budget = view.prefill_tokens // engine.page_tokens * engine.page_tokens
+        return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
+
+    def _wants_slot(self, item: Restoration, view: StepView) -> bool:
+        """A request that was to be loaded only joins in computing when that has become the faster way."""
+        config = self._under_way.config
+        if item.mode is Mode.LOAD and config.restore != "load":
+            forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
+            if forecast.both(item).seconds <= forecast.load_only(item) * (1 - config.split_margin):
+                item.mode = Mode.BOTH
+        return item.mode is Mode.BOTH
+
+    def _compute(self, item: Restoration, view: StepView) -> tuple[Compute, list[Cancel]]:
+        config, engine, rule = self._under_way.config, self._under_way.engine, self._under_way.rule
+        page = engine.page_tokens
+        run = item.pointer.landed_run()
+        if run.stop == item.pointer.units:
+            return Compute(item.rid, run, None), []
+        barrier = (item.pointer.barrier(run.stop) - run.stop) * page
+        split = self._outlook.splits[item.rid] = self._outlook.meeting(item, view, self._outlook.busy_s(view), run.stop)
+        if run.stop < item.copied:
+            lost = self._within_budget(item, view, item.pointer.lost_run(run.stop) * page)
+            return Compute(item.rid, run, min(lost, engine.chunk_tokens // page * page)), []
+        if split.meet == item.pointer.units and barrier == (item.pointer.units - run.stop) * page and not self._yields(view):
+            # Nothing loads and nothing will: the engine's own chunks, which take the suffix along, are the best.
+            return Compute(item.rid, run, None), []
+        tokens = chunk_tokens(split, barrier, engine, rule)
+        cancels = self._recall(item, view, tokens, barrier, run.stop) if rule.balanced_chunks else []
+        tokens = self._within_budget(item, view, tokens)
+        least = min(config.min_chunk_tokens, barrier or page)
+        if tokens < least and (item.pointer.loading or split.meet < item.pointer.units):
+            tokens = 0
+        if item.pointer.lost_in(Span(run.stop, run.stop + 1)) and not tokens:
+            tokens = self._within_budget(item, view, min(barrier, max(page, least // page * page)))
+        return Compute(item.rid, run, tokens), cancels
+
+    def _within_budget(self, item: Restoration, view: StepView, tokens: int) -> int:
+        """Fresh prefill goes first while the restoration can go on loading, a bounded number of steps in a row (Cake 4)."""
+        config, page = self._under_way.config, self._under_way.engine.page_tokens
+        tokens = min(tokens, view.prefill_tokens // page * page)
+        if not (self._yields(view) and item.pointer.loading):
+            return tokens
+        left = max(0, view.prefill_tokens - view.fresh_tokens) // page * page
+        if left >= min(tokens, config.min_chunk_tokens):
+            return min(tokens, left)
+        if item.yields >= config.max_yields:
+            return tokens
+        item.yields += 1
+        return 0
+
+    def _yields(self, view: StepView) -> bool:
+        return self._under_way.config.yield_to_fresh and view.fresh_tokens > 0
+
+    def _recall(self, item: Restoration, view: StepView, tokens: int, barrier: int, front: int) -> list[Cancel]:
+        """Loads that compute would reach before the link does are asked back, as far as they were not begun."""
+        config, engine = self._under_way.config, self._under_way.engine
+        reach = front + barrier // engine.page_tokens
+        if not item.pointer.loading or tokens < barrier or item.cancelled >= reach + 1:
+            return []
+        meet = self._outlook.meeting(item, view, self._outlook.busy_s(view), front, recall=True).meet
+        run = item.pointer.last_loading()
+        if run.start != reach or meet - reach < max(1, config.load_tokens // engine.page_tokens):
+            return []
+        item.cancelled = min(meet, run.stop)
+        return [Cancel(item.rid, Span(run.start, item.cancelled))]
+
+
+def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:
+    """The slot's holder, then waiting requests as they will run, then any other in the order of their offers."""
+    seen = {}
+    for rid in (view.slot, *view.waiting):
+        item = under_way.items.get(rid) if rid is not None else None
+        if item is not None and rid not in seen:
+            seen[rid] = True
+            yield item
+    if len(seen) < len(under_way.items):
+        yield from [item for rid, item in under_way.items.items() if rid not in seen]

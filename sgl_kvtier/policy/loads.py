@@ -1,0 +1,149 @@
+"""Which pages of which restoration are loaded next, so that every link has enough to do until well after the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sgl_kvtier.policy.chunks import Chunks, in_run_order
+from sgl_kvtier.policy.meeting import Split
+from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
+from sgl_kvtier.policy.outlook import Outlook
+from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
+from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.types import Link, Span, Tier
+
+_STEP_COVER = 1.5
+"""Loads handed out cover this many times the predicted time until the next step, so that no device waits for a plan."""
+_LOAD_S = 0.02
+"""The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
+_NEAR = 4
+"""A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
+_PROBES = 2
+"""Transfers handed out on a link that was never measured."""
+_MOST_BEHIND = 8
+"""So many waiting requests are charged for at most."""
+_UNBOUNDED = 1 << 40
+"""Pages of a tier the view does not count."""
+
+
+class Loads:
+    """Decides the back of each restoration. What is handed out is claimed at once."""
+
+    def __init__(self, under_way: UnderWay, outlook: Outlook, chunks: Chunks) -> None:
+        self._under_way = under_way
+        self._outlook = outlook
+        self._chunks = chunks
+
+    def decide(self, view: StepView, computes: list[Compute]) -> tuple[Load, ...]:
+        """Loads until every link has enough to do, in the rule's order."""
+        known, outlook = self._under_way, self._outlook
+        ending = {compute.rid: self._stop_page(compute, known.items[compute.rid]) for compute in computes}
+        room = dict(view.free_pages)
+        if Tier.HBM in room:
+            # A chunk that may yet be granted below keeps its pages too: loads of others must not take them.
+            granted = [self._chunks.unstuck(compute, view).tokens or 0 for compute in computes]
+            room[Tier.HBM] -= sum(granted) // known.engine.page_tokens
+        next_step_s = outlook.busy_s(view) + max(
+            (known.cost.cost.chunk_seconds(0, compute.tokens) for compute in computes if compute.tokens), default=0.0
+        )
+        horizon_s = max(known.config.load_horizon_s, _STEP_COVER * next_step_s)
+        loads: list[Load] = []
+        # Compute reaches a request after those before it in the queue: the later its turn, the more of it is loaded.
+        ahead_s = outlook.busy_s(view) + outlook.fresh_s(view)
+        open_links = dict.fromkeys(link for link in known.readers if not self._full(link, view.now, horizon_s))
+        for item in self._in_io_order(view) if open_links else ():
+            if room.get(Tier.HBM, 1) <= 0 or not any(map(known.readers.__getitem__, open_links)):
+                break
+            if not open_links.keys().isdisjoint(item.unread):
+                lowest, floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
+                self._load_from(item, view.now, lowest, floor, horizon_s, room, loads)
+                ahead_s = max(ahead_s, split.seconds) + outlook.suffix_s(item)
+                open_links = dict.fromkeys(link for link in open_links if not self._full(link, view.now, horizon_s))
+        return tuple(loads)
+
+    def _stop_page(self, compute: Compute, item: Restoration) -> int:
+        if compute.tokens is None:
+            return item.pointer.units
+        return compute.splice.stop + compute.tokens // self._under_way.engine.page_tokens
+
+    def _full(self, link: Link, now: float, horizon_s: float) -> bool:
+        """Whether a link has enough to do. One that was never measured gets a few transfers to be measured by."""
+        if not self._under_way.bandwidth.known(link):
+            return self._under_way.links.transfers(link) >= _PROBES
+        return self._under_way.links.backlog_seconds(link, now) >= horizon_s
+
+    def _floor(self, item: Restoration, view: StepView, proposed: int | None, ahead_s: float) -> tuple[int, int, Split]:
+        """The lowest page that may be loaded; the lowest that should be: what compute is predicted to reach first is not
+        loaded, but for copies from DRAM that it waits for; and where the two meet."""
+        config, outlook = self._under_way.config, self._outlook
+        split = outlook.splits.get(item.rid) or outlook.meeting(item, view, ahead_s, item.pointer.front)
+        lowest = item.pointer.front if proposed is None else proposed
+        if not self._under_way.rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < config.min_chunk_tokens:
+            return lowest, lowest, split
+        meet = split.meet
+        behind = min(len(view.waiting) - 1, _MOST_BEHIND)
+        if behind > 0 and config.queue_charge > 0 and meet > lowest:
+            # What compute takes delays all behind it, and a link's work goes on beside: with others waiting more is loaded.
+            meet = outlook.meeting(item, view, ahead_s, item.pointer.front, charge=1 + config.queue_charge * behind).meet
+        return lowest, max(lowest, meet), split
+
+    def _load_from(
+        self, item: Restoration, now: float, lowest: int, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]
+    ) -> None:
+        """Adds loads of this request, from its end down to the floor, until its links have enough to do."""
+        config, engine, readers = self._under_way.config, self._under_way.engine, self._under_way.readers
+        links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
+        hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
+        for source, tier in reversed(item.sources):
+            link = LINK_OF[tier]
+            staged = engine.staged and tier > Tier.DRAM
+            pages, group = 0, self._group(link)
+            whole = max(group, config.load_tokens // engine.page_tokens)
+            while most := links.wanted(link, now, horizon_s, group, _PROBES):
+                most = min(most, hbm, dram) if staged else min(most, hbm)
+                span = take_back(most, source, floor if source.start >= item.copied else lowest)
+                count = span.stop - span.start
+                if not count:
+                    break
+                hbm -= count
+                if staged:
+                    dram -= count
+                pages += count
+                parts = _parts(span, floor, group, whole)
+                for part, backlog_s in zip(parts, links.asked(link, rid, parts, now), strict=True):
+                    loads.append(Load(rid, part, tier, link, 2 * backlog_s + config.load_deadline_s))
+            if pages:
+                item.in_flight[link] = item.in_flight.get(link, 0) + pages
+                self._outlook.loads_handed_out()
+        room[Tier.HBM], room[Tier.DRAM] = hbm, dram
+        for link in [link for link in list(item.unread) if item.read_out(link)]:
+            readers[link] -= 1
+
+    def _group(self, link: Link) -> int:
+        """Pages per load: as many as are asked for, fewer on a slow link. The papers' rules know no such thing, and where
+        nothing is computed nobody waits at a meeting."""
+        known = self._under_way
+        most = max(1, known.config.load_tokens // known.engine.page_tokens)
+        if not known.rule.balanced_chunks or known.config.restore == "load" or not known.bandwidth.known(link):
+            return most
+        return max(1, min(most, int(known.bandwidth.bytes_per_second(link) * _LOAD_S / known.engine.page_bytes)))
+
+    def _in_io_order(self, view: StepView) -> Iterable[Restoration]:
+        known = self._under_way
+        if known.rule.io_order == "arrival" or len(known.items) < 2:
+            return in_run_order(known, view)
+        items = list(in_run_order(known, view))
+        forecast = Forecast(known.engine, known.cost.cost, known.bandwidth, 0.0, {})
+        longest = known.rule.io_order == "longest"
+        cost = {item.rid: forecast.compute_only(item) for item in items}
+        return sorted(items, key=lambda item: (-cost[item.rid] if longest else cost[item.rid], item.order))
+
+
+def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:
+    """A span as loads, the last pages first: `most` pages each far above the meeting at `floor`, `least` near it."""
+    parts, stop = [], span.stop
+    while stop > span.start:
+        start = max(span.start, stop - max(least, min(most, (stop - floor) // _NEAR)))
+        parts.append(Span(start, stop))
+        stop = start
+    return parts

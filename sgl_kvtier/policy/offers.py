@@ -1,0 +1,84 @@
+"""Offers of a restoration: whether it is taken, and in which mode."""
+
+from __future__ import annotations
+
+from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
+from sgl_kvtier.policy.outlook import Outlook
+from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, choose_mode, leave
+from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.types import Link, Tier
+
+_LOOK_AGAIN = 16
+"""Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
+
+
+class Offers:
+    """Offers not answered yet, and the answers to them."""
+
+    def __init__(self, under_way: UnderWay, outlook: Outlook) -> None:
+        self._under_way = under_way
+        self._outlook = outlook
+        self._open: list[RestoreOffered] = []
+        self._order = 0
+        self._computed = 0
+        """Offers answered by computing, because links are slow."""
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def add(self, offer: RestoreOffered) -> None:
+        """To be answered in the next step."""
+        self._open.append(offer)
+
+    def withdraw(self, rid: str) -> None:
+        """The request has gone."""
+        self._open = [offer for offer in self._open if offer.rid != rid]
+
+    def answer(self, view: StepView) -> tuple[RestoreStart, ...]:
+        """Takes up what is worth restoring."""
+        starts = []
+        for offer in self._open:
+            self._order += 1
+            item = _item(offer, self._order)
+            forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
+            self._copy_first(item, forecast)
+            item.mode, reason = choose_mode(forecast, item, self._under_way.config, self._knows(offer))
+            if reason == "computing is faster":
+                self._computed += 1
+                if self._computed % _LOOK_AGAIN == 0:
+                    item.mode, reason = Mode.BOTH, "to measure"
+            if item.mode is not Mode.COMPUTE and not item.pointer.met:
+                self._under_way.begin(item)
+            starts.append(RestoreStart(offer.rid, item.mode, reason))
+        self._open = []
+        return tuple(starts)
+
+    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
+        """Why this is not worth being offered to an engine that can load by itself, or None. Changes nothing."""
+        item = _item(offer, self._order)
+        forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
+        self._copy_first(item, forecast)
+        learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(Link.SSD_TO_HBM)
+        return leave(forecast, item, self._under_way.config, self._knows(offer), learns, self._crowded(offer, view))
+
+    def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
+        """Whether HBM has no room for this request and the fresh ones that wait beside it."""
+        page = self._under_way.engine.page_tokens
+        needed = offer.prompt_tokens - offer.resident * page + view.fresh_tokens
+        return Tier.HBM in view.free_pages and view.free_pages[Tier.HBM] * page < needed
+
+    def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
+        """A prefix that begins in DRAM and goes on below it is computed only behind what is copied from DRAM; one that lies
+        in DRAM as a whole may have both ends."""
+        if self._under_way.rule.balanced_chunks and len(item.sources) > 1:
+            item.copied = forecast.copies_first(item)
+
+    def _knows(self, offer: RestoreOffered) -> bool:
+        """Whether what an answer depends on was measured, here or in an earlier run."""
+        known = self._under_way
+        return known.costs_known and all(known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources)
+
+
+def _item(offer: RestoreOffered, order: int) -> Restoration:
+    return Restoration(offer.rid, order, offer.prompt_tokens, TwoPointer(offer.resident, offer.pages), offer.sources)

@@ -1,0 +1,146 @@
+"""Restorations under way, as facts tell of them: who is being restored, what has landed, what runs, what is on each link.
+
+Written by facts and by what a step hands out; the other modules of a RestorePlanner read it. One thread, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.cost import GUESS, CostModel, PrefillCost
+from sgl_kvtier.policy.links import LinkQueues
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    ChunkStarted,
+    Fact,
+    Mode,
+    PagesLost,
+    RequestFinished,
+    TransferDone,
+)
+from sgl_kvtier.policy.restore import EngineShape, Restoration, rule_of
+from sgl_kvtier.types import Link, Span
+
+
+class UnderWay:
+    """Every restoration between its offer's answer and its end, and what was learned of costs. `links` and `prefill` are what
+    an earlier run learned: bytes per second by link name, and the coefficients of a PrefillCost."""
+
+    def __init__(
+        self, config: PolicyConfig, engine: EngineShape, links: Mapping[str, float] | None, prefill: Mapping[str, float] | None
+    ) -> None:
+        self.config = config
+        self.rule = rule_of(config)
+        self.engine = engine
+        self.profiled = prefill is not None
+        self.cost = CostModel(PrefillCost(**prefill) if prefill else GUESS)
+        self.bandwidth = Bandwidth({Link(name): float(rate) for name, rate in (links or {}).items()})
+        self.links = LinkQueues(self.bandwidth, engine.page_bytes)
+        self.items: dict[str, Restoration] = {}
+        """By request, in the order they were offered."""
+        self.complete: dict[str, None] = {}
+        """Restorations that have landed whole and only wait to be spliced."""
+        self.readers: dict[Link, int] = {}
+        """How many restorations could ask each link for pages."""
+        self.busy_until = 0.0
+        """When what is being computed should be done."""
+        self._running: list[tuple[str, int]] = []
+        self._observers: dict[type, Callable[[Any], None]] = {
+            TransferDone: self._transferred,
+            PagesLost: self._lost,
+            ChunkStarted: self._chunk_started,
+            ChunkDone: self._chunk_done,
+            RequestFinished: self._finished,
+        }
+
+    def observe(self, fact: Fact) -> None:
+        """Takes note of what happened. Facts about requests it does not know, or no longer, change nothing but estimates."""
+        observer = self._observers.get(type(fact))
+        if observer is not None:
+            observer(fact)
+
+    def configure(self, config: PolicyConfig) -> None:
+        """Other settings from now on. Restorations under way go on in the mode they were given."""
+        self.config = config
+        self.rule = rule_of(config)
+
+    def begin(self, item: Restoration) -> None:
+        """A request is being restored from now on."""
+        self.items[item.rid] = item
+        for link in item.unread:
+            self.readers[link] = self.readers.get(link, 0) + 1
+
+    @property
+    def costs_known(self) -> bool:
+        """Whether what computing costs was measured, here or in an earlier run."""
+        return self.profiled or self.cost.seen > 0
+
+    # --- facts ----------------------------------------------------------------------------------------------------
+
+    def _transferred(self, fact: TransferDone) -> None:
+        self.bandwidth.saw(fact.link, fact.nbytes, fact.seconds)
+        self._settle(fact.rid, fact.link, fact.span, fact.now)
+        item = self.items.get(fact.rid)
+        if item is None or not item.pointer.land(fact.span):
+            return
+        if item.pointer.landed_run().stop == item.pointer.units:
+            self.complete[fact.rid] = None
+
+    def _lost(self, fact: PagesLost) -> None:
+        for link in Link:
+            self._settle(fact.rid, link, fact.span, fact.now)
+        item = self.items.get(fact.rid)
+        if item is not None and item.pointer.lose(fact.span) and item.mode is Mode.LOAD:
+            item.mode = Mode.BOTH
+
+    def _settle(self, rid: str, link: Link, span: Span, now: float) -> None:
+        pages = self.links.ended(link, rid, span, now)
+        if pages and (item := self.items.get(rid)):
+            item.in_flight[link] = item.in_flight.get(link, 0) - pages
+
+    def _chunk_started(self, fact: ChunkStarted) -> None:
+        seconds = self.cost.cost.chunk_seconds(fact.tokens.start, len(fact.tokens))
+        self.busy_until = max(fact.now, self.busy_until) + seconds
+        self._running.append((fact.rid, fact.tokens.stop))
+        item = self.items.get(fact.rid)
+        if item is None:
+            return
+        page = self.engine.page_tokens
+        pointer = item.pointer
+        start = min(fact.tokens.start // page, pointer.units)
+        stop = min(-(-fact.tokens.stop // page), pointer.units)  # a page begun is compute's, also where a chunk ends inside
+        if start > pointer.front:
+            pointer.splice(Span(pointer.front, start))
+        claimed = pointer.take_front(stop - pointer.front)
+        if claimed.stop < stop:
+            raise ValueError(f"{fact.rid}: pages up to {stop} are computed, but a transfer has taken page {claimed.stop}")
+        item.yields = 0
+        if pointer.met:
+            self._forget(fact.rid)
+
+    def _chunk_done(self, fact: ChunkDone) -> None:
+        if not fact.shared_tokens:
+            self.cost.saw(fact.tokens.start, len(fact.tokens), fact.seconds)
+        if (fact.rid, fact.tokens.stop) in self._running:
+            self._running.remove((fact.rid, fact.tokens.stop))
+        if not self._running:
+            self.busy_until = fact.now
+        if item := self.items.get(fact.rid):
+            item.pointer.computed_up_to(fact.tokens.stop // self.engine.page_tokens)
+
+    def _finished(self, fact: RequestFinished) -> None:
+        self._forget(fact.rid)
+        self._running = [running for running in self._running if running[0] != fact.rid]
+        if not self._running:
+            self.busy_until = min(self.busy_until, fact.now)
+
+    def _forget(self, rid: str) -> None:
+        item = self.items.pop(rid, None)
+        if item is None:
+            return
+        self.complete.pop(rid, None)
+        for link in item.unread:
+            self.readers[link] -= 1
