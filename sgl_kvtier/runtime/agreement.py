@@ -2,6 +2,9 @@
 
 Of page states the smallest counts (`restoration.OPEN` < lost < `LANDED`). Of times, those of the first rank count. The
 ranks call with vectors of the same length, because what they hold follows from the same plans.
+
+Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes with the reduction that
+SGLang makes in every tick anyway (`packed`, `unpacked`), and none is added.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restoration import Load
 from sgl_kvtier.runtime.stage_reports import StageReports
 
@@ -56,9 +60,9 @@ class Agreement:
                 torch.distributed.all_reduce(data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group)
         return int(data.item())
 
-    def local(self, loads: Sequence[Load]) -> tuple[bytes, list[float]]:
-        """The states of all pages of these loads as far as this rank may speak for them, and when each load's last page that
-        has ended did so. What a later stage returns is of no interest: it is told."""
+    def local(self, loads: Sequence[Load | Poll]) -> tuple[bytes, list[float]]:
+        """The states of all pages of these loads and polls as far as this rank may speak for them, and when the last page of
+        each that has ended did so. What a later stage returns is of no interest: it is told."""
         if self._reports is None:
             states = b"".join(load.local for load in loads)  # before the times: a page's time is noted before its state
             return states, [max(load.ended_at) for load in loads]
@@ -75,9 +79,15 @@ class Agreement:
         """The agreed times and page states. A collective unless this process is alone."""
         if self.alone:
             return list(times), states
-        clock = [int(t * _MICRO) if self._first else _OTHERS for t in times]
-        data = torch.tensor([*clock, *states], dtype=torch.int64)
+        data = torch.tensor(self.packed(times, states), dtype=torch.int64)
         self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
         self.reductions += 1
-        values = data.tolist()
-        return [v / _MICRO for v in values[: len(clock)]], bytes(values[len(clock) :])
+        return self.unpacked(data.tolist(), len(times))
+
+    def packed(self, times: Sequence[float], states: bytes) -> list[int]:
+        """What this rank gives into a reduction by MIN."""
+        return [*(int(t * _MICRO) if self._first else _OTHERS for t in times), *states]
+
+    def unpacked(self, values: Sequence[int], times: int) -> tuple[list[float], bytes]:
+        """What came of it: so many agreed times, and page states."""
+        return [v / _MICRO for v in values[:times]], bytes(values[times:])

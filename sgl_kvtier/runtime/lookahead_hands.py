@@ -2,12 +2,15 @@
 
 One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides nothing: the planner's map
 says who leaves first, the planner's moves say what comes up. Everything runs on the scheduler's thread.
+
+With several ranks each has such hands, a map and a planner of its own, and all are told the same in the same steps: what
+follows from requests and from the tree is the same anyway, times are the first rank's, and the rest is polled (`polls.py`).
 """
 
 from __future__ import annotations
 
 import logging
-import time
+import zlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,10 +30,12 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
 from sgl_kvtier.runtime.page_names import SessionNames, keys_of
+from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.promotions import Path, Promotions
 from sgl_kvtier.runtime.restoration import Restoration
 from sgl_kvtier.runtime.restore_counters import Count
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.store_votes import StoreVotes
 from sgl_kvtier.runtime.tier_check import TierCheck
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.runtime.victims import Victims
@@ -66,15 +71,19 @@ class _Known:
 class LookaheadHands:
     """The hands of one planner's `ahead`. `engine` is the restore engine, whose facts queue and slots are shared."""
 
-    def __init__(self, engine: RestoreEngine, ahead: Lookahead, config: PolicyConfig, *, orders_evictions: bool) -> None:
+    def __init__(
+        self, engine: RestoreEngine, ahead: Lookahead, config: PolicyConfig, *, orders_evictions: bool, alone: bool = True
+    ) -> None:
+        """`alone`: there is no other rank to agree with."""
         tree = engine.tree
         self.engine = engine
         self.ahead = ahead
         self.counters = LookaheadCounters()
         self.facts = TierFacts(tree, self._tell, ahead.map)
-        self.promotions = Promotions(tree, self.facts, engine.slots, self._tell, self.counters)
+        self.promotions = Promotions(engine, self.facts, self._tell, self.counters)
         self.victims = Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
         self.check = TierCheck(tree, ahead.map, self.facts)
+        self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, engine.next_number)
         self.sessions = SessionNames()
         self.metrics: LookaheadMetrics | None = None
         self.off: dict[str, int] = {}
@@ -149,6 +158,8 @@ class LookaheadHands:
         logger.error("kvtier: not looking ahead any more")
         self.counters.failures += 1
         self.facts.stop()
+        if self._votes is not None:
+            self._votes.stop()
         self.promotions.reset()
 
     def close(self) -> None:
@@ -156,7 +167,23 @@ class LookaheadHands:
         if self.metrics is not None:
             self.metrics.close()
 
+    def found(self, hashes: list[str]) -> None:
+        """A storage query has found these pages, on every rank."""
+        if self._votes is not None:
+            self._votes.found(hashes)
+
     # --- once per step ------------------------------------------------------------------------------------------------
+
+    def polls(self) -> list[Poll]:
+        """What is waited for, in the same order on every rank."""
+        return self.promotions.polls() + (self._votes.polls() if self._votes is not None else [])
+
+    def fingerprint(self) -> int:
+        """A number that is the same on all ranks while their maps are."""
+        known = self.ahead.map
+        tiers = [known.count(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)]
+        state = (len(known), *tiers, len(self._requests), len(self._idle), self._idle_tokens, self.facts.unused, self._ticks, self.victims is None)
+        return zlib.crc32(repr(state).encode())
 
     def look(self, scheduler: Any) -> None:
         """Takes note of new requests and of what ended, before the planner is told."""
@@ -176,13 +203,12 @@ class LookaheadHands:
         """Whether the planner has to be asked although nothing happened: its sessions return as time goes by."""
         if scheduler.waiting_queue or scheduler.chunked_req is not None:
             return True
-        now = time.monotonic()
-        return self.ahead.active and now - self._planned_at >= _IDLE_PERIOD_S
+        return self.ahead.active and self.engine.now - self._planned_at >= _IDLE_PERIOD_S
 
     def told(self) -> None:
         """The planner has been told everything."""
         self.facts.told()
-        self._planned_at = time.monotonic()
+        self._planned_at = self.engine.now
 
     def empty_pages(self) -> dict[Tier, int]:
         """Pages of the pools that hold nothing."""
@@ -199,6 +225,7 @@ class LookaheadHands:
         """The whole map against the truth, on an idle server: what differs is logged and counted."""
         tree = self.engine.tree
         tree.check_hicache_events()
+        tree.tick.hear()
         self.look(scheduler)
         tree.tick.tell()
         self.off = self.check.whole()
@@ -291,16 +318,22 @@ class LookaheadHands:
         if backend is not self._backend:
             self._backend = backend
             self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
-            if backend is not None:
+            if self._votes is not None:
+                self._votes.forget()
+            elif backend is not None:
                 backend.watch_pages()
+        if self._votes is not None:
+            self.counters.drift += self._votes.look(self.engine.now)
+            return
         if backend is not None:
             self.facts.placed(backend.take_seen(), Tier.SSD)
-        self.counters.drift += self.check.roll(time.monotonic())
+        self.counters.drift += self.check.roll(self.engine.now)
 
     def _sweep(self, scheduler: Any) -> None:
         """Requests that left without a word."""
         there = {req.rid for req in scheduler.waiting_queue}
-        for batch in (scheduler.running_batch, scheduler.last_batch):
+        stages = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))  # of pipeline stages
+        for batch in (scheduler.running_batch, scheduler.last_batch, *stages):
             there.update(req.rid for req in (batch.reqs if batch is not None else ()))
         if scheduler.chunked_req is not None:
             there.add(scheduler.chunked_req.rid)

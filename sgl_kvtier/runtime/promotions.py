@@ -6,7 +6,8 @@
     SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into host pages, then grafted
                    into the tree. Waiting requests' pages in storage are SGLang's prefetch's and restorations' to bring.
 
-What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end on the store's.
+What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end on the store's. Several
+ranks begin the same in the same steps; what has ended is a poll (`polls.py`), which tells what has on all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
-from sgl_kvtier.runtime.private_slots import PrivateSlots
+from sgl_kvtier.runtime.polls import Poll
+from sgl_kvtier.runtime.restoration import LANDED, LOST
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -69,20 +72,44 @@ class _Fetch:
     anchor: int
     pin: Any
     job: Any
+    poll: Poll
     begun_at: float
     deadline_at: float
     onwards: bool
+
+
+@dataclass
+class _Copying:
+    """Copies to the device that were begun last. `ack` is SGLang's record of them."""
+
+    counter: int
+    ack: Any
+    begun_at: float
+    started: float
+    """`begun_at` by this rank's own clock."""
+    poll: Poll
+
+    def look(self) -> None:
+        """Whether they have ended on this rank."""
+        if self.poll.local[0] or not self.ack.finish_event.query():
+            return
+        seconds = time.monotonic() - self.started
+        if self.ack.timing_enabled:
+            seconds = self.ack.start_event.elapsed_time(self.ack.finish_event) / 1e3
+        self.poll.mark(0, LANDED, self.begun_at + seconds)
 
 
 class Promotions:
     """One per scheduler process."""
 
     def __init__(
-        self, tree: Any, facts: TierFacts, slots: PrivateSlots, tell: Callable[[Fact], None], counters: LookaheadCounters
+        self, engine: RestoreEngine, facts: TierFacts, tell: Callable[[Fact], None], counters: LookaheadCounters
     ) -> None:
-        self._tree = tree
+        """`engine` lends its slots, its clock, which is the same on every rank, and its numbers."""
+        self._tree = tree = engine.tree
+        self._engine = engine
         self._facts = facts
-        self._slots = slots
+        self._slots = engine.slots
         self._tell = tell
         self._counters = counters
         self._page = int(tree.page_size)
@@ -92,8 +119,8 @@ class Promotions:
         self._most_unused = min(host // _HOST_SHARE, max(0, host - device) // 2)
         self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
         self._fetches: list[_Fetch] = []
-        self._copying: tuple[int, Any, float] | None = None
-        """(layer counter, SGLang's record, when begun) of the copies begun last; None when they have been reported."""
+        self._copying: _Copying | None = None
+        """None when they have been reported."""
         self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
         self.claiming_for: Path | None = None
         """While host pages are claimed for a path: others that are wanted sooner do not give way to it."""
@@ -101,9 +128,17 @@ class Promotions:
     @property
     def consumer(self) -> int:
         """The layer counter a batch has to heed that begins no loads of its own; -1 when nothing is under way."""
-        if self._copying is None or self._copying[1].finish_event.query():
+        if self._copying is None or self._copying.ack.finish_event.query():
             return -1
-        return self._copying[0]
+        return self._copying.counter
+
+    def polls(self) -> list[Poll]:
+        """What is under way, in the order in which it began."""
+        copying = self._copying
+        if copying is None:
+            return [fetch.poll for fetch in self._fetches]
+        copying.look()
+        return [copying.poll, *(fetch.poll for fetch in self._fetches)]
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
@@ -133,10 +168,10 @@ class Promotions:
         """Counts it at once and reports it a little later, so that the same is not asked for again in every step."""
         if keys:
             self._counters.failed_moves[reason] += len(keys)
-            self._failed.append((time.monotonic() + _AGAIN_S, keys, target))
+            self._failed.append((self._engine.now + _AGAIN_S, keys, target))
 
     def _report_failed(self) -> None:
-        now = time.monotonic()
+        now = self._engine.now
         while self._failed and self._failed[0][0] <= now:
             _, keys, target = self._failed.popleft()
             self._facts.failed(keys, target)
@@ -192,22 +227,21 @@ class Promotions:
     # --- copies to the device -----------------------------------------------------------------------------------------
 
     def _begin_copies(self) -> None:
-        controller, begun = self._tree.cache_controller, time.monotonic()
+        controller, engine, started = self._tree.cache_controller, self._engine, time.monotonic()
         counter = controller.start_loading()
         if counter >= 0:
-            self._copying = (counter, controller.ack_load_queue[-1], begun)
-            self._note_copied()
+            ack, poll = controller.ack_load_queue[-1], Poll(engine.next_number(), 1)
+            self._copying = _Copying(counter, ack, engine.now, started, poll)
+            self._copying.look()
 
     def _note_copied(self) -> None:
         """Reports copies that have ended, with the time their link took."""
-        if self._copying is None or not self._copying[1].finish_event.query():
+        copying = self._copying
+        if copying is None or not copying.poll.over:
             return
-        _, ack, begun = self._copying
         self._copying = None
-        seconds = time.monotonic() - begun
-        if ack.timing_enabled:
-            seconds = ack.start_event.elapsed_time(ack.finish_event) / 1e3
-        nbytes = ack.num_tokens * (self._page_bytes // self._page)
+        seconds = max(0.0, copying.poll.seen_at - copying.begun_at)
+        nbytes = copying.ack.num_tokens * (self._page_bytes // self._page)
         self._counters.moved_bytes[Link.DRAM_TO_HBM] += nbytes
         self._tell(TransferDone("", Link.DRAM_TO_HBM, _NO_SPAN, nbytes, seconds, _LATER))
 
@@ -245,13 +279,15 @@ class Promotions:
             self._tree.dec_host_lock_ref(anchor, pin)
             self._fail(keys, move.target, "no room")
             return
-        now = time.monotonic()
-        job = storage.begin_read(keys, host, deadline_s, _ignore)
-        fetch = _Fetch(path, keys, start, host, anchor, pin, job, now, now + deadline_s, move.target is Tier.HBM)
-        if job is None:
-            self._land(fetch, 0)
-        else:
-            self._fetches.append(fetch)
+        now, poll, started = self._engine.now, Poll(self._engine.next_number(), len(keys)), time.monotonic()
+
+        def on_page(page: int, outcome: ReadOutcome) -> None:
+            poll.mark(page, LANDED if outcome is ReadOutcome.OK else LOST[outcome], now + time.monotonic() - started)
+
+        job = storage.begin_read(keys, host, deadline_s, on_page)
+        for page in range(len(keys) if job is None else 0):
+            on_page(page, ReadOutcome.MISS)
+        self._fetches.append(_Fetch(path, keys, start, host, anchor, pin, job, poll, now, now + deadline_s, move.target is Tier.HBM))
 
     def look(self) -> None:
         """Takes note of what has ended since the last tick."""
@@ -259,14 +295,12 @@ class Promotions:
         self._report_failed()
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
-            if not fetch.job.done:
-                if time.monotonic() > fetch.deadline_at:
-                    fetch.job.cancel()
-                self._fetches.append(fetch)
+            if fetch.poll.over:
+                self._land(fetch, fetch.poll.well)
                 continue
-            outcomes = fetch.job.outcomes
-            bad = (place for place, outcome in enumerate(outcomes) if outcome is not ReadOutcome.OK)
-            self._land(fetch, next(bad, len(outcomes)))
+            if self._engine.now > fetch.deadline_at and fetch.job is not None:
+                fetch.job.cancel()
+            self._fetches.append(fetch)
 
     def _land(self, fetch: _Fetch, pages: int) -> None:
         """Grafts the first `pages` pages read into the tree and frees the rest. Nothing is read into them any more."""
@@ -294,17 +328,18 @@ class Promotions:
         fetch.path.node = result.inserted_host_node or fetch.path.node
         nbytes = pages * self._page_bytes
         self._counters.moved_bytes[Link.SSD_TO_DRAM] += nbytes
-        seconds = time.monotonic() - fetch.begun_at
+        seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
         self._tell(TransferDone("", Link.SSD_TO_DRAM, _NO_SPAN, nbytes, seconds, _LATER))
         return Span(result.prefix_len // page, pages)
 
     def reset(self) -> None:
         """Before the pools are emptied: blocks until no read goes to host pages of ours."""
         end = time.monotonic() + _RESET_S
-        for fetch in self._fetches:
-            fetch.job.cancel()
-        for fetch in self._fetches:
-            if not fetch.job.wait(max(0.0, end - time.monotonic())):
+        jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
+        for job in jobs:
+            job.cancel()
+        for job in jobs:
+            if not job.wait(max(0.0, end - time.monotonic())):
                 logger.error("kvtier: a read into host memory is still under way after %.0f s", _RESET_S)
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
@@ -315,8 +350,3 @@ class Promotions:
             _, keys, target = self._failed.popleft()
             self._facts.failed(keys, target)
         self._copying = None
-
-
-def _ignore(index: int, outcome: ReadOutcome) -> None:
-    """A page has ended: looked at in the next tick."""
-    del index, outcome

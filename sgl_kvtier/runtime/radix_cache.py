@@ -26,6 +26,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     tick: RestoreTick | None = None
     ahead: LookaheadHands | None = None
     _taken_over = False
+    _riding = False
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
         """After SGLang built host pools and the storage backend: storage hits are offered to the engine from now on."""
@@ -42,8 +43,27 @@ class KVTierRadixCache(UnifiedRadixCache):
             for rid in self.engine.owned:
                 self.storage_prefetch_retries.cancel(rid)
 
+    def _sync_hicache_ready_counts(self) -> Any:
+        """SGLang's reduction of a tick: what ranks that look ahead have to agree on goes with it."""
+        self._riding = self.tick is not None and self.tick.rides
+        try:
+            return super()._sync_hicache_ready_counts()
+        finally:
+            self._riding = False
+
+    def _all_reduce(self, data: torch.Tensor, tp_reduce_op: Any) -> None:
+        """Over all ranks, in place."""
+        if not self._riding or self.tick is None:
+            return super()._all_reduce(data, tp_reduce_op)
+        whole = torch.cat([data, torch.tensor(self.tick.ask(), dtype=data.dtype)])
+        super()._all_reduce(whole, tp_reduce_op)
+        data.copy_(whole[: len(data)])
+        self.tick.answer(whole[len(data) :].tolist())
+
     def _offer_or_allocate(self, operation: Any, hit_tokens: int, **how: Any) -> tuple[torch.Tensor | None, int]:
         """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer of what we restore."""
+        if self.ahead is not None:
+            self.ahead.found(operation.hash_value[: hit_tokens // self.page_size])
         if self.engine is not None and self.engine.offer_hit(operation, hit_tokens):
             self.discard_storage_prefetch_accounting(operation.handle)  # neither fulfilled nor dropped: it is ours now
             self._taken_over = True

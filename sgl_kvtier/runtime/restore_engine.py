@@ -70,7 +70,7 @@ class RestoreEngine:
         self._looking: dict[Any, None] = {}
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
-        self._loads_begun = 0
+        self._numbered = 0
         self.ending = False
         """A restoration has ended since the planner was last told."""
 
@@ -90,6 +90,11 @@ class RestoreEngine:
     def owned(self) -> list[str]:
         """Requests whose prefix SGLang need not ask storage for."""
         return [*self.restorations, *(handle.rid for handle in self._again)]
+
+    def next_number(self) -> int:
+        """The number of a new load or poll, alike on every rank."""
+        self._numbered += 1
+        return self._numbered
 
     def of(self, rid: str) -> Restoration | None:
         """This request's restoration, from its offer until the front has reached its end."""
@@ -245,8 +250,7 @@ class RestoreEngine:
             self._lose(r, span, "no room")
             return
         due = self.now + 2 * command.deadline_s
-        self._loads_begun += 1
-        load = Load(r, span, command.link, device, host, owns_host, self.now, due, self._loads_begun)
+        load = Load(r, span, command.link, device, host, owns_host, self.now, due, self.next_number())
         r.loads.append(load)
         r.moved_at = self.now
         self.loads.append(load)

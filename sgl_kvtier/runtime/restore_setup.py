@@ -30,6 +30,8 @@ from sgl_kvtier.runtime.stage_reports import StageReports
 CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
 """Host layouts in which a page can be read in place, as it lies in the store."""
 
+NOT_AHEAD = "not looking ahead: more than one pipeline stage"
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,16 +53,15 @@ def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
     followed = in_force(args, policy)
     if looks_ahead(followed):
         return None
-    lost = "not looking ahead: more than one rank"
     reason = unproven(args, followed)
     if looks_ahead(policy) and (reason is not None or followed.restore == "off"):
-        return lost if reason is None else f"{reason}; {lost}"
+        return NOT_AHEAD if reason is None else f"{reason}; {NOT_AHEAD}"
     return reason
 
 
 def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
-    """The settings as this server can follow them. What only one rank can know is not decided on by several."""
-    if looks_ahead(policy) and args.tp_size * args.pp_size > 1:
+    """The settings as this server can follow them."""
+    if looks_ahead(policy) and args.pp_size > 1:
         policy = replace(policy, prefetch="off", eviction="lru")
     if looks_ahead(policy) and unproven(args, policy) is not None:
         policy = replace(policy, restore="off")
@@ -145,9 +146,9 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
         labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
         notes.metrics = RestoreMetrics(notes.counts, notes.meetings, notes.under_way, labels)
     if looks_ahead(policy):
-        tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None)
+        tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None, agreement.alone)
     elif looks_ahead(config.policy):
-        logger.warning("kvtier: not looking ahead: more than one rank. Prefetching and eviction are SGLang's own")
+        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", NOT_AHEAD)
     logger.info(
         "kvtier: restoring prefixes, policy %s, %s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
@@ -156,13 +157,13 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
 
 
 def _look_ahead(
-    engine: RestoreEngine, planner: KVTierPlanner, policy: PolicyConfig, labels: dict[str, str] | None
+    engine: RestoreEngine, planner: KVTierPlanner, policy: PolicyConfig, labels: dict[str, str] | None, alone: bool
 ) -> LookaheadHands:
     write_back = engine.tree.cache_controller.write_policy == "write_back"
     if write_back and policy.eviction != "lru":
         logger.warning("kvtier: SGLang chooses what leaves the device: with write-back it has to copy first")
     hands = LookaheadHands(
-        engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back
+        engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
     )
     if labels is not None:
         hands.metrics = LookaheadMetrics(hands.counts, hands.gauges, labels)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sgl_kvtier.policy.messages import Mode, Planner, RestoreOffered, StepView, TransferDone
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.policy.messages import Fact, Mode, Planner, RestoreOffered, StepDone, StepView, TransferDone
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
+from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.types import Link, Span, Tier
@@ -36,6 +38,17 @@ _STARVED_S = 5.0
 """So long a request that is only loaded may wait without a load under way."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What this rank has given into SGLang's reduction of a tick, by which the answer is read."""
+
+    loads: int
+    polls: list[Poll]
+    times: int
+    own_times: int
+    check: int
+
+
 class RestoreTick:
     """Feeds the planner and carries its plans out. A planner that raises loses its restorations, not the server."""
 
@@ -47,6 +60,9 @@ class RestoreTick:
         self._idle = 0
         self.notes: RestoreNotes | None = None
         self.ahead: LookaheadHands | None = None
+        self._asked: _Asked | None = None
+        self._heard: tuple[list[float], bytes] | None = None
+        self._apart = False
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
         self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = lambda _offer, _view: None
@@ -59,12 +75,59 @@ class RestoreTick:
         several ranks have to agree on what they tell, so only while something is restored. What ended a restoration in this
         step may be the very chunk that is launched now."""
         engine = self.engine
-        told = self.agreement.alone or engine.busy or engine.ending or follows
+        told = self.agreement.alone or self.rides or engine.busy or engine.ending or follows
         if told:
             engine.facts.append(chunk)
         if self.ahead is not None:
             self.ahead.note_chunk(chunk)
         return told
+
+    # --- several ranks that look ahead ------------------------------------------------------------------------------
+
+    @property
+    def rides(self) -> bool:
+        """Whether what has to be agreed on goes with the reduction that SGLang makes in every tick."""
+        return self.ahead is not None and not self.agreement.alone
+
+    def ask(self) -> list[int]:
+        """What this rank gives into SGLang's reduction by MIN: as many numbers on every rank. What is noted later in the same
+        tick has no times and needs no agreement."""
+        engine, ahead = self.engine, self.ahead
+        assert ahead is not None, "only who looks ahead is asked"
+        polls = ahead.polls()
+        states, ends = self.agreement.local([*engine.loads, *polls])
+        loads, own = len(engine.loads), [t for fact in engine.facts for t in _own_times(fact)]
+        clock = [time.monotonic(), *ends[:loads], *own, *ends[loads:]]
+        check = ahead.fingerprint()
+        self._asked = _Asked(loads, polls, len(clock), len(own), check)
+        return [check, -check, *self.agreement.packed(clock, states)]
+
+    def answer(self, values: Sequence[int]) -> None:
+        """What came of it. Raises KVTierError on a later pipeline stage that has come apart from the first one."""
+        asked = self._asked
+        assert asked is not None, "who was asked is answered"
+        least, most = values[0], -values[1]
+        if asked.check not in (least, most):
+            raise KVTierError("kvtier: this pipeline stage's map of pages is not the first one's")
+        self._apart = self._apart or least != most
+        self._heard = self.agreement.unpacked(values[2:], asked.times)
+        self.engine.now = self._heard[0][0]
+
+    def hear(self) -> None:
+        """Sets the clock of this tick, and tells what looking ahead waits for how far it is."""
+        assert self.ahead is not None, "only for who looks ahead"
+        if self.agreement.alone:
+            self.engine.now = time.monotonic()
+            polls = self.ahead.polls()
+            states, ends = self.agreement.local(polls)
+        elif self._asked is not None and self._heard is not None:
+            polls, loads = self._asked.polls, self._asked.loads
+            ends = self._heard[0][len(self._heard[0]) - len(polls) :] if polls else []
+            states = self._heard[1][sum(len(load.local) for load in self.engine.loads[:loads]) :]
+        else:
+            return
+        for poll, state, ended_at in zip(polls, _cut(states, [len(poll.local) for poll in polls]), ends, strict=True):
+            poll.agreed(state, ended_at)
 
     def leave(self, offer: RestoreOffered) -> str | None:
         """The planner's word on whether a prefix is better left to SGLang, at this moment or, with several ranks, at the last
@@ -86,14 +149,18 @@ class RestoreTick:
         engine = self.engine
         engine.scheduler = scheduler
         engine.computes = {}
+        if self._apart and self.ahead is not None:
+            logger.error("kvtier: the ranks' maps of pages differ")
+            self._stop_looking_ahead()
         if self.ahead is not None:
+            self.hear()
             self.ahead.look(scheduler)
         self._note_reads()
         if not engine.busy and not engine.facts and (self.ahead is None or not self.ahead.due(scheduler)):
             return
         engine.slots.free()
         engine.look_for_offers()
-        if not engine.busy and not engine.facts and not self.agreement.alone:
+        if not engine.busy and not engine.facts and not self.agreement.alone and not self.rides:
             return
         try:
             self._step(scheduler)
@@ -103,9 +170,12 @@ class RestoreTick:
             engine.counters.planner_failures += 1
             engine.facts.clear()
             engine.abandon_all("planner failed")
-            if self.ahead is not None:
-                self.ahead.give_up()
-                self.ahead = engine.tree.ahead = None
+            self._stop_looking_ahead()
+
+    def _stop_looking_ahead(self) -> None:
+        if self.ahead is not None:
+            self.ahead.give_up()
+            self.ahead = self.engine.tree.ahead = None
 
     def _note_reads(self) -> None:
         """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:
@@ -176,21 +246,31 @@ class RestoreTick:
         engine = self.engine
         facts, engine.facts = engine.facts, []
         engine.ending = False
-        local, ends = self.agreement.local(engine.loads)
-        chunks = [(c.at, c.seconds or 0.0) for c in facts if isinstance(c, Chunk)]
-        clock = [now, *ends, *(t for chunk in chunks for t in chunk)]
-        times, states = self.agreement.reduce(clock, local)
+        loads, own = len(engine.loads), [t for fact in facts for t in _own_times(fact)]
+        if self.rides:
+            times, states = self._ridden(loads, len(own))
+        else:
+            local, ends = self.agreement.local(engine.loads)
+            times, states = self.agreement.reduce([now, *ends, *own], local)
         engine.now = now = times[0]
-        chunk_times = iter(times[1 + len(ends) :])
+        own_times = iter(times[1 + loads :])
         for fact in facts:
-            self.planner.observe(fact.fact(next(chunk_times), next(chunk_times)) if isinstance(fact, Chunk) else replace(fact, now=now))
+            self.planner.observe(_agreed(fact, own_times, now))
         sizes = [len(load.local) for load in engine.loads]
-        engine.settle(list(_cut(states, sizes)), times[1 : 1 + len(ends)])
+        engine.settle(list(_cut(states, sizes)), times[1 : 1 + loads])
         landed, engine.facts = engine.facts, []
         for fact in landed:
             if not isinstance(fact, Chunk):  # chunks are noted between ticks only
                 self.planner.observe(replace(fact, now=now))
         return now
+
+    def _ridden(self, loads: int, own_times: int) -> tuple[list[float], bytes]:
+        """What went with SGLang's reduction of this tick. Raises KVTierError where it is not about what is known now."""
+        asked, self._asked = self._asked, None
+        heard, self._heard = self._heard, None
+        if asked is None or heard is None or (asked.loads, asked.own_times) != (loads, own_times):
+            raise KVTierError("what the ranks agreed on is not what there is to agree on")
+        return heard
 
     # --- the view ---------------------------------------------------------------------------------------------------
 
@@ -232,6 +312,22 @@ class RestoreTick:
                 tokens += (r.pages - r.front) * page
         bounce = self._host_tokens // _HOST_SHARE - self.engine.slots.host_tokens
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
+
+
+def _own_times(fact: Fact | Chunk) -> tuple[float, ...]:
+    """Times in a fact that every rank has measured for itself."""
+    if isinstance(fact, Chunk):
+        return fact.at, fact.seconds or 0.0
+    return (fact.seconds,) if isinstance(fact, StepDone) else ()
+
+
+def _agreed(fact: Fact | Chunk, own_times: Iterator[float], now: float) -> Fact:
+    """The fact with the times all ranks agreed on."""
+    if isinstance(fact, Chunk):
+        return fact.fact(next(own_times), next(own_times))
+    if isinstance(fact, StepDone):
+        return replace(fact, seconds=next(own_times), now=now)
+    return replace(fact, now=now)
 
 
 def _decoding(scheduler: Any) -> list[Any]:

@@ -21,6 +21,7 @@ import torch
 import zmq
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restoration import Load
 
 _HEAD = struct.Struct("<IQ")
@@ -56,14 +57,14 @@ class StageReports:
         self._reports: dict[int, dict[int, bytes]] = {}
         self._came: dict[int, float] = {}
 
-    def exchange(self, loads: Sequence[Load]) -> None:
+    def exchange(self, loads: Sequence[Load | Poll]) -> None:
         """A later stage sends what has changed; the first one takes what has come. Never waits."""
         if self._stage:
             self._send(loads)
         else:
             self._receive({load.number for load in loads})
 
-    def state(self, load: Load) -> bytes:
+    def state(self, load: Load | Poll) -> bytes:
         """On the first stage: a load's pages as all stages have them, those of this rank's column."""
         local = bytes(load.local)
         reports = self._reports.get(load.number, {})
@@ -71,7 +72,7 @@ class StageReports:
             return bytes(len(local))
         return bytes(min(states) for states in zip(local, *reports.values(), strict=True))
 
-    def ended_at(self, load: Load) -> float:
+    def ended_at(self, load: Load | Poll) -> float:
         """On the first stage: when the last page that has ended did so, as far as is known here."""
         return max(*load.ended_at, self._came.get(load.number, 0.0))
 
@@ -87,7 +88,7 @@ class StageReports:
                 raise KVTierError(f"a pipeline stage has not come within {_COME_S:.0f} s; its log says why")
             self._socket.recv()
 
-    def _send(self, loads: Sequence[Load]) -> None:
+    def _send(self, loads: Sequence[Load | Poll]) -> None:
         sent: dict[int, bytes] = {}
         for load in loads:
             states = bytes(load.local)

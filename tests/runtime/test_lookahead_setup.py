@@ -1,4 +1,4 @@
-"""Which servers look ahead: those that are asked to, on one rank."""
+"""Which servers look ahead: those that are asked to, but for several pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sgl_kvtier.runtime.settings import from_extra_config
 
 ONE = SimpleNamespace(tp_size=1, pp_size=1, device="cpu")
 TWO = SimpleNamespace(tp_size=2, pp_size=1, device="cpu")
+STAGES = SimpleNamespace(tp_size=1, pp_size=2, device="cpu")
 CARD = SimpleNamespace(tp_size=1, pp_size=1, device="cuda")
 
 
@@ -32,19 +33,23 @@ def test_the_simulators_defaults_are_what_they_were():
     assert (PolicyConfig().prefetch, PolicyConfig().eviction) == ("kvtier", "next-use")
 
 
-def test_on_two_ranks_it_is_sglangs_own_way_and_restoring_goes_on():
+def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
     asked = server(prefetch="kvtier", eviction="next-use", restore="both")
-    followed = restore_setup.in_force(TWO, asked)
+    followed = restore_setup.in_force(STAGES, asked)
     assert not restore_setup.looks_ahead(followed) and followed.restore == "both"
-    assert restore_setup.nothing_to_do(TWO, asked) is None
-    assert restore_setup.nothing_to_do(TWO, server(prefetch="kvtier", restore="off")) == "not looking ahead: more than one rank"
-    assert "not looking ahead" in str(restore_setup.nothing_to_do(TWO, server(prefetch="kvtier", restore="auto")))
+    assert restore_setup.nothing_to_do(STAGES, asked) is None
+    assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == restore_setup.NOT_AHEAD
+    assert restore_setup.NOT_AHEAD in str(restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto")))
 
 
+@pytest.mark.parametrize("where", [TWO, CARD])
 @pytest.mark.parametrize(("restore", "in_force"), [("auto", "off"), ("both", "both"), ("off", "off")])
-def test_on_a_card_it_looks_ahead_and_restores_only_when_asked_by_name(restore: str, in_force: str):
-    followed = restore_setup.in_force(CARD, server(prefetch="kvtier", restore=restore))
+def test_on_two_ranks_and_on_a_card_it_looks_ahead_and_restores_only_when_asked_by_name(
+    restore: str, in_force: str, where: SimpleNamespace
+):
+    followed = restore_setup.in_force(where, server(prefetch="kvtier", restore=restore))
     assert restore_setup.looks_ahead(followed) and followed.restore == in_force
+    assert restore_setup.nothing_to_do(where, server(prefetch="kvtier", restore=restore)) is None
 
 
 def test_a_plain_server_is_left_as_it_is():

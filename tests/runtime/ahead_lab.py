@@ -1,0 +1,104 @@
+"""A server that looks ahead, small enough for tests, and sessions that go on from what they were answered."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from serving import ADMIN, Served, config_file, flags, prompts, serving
+
+SESSIONS, TURNS, GROWS = 8, 6, 20
+AHEAD = {"prefetch": "kvtier", "eviction": "next-use", "min_restore_tokens": 64}
+
+
+@contextmanager
+def looking_ahead(
+    folder: Path,
+    policy: dict[str, object],
+    sections: dict[str, dict[str, object]] | None = None,
+    env: dict[str, str] | None = None,
+    **more: object,
+) -> Iterator[Served]:
+    """A server whose device holds less than half of the sessions here, and whose host memory does not hold them all."""
+    given = {"max_total_tokens": 2048, "page_size": 16, "hicache_ratio": 1.25, **more}
+    with serving(folder, flags(**given), config_file(folder, policy=policy, **(sections or {})), **(env or {})) as served:
+        yield served
+
+
+def counts(served: Served) -> dict[str, float]:
+    """The metrics of looking ahead: name without prefix, then the labels that are not a rank's."""
+    found: dict[str, float] = {}
+    for line in served.call("GET", "/metrics", None, raw=True).splitlines():
+        match = re.match(r"kvtier:lookahead_(\w+)\{(.*)\} (.*)", line)
+        if match:
+            name, labels, value = match.groups()
+            kept = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in ("tp_rank", "pp_rank", "dp_rank", "pid")]
+            found[" ".join([name, *kept])] = float(value)
+    return found
+
+
+def check_map(served: Served) -> dict[str, float]:
+    """Has the server compare its map with the truth, once nothing runs; the counters after that."""
+    served.settle()
+    for _ in range(50):
+        answer = served.call("POST", "/set_internal_state", {"server_args": {"kvtier.lookahead.check": 1}}, ADMIN, raw=True)
+        if "true" in str(answer).lower():
+            break
+        time.sleep(0.2)
+    time.sleep(1.2)
+    return counts(served)
+
+
+class Agents:
+    """Sessions that go on from what they were answered, several at a time. What they are told next depends on nothing else."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.said = prompts(SESSIONS, 400, seed=seed)
+        self.answers: dict[tuple[int, int], list[int]] = {}
+
+    def turn(self, served: Served, session: int, turn: int) -> None:
+        answer = served.ask(self.said[session], tokens=8, session_id=f"agent {session}", rid=f"{session}-{turn}-{time.monotonic()}")
+        self.answers[session, turn] = answer.tokens
+        rng = random.Random(self.seed * 1000 + session * 100 + turn)
+        self.said[session] = self.said[session] + answer.tokens + [rng.randrange(4, 500) for _ in range(GROWS)]
+
+    def run(self, served: Served, together: int) -> dict[tuple[int, int], list[int]]:
+        with ThreadPoolExecutor(together) as pool:
+            for turn in range(TURNS):
+                list(pool.map(lambda session, turn=turn: self.turn(served, session, turn), range(SESSIONS)))  # type: ignore[misc]
+                time.sleep(0.5)
+        return self.answers
+
+
+def aborts_and_flushes(served: Served, seconds: float) -> tuple[int, int]:
+    """Requests of which every third is aborted, and flushes between them; how many were sent, and how many had no answer."""
+    rng, stop = random.Random(5), time.monotonic() + seconds
+    others = prompts(12, 500, seed=9)
+
+    def ask(number: int) -> int:
+        rid = f"fuzz-{number}"
+        with ThreadPoolExecutor(1) as one:
+            asked = one.submit(served.ask, others[number % 12], 6, rid=rid, session_id=f"fuzz {number % 12}")
+            if number % 3 == 0:
+                time.sleep(rng.random() * 0.1)
+                served.call("POST", "/abort_request", {"rid": rid, "abort_all": False}, ADMIN, raw=True)
+            try:
+                asked.result()
+            except Exception:
+                return 1
+        return 0
+
+    number = lost = 0
+    with ThreadPoolExecutor(5) as pool:
+        while time.monotonic() < stop:
+            lost += sum(pool.map(ask, range(number, number + 10)))
+            number += 10
+            if number % 40 == 0:
+                served.flush()
+    return number, lost

@@ -1,0 +1,269 @@
+"""What several ranks that look ahead agree on, in one process: each reduction is a minimum over what all ranks give."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepDone, StepPlan
+from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.chunk_clock import Chunk
+from sgl_kvtier.runtime.polls import Poll
+from sgl_kvtier.runtime.radix_cache import KVTierRadixCache
+from sgl_kvtier.runtime.restoration import LANDED, LOST
+from sgl_kvtier.runtime.restore_tick import RestoreTick
+from sgl_kvtier.runtime.store_votes import StoreVotes
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Lookup, PageKey, Span, Tier
+
+FAILED = LOST[ReadOutcome.FAILED]
+
+
+class Ahead:
+    """The hands' side that agreement needs: polls, a fingerprint, and whether they were given up."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Poll] = []
+        self.print = 7
+        self.given_up = False
+
+    def polls(self) -> list[Poll]:
+        return self.waiting
+
+    def fingerprint(self) -> int:
+        return self.print
+
+    def look(self, scheduler: Any) -> None:
+        del scheduler
+
+    def due(self, scheduler: Any) -> bool:
+        del scheduler
+        return True
+
+    def note_chunk(self, chunk: Chunk) -> None:
+        del chunk
+
+    def told(self) -> None:
+        """Nothing to note."""
+
+    def empty_pages(self) -> dict[Tier, int]:
+        return {}
+
+    def carry_out(self, plan: Any, view: Any) -> None:
+        """No moves here."""
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+
+class Rank:
+    """One rank's tick without restorations. Its planner notes what it is told; its own collectives are refused."""
+
+    def __init__(self, number: int) -> None:
+        def refused(*args: Any) -> None:
+            raise AssertionError("a collective of our own")
+
+        host = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)))
+        self.told: list[Any] = []
+        self.engine = SimpleNamespace(
+            tree=SimpleNamespace(
+                cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None), ahead=None,
+                _all_reduce=refused, _all_reduce_attn_groups=lambda data, op: None,
+            ),
+            loads=[], facts=[], restorations={}, computes={}, now=0.0, busy=False, ending=False,
+            slots=SimpleNamespace(free=lambda: None), look_for_offers=lambda: None, settle=lambda states, ends: None,
+            abandon_all=lambda how: None, counters=SimpleNamespace(planner_failures=0),
+        )  # fmt: skip
+        planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
+        self.agreement = Agreement(self.engine.tree, 2, first=number == 0)
+        self.tick = RestoreTick(self.engine, planner, self.agreement, 256)  # type: ignore[arg-type]
+        self.tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
+        self.tick._unblock = lambda scheduler: None  # type: ignore[method-assign]
+        self.ahead = Ahead()
+        self.tick.ahead = self.ahead  # type: ignore[assignment]
+
+
+def reduce(*ranks: Rank) -> None:
+    """SGLang's reduction of one tick, with ours behind it."""
+    asked = [rank.tick.ask() for rank in ranks]
+    assert len({len(values) for values in asked}) == 1
+    agreed = [min(values) for values in zip(*asked, strict=True)]
+    for rank in ranks:
+        rank.tick.answer(agreed)
+
+
+def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduced_besides():
+    ranks = Rank(0), Rank(1)
+    for place, rank in enumerate(ranks):
+        rank.ahead.waiting = [Poll(1, 3), Poll(2, 1)]
+        for page in range(3):
+            rank.ahead.waiting[0].mark(page, LANDED if page or not place else FAILED, 5.0 + place)
+    ranks[0].ahead.waiting[1].mark(0, LANDED, 6.0)
+    for place, rank in enumerate(ranks):
+        started = rank.tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.0 + place))
+        assert started and rank.tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.5 + place, 0.25 + place), started)
+        rank.engine.facts.append(StepDone(0.25 + place, 64, 0, 0.0))
+    reduce(*ranks)
+    for rank in ranks:
+        rank.tick.run(SimpleNamespace())
+    first, second = ranks
+    assert first.engine.now == second.engine.now > 0
+    for rank in ranks:
+        fetch, copy = rank.ahead.waiting
+        assert fetch.over and fetch.well == 0 and list(fetch.seen) == [FAILED, LANDED, LANDED]
+        assert not copy.over
+        assert (fetch.seen_at, rank.agreement.reductions) == (5.0, 0)
+        assert [type(fact) for fact in rank.told] == [ChunkStarted, ChunkDone, StepDone]
+        assert (rank.told[0].now, rank.told[1].seconds, rank.told[2].seconds) == (1.0, 0.25, 0.25)
+    assert first.told == second.told
+
+
+def test_ranks_whose_maps_differ_stop_looking_ahead_in_the_same_step():
+    ranks = Rank(0), Rank(1)
+    reduce(*ranks)
+    for rank in ranks:
+        rank.tick.run(SimpleNamespace())
+    assert not any(rank.ahead.given_up for rank in ranks)
+    ranks[1].ahead.print = 8
+    reduce(*ranks)
+    for rank in ranks:
+        rank.tick.run(SimpleNamespace())
+    assert all(rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.rides for rank in ranks)
+
+
+def test_a_later_stage_whose_map_is_not_the_firsts_ends_the_server():
+    first, stage = Rank(0), Rank(1)
+    stage.ahead.print = 8
+    stage.tick.ask()
+    with pytest.raises(KVTierError, match="not the first one's"):
+        stage.tick.answer(first.tick.ask())
+
+
+def test_a_tick_without_its_answer_gives_up_rather_than_guess():
+    rank = Rank(0)
+    reduce(rank)
+    rank.engine.facts.append(StepDone(1.0, 64, 0, 0.0))  # noted after the question
+    rank.tick.run(SimpleNamespace())
+    assert rank.ahead.given_up and rank.told == []
+
+
+def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def all_reduce(self: Any, data: torch.Tensor, op: Any) -> None:
+        seen.append(data.tolist())
+        data.copy_(torch.minimum(data, torch.arange(len(data)) + 3))
+
+    monkeypatch.setattr(UnifiedRadixCache, "_all_reduce", all_reduce)
+    tree = KVTierRadixCache.__new__(KVTierRadixCache)
+    tree.tree_core = SimpleNamespace(write_back_duplicate_reclaim_digest=0)
+    tree.pp_rank, tree.pp_size, tree.host_memory_mode, tree.enable_storage = 0, 1, "cache", False
+    done = SimpleNamespace(finish_event=SimpleNamespace(query=lambda: True))
+    tree.cache_controller = SimpleNamespace(ack_write_queue=[done] * 5, ack_load_queue=[done])
+    answers: list[list[int]] = []
+    tree.tick = SimpleNamespace(rides=True, ask=lambda: [9, 8, 9], answer=answers.append)  # type: ignore[assignment]
+    assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
+    assert seen == [[5, 1, 0, 0, 9, 8, 9]] and answers == [[7, 8, 9]]
+    tree.tick.rides = False  # type: ignore[misc]
+    assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
+    tree._all_reduce(torch.tensor([1]), None)
+    assert seen[1:] == [[5, 1, 0, 0], [1]] and len(answers) == 1
+
+
+class Voter:
+    """One rank's votes, with a store of its own, on a map that is told at once."""
+
+    def __init__(self, stored: set[PageKey]) -> None:
+        self.stored, self.lost = stored, 0
+        self.tree = SimpleNamespace(ongoing_backup={}, cache_controller=SimpleNamespace(write_storage=self.write, storage_backend=None))
+        self.tree.cache_controller.storage_backend = SimpleNamespace(_store=self)
+        self.map = TierMap(1000)
+        self.operations = self.numbers = 0
+        self.votes = StoreVotes(self.tree, self.map, self, self.number)  # type: ignore[arg-type]
+
+    def number(self) -> int:
+        self.numbers += 1
+        return self.numbers
+
+    def write(self, host: Any, tokens: Any, hashes: list[str], *rest: Any) -> int:
+        self.operations += 1
+        return self.operations
+
+    def lookup(self, keys: tuple[PageKey, ...]) -> list[Lookup]:
+        return [Lookup.HIT if key in self.stored else Lookup.MISS for key in keys]
+
+    def stats(self) -> Any:
+        return SimpleNamespace(pages_evicted=self.lost, pages_corrupt=0, pages=len(self.stored))
+
+    def placed(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
+        self.map.placed(keys, tier, 0.0)
+
+    def dropped(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
+        self.map.dropped(keys, tier)
+
+
+def look(now: float, *voters: Voter) -> list[int]:
+    """One tick of all: what each has marked is reduced, then looked at."""
+    polls = [voter.votes.polls() for voter in voters]
+    assert len({tuple((poll.number, len(poll.local)) for poll in mine) for mine in polls}) == 1
+    for same in zip(*polls, strict=True):
+        agreed = bytes(min(states) for states in zip(*(poll.local for poll in same), strict=True))
+        for poll in same:
+            poll.agreed(agreed, now)
+    return [voter.votes.look(now) for voter in voters]
+
+
+def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it():
+    keys = [PageKey(bytes([i]) * 32) for i in range(6)]
+    one, other = Voter(set(keys)), Voter(set(keys) - {keys[2]})
+    for voter in (one, other):
+        operation = voter.tree.cache_controller.write_storage(None, None, [key.hex() for key in keys[:4]])
+        voter.tree.ongoing_backup[operation] = None
+    look(0.0, one, other)
+    look(0.1, one, other)
+    assert one.map.count(Tier.SSD) == 0, "not before all ranks have written it"
+    for voter in (one, other):
+        voter.tree.ongoing_backup.clear()
+        voter.votes.found([keys[4].hex()])
+    for step in range(3):
+        assert look(0.2 + step / 10, one, other) == [0, 0]
+    there = [keys[0], keys[1], keys[3], keys[4]]
+    assert sorted(one.map.resident(Tier.SSD)) == sorted(other.map.resident(Tier.SSD)) == there
+    other.stored.discard(keys[1])
+    other.lost = 1
+    gone = [look(2.0 + step / 10, one, other) for step in range(5)]
+    assert [sum(rank) for rank in zip(*gone, strict=True)] == [1, 1]
+    assert sorted(one.map.resident(Tier.SSD)) == sorted(other.map.resident(Tier.SSD)) == [keys[0], keys[3], keys[4]]
+    one.votes.stop()
+    one.tree.cache_controller.write_storage(None, None, [keys[5].hex()])
+    one.votes.forget()
+    assert not one.votes.polls()
+
+
+def test_a_poll_takes_marks_from_any_thread_and_is_over_when_all_have_ended():
+    poll = Poll(1, 200)
+    halves = [threading.Thread(target=lambda first=first: [poll.mark(page, LANDED, 1.0) for page in range(first, 200, 2)]) for first in (0, 1)]
+    for half in halves:
+        half.start()
+    for half in halves:
+        half.join()
+    assert not poll.over and poll.well == 0
+    poll.agreed(bytes(poll.local[:199]) + bytes([FAILED]), 1.0)
+    assert poll.over and poll.well == 199
+
+
+def test_a_rank_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(0)
+    monkeypatch.setattr(rank.agreement, "_ranks", 1)
+    assert not rank.tick.rides
+    rank.ahead.waiting = [Poll(1, 1)]
+    rank.ahead.waiting[0].mark(0, LANDED, 3.0)
+    rank.tick.run(SimpleNamespace())
+    assert rank.ahead.waiting[0].over and rank.ahead.waiting[0].seen_at == 3.0
