@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sgl_kvtier.types import Link
 
 _KEEP = 0.9
 """Weight an earlier transfer keeps when another of the same size ends: about the last ten transfers count."""
 _UNKNOWN = 1e9
+_NEWS = 4
+"""So many transfers in a row that are all faster, or all slower, than known mean that the link has changed."""
+_CHANGED = 1.4
+"""By this factor at least."""
 
 
 @dataclass(slots=True)
 class _Seen:
     nbytes: float
     seconds: float
+    news: list[tuple[int, float]] = field(default_factory=list)
+    """Bytes and seconds of the last transfers, all of them off the estimate in the same direction."""
+
+    def changed(self, nbytes: int, seconds: float) -> bool:
+        """Whether, with this transfer, the link is another one than it was. Small ones pay more for their latency and say nothing."""
+        if nbytes < self.nbytes * (1 - _KEEP) / 2:
+            self.news.clear()
+            return False
+        known = self.nbytes / self.seconds
+        faster, slower = nbytes > _CHANGED * known * seconds, nbytes * _CHANGED < known * seconds
+        if self.news and (self.news[-1][0] > known * self.news[-1][1]) != faster:
+            self.news.clear()
+        if not (faster or slower):
+            self.news.clear()
+            return False
+        self.news.append((nbytes, seconds))
+        return len(self.news) == _NEWS
 
 
 class Bandwidth:
-    """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers do not weigh as long ones.
+    """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers do not weigh as long ones;
+    after several in a row that say otherwise, those alone.
 
     `initial` are first guesses in bytes per second; `latency_s` is added to every transfer. Seconds are of the hands' clock.
     """
@@ -37,8 +59,13 @@ class Bandwidth:
         if seen is None:
             # The first guess is worth one transfer like this one: a single outlier does not replace it.
             self._seen[link] = seen = _Seen(float(nbytes), nbytes / self._initial[link]) if link in self._initial else _Seen(0.0, 0.0)
-        seen.nbytes = seen.nbytes * _KEEP + nbytes
-        seen.seconds = seen.seconds * _KEEP + seconds
+        if seen.seconds and seen.changed(nbytes, seconds):
+            # Many more transfers would go by before the old ones had lost their weight: those of a slow link weigh most.
+            seen.nbytes, seen.seconds = (float(sum(each)) for each in zip(*seen.news, strict=True))
+            seen.news.clear()
+        else:
+            seen.nbytes = seen.nbytes * _KEEP + nbytes
+            seen.seconds = seen.seconds * _KEEP + seconds
         self._rates[link] = seen.nbytes / seen.seconds
 
     def bytes_per_second(self, link: Link) -> float:

@@ -184,7 +184,7 @@ class Forecast:
         return source.stop if copied_s < self.compute_seconds(start, len(source)) - self._compute_at_s else start
 
 
-_OWN_COST_S = 0.03
+_OWN_COST_S = 0.02
 """A restoration has to save this much over an engine's own load: in a server on a CPU it ended 20 ms or more above the best split
 (docs/results/restore.md, section 1), and with less than this it lost at fast links."""
 
