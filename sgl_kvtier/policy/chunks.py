@@ -21,8 +21,7 @@ class Chunks:
     def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
         """What the slot's holder does, or who gets the slot, and who is complete and needs none."""
         items, complete = self._under_way.items, self._under_way.complete
-        whole = [items[rid] for rid in complete]
-        computes = [Compute(item.rid, item.pointer.landed_run(), None) for item in whole]
+        computes = list(complete.values())
         cancels: list[Cancel] = []
         if view.slot is None and view.slot_open:
             first = next((item for item in in_run_order(self._under_way, view) if item.rid not in complete), None)
@@ -60,10 +59,16 @@ class Chunks:
         if run.stop == item.pointer.units:
             return Compute(item.rid, run, None), []
         barrier = (item.pointer.barrier(run.stop) - run.stop) * page
-        split = self._outlook.splits[item.rid] = self._outlook.meeting(item, view, self._outlook.busy_s(view), run.stop)
+        self._outlook.hold(item, view, self._outlook.busy_s(view), run.stop)
+        if not barrier:
+            # Compute stands before a page that is being loaded: there is nothing to decide but whether it is to be asked back.
+            recalls = rule.balanced_chunks and run.stop >= item.copied
+            return Compute(item.rid, run, 0), self._recall(item, view, 0, 0, run.stop) if recalls else []
         if run.stop < item.copied:
             lost = self._within_budget(item, view, item.pointer.lost_run(run.stop) * page)
             return Compute(item.rid, run, min(lost, engine.chunk_tokens // page * page)), []
+        split = self._outlook.held(item)
+        assert split is not None, "it was noted above"
         if split.meet == item.pointer.units and barrier == (item.pointer.units - run.stop) * page and not self._yields(view):
             # Nothing loads and nothing will: the engine's own chunks, which take the suffix along, are the best.
             return Compute(item.rid, run, None), []
@@ -100,9 +105,11 @@ class Chunks:
         reach = front + barrier // engine.page_tokens
         if not item.pointer.loading or tokens < barrier or item.cancelled >= reach + 1:
             return []
-        meet = self._outlook.meeting(item, view, self._outlook.busy_s(view), front, recall=True).meet
         run = item.pointer.last_loading()
-        if run.start != reach or meet - reach < max(1, config.load_tokens // engine.page_tokens):
+        if run.start != reach:
+            return []
+        meet = self._outlook.meeting_if_taken_back(item, view, self._outlook.busy_s(view), front).meet
+        if meet - reach < max(1, config.load_tokens // engine.page_tokens):
             return []
         item.cancelled = min(meet, run.stop)
         return [Cancel(item.rid, Span(run.start, item.cancelled))]

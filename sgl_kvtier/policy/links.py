@@ -76,7 +76,15 @@ class LinkQueues:
         queue = self._queued.get(link)
         if not queue:
             return 0.0
-        return self._bandwidth.seconds(link, self._nbytes[link] - self._bytes(queue[0])) + self._head_s(link, now)
+        # Bandwidth.seconds and _head_s, written out: a step asks several times.
+        rate, latency_s = self._bandwidth.bytes_per_second(link), self._bandwidth.latency_s(link)
+        head = queue[0]
+        head_nbytes = (head[2] - head[1]) * self._page_bytes
+        rest = self._nbytes[link] - head_nbytes
+        whole_s = latency_s + head_nbytes / rate
+        elapsed_s = now - self._since[link]
+        head_s = whole_s - elapsed_s if elapsed_s < whole_s else elapsed_s
+        return latency_s + rest / rate + head_s if rest > 0 else 0.0 + head_s
 
     def _bytes(self, queued: tuple[str, int, int]) -> int:
         return (queued[2] - queued[1]) * self._page_bytes

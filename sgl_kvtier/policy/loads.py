@@ -36,29 +36,35 @@ class Loads:
 
     def decide(self, view: StepView, computes: list[Compute]) -> tuple[Load, ...]:
         """Loads until every link has enough to do, in the rule's order."""
-        known, outlook = self._under_way, self._outlook
-        ending = {compute.rid: self._stop_page(compute, known.items[compute.rid]) for compute in computes}
+        known, outlook, now = self._under_way, self._outlook, view.now
+        sized = [compute for compute in computes if compute.tokens is not None]
+        busy_s = outlook.busy_s(view)
+        next_step_s = busy_s
+        for compute in sized:
+            if compute.tokens:
+                next_step_s = max(next_step_s, busy_s + known.cost.cost.chunk_seconds(0, compute.tokens))
+        horizon_s = max(known.config.load_horizon_s, _STEP_COVER * next_step_s)
+        readers = known.readers
+        open_links = [link for link in readers if not self._full(link, now, horizon_s)]
+        if not any(map(readers.__getitem__, open_links)):
+            return ()
         room = dict(view.free_pages)
         if Tier.HBM in room:
             # A chunk that may yet be granted below keeps its pages too: loads of others must not take them.
-            granted = [self._chunks.unstuck(compute, view).tokens or 0 for compute in computes]
+            granted = [self._chunks.unstuck(compute, view).tokens or 0 for compute in sized]
             room[Tier.HBM] -= sum(granted) // known.engine.page_tokens
-        next_step_s = outlook.busy_s(view) + max(
-            (known.cost.cost.chunk_seconds(0, compute.tokens) for compute in computes if compute.tokens), default=0.0
-        )
-        horizon_s = max(known.config.load_horizon_s, _STEP_COVER * next_step_s)
         loads: list[Load] = []
+        ending = {compute.rid: compute for compute in computes}
         # Compute reaches a request after those before it in the queue: the later its turn, the more of it is loaded.
-        ahead_s = outlook.busy_s(view) + outlook.fresh_s(view)
-        open_links = dict.fromkeys(link for link in known.readers if not self._full(link, view.now, horizon_s))
-        for item in self._in_io_order(view) if open_links else ():
-            if room.get(Tier.HBM, 1) <= 0 or not any(map(known.readers.__getitem__, open_links)):
+        ahead_s = busy_s + outlook.fresh_s(view)
+        for item in self._in_io_order(view):
+            if room.get(Tier.HBM, 1) <= 0 or not any(map(readers.__getitem__, open_links)):
                 break
-            if not open_links.keys().isdisjoint(item.unread):
+            if any(map(item.unread.__contains__, open_links)):
                 lowest, floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
-                self._load_from(item, view.now, lowest, floor, horizon_s, room, loads)
+                self._load_from(item, now, lowest, floor, horizon_s, room, loads)
                 ahead_s = max(ahead_s, split.seconds) + outlook.suffix_s(item)
-                open_links = dict.fromkeys(link for link in open_links if not self._full(link, view.now, horizon_s))
+                open_links = [link for link in open_links if not self._full(link, now, horizon_s)]
         return tuple(loads)
 
     def _stop_page(self, compute: Compute, item: Restoration) -> int:
@@ -72,19 +78,19 @@ class Loads:
             return self._under_way.links.transfers(link) >= _PROBES
         return self._under_way.links.backlog_seconds(link, now) >= horizon_s
 
-    def _floor(self, item: Restoration, view: StepView, proposed: int | None, ahead_s: float) -> tuple[int, int, Split]:
+    def _floor(self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float) -> tuple[int, int, Split]:
         """The lowest page that may be loaded; the lowest that should be: what compute is predicted to reach first is not
         loaded, but for copies from DRAM that it waits for; and where the two meet."""
         config, outlook = self._under_way.config, self._outlook
-        split = outlook.splits.get(item.rid) or outlook.meeting(item, view, ahead_s, item.pointer.front)
-        lowest = item.pointer.front if proposed is None else proposed
+        split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
+        lowest = item.pointer.front if proposed is None else self._stop_page(proposed, item)
         if not self._under_way.rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < config.min_chunk_tokens:
             return lowest, lowest, split
         meet = split.meet
         behind = min(len(view.waiting) - 1, _MOST_BEHIND)
         if behind > 0 and config.queue_charge > 0 and meet > lowest:
             # What compute takes delays all behind it, and a link's work goes on beside: with others waiting more is loaded.
-            meet = outlook.meeting(item, view, ahead_s, item.pointer.front, charge=1 + config.queue_charge * behind).meet
+            meet = outlook.charged_meet(item, view, ahead_s, item.pointer.front, 1 + config.queue_charge * behind)
         return lowest, max(lowest, meet), split
 
     def _load_from(
@@ -141,9 +147,11 @@ class Loads:
 
 def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:
     """A span as loads, the last pages first: `most` pages each far above the meeting at `floor`, `least` near it."""
-    parts, stop = [], span.stop
-    while stop > span.start:
-        start = max(span.start, stop - max(least, min(most, (stop - floor) // _NEAR)))
+    parts, lowest, stop = [], span.start, span.stop
+    while stop > lowest:
+        pages = (stop - floor) // _NEAR
+        pages = least if pages < least else pages if pages < most else most
+        start = stop - pages if stop - pages > lowest else lowest
         parts.append(Span(start, stop))
         stop = start
     return parts

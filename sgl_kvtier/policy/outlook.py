@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgl_kvtier.policy.meeting import Pace, Split, best_split
+from sgl_kvtier.policy.meeting import Open, Pace, Split, best_split, open_of
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.policy.restore import Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
@@ -13,15 +13,17 @@ class Outlook:
 
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
-        self.splits: dict[str, Split] = {}
-        """Meeting points found in this step, of the slot's holder."""
+        self._holder: tuple[str, Pace, float, Open, int, int] | None = None
+        self._held: Split | None = None
         self._pace: Pace | None = None
         """What is known of costs and links in this step, until loads are handed out."""
+        self._left_of: Restoration | None = None
+        self._left = Open([], 0, [], 0.0, 0)
+        """What is open of the request that was looked at last, by that pace."""
 
     def begin(self) -> None:
         """Another step begins: nothing of the last one holds."""
-        self.splits.clear()
-        self._pace = None
+        self._holder = self._held = self._pace = None
 
     def loads_handed_out(self) -> None:
         """Links have more to do than before."""
@@ -36,26 +38,62 @@ class Outlook:
         known = self._under_way
         return Forecast(known.engine, known.cost.cost, known.bandwidth, compute_at_s, known.links.backlogs(view.now))
 
-    def meeting(
-        self, item: Restoration, view: StepView, compute_at_s: float, front: int, recall: bool = False, charge: float = 1.0
-    ) -> Split:
+    def meeting(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
         """Where a request's two ends should meet, with its front at a page, as Forecast.both says, from what the last search
-        came to. Links have what was asked of them up to now to do. `charge`: compute counts for so many times its seconds."""
-        known, pace = self._under_way, self._pace
-        if pace is None:
-            engine, backlogs = known.engine, known.links.backlogs(view.now)
-            pace = self._pace = Pace(
-                engine.page_tokens, engine.page_bytes, engine.chunk_tokens, known.cost.cost, known.bandwidth, backlogs
-            )
-        front, copied_s = item.behind_copies(front, known.bandwidth, known.engine)
-        compute_at_s += copied_s
-        if recall:
-            return best_split(pace, compute_at_s, item.pointer, item.by_link, front, item.in_flight)
-        if charge != 1.0:
-            return best_split(pace.charged(charge), compute_at_s, item.pointer, item.by_link, front)
-        split = best_split(pace, compute_at_s, item.pointer, item.by_link, front, None, item.meet)
+        came to. Links have what was asked of them up to now to do."""
+        pace = self._pace or self._look(view)
+        front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
+        left = self._left = open_of(pace, item.pointer, item.by_link, front)
+        self._left_of = item
+        split = best_split(pace, compute_at_s + copied_s, left, front, item.meet)
         item.meet = split.meet
         return split
+
+    def hold(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> None:
+        """This request has the slot: where its ends should meet, as things are now, is worked out when somebody asks."""
+        pace = self._pace or self._look(view)
+        front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
+        left = self._left = open_of(pace, item.pointer, item.by_link, front)
+        self._left_of = item
+        self._holder, self._held = (item.rid, pace, compute_at_s + copied_s, left, front, item.meet), None
+
+    def held(self, item: Restoration) -> Split | None:
+        """Where the ends of the slot's holder should meet as of `hold`; None for any other request."""
+        if self._holder is None or self._holder[0] != item.rid:
+            return None
+        if self._held is None:
+            _, pace, compute_at_s, left, front, guess = self._holder
+            self._held = best_split(pace, compute_at_s, left, front, guess)
+            item.meet = self._held.meet
+        return self._held
+
+    def charged_meet(self, item: Restoration, view: StepView, compute_at_s: float, front: int, charge: float) -> int:
+        """The same page where compute counts for so many times its seconds."""
+        if front >= item.copied and self._pace is not None and self._left_of is item:
+            # Looked at a moment ago, from this front or one behind landed pages: what is open is the same.
+            pace, left = self._pace, self._left
+        else:
+            pace = self._pace or self._look(view)
+            front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
+            compute_at_s += copied_s
+            left = open_of(pace, item.pointer, item.by_link, front)
+        item.charged_meet = best_split(pace, compute_at_s, left, front, item.charged_meet, charge).meet
+        return item.charged_meet
+
+    def meeting_if_taken_back(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
+        """The same if its loads under way could be taken back."""
+        pace = self._pace or self._look(view)
+        front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
+        return best_split(pace, compute_at_s + copied_s, open_of(pace, item.pointer, item.by_link, front, item.in_flight), front)
+
+    def _look(self, view: StepView) -> Pace:
+        known, engine = self._under_way, self._under_way.engine
+        backlogs = known.links.backlogs(view.now)
+        self._left_of = None
+        self._pace = Pace(
+            engine.page_tokens, engine.page_bytes, engine.chunk_tokens, known.cost.cost, known.bandwidth, backlogs
+        )
+        return self._pace
 
     def ahead_s(self, view: StepView, item: Restoration) -> float:
         """Until compute can begin for this request: the running chunk, the slot's holder, and fresh prefill."""
@@ -65,7 +103,7 @@ class Outlook:
         ahead_s += self.fresh_s(view)
         holder = self._under_way.items.get(view.slot or "")
         if holder is not None:
-            split = self.splits.get(holder.rid) or self.meeting(holder, view, ahead_s, holder.pointer.front)
+            split = self.held(holder) or self.meeting(holder, view, ahead_s, holder.pointer.front)
             ahead_s = max(ahead_s, split.seconds)
         return ahead_s
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.meeting import Pace, Split, best_split
+from sgl_kvtier.policy.meeting import Pace, Split, best_split, open_of
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span, Tier
@@ -85,6 +85,8 @@ class Restoration:
     """The sources again, by link."""
     meet: int = -1
     """Where its ends were to meet when last looked for."""
+    charged_meet: int = -1
+    """The same with compute charged for those that wait behind it."""
     copied: int = 0
     """Pages below this one are not computed but copied from DRAM, since that is sooner; but for those that fail to come."""
 
@@ -96,8 +98,9 @@ class Restoration:
 
     def read_out(self, link: Link) -> bool:
         """Notes a link as used up when nothing is left to ask of it; True when it was noted now."""
-        if any(LINK_OF[tier] is link and self.pointer.free_in(source) for source, tier in self.sources):
-            return False
+        for other, spans in self.by_link:
+            if other is link and any(map(self.pointer.free_in, spans)):
+                return False
         del self.unread[link]
         return True
 
@@ -171,7 +174,8 @@ class Forecast:
     def both(self, item: Restoration) -> Split:
         """The best meeting page."""
         front, copied_s = item.behind_copies(item.pointer.front, self._bandwidth, self._engine)
-        split = best_split(self._pace, self._compute_at_s + copied_s, item.pointer, item.by_link, front)
+        left = open_of(self._pace, item.pointer, item.by_link, front)
+        split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
         return Split(split.meet, split.compute_tokens, max(split.seconds, copied_s))
 
     def copies_first(self, item: Restoration) -> int:

@@ -63,7 +63,14 @@ class TwoPointer:
 
     def free_runs(self, start: int) -> list[tuple[int, int]]:
         """Runs of untouched units from `start` on, as (first, behind the last) and ascending."""
-        return [run.span() for run in _FREE_RUN.finditer(self._state, start)]
+        state = self._state
+        first = state.find(_FREE, start)
+        if first < 0:
+            return []
+        stop = state.rfind(_FREE, first) + 1
+        if state.count(_FREE, first, stop) == stop - first:
+            return [(first, stop)]  # as it is nearly always: loads eat it from the back, compute from the front
+        return [run.span() for run in _FREE_RUN.finditer(state, first)]
 
     def unlanded_runs(self, start: int) -> list[tuple[int, int]]:
         """The same of units untouched or in flight."""
@@ -95,13 +102,17 @@ class TwoPointer:
     def barrier(self, start: int | None = None) -> int:
         """The first unit from `start` (the front) on which a transfer has taken: compute may go up to it."""
         start = self._front if start is None else start
-        places = (self._state.find(_LOADING, start), self._state.find(_LANDED, start))
-        return min((place for place in places if place >= 0), default=self._units)
+        loading = self._state.find(_LOADING, start)
+        landed = self._state.find(_LANDED, start, loading if loading >= 0 else self._units)
+        return landed if landed >= 0 else loading if loading >= 0 else self._units
 
     def landed_run(self) -> Span:
         """The landed units that begin at the front; empty when the unit at the front has not landed."""
-        ahead = self._state[self._front :]
-        return Span(self._front, self._front + len(ahead) - len(ahead.lstrip(_LANDED)))
+        front, state = self._front, self._state
+        if front == self._units or state[front] != _LANDED[0]:
+            return Span(front, front)
+        ahead = state[front:]
+        return Span(front, front + len(ahead) - len(ahead.lstrip(_LANDED)))
 
     def last_loading(self) -> Span:
         """The lowest run of units in flight: the last to be begun when loads go from the back. Empty if there is none."""

@@ -15,6 +15,7 @@ from sgl_kvtier.policy.links import LinkQueues
 from sgl_kvtier.policy.messages import (
     ChunkDone,
     ChunkStarted,
+    Compute,
     Fact,
     Mode,
     PagesLost,
@@ -41,8 +42,8 @@ class UnderWay:
         self.links = LinkQueues(self.bandwidth, engine.page_bytes)
         self.items: dict[str, Restoration] = {}
         """By request, in the order they were offered."""
-        self.complete: dict[str, None] = {}
-        """Restorations that have landed whole and only wait to be spliced."""
+        self.complete: dict[str, Compute] = {}
+        """Restorations that have landed whole and only wait to be spliced, with what compute then does."""
         self.readers: dict[Link, int] = {}
         """How many restorations could ask each link for pages."""
         self.busy_until = 0.0
@@ -86,8 +87,9 @@ class UnderWay:
         item = self.items.get(fact.rid)
         if item is None or not item.pointer.land(fact.span):
             return
-        if item.pointer.landed_run().stop == item.pointer.units:
-            self.complete[fact.rid] = None
+        run = item.pointer.landed_run()
+        if run.stop == item.pointer.units:
+            self.complete[fact.rid] = Compute(fact.rid, run, None)
 
     def _lost(self, fact: PagesLost) -> None:
         for link in Link:
@@ -120,6 +122,8 @@ class UnderWay:
         item.yields = 0
         if pointer.met:
             self._forget(fact.rid)
+        elif fact.rid in self.complete:
+            self.complete[fact.rid] = Compute(fact.rid, pointer.landed_run(), None)
 
     def _chunk_done(self, fact: ChunkDone) -> None:
         if not fact.shared_tokens:

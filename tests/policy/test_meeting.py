@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.meeting import Pace, best_split
+from sgl_kvtier.policy.meeting import Pace, best_split, open_of
 from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span
 
@@ -69,8 +69,9 @@ def ends(pace, at_s, pointer, sources, meet, own):
 def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess, recall):
     pace, at_s, pointer, sources, in_flight = race
     own = in_flight if recall else None
-    split = best_split(pace, at_s, pointer, sources, pointer.front, own)
-    assert best_split(pace, at_s, pointer, sources, pointer.front, own, guess) == split
+    left = open_of(pace, pointer, sources, pointer.front, own)
+    split = best_split(pace, at_s, left, pointer.front)
+    assert best_split(pace, at_s, left, pointer.front, guess) == split
     every = [max(ends(pace, at_s, pointer, sources, meet, own)) for meet in range(pointer.front, pointer.units + 1)]
     assert split.seconds == pytest.approx(min(every))
     assert max(ends(pace, at_s, pointer, sources, split.meet, own)) == pytest.approx(split.seconds)
