@@ -170,6 +170,9 @@ class PolicyConfig:
     scheduling_slack_s: float = setting(0.0001, "TierKV's delta: how late a prefetched page may come", low=0, high=10)
     prefetch_margin: float = setting(0.25, "links are taken to be this share slower than measured", low=0, high=10)
     prefetch_share: float = setting(0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1)
+    prefetch_waste: float = setting(
+        0.1, "share of what is brought up for expected sessions that may turn out to be in vain; 1 = no limit", low=0, high=1
+    )
     eviction: str = setting(
         "next-use",
         "which pages leave HBM and DRAM first: next-use = of whoever runs latest, lru (as in a server that does not name it) "

@@ -42,21 +42,25 @@ class Gaps:
         return self._weights[bucket]
 
 
+def longer(parts: list[tuple[Gaps, float]], elapsed_s: float) -> float:
+    """The share of samples longer than this; 1 where there is none. `parts` are mixed as in `quantile`."""
+    mix = _mixed(parts)
+    whole = sum(mix)
+    if whole <= 1e-9 or elapsed_s <= 0:
+        return 1.0
+    first = bucket_of(elapsed_s)
+    return sum(mix[first + 1 :], mix[first] * _left_of(first, elapsed_s)) / whole
+
+
 def quantile(parts: list[tuple[Gaps, float]], share: float, elapsed_s: float = 0.0) -> float | None:
     """The duration that `share` of the samples longer than `elapsed_s` do not exceed; None where there is none.
 
     `parts` are mixed by their weights, each counting as a whole however many samples it has. Within a bucket samples are
     taken to lie evenly on the logarithmic scale, so a quantile is right to within a third.
     """
-    mix = [0.0] * _BUCKETS
-    for gaps, weight in parts:
-        if gaps.total > 0:
-            for bucket in range(_BUCKETS):
-                mix[bucket] += gaps.weight(bucket) * weight / gaps.total
+    mix = _mixed(parts)
     first = bucket_of(elapsed_s) if elapsed_s > 0 else 0
-    if elapsed_s > _LOW_S:
-        part = math.log10(elapsed_s / _edge(first)) * _PER_DECADE
-        mix[first] *= max(0.0, 1 - part)
+    mix[first] *= _left_of(first, elapsed_s)
     rest = sum(mix[first:])
     if rest <= 1e-9:
         return None
@@ -68,3 +72,19 @@ def quantile(parts: list[tuple[Gaps, float]], share: float, elapsed_s: float = 0
             return low * (_edge(bucket + 1) / low) ** inside if low > 0 else _edge(bucket + 1) * inside
         below += mix[bucket]
     return _edge(_BUCKETS)
+
+
+def _mixed(parts: list[tuple[Gaps, float]]) -> list[float]:
+    mix = [0.0] * _BUCKETS
+    for gaps, weight in parts:
+        if gaps.total > 0:
+            for bucket in range(_BUCKETS):
+                mix[bucket] += gaps.weight(bucket) * weight / gaps.total
+    return mix
+
+
+def _left_of(bucket: int, elapsed_s: float) -> float:
+    """How much of a bucket lies behind a duration in it."""
+    if elapsed_s <= _LOW_S:
+        return 1.0
+    return max(0.0, 1 - math.log10(elapsed_s / _edge(bucket)) * _PER_DECADE)

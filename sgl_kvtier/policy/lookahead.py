@@ -34,6 +34,7 @@ from sgl_kvtier.policy.messages import (
     StepDone,
     StepView,
 )
+from sgl_kvtier.policy.page_state import Missing
 from sgl_kvtier.policy.prefetch import SCOPE, Prefetch, Prefetcher
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.sessions import Hint, HintAnswer, Return, Sessions
@@ -207,12 +208,25 @@ class Lookahead:
 
     def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
         """The next runs in the order of their windows: waiting requests as they will run, sessions as they should return."""
-        turns = self._waiting_turns(view, restoring)
-        iteration_s = self._iteration()
+        turns, queued_tokens, behind = self._waiting_turns(view, restoring)
+        if not self._due:
+            return turns
+        iteration_s, page = self._iteration(), self._engine.page_tokens
+        for missing, tokens in self._restored(restoring):
+            queued_tokens += max(1, tokens - missing.reach * page)
+            behind += missing.pages - missing.reach
+        queue_s = queued_tokens // (view.prefill_tokens or self._engine.chunk_tokens) * iteration_s
+        due: list[Turn] = []
         for session in self._due:
-            window_s = max(iteration_s, self._idle[session].early - view.now)
-            turns.append(Turn(f"session {session}", None, int(window_s / iteration_s), window_s))
-        return sorted(turns, key=lambda turn: turn.window_s) if self._due else turns
+            expected, owner = self._idle[session], f"session {session}"
+            # Whoever waits now runs before a request that is still to come, and has its room before it.
+            window_s = max(iteration_s, queue_s, expected.early - view.now)
+            due.append(Turn(owner, None, int(window_s / iteration_s), window_s, chance=expected.chance))
+            if queue_s:
+                self._move_turn(owner, view.now, max(queue_s, expected.next_use - view.now))
+        due.sort(key=lambda turn: turn.window_s)
+        due[0] = due[0]._replace(before=behind)
+        return turns + due
 
     def _look_for_sessions(self, now: float) -> None:
         """Idle sessions whose pages have to be thought of from now on."""
@@ -222,35 +236,42 @@ class Lookahead:
                 self._due[session] = None
                 self.prefetcher.watch(f"session {session}")
 
-    def _waiting_turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
-        """Turns of the first waiting requests that lack pages. Whoever lacks none only takes its time, and its room."""
+    def _restored(self, restoring: Collection[str]) -> list[tuple[Missing, int]]:
+        """What requests that are being restored lack, and their prompts' tokens. Their loads have their pages already."""
+        found = [self._requests[rid] for rid in restoring if rid in self._requests]
+        return [(self.prefetcher.missing(request.owner), request.prompt_tokens) for request in found if not request.running]
+
+    def _waiting_turns(self, view: StepView, restoring: Collection[str]) -> tuple[list[Turn], int, int]:
+        """Turns of the first waiting requests that lack pages. Whoever lacks none only takes its time, and its room.
+        Where sessions are due: also the tokens all of the queue has to compute, and the HBM pages those behind the last turn
+        will claim."""
         wanting, known = self.prefetcher.refresh(), self.prefetcher.known
         turns: list[Turn] = []
         page, iteration_s = self._engine.page_tokens, self._iteration()
         step_tokens = view.prefill_tokens or self._engine.chunk_tokens
         ahead = before = 0
         if not wanting:
-            return turns
+            return turns, 0, 0
         requests = self._requests
         queue = [(rid, requests[rid]) for rid in view.waiting if rid not in restoring and rid in requests]
         # Whoever else is wanting is restored, runs, or is a session: behind the last of these nobody is looked at.
         most = min(SCOPE, sum([request.owner in wanting for _, request in queue]))
         for rid, request in queue:
-            if len(turns) >= most:
+            if len(turns) >= most and not self._due:
                 break
             if request.running:
                 continue
             missing = known.get(request.owner) or self.prefetcher.missing(request.owner)
-            if missing.runs:
+            if missing.runs and len(turns) < most:
                 steps = ahead // step_tokens
                 turns.append(Turn(request.owner, rid, steps, steps * iteration_s, before))
                 before = 0
             else:
-                before += missing.pages - missing.reach
+                before += missing.pages - missing.reach + missing.lacking
             ahead += max(1, request.prompt_tokens - missing.reach * page)
         for turn in turns[self._round :: _ROUNDS]:
             self._move_turn(turn.owner, view.now, turn.window_s)
-        return turns
+        return turns, ahead, before
 
     def _move_turn(self, owner: str, now: float, window_s: float) -> None:
         number = self.map.owners.number(owner)

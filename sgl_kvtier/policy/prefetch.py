@@ -28,6 +28,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.charge import TWO_HOPS, LinkTime, Room
 from sgl_kvtier.policy.flights import Flights
+from sgl_kvtier.policy.ledger import Ledger
 from sgl_kvtier.policy.messages import Evict, Move
 from sgl_kvtier.policy.overlap import Overlap, Overlaps
 from sgl_kvtier.policy.page_state import Missing
@@ -47,6 +48,8 @@ _COVER = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL = 0.5
 """Links with more than this share of their horizon to do are left alone, so that most steps have nothing to plan."""
+_LIKELY = 0.5
+"""Nothing is brought for a session that is more likely to stay away."""
 _LATE = 4.0
 """A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
 
@@ -85,6 +88,7 @@ class Prefetcher:
         self._pauses: dict[str, tuple[float, float]] = {}
         """Owners whose moves have failed: nothing is moved for them until then, and how long that was from the failure."""
         self._rest_until = -math.inf
+        self._ledger = Ledger(config.prefetch_waste)
         self.overlaps = Overlaps()
         self.moved: dict[Tier, int] = {Tier.HBM: 0, Tier.DRAM: 0}
         """Pages handed out so far, by target."""
@@ -106,8 +110,12 @@ class Prefetcher:
         if unused:
             for key in keys:
                 owner = unused.pop(key, None)
-                if owner is None or key in self._flights:
+                if owner is None:
                     continue
+                if key in self._flights:
+                    self._ledger.failed(key, tier)
+                    continue
+                self._ledger.wasted(key, tier)
                 self.wasted += tier is Tier.HBM
                 if owner in self._watched:
                     self._gave_way.setdefault(owner, {})[tier] = None
@@ -121,9 +129,11 @@ class Prefetcher:
         self.overlaps.started(owner, not self.missing(owner).runs)
         self._gave_way.pop(owner, None)
         self._pauses.pop(owner, None)
-        for unused in self._unused.values():
+        self._ledger.ran(len(keys))
+        for tier, unused in self._unused.items():
             for key in keys if unused else ():
-                unused.pop(key, None)
+                if unused.pop(key, None) is not None:
+                    self._ledger.used(key, tier)
 
     def _failed(self, owner: str, now: float) -> None:
         """A move for this owner came to nothing: the next is asked for later, ever later while they go on failing."""
@@ -199,6 +209,7 @@ class Prefetcher:
             for key in keys:
                 owner = self._unused.get(tier, {}).pop(key, None)
                 if owner is not None:
+                    self._ledger.failed(key, tier)
                     self._failed(owner, now)
         off = self._config.prefetch == "off" or not self._config.lookahead
         if off and not ahead_pages:
@@ -278,9 +289,11 @@ class Prefetcher:
         self.moved[target] += len(keys)
         step.rooms[target].claim(len(keys))
         self._unused[target].update(dict.fromkeys(keys, turn.owner))
+        self._ledger.brought(keys, target, turn.chance)
         if target is Tier.HBM:
             for key in keys if self._unused[Tier.DRAM] else ():
-                self._unused[Tier.DRAM].pop(key, None)
+                if self._unused[Tier.DRAM].pop(key, None) is not None:
+                    self._ledger.failed(key, Tier.DRAM)
         step.moves.append(Move(keys, source, target, turn.rid))
 
     # --- the paper's rule -------------------------------------------------------------------------------------------
@@ -320,6 +333,7 @@ class Prefetcher:
         near, far = self._reach(step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
         hbm = step.rooms[Tier.HBM]
+        self._ledger.capacity(self._map.count(Tier.HBM) + hbm.empty)
         budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self._unused[Tier.HBM])
         for turn, missing in zip(turns[:near], known, strict=False):
             missing = self.missing(turn.owner) if step.moves else missing
@@ -327,24 +341,29 @@ class Prefetcher:
                 hbm.take(turn.before, step.now + turn.window_s)
             if missing.runs:
                 self._judge(step, turn, missing)
-                if self._may_move(turn.owner, Tier.HBM, step.now):
+                if self._may_move(turn, Tier.HBM, step.now):
                     budget -= self._promote(step, turn, missing, budget, horizon_s)
                     missing = self.missing(turn.owner)
-            if turn.rid is not None:
-                # What it will claim when it runs is not for those behind it.
-                hbm.take(missing.pages - missing.reach + missing.lacking, step.now + turn.window_s)
+            # What it will claim when it runs is not for those behind it.
+            hbm.take(missing.pages - missing.reach + missing.lacking, step.now + turn.window_s)
         ssd = step.links[Link.SSD_TO_DRAM]
-        ahead = self._config.lookahead_ssd < 0 and step.rooms[Tier.DRAM].empty > 0
+        dram = step.rooms[Tier.DRAM]
+        ahead = self._config.lookahead_ssd < 0 and dram.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
-            if ssd.closed or ssd.end_s >= horizon_s or (place >= far and not ahead):
+            if ssd.closed or ssd.end_s >= horizon_s or (place >= far and (not ahead or turn.rid is None)):
                 break
-            if missing.below and self._may_move(turn.owner, Tier.DRAM, step.now):
+            if turn.before:
+                dram.take(turn.before, step.now + turn.window_s)
+            if missing.below and self._may_move(turn, Tier.DRAM, step.now):
                 self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
+            dram.take(missing.pages - missing.reach + self.missing(turn.owner).below, step.now + turn.window_s)
 
-    def _may_move(self, owner: str, target: Tier, now: float) -> bool:
+    def _may_move(self, turn: Turn, target: Tier, now: float) -> bool:
         """Not right after a move for it has failed, nor again when what was brought to that tier had to leave unused: there is
-        no room for it before its turn."""
-        return not self._paused(owner, now) and target not in self._gave_way.get(owner, ())
+        no room for it before its turn. Nor on a guess, where too many guesses were wrong."""
+        if self._paused(turn.owner, now) or target in self._gave_way.get(turn.owner, ()):
+            return False
+        return turn.chance >= _LIKELY and self._ledger.allows(turn.chance)
 
     def _paused(self, owner: str, now: float) -> bool:
         pause = self._pauses.get(owner)

@@ -11,7 +11,8 @@ import heapq
 import math
 from dataclasses import dataclass, field
 
-from sgl_kvtier.policy.gaps import Gaps, quantile
+from sgl_kvtier.policy.gaps import Gaps, longer, quantile
+from sgl_kvtier.policy.returns import Returns
 
 _PRIOR = 2.0
 """What others did counts as much as so many gaps of the session's own."""
@@ -20,6 +21,8 @@ _MOST_TOOLS = 256
 _DISTRUST = 3
 """So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until it is right again."""
 _FAR = 4.0
+_BELIEVED = 0.95
+"""The chance of a session whose client said when it comes."""
 _ALL = ""
 
 
@@ -46,12 +49,13 @@ class HintAnswer:
 @dataclass(frozen=True, slots=True)
 class Return:
     """When a session is expected, in seconds of the hands' clock: hardly before `early`, probably around `at` (infinity: not
-    any more), weighed by its priority for eviction as `next_use`."""
+    any more), weighed by its priority for eviction as `next_use`. `chance`: how likely it is to come back at all."""
 
     session: str
     early: float
     at: float
     next_use: float
+    chance: float = 1.0
 
 
 @dataclass(slots=True)
@@ -63,6 +67,8 @@ class _Session:
     until: float = math.inf
     priority: int = 0
     wrong_hints: int = 0
+    turns: int = 0
+    gone: bool = False
     serial: int = 0
 
 
@@ -76,6 +82,7 @@ class Sessions:
         self._most = most
         self._sessions: dict[str, _Session] = {}
         self._tools: dict[str, Gaps] = {}
+        self._returns = Returns()
         self._checks: list[tuple[float, int, str]] = []
         self._serial = 0
 
@@ -87,6 +94,8 @@ class Sessions:
         known = self._touch(session)
         if known.left_at is not None:
             gap_s = max(0.0, now - known.left_at)
+            self._returns.came_back(known.turns, known.gone)
+            known.gone = False
             known.gaps.saw(gap_s)
             for tool in dict.fromkeys((known.tool, _ALL)):
                 self._tool(tool).saw(gap_s)
@@ -102,6 +111,7 @@ class Sessions:
         """A session's turn has ended; `tool` is what it called, if that is known. Says when to expect it."""
         known = self._touch(session)
         known.left_at = now
+        known.turns += 1
         known.tool = tool or known.tool
         return self._expect(session, known, now)
 
@@ -185,6 +195,9 @@ class Sessions:
             # Not again at once where elapsed time moves the prediction by next to nothing.
             again = max(expected.at, now + 0.05 * (now - (known.left_at or now)), now + 1e-3)
             heapq.heappush(self._checks, (min(again, max(known.until, now)), self._serial, session))
+        elif not known.gone and self._tools:
+            known.gone = True
+            self._returns.gone(known.turns)
         return expected
 
     def _predict(self, session: str, known: _Session, now: float) -> Return:
@@ -196,16 +209,27 @@ class Sessions:
         early = known.left_at + min(early, at)
         at = known.left_at + at
         next_use = now + (at - now) / 2.0**known.priority if at < math.inf else math.inf
-        return Return(session, early, at, next_use)
+        return Return(session, early, at, next_use, self._chance(known, idle_s) if at < math.inf else 0.0)
+
+    def _chance(self, known: _Session, idle_s: float) -> float:
+        """That it comes back at all, given that it has not come yet."""
+        if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, 0.1):
+            return _BELIEVED
+        share = self._returns.chance(known.turns)
+        waits = share * longer(self._parts(known), idle_s)
+        return waits / (waits + 1 - share) if waits > 0 else 0.0
+
+    def _parts(self, known: _Session) -> list[tuple[Gaps, float]]:
+        """Its own gaps, and those of others by what they waited for, with their weights."""
+        others = self._tools.get(known.tool) or self._tools.get(_ALL)
+        own = (known.gaps, known.gaps.total)
+        return [own] if others is None else [own, (others, _PRIOR)]
 
     def _window(self, known: _Session, idle_s: float) -> tuple[float, float]:
         """Early and middle guess of the gap, given that it lasts longer than what has passed."""
         if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, 0.1):
             return (known.delay_s * 0.8, known.delay_s) if idle_s <= known.delay_s else (idle_s, idle_s * 1.25)
-        others = self._tools.get(known.tool) or self._tools.get(_ALL)
-        parts = [(known.gaps, known.gaps.total)]
-        if others is not None:
-            parts.append((others, _PRIOR))
+        parts = self._parts(known)
         if known.delay_s is None:
             latest = quantile(parts, _LATE)
             if latest is None or idle_s > 2 * latest:

@@ -9,13 +9,15 @@ from typing import NamedTuple
 class Turn(NamedTuple):
     """A run to come of an owner in the map. `steps` iterations run before it (0: it runs in this step) and take `window_s`
     in all. `rid` is the request it is for, None for a session that is only expected. `before` counts HBM pages that runs
-    between the previous turn and this one will claim, where those were left out because they lack nothing."""
+    between the previous turn and this one will claim, where those were left out because they lack nothing. `chance`: how
+    likely it is to come at all."""
 
     owner: str
     rid: str | None
     steps: int
     window_s: float
     before: int = 0
+    chance: float = 1.0
 
 
 def turns_of(

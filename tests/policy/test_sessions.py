@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier.policy.gaps import Gaps, quantile
+from sgl_kvtier.policy.returns import Returns
 from sgl_kvtier.policy.sessions import Hint, Sessions
 
 
@@ -161,3 +162,49 @@ def test_a_quantile_is_the_sorted_lists_to_within_a_third(seen, share, elapsed):
     later = quantile([(gaps, 1.0)], share, elapsed)
     assert later is None or later >= elapsed * (1 - 1e-9)
     assert elapsed > 0 or later == found
+
+
+def test_sessions_that_never_come_back_lower_the_chance_of_those_like_them_alone():
+    sessions = Sessions()
+    now = teach(sessions, "agent", [1.0] * 12)
+    for n in range(40):
+        now += 1.0
+        sessions.returned(f"once {n}", now)
+        sessions.left(f"once {n}", now + 0.1)
+        sessions.changed(now + 60.0 * (n + 1))
+        now += 60.0 * (n + 1)
+    sessions.returned("new", now)
+    assert sessions.left("new", now).chance < 0.3
+    assert sessions.left("agent", now).chance > 0.6
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_a_chance_is_a_share_and_follows_what_happened(came: list[bool]):
+    returns = Returns()
+    before = returns.chance(1)
+    for one in came:
+        if one:
+            returns.came_back(1, was_gone=False)
+        else:
+            returns.gone(1)
+        after = returns.chance(1)
+        assert 0 < after < 1
+        assert after > before if one else after < before
+        before = after
+
+
+def test_one_that_was_given_up_and_comes_back_was_not_gone():
+    first, second = Returns(), Returns()
+    first.came_back(3, was_gone=False)
+    second.gone(3)
+    second.came_back(3, was_gone=True)
+    assert second.chance(3) == pytest.approx(first.chance(3), abs=0.02)
+
+
+def test_the_longer_a_session_stays_away_the_less_likely_it_is_to_come():
+    sessions = Sessions()
+    for n in range(10):
+        teach(sessions, f"o{n}", [1.0, 2.0, 4.0, 8.0])
+    sessions.left("a", 0.0)
+    chances = [sessions.expected("a", at).chance for at in (0.0, 1.0, 3.0, 6.0, 20.0)]
+    assert chances == sorted(chances, reverse=True) and chances[0] > chances[-1]

@@ -1,0 +1,76 @@
+"""How much may be moved on a guess: pages brought for sessions are paid for by those that were used.
+
+A session may stay away, or its pages may have to leave before it comes. A page that was used earns the share that may be
+wasted for it, one that left unused costs a whole page, and one that is still waiting is charged its chance of being wasted.
+While the balance is spent, nothing more is brought on a guess. Every page a request runs on earns a little, so that a server
+that was wrong for long tries again. So whatever happens, and with s the share,
+
+    wasted  <=  start + s / (1 - s) * used + tried * ran + what waited, uncharged for, when it was last asked
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from sgl_kvtier.types import PageKey, Tier
+
+_TRIED = 0.02
+"""What a page earns on which a request ran."""
+_START, _MOST = 0.1, 0.2
+"""The balance at first and at most, as shares of HBM's pages."""
+
+
+class Ledger:
+    """Pages. `share` of all that was brought may be wasted. The balance begins, and is never more than, a share of HBM."""
+
+    def __init__(self, share: float) -> None:
+        self._earns = share / (1 - share) if share < 1 else math.inf
+        self._most = 0.0
+        self.balance = 0.0
+        self._charged: dict[Tier, dict[PageKey, float]] = {Tier.HBM: {}, Tier.DRAM: {}}
+
+    def capacity(self, pages: int) -> None:
+        """HBM has so many pages."""
+        if not self._most:
+            self.balance = min(self.balance, 0.0) + _START * pages
+        self._most = _MOST * pages
+
+    def allows(self, chance: float) -> bool:
+        """Whether pages may be brought for somebody who comes with this chance; a share of 1 allows everything."""
+        return self.balance > 0 or chance >= 1 or self._earns == math.inf
+
+    def brought(self, keys: Iterable[PageKey], tier: Tier, chance: float) -> None:
+        """Pages were asked for."""
+        charge = 1 - chance
+        if charge <= 0:
+            return
+        charged = self._charged[tier]
+        for key in keys:
+            self.balance -= charge - charged.get(key, 0.0)
+            charged[key] = charge
+
+    def used(self, key: PageKey, tier: Tier) -> None:
+        """A page was used, or a request came for it."""
+        charge = self._charged[tier].pop(key, None)
+        if charge is not None:
+            self._earn(charge + self._earns)
+
+    def wasted(self, key: PageKey, tier: Tier) -> None:
+        """A page left before it was used."""
+        charge = self._charged[tier].pop(key, None)
+        if charge is not None:
+            self.balance -= 1 - charge
+
+    def failed(self, key: PageKey, tier: Tier) -> None:
+        """A page did not come at all."""
+        charge = self._charged.get(tier, {}).pop(key, None)
+        if charge is not None:
+            self._earn(charge)
+
+    def ran(self, pages: int) -> None:
+        """A request runs on so many pages."""
+        self._earn(pages * _TRIED)
+
+    def _earn(self, pages: float) -> None:
+        self.balance = min(self._most, self.balance + pages)

@@ -1,0 +1,50 @@
+"""Will a session come back at all? Learned online, by how many turns it has had."""
+
+from __future__ import annotations
+
+_KEEP = 0.99
+_PRIOR = 2.0
+"""What all sessions did counts as much as so many sessions of the class."""
+_CLASSES = 8
+
+
+def class_of(turns: int) -> int:
+    """Sessions of 1, 2 to 3, 4 to 7, ... turns behave alike."""
+    return min(turns.bit_length(), _CLASSES - 1)
+
+
+class _Share:
+    """Came back and did not, later ones counting more."""
+
+    __slots__ = ("back", "gone")
+
+    def __init__(self) -> None:
+        self.back = self.gone = 0.0
+
+    def count(self, back: float, gone: float) -> None:
+        self.back = self.back * _KEEP + back
+        self.gone = max(0.0, self.gone * _KEEP + gone)
+
+
+class Returns:
+    """Chances per class. One that was counted as gone and comes back after all is counted anew."""
+
+    def __init__(self) -> None:
+        self._classes = [_Share() for _ in range(_CLASSES)]
+        self._all = _Share()
+
+    def came_back(self, turns: int, was_gone: bool) -> None:
+        """A session of so many turns has come back."""
+        for share in (self._classes[class_of(turns)], self._all):
+            share.count(1.0, -1.0 if was_gone else 0.0)
+
+    def gone(self, turns: int) -> None:
+        """A session of so many turns is not expected any more."""
+        for share in (self._classes[class_of(turns)], self._all):
+            share.count(0.0, 1.0)
+
+    def chance(self, turns: int) -> float:
+        """That a session comes back after so many turns; one half while nothing is known."""
+        everybody = (self._all.back + 1.0) / (self._all.back + self._all.gone + 2.0)
+        own = self._classes[class_of(turns)]
+        return (own.back + _PRIOR * everybody) / (own.back + own.gone + _PRIOR)

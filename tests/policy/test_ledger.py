@@ -1,0 +1,116 @@
+"""What may be brought on a guess: paid for by what was used, and bounded whatever comes of it."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.policy.ledger import _MOST, _START, _TRIED, Ledger
+from sgl_kvtier.types import PageKey, Tier
+
+CAPACITY = 1000
+
+
+def pages(name: int, count: int) -> list[PageKey]:
+    return [PageKey(b"%d/%d" % (name, n)) for n in range(count)]
+
+
+moves = st.tuples(
+    st.sampled_from(("used", "wasted", "failed", "kept")),
+    st.integers(1, 60),
+    st.floats(0.5, 0.99),
+    st.sampled_from((Tier.HBM, Tier.DRAM)),
+    st.integers(0, 50),
+)
+
+
+@given(st.lists(moves, max_size=80), st.sampled_from((0.0, 0.1, 0.3)))
+def test_what_is_wasted_is_bounded_whatever_happens(steps: list[tuple[str, int, float, Tier, int]], share: float) -> None:
+    ledger = Ledger(share)
+    ledger.capacity(CAPACITY)
+    wasted = used = ran = 0
+    waiting = 0.0  # what is charged for pages that wait
+    largest = 0
+    for number, (end, count, chance, tier, more) in enumerate(steps):
+        ledger.ran(more)
+        ran += more
+        if not ledger.allows(chance):
+            continue
+        keys = pages(number, count)
+        ledger.brought(keys, tier, chance)
+        largest = max(largest, count)
+        for key in keys:
+            if end == "used":
+                ledger.used(key, tier)
+            elif end == "wasted":
+                ledger.wasted(key, tier)
+            elif end == "failed":
+                ledger.failed(key, tier)
+        used += count * (end == "used")
+        wasted += count * (end == "wasted")
+        waiting += count * (1 - chance) * (end == "kept")
+        assert ledger.balance <= _MOST * CAPACITY + 1e-6
+        earned = _START * CAPACITY + share / (1 - share) * used + _TRIED * ran
+        assert ledger.balance <= earned - wasted - waiting + 1e-6
+        assert wasted <= earned - waiting + largest + 1e-6
+
+
+@given(st.integers(0, 2**32))
+def test_where_chances_are_true_and_pages_wait_for_long_the_share_is_kept(seed: int) -> None:
+    rng, share = random.Random(seed), 0.1
+    ledger = Ledger(share)
+    ledger.capacity(CAPACITY)
+    open_moves: list[tuple[list[PageKey], bool]] = []
+    brought = wasted = 0
+    for number in range(2000):
+        chance = rng.choice((0.5, 0.7, 0.9, 0.95))
+        if ledger.allows(chance):
+            keys = pages(number, 10)
+            ledger.brought(keys, Tier.HBM, chance)
+            open_moves.append((keys, rng.random() < chance))
+            brought += 10
+        if len(open_moves) > 8:
+            keys, comes = open_moves.pop(0)
+            for key in keys:
+                (ledger.used if comes else ledger.wasted)(key, Tier.HBM)
+            wasted += 0 if comes else 10
+    assert brought >= 100
+    assert wasted <= share * brought + _START * CAPACITY + 100
+
+
+def test_after_wasted_moves_nothing_is_brought_until_something_was_used_or_ran() -> None:
+    ledger = Ledger(0.1)
+    ledger.capacity(CAPACITY)
+    keys = pages(0, 200)
+    assert ledger.allows(0.9)
+    ledger.brought(keys, Tier.HBM, 0.9)
+    for key in keys:
+        ledger.wasted(key, Tier.HBM)
+    assert not ledger.allows(0.99)
+    assert ledger.allows(1.0)  # a request that waits is no guess
+    ledger.ran(int(100 / _TRIED) + 1)
+    assert ledger.allows(0.9)
+
+
+def test_a_page_is_charged_once_and_its_end_is_taken_once() -> None:
+    ledger = Ledger(0.1)
+    ledger.capacity(CAPACITY)
+    (key,) = pages(0, 1)
+    before = ledger.balance
+    ledger.brought([key, key], Tier.HBM, 0.75)
+    ledger.brought([key], Tier.HBM, 0.75)
+    assert ledger.balance == before - 0.25
+    ledger.failed(key, Tier.HBM)
+    ledger.wasted(key, Tier.HBM)
+    ledger.used(key, Tier.HBM)
+    assert ledger.balance == before
+
+
+def test_a_share_of_one_is_no_limit() -> None:
+    ledger = Ledger(1.0)
+    ledger.brought(pages(0, 5000), Tier.DRAM, 0.5)
+    for key in pages(0, 5000):
+        ledger.wasted(key, Tier.DRAM)
+    assert ledger.allows(0.5)
