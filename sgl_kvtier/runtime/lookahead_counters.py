@@ -19,6 +19,7 @@ _DOC = {
     "victims": "pages that left the device by our choice",
     "host_victims": "pages that left host memory while pages wanted soon were held back",
     "drift": "pages that the map had in another place than they were",
+    "overlap": "turns by whether their transfers were predicted to be hidden (held, failed), and whether that was right when they ran",
     "checks": "times the whole map was compared with the truth",
     "failures": "times looking ahead failed and was given up",
 }

@@ -66,6 +66,8 @@ class _Known:
     kept: int = 0
     """Tokens of it that are in the tree."""
     missed: bool = False
+    path: Path | None = None
+    """Where its session's pages are, until it runs."""
 
 
 class LookaheadHands:
@@ -138,7 +140,7 @@ class LookaheadHands:
         if chunk.seconds is None:
             known = self._requests.get(chunk.rid)
             if known is not None and not known.scheduled:
-                known.scheduled = True
+                known.scheduled, known.path = True, None
                 self._count_hits(known, chunk.tokens.start)
         elif chunk.at != self._step_at:  # one of several in a batch
             self._step_at = chunk.at
@@ -150,8 +152,16 @@ class LookaheadHands:
         self.promotions.reset()
         self.facts.dropped(self.facts.cleared(), Tier.DRAM)
         self.facts.dropped(tuple(self.ahead.map.resident(Tier.HBM)), Tier.HBM)
-        for path in self._idle.values():
+        for path in (*self._idle.values(), *(known.path for known in self._requests.values() if known.path is not None)):
             path.node = None
+
+    def store_cleared(self) -> None:
+        """Nothing is in storage any more, which is no drift: it was said."""
+        self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
+        if self._votes is not None:
+            self._votes.forget()
+        elif self._backend is not None:
+            self._backend.take_seen()
 
     def give_up(self) -> None:
         """The planner failed: from now on all of it is SGLang's own way. What is under way is waited for."""
@@ -248,7 +258,8 @@ class LookaheadHands:
         return self.victims.evict_host(tokens, component_type, nodes, evict, least=not early)
 
     def _wanted(self) -> list[int]:
-        """Ends of the paths of idle sessions that host pages are kept for, those that return first first.
+        """Ends of the paths of sessions that host pages are kept for: those whose request waits, then idle ones, those that
+        return first first.
 
         When room is needed for a path that is brought early: all that return before it. Else the half that returns first,
         so that something is left to SGLang's order."""
@@ -262,7 +273,8 @@ class LookaheadHands:
         stop = -(-len(due) // 2)
         if claiming is not None:
             stop = next((place for place, (_, path) in enumerate(due) if path is claiming), len(due) - 1) + 1
-        return [path.node for _, path in due[:stop] if path.node is not None]
+        waiting = [known.path for known in self._requests.values() if known.path is not None]
+        return [path.node for path in (*waiting, *(path for _, path in due[:stop])) if path.node is not None]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -283,8 +295,7 @@ class LookaheadHands:
             tokens = req.origin_input_ids
         keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
         session = self.sessions.of(req, keys)
-        self._requests[req.rid] = _Known(req, keys, session, len(tokens))
-        self._unpark(session)
+        self._requests[req.rid] = _Known(req, keys, session, len(tokens), path=self._unpark(session))
         self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
 
     def _park(self, session: str, path: Path) -> None:
@@ -294,10 +305,11 @@ class LookaheadHands:
         while self._idle_tokens > _MOST_IDLE_TOKENS:
             self._unpark(next(iter(self._idle)))
 
-    def _unpark(self, session: str) -> None:
+    def _unpark(self, session: str) -> Path | None:
         path = self._idle.pop(session, None)
         if path is not None:
             self._idle_tokens -= len(path.tokens)
+        return path
 
     def _path_of(self, move: Move) -> Path | None:
         """Where a move's pages are: a waiting request's path, or an idle session's whose turns they are of."""
@@ -366,7 +378,9 @@ class LookaheadHands:
 
     def counts(self) -> list[Count]:
         """All counters, for /metrics. Any thread."""
-        return list(self.counters.counts((self.ahead.prefetcher.wasted + self.facts.wasted) * self.engine.page_bytes))
+        ahead = self.ahead.prefetcher
+        tests = (("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items()))
+        return [*self.counters.counts((ahead.wasted + self.facts.wasted) * self.engine.page_bytes), *tests]
 
     def gauges(self) -> dict[str, float]:
         """The map's size, and of what it knows. Any thread."""

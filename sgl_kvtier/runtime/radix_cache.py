@@ -146,6 +146,13 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     # --- for lookahead ------------------------------------------------------------------------------------------------
 
+    def clear_storage_backend(self) -> bool:
+        """An operator has emptied the store, on every rank in the same step."""
+        cleared = super().clear_storage_backend()
+        if cleared and self.ahead is not None:
+            self.ahead.store_cleared()
+        return cleared
+
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """A request's tokens become the tree's."""
         before = int(req.kv.cache_protected_len)

@@ -1,0 +1,91 @@
+"""Looking ahead while the store is emptied, detached and attached in a running server: nothing hangs, the map stays true."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from ahead_lab import AHEAD, SESSIONS, Agents, check_map, counts, looking_ahead
+from serving import ADMIN, Served
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+ROUTE = "/hicache/storage-backend"
+SLOW = {"throttle": {"read_gbps": 0.01}}
+"""A page of 16 KiB takes 13 ms, so reads ahead are under way when the store goes."""
+
+
+def attach(served: Served) -> None:
+    body = {
+        "hicache_storage_backend": "kvtier",
+        "hicache_storage_backend_extra_config_json": (served.server.folder / "kvtier.json").read_text(),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    served.call("PUT", ROUTE, body, ADMIN)
+
+
+def when_idle(served: Served, method: str, path: str) -> None:
+    """Asks until SGLang agrees: it detaches, and flushes, on an idle server only."""
+    last: Exception | None = None
+    for _ in range(60):
+        try:
+            served.call(method, path, {} if method == "POST" else None, ADMIN)
+            return
+        except OSError as error:  # urllib's HTTPError is one
+            last = error
+            time.sleep(0.3)
+    raise AssertionError(f"{method} {path} was never agreed to: {last}")
+
+
+def on_the_map(served: Served, tier: str) -> float:
+    time.sleep(1.2)
+    return counts(served)[f"map_{tier}_pages"]
+
+
+def test_a_store_that_is_emptied_is_no_drift(tmp_path: Path) -> None:
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}) as served:
+        agents = Agents(1)
+        for session in range(SESSIONS):
+            agents.turn(served, session, 0)
+        served.settle()
+        assert on_the_map(served, "ssd") > 0
+        when_idle(served, "POST", ROUTE + "/clear")
+        time.sleep(2.5)
+        for session in range(2):
+            agents.turn(served, session, 1)  # a step in which the map is compared with the store
+        time.sleep(2.5)
+        found = check_map(served)
+        assert found["drift_total"] == 0 and found["failures_total"] == 0
+        assert found["map_ssd_pages"] == served.metric("kvtier:store_pages") > 0
+
+
+def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: Path) -> None:
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, sections=SLOW) as served:
+        agents = Agents(1)
+        with ThreadPoolExecutor(4) as pool:
+            for turn in range(3):
+                list(pool.map(lambda session, turn=turn: agents.turn(served, session, turn), range(SESSIONS)))  # type: ignore[misc]
+        asked = [agents.said[session] for session in range(SESSIONS)]
+        expected = [served.ask(prompt).tokens for prompt in asked]
+        for again in range(3):
+            with ThreadPoolExecutor(4) as pool:
+                assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            # Sessions that are expected at once: their pages are read ahead when the store goes.
+            for session in range(SESSIONS):
+                served.call("POST", "/kvtier/hint", {"session": f"agent {session}", "expected_delay_s": 0.2 * again}, ADMIN)
+            time.sleep(0.1)
+            when_idle(served, "DELETE", ROUTE)
+            assert on_the_map(served, "ssd") == 0
+            with ThreadPoolExecutor(4) as pool:
+                assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            when_idle(served, "POST", "/flush_cache")
+            attach(served)
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+        found = check_map(served)
+        print(found)
+        assert found["drift_total"] == 0 and found["failures_total"] == 0
+        said = (tmp_path / "server.log").read_text(errors="replace")
+        assert "Traceback" not in said and "planner failed" not in said
