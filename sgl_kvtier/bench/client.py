@@ -164,6 +164,11 @@ class Client:
         if "false" in answer:
             raise BenchError(f"the server at {self.url} did not change {dict(values)}: see its log for the reason")
 
+    async def hint(self, session: str, said: Mapping[str, Any]) -> str:
+        """Tells a server that looks ahead of a session (docs/hints.md): what came of it. Raises BenchError when it has no such route."""
+        answer = await self._post("/kvtier/hint", "take a hint", {"session": session, **said})
+        return str(json.loads(answer)["result"])
+
     async def set_prefetch_policy(self, backend: str, policy: str) -> None:
         """How long SGLang itself waits for `backend`: best_effort, wait_complete or timeout. Needs the admin key."""
         body = {"hicache_storage_backend": backend, "hicache_storage_prefetch_policy": policy}
@@ -205,6 +210,16 @@ class Metrics:
                 continue
             values[match["name"], frozenset(_LABEL.findall(match["labels"] or ""))] = number
         return cls(values)
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Sequence[Any]]) -> Metrics:
+        """What `to_json` gave."""
+        return cls({(name, frozenset(labels.items())): value for name, labels, value in rows})
+
+    def to_json(self, prefixes: tuple[str, ...]) -> list[list[Any]]:
+        """Name, labels and value of every metric whose name begins so, buckets of histograms left out."""
+        kept = [key for key in self._values if key[0].startswith(prefixes) and not key[0].endswith("_bucket")]
+        return [[name, dict(sorted(labels)), self._values[name, labels]] for name, labels in kept]
 
     def sums(self, prefix: str) -> dict[str, float]:
         """The sums over all labels of every metric whose name begins with `prefix`."""

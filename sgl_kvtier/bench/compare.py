@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import random
 import shutil
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,12 @@ class CompareOptions:
     request_timeout_s: float = 300.0
     beside: Callable[[Client, Round], Coroutine[Any, Any, None]] | None = None
     first_round: int = 1
+    is_done: Callable[[str, int], bool] = lambda _arm, _number: False
+    """Whether an arm's round, counted from 1, was measured before: it is passed over."""
+    keep: Callable[[Round, int], None] = lambda _one, _number: None
+    """Takes every round that is complete, with its number from 1."""
+    until: float | None = None
+    """No round begins after this time on the monotonic clock; the outcome notes that some are missing."""
 
 
 @dataclass
@@ -122,6 +129,12 @@ class Comparison:
                 for arm in rotated(options.arms, number - 1):
                     if arm in self._outcome.failures:
                         continue
+                    if options.is_done(arm, number):
+                        shown.expect((shown.total or 0) - load.requests)
+                        continue
+                    if options.until is not None and time.monotonic() > options.until:
+                        self._outcome.notes.append(f"Time is up: round {number} of {arm} and what follows was not measured.")
+                        return
                     shown.describe(f"round {number} of {options.rounds}, {arm}")
                     with self._carrying_on(arm, shown):
                         self._run_round(arm, number, shown)
@@ -202,6 +215,7 @@ class Comparison:
             one.disk_bytes = (max(after[0] - disk[0], 0), max(after[1] - disk[1], 0))
             one.complete = True
             self._check_cold(one)
+            options.keep(one, one.number - options.first_round + 1)
 
     async def _warm_up(self, client: Client, arm: str) -> None:
         """Two equal requests with a flush between: what a server does once at its first is not measured, and a storage

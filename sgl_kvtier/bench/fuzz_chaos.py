@@ -14,9 +14,9 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 
-KINDS = ("errors", "corrupt", "stall", "abort", "disconnect", "flush", "kill", "switch")
+KINDS = ("errors", "corrupt", "stall", "abort", "disconnect", "flush", "kill", "switch", "hint")
 """Failed reads and writes; flipped bits; reads that come after their deadline; requests ended over HTTP, or by hanging up;
-caches emptied; SIGKILL and restart; ways of restoring and bandwidths changed."""
+caches emptied; SIGKILL and restart; ways of restoring and bandwidths changed; hints, true or not, to a server that looks ahead."""
 
 MODES = ("both", "auto", "load", "both", "auto", "both")
 """What policy.restore is switched to: mostly what uses both resources."""
@@ -49,6 +49,7 @@ class Chaos:
     switch_every: int = 7
     kill_every: int = 400
     longest_s: float = 1.5
+    hint_every: int = 3
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KINDS]
@@ -89,6 +90,25 @@ class Chaos:
         if number and ("switch" not in self.kinds or rng.random() >= 1 / self.switch_every):
             return None
         return rng.choice(MODES), 2.0 ** rng.uniform(-6, 2)
+
+    def hint_at(self, number: int, sessions: int) -> tuple[int, dict[str, Any]] | None:
+        """A session and what is said of it before request `number`; None: nothing."""
+        rng = self._random("hint", number)
+        if "hint" not in self.kinds or rng.random() >= 1 / self.hint_every:
+            return None
+        said: dict[str, Any] = rng.choice(
+            (
+                {"expected_delay_s": rng.choice((0.0, rng.uniform(0, 1), 600.0))},
+                {"priority": rng.randrange(-3, 4)},
+                {"ttl_s": rng.choice((0.0, 30.0))},
+                {"expected_delay_s": rng.uniform(0, 2), "priority": 2, "tool": rng.choice(("ls", "tests"))},
+            )
+        )
+        return rng.randrange(sessions), said
+
+    def pause_before(self, number: int) -> float:
+        """Seconds a session waits before request `number`, where sessions are expected back."""
+        return float(self._random("pause", number).choice((0.0, 0.2, 0.4, 0.4, 0.8)))
 
     def order(self, sessions: Sequence[Any], turn: int) -> list[Any]:
         """The sessions of pass `turn`, shuffled."""

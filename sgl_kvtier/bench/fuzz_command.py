@@ -29,6 +29,7 @@ from sgl_kvtier.report import Column, Table, check_target, envelope, print_table
 SCHEMA = "kvtier.restore-fuzz/1"
 _LOAD = LoadOptions(sessions=16, turns=6, divisor=4, most_output_tokens=8)
 _SETTLED_TOKENS = 64
+_AHEAD = {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
 _SHOWN = ("requests", "completed", "restored", "restored_from_storage", "aborted", "disconnected", "under_a_kill", "compared")
 
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, metavar="N", help="end after so many requests (default 400, unless another limit is given)")
     parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
     parser.add_argument("--minutes", type=float, metavar="M", help="end after so long")
-    parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch (default all)")
+    parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)")
+    parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")
     parser.add_argument("--fault-rank", type=int, choices=range(64), metavar="N", help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)")
     parser.add_argument("--kill-every", type=positive, default=400, metavar="N", help="requests between two kills (default %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=8, metavar="N", help="sessions at a time (default %(default)s)")
@@ -159,7 +161,7 @@ def _fuzz(
 ) -> None:
     place = folder / "fuzzed"
     shutil.rmtree(place / "storage", ignore_errors=True)
-    server = FuzzServer(OURS, setup, place, log, _sections(chaos, args.fault_rank))
+    server = FuzzServer(OURS, setup, place, log, _sections(chaos, args.fault_rank, args.lookahead))
     no_limit = args.requests is None and args.restored is None and args.minutes is None
     options = FuzzOptions(
         run=f"{args.seed}-{args.overlap}-{len(log.attempts)}",
@@ -169,6 +171,7 @@ def _fuzz(
         restored=args.restored,
         seconds=None if args.minutes is None else args.minutes * 60,
         deadline_s=args.deadline,
+        ahead=args.lookahead,
     )
     by_restored = options.requests is None and options.restored is not None
     total = options.restored if by_restored else options.requests
@@ -185,10 +188,11 @@ def _fuzz(
         server.stop()
 
 
-def _sections(chaos: Chaos, rank: int | None) -> dict[str, dict[str, Any]]:
+def _sections(chaos: Chaos, rank: int | None, ahead: bool) -> dict[str, dict[str, Any]]:
     faults = chaos.faults() | ({} if rank is None else {"rank": rank})
     # A stall of 0.4 s is past a deadline of 0.1 s.
     policy = {"restore": "both", "min_restore_tokens": 32, "load_deadline_s": 0.1, "load_tokens": 32}
+    policy |= _AHEAD if ahead else {}
     return {"policy": policy, "throttle": {"read_gbps": 1.0}, "faults": faults}
 
 
@@ -202,6 +206,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
     print(f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}", file=shown)
     print(f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}", file=shown)
+    if figures["ahead"]:
+        print(f"Looking ahead, by the servers' counters: {figures['ahead']}", file=shown)
     for text in [*result["findings"][:10], *figures["error_messages"]]:
         print(text, file=shown)
     if args.json is not None:

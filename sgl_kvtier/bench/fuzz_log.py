@@ -70,6 +70,8 @@ class FuzzLog:
     findings: list[str] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
     """How restorations ended, by the servers' own counters."""
+    ahead: Counter[str] = field(default_factory=Counter)
+    """What servers that looked ahead counted."""
 
     @classmethod
     def open(cls, path: Path | None) -> FuzzLog:
@@ -94,6 +96,8 @@ class FuzzLog:
             self.events[data["event"]] += 1
         elif "ends" in data:
             self.ends.update({how: int(count) for how, count in data["ends"].items()})
+        elif "ahead" in data:
+            self.ahead.update({name: int(count) for name, count in data["ahead"].items()})
         elif "finding" in data:
             self.findings.append(data["finding"])
         else:
@@ -119,6 +123,11 @@ class FuzzLog:
         """Adds how the restorations of one server ended."""
         self.ends.update(ends)
         self._write({"ends": dict(ends)})
+
+    def keep_ahead(self, counted: Mapping[str, int]) -> None:
+        """Adds what one server counted of looking ahead."""
+        self.ahead.update(counted)
+        self._write({"ahead": dict(counted)})
 
     def find(self, text: str) -> None:
         """Adds something a server must not do."""
@@ -161,6 +170,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "restored": sum(one.restored for one in log.attempts),
         "restored_from_storage": sum(one.storage_tokens > 0 for one in log.attempts),
         "restorations": dict(sorted(log.ends.items())),
+        "ahead": dict(sorted(log.ahead.items())),
         "restored_by_mode": dict(sorted(Counter(one.mode for one in log.attempts if one.restored).items())),
         "aborted": sum(one.fate == Fate.ABORTED.value for one in log.attempts),
         "disconnected": sum(one.fate == Fate.DISCONNECTED.value for one in log.attempts),
@@ -169,6 +179,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "compared": len(compared),
         "hangs": sum(one.hung for one in log.attempts),
         "leaks": sum(text.startswith("leak") for text in log.findings),
+        "drifts": sum(text.startswith("drift") for text in log.findings),
         "crashes": sum(text.startswith("crash") for text in log.findings),
         "unequal_tokens": len(unequal),
         "unequal_logprobs": sum(not found[1] for _, found in compared),
@@ -178,7 +189,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
     }
 
 
-MUST_BE_ZERO = ("hangs", "leaks", "crashes", "unequal_tokens", "unequal_logprobs", "failed")
+MUST_BE_ZERO = ("hangs", "leaks", "drifts", "crashes", "unequal_tokens", "unequal_logprobs", "failed")
 
 
 def suspicious(text: str) -> list[str]:

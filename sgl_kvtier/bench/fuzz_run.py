@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sgl_kvtier.bench.client import Client, Completion
 from sgl_kvtier.bench.fuzz_chaos import Accident, Chaos, Fate
@@ -26,6 +27,10 @@ from sgl_kvtier.workload.session import Context
 _IDLE_S = 0.3
 """How long nothing is sent after a flush: an idle server checks that no memory is missing, and ends itself if some is."""
 
+_ROLL_S = 2.5
+"""The map is compared with the store once a second, metrics are published twice a second."""
+
+_AHEAD = ("wasted_bytes", "victims", "host_victims", "drift", "failures")
 _ENDS = (
     "met", "computed", "aborted", "flushed", "grown", "gave room", "in the way", "starved", "unaligned", "planner failed",
     "mismatch", "unanswered",
@@ -40,6 +45,7 @@ class Asked:
     ids: tuple[int, ...]
     outputs: int
     name: str
+    session: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,23 @@ class FuzzOptions:
     restored: int | None = None
     seconds: float | None = None
     deadline_s: float = 60.0
+    ahead: bool = False
+    """The server looks ahead: sessions are named, pause between their turns, and are spoken of in hints."""
+
+
+def _session_name(place: int) -> str:
+    return f"fuzz-{place}"
 
 
 def calls_of(load: Load, most_outputs: int) -> list[list[Asked]]:
     """The sessions' prompts as they are sent."""
     sessions = []
-    for session in load.sessions:
+    for place, session in enumerate(load.sessions):
         tokens, calls = PromptTokens(load.encoder), []
         for call, prompt in Context(session).calls():
             tokens.show(prompt)
             ids, outputs = tuple(tokens.ids.tolist()), output_tokens(call, load.encoder, most_outputs)
-            calls.append(Asked(ids, outputs, prompt_name(ids, outputs)))
+            calls.append(Asked(ids, outputs, prompt_name(ids, outputs), place))
         sessions.append(calls)
     return sessions
 
@@ -118,6 +130,8 @@ class FuzzRun:
             queue = self._endless()
             await asyncio.gather(*(self._worker(queue) for _ in range(options.concurrency)))
             await self._flush()
+            if options.ahead:
+                await self._compare_map()
             await self._keep_ends()
             self._server.look()
 
@@ -144,11 +158,16 @@ class FuzzRun:
     async def _turn(self, asked: Asked) -> None:
         number, chaos = self._sent, self._options.chaos
         self._sent += 1
+        if self._options.ahead:
+            await asyncio.sleep(chaos.pause_before(number))
         await self._open.wait()
         if chaos.flushes_before(number):
             await self._alone(self._flush)
         if chaos.kills_at(number):
             await self._alone(self._kill, wait=False)
+        hint = chaos.hint_at(number, len(self._sessions)) if self._options.ahead else None
+        if hint is not None:
+            await self._hint(*hint)
         switch = chaos.switch_at(number)
         if switch is not None:
             await self._switch(*switch)
@@ -165,7 +184,10 @@ class FuzzRun:
         rid = f"{self._options.run}-{number}-{life}"
         began = time.monotonic()
         async with self._counted():
-            task = asyncio.create_task(self._client.generate(asked.ids, asked.outputs, rid=rid, logprobs=True))
+            name = _session_name(asked.session) if self._options.ahead else None
+            task = asyncio.create_task(
+                self._client.generate(asked.ids, asked.outputs, rid=rid, session_id=name, logprobs=True)
+            )
             done = await self._meet(task, rid, accident)
         cached = done.cached if done is not None else None
         error = done.error if done is not None else None
@@ -248,6 +270,38 @@ class FuzzRun:
         metrics = await self._client.metrics()
         ends = {how: int(metrics.total("kvtier:restore_ended_total", how=how, tp_rank="0", pp_rank="0") or 0) for how in _ENDS}
         self._log.keep_ends({how: count for how, count in ends.items() if count})
+        if self._options.ahead:
+            first = {"tp_rank": "0", "pp_rank": "0"}
+            counted = {name: int(metrics.total(f"kvtier:lookahead_{name}_total", **first) or 0) for name in _AHEAD}
+            for link in ("ssd-dram", "dram-hbm"):
+                counted[f"{link}_bytes"] = int(metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0)
+            self._log.keep_ahead(counted)
+            if counted["failures"]:
+                self._log.find("crash: looking ahead failed and was given up; see the server's log")
+
+    async def _compare_map(self) -> None:
+        """On the idle server, once pages the store has lost are off the map: is every page where the map has it?"""
+        if not self._server.alive:
+            return
+        await asyncio.sleep(_ROLL_S)
+        before = (await self._client.metrics()).total("kvtier:lookahead_drift_total") or 0
+        try:
+            await self._client.set_state({"kvtier.lookahead.check": 1})
+        except BenchError as error:
+            self._log.find(f"leak: the server did not become idle: {error}")
+            return
+        await asyncio.sleep(_ROLL_S)
+        drift = ((await self._client.metrics()).total("kvtier:lookahead_drift_total") or 0) - before
+        self._log.note("map compared")
+        if drift:
+            self._log.find(f"drift: {drift:.0f} pages of the map were elsewhere")
+
+    async def _hint(self, session: int, said: dict[str, Any]) -> None:
+        try:
+            self._log.note(f"hint {await self._client.hint(_session_name(session), said)}")
+        except BenchError:
+            if self._open.is_set():
+                raise
 
     async def _kill(self) -> None:
         await self._keep_ends()

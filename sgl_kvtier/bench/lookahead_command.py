@@ -6,19 +6,21 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.bench.argtypes import add_load_arguments, load_options, not_negative, positive, size
-from sgl_kvtier.bench.arms import Setup
+from sgl_kvtier.bench.arms import OURS, Setup
 from sgl_kvtier.bench.client import Client
 from sgl_kvtier.bench.compare import CompareOptions, Comparison
 from sgl_kvtier.bench.compare_command import model_of, need_sglang, undisturbed, work_folder
 from sgl_kvtier.bench.lab_model import SHAPES
 from sgl_kvtier.bench.load import Load, LoadOptions, choose_encoder, load
-from sgl_kvtier.bench.lookahead_arms import AUTO, LOOKAHEAD_ARMS, arm_names, arm_setup, pools
+from sgl_kvtier.bench.lookahead_arms import AUTO, LOOKAHEAD_ARMS, ORACLE, arm_names, arm_setup, pools
+from sgl_kvtier.bench.lookahead_log import LookaheadLog, Trial
 from sgl_kvtier.bench.lookahead_occupancy import watch
 from sgl_kvtier.bench.lookahead_result import Cell, make_results
 from sgl_kvtier.bench.measures import Round
@@ -50,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=positive, metavar="N", help="rounds, each with every arm at every pause (default 3)")
     parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE, and pass over those that are in it: a comparison in pieces. The oracle is measured once per pause")
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no trial after so long; with --log the next run goes on")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep logs, requests.jsonl and storage in DIR (default: a temporary folder)")
     servers = parser.add_argument_group("servers")
     servers.add_argument("--model-path", metavar="DIR", help="a model's folder or name (default: a lab model is written)")
@@ -84,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
         wanted = load_options(args, _QUICK if args.quick else _CPU if device == "cpu" else _GPU)
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         cells += _cells(args, _setup(args, device, model, chosen), chosen, arms, wanted.most_output_tokens, folder)
+        log = LookaheadLog.open(args.log, _about(cells[0].options, chosen))
         print(_announcement(cells, chosen, arms), file=sys.stderr)
-        interrupted = _measure(cells, chosen)
+        interrupted = _measure(cells, chosen, log)
         result = _result(cells, chosen, arms, interrupted)
         with undisturbed():
             _report(args, result)
@@ -100,6 +105,7 @@ def _cells(
     rounds = args.rounds or (1 if args.quick else 3)
     restore = args.restore or ("auto" if setup.device == "cpu" and setup.tp == 1 else "both")
     cells: list[Cell] = []
+    began = time.monotonic()
     for oversubscription in args.oversubscription:
         sizes = pools(chosen, oversubscription, setup.page_size)
         for gap_s in args.gaps or (_QUICK_GAPS if args.quick else _GAPS):
@@ -119,6 +125,7 @@ def _cells(
                 start_timeout_s=_START_S,
                 beside=_watching(setup.page_size),
                 first_round=len(cells) * rounds + 1,
+                until=None if args.minutes is None else began + args.minutes * 60,
             )
             cells.append(Cell(oversubscription, gap_s, sizes, options))
     return cells
@@ -160,10 +167,46 @@ def _setup(args: argparse.Namespace, device: str, model: str, chosen: Load) -> S
     )
 
 
-def _measure(cells: Sequence[Cell], chosen: Load) -> bool:
+def _about(options: CompareOptions, chosen: Load) -> dict[str, Any]:
+    """What trials of one log have to have in common: the load and the servers, but for the pools and the arms' settings."""
+    setup = options.setup
+    names = ("served_name", "device", "page_size", "chunk_tokens", "dtype", "storage_bytes", "seed", "threads", "tp", "extra", "sections")
+    work = {name: value for name, value in chosen.to_json().items() if name not in ("description", "rows")}
+    replaying = {"concurrency": options.replay.concurrency, "most_output_tokens": options.replay.most_output_tokens}
+    restore = setup.variants[OURS].policy["restore"]
+    return {"workload": work, **{name: getattr(setup, name) for name in names}, **replaying, "restore": restore}
+
+
+def _go_on(cell: Cell, log: LookaheadLog) -> None:
+    """Takes over what the log has of a cell, and has the rest put there. An oracle's pool holds everything, whatever the
+    oversubscription, so its trials are those of every cell with the same pause."""
+    options, outcome = cell.options, cell.outcome
+
+    def place(arm: str) -> str:
+        return f"pause {cell.gap_s:g} s" if arm == ORACLE else cell.name
+
+    def is_done(arm: str, number: int) -> bool:
+        trial = next((one for one in log.of(place(arm)) if (one.arm, one.number) == (arm, number)), None)
+        if trial is None:
+            return False
+        outcome.rounds.append(replace(trial.one, number=options.first_round + number - 1))
+        outcome.commands.setdefault(arm, list(trial.command))
+        if trial.start_s is not None:
+            outcome.start_s.setdefault(arm, trial.start_s)
+        return True
+
+    def keep(one: Round, number: int) -> None:
+        kept = replace(one, number=number)
+        log.keep(Trial(place(one.arm), one.arm, number, kept, outcome.start_s.get(one.arm), tuple(outcome.commands[one.arm])))
+
+    cell.options = replace(options, is_done=is_done, keep=keep)
+
+
+def _measure(cells: Sequence[Cell], chosen: Load, log: LookaheadLog) -> bool:
     """Every cell in turn; whether Ctrl-C ended it. A cell in which every arm failed is noted, and the next one is tried."""
     failed = 0
     for cell in cells:
+        _go_on(cell, log)
         cell.options.folder.mkdir(parents=True, exist_ok=True)
         print(f"{cell.name}: device pool {cell.sizes.device:,} tokens, host pool {cell.sizes.host:,}", file=sys.stderr)
         try:

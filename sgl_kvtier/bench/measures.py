@@ -210,6 +210,7 @@ def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[s
         "lookahead": {
             **{name: _total(rounds, f"kvtier:lookahead_{name}_total", **first) for name in ("victims", "drift")},
             "hints": _total(rounds, "kvtier:lookahead_hints_total"),
+            "overlap": _overlap(rounds, first),
         },
         "evicted_tokens": _total(rounds, "sglang:evicted_tokens_total"),
         "store_pages_read": _total(rounds, "kvtier:pages_read_total", **first),
@@ -217,6 +218,13 @@ def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
+def _overlap(rounds: Sequence[Round], rank: Mapping[str, str]) -> dict[str, float] | None:
+    """How often transfers were predicted to be hidden, and how often that was right; None where nothing was predicted."""
+    found = {name: _total(rounds, "kvtier:lookahead_overlap_total", **rank, result=name) or 0.0 for name in _OVERLAP}
+    return found if found["held"] + found["failed"] else None
+
+
+_OVERLAP = ("held", "failed", "held_right", "held_wrong", "failed_right", "failed_wrong")
 _TIERS = {"device": "hbm", "host": "dram", "storage": "ssd"}
 _LINKS = ("ssd-dram", "dram-hbm", "ssd-hbm", "hbm-dram", "dram-ssd")
 

@@ -10,13 +10,15 @@ from sgl_kvtier.sizes import format_bytes
 
 OURS = "kvtier"
 ORACLE = "oracle"
+STOCK = "hicache-file"
 TIERS = ("device", "host", "storage")
 _QUANTILES = ("p50", "p90", "p99")
 
 
 def lookahead_tables(result: dict) -> list[Table]:
     """What a comparison prints: time to first token in every cell, where hits lay, what was moved, and the gap to the oracle."""
-    return [times_table(result), hits_table(result), moved_table(result)]
+    tables = [times_table(result), hits_table(result), moved_table(result), overlap_table(result), rounds_table(result)]
+    return [table for table in tables if table.rows]
 
 
 def times_table(result: dict) -> Table:
@@ -86,6 +88,56 @@ def moved_table(result: dict) -> Table:
     )
     note = "Wasted: moved ahead and never used. Read for nothing: read from storage beyond what requests used or was moved ahead and used."
     return Table("Moved ahead of requests", columns, rows, notes=(note,))
+
+
+def overlap_table(result: dict) -> Table:
+    """Per cell and arm that looks ahead: how often transfers were predicted to be hidden, and how often that was right."""
+    rows = []
+    for cell in result["cells"]:
+        for arm, figures in cell["arms"].items():
+            found = figures["lookahead"].get("overlap")
+            if found:
+                held, failed = found["held_right"] + found["held_wrong"], found["failed_right"] + found["failed_wrong"]
+                shares = {"held": _part(found["held"], found["failed"]), "right": _part(found["held_right"], held - found["held_right"])}
+                shares["failed_right"] = _part(found["failed_right"], failed - found["failed_right"])
+                rows.append({**_place(cell), "arm": arm, "tests": found["held"] + found["failed"], "share": shares})
+    columns = (
+        *_PLACE,
+        Column("arm", "Arm"),
+        Column("tests", "Turns tested", decimals=0),
+        Column("share.held", "Condition held", format=format_share),
+        Column("share.right", "of these right", format=format_share),
+        Column("share.failed_right", "Did not hold, rightly", format=format_share),
+    )
+    note = "Right: held, and all that was cached was on the device when the turn ran; did not hold, and something was missing then."
+    return Table("Overlap condition", columns, rows, notes=(note,))
+
+
+def rounds_table(result: dict) -> Table:
+    """Per cell, round and arm: the median time to first token, and how many times stock's and the oracle's of that round it is."""
+    rows = []
+    for cell in result["cells"]:
+        numbers = dict.fromkeys(one["round"] for figures in cell["arms"].values() for one in figures["rounds"])
+        for number in numbers:
+            median = {
+                arm: one["ttft_ms_p50"] for arm, figures in cell["arms"].items() for one in figures["rounds"] if one["round"] == number
+            }
+            for arm, value in median.items():
+                over = {to: value / median[to] if value and median.get(to) else None for to in (STOCK, ORACLE)}
+                rows.append({**_place(cell), "round": number, "arm": arm, "ttft": value, "over": over})
+    columns = (
+        *_PLACE,
+        Column("round", "Round"),
+        Column("arm", "Arm"),
+        Column("ttft", "TTFT p50", "ms", decimals=1),
+        Column(f"over.{STOCK}", "/ stock", decimals=2),
+        Column(f"over.{ORACLE}", "/ oracle", decimals=2),
+    )
+    return Table("Rounds", columns, rows, notes=("Ratios to the arms hicache-file (stock) and oracle of the same round.",))
+
+
+def _part(one: float, other: float) -> float | None:
+    return one / (one + other) if one + other else None
 
 
 _PLACE = (

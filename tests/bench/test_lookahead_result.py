@@ -31,6 +31,8 @@ def counted(moved: int, wasted: int, pages: int, *, second_rank: bool = False) -
         text += f'kvtier:lookahead_moved_bytes_total{{{own},link="dram-hbm"}} {moved}\n'
         text += f"kvtier:lookahead_wasted_bytes_total{{{own}}} {wasted}\nkvtier:pages_read_total{{{own}}} {pages}\n"
         text += f"kvtier:lookahead_victims_total{{{own}}} 3\nkvtier:lookahead_drift_total{{{own}}} 0\n"
+        for how, turns in (("held", 4), ("failed", 2), ("held_right", 3), ("held_wrong", 1), ("failed_right", 2)):
+            text += f'kvtier:lookahead_overlap_total{{{own},result="{how}"}} {turns}\n'
         for tier, tokens in (("hbm", 60), ("dram", 20), ("ssd", 10), ("none", 10)):
             text += f'kvtier:lookahead_hit_tokens_total{{{own},tier="{tier}"}} {tokens}\n'
     return text
@@ -66,7 +68,8 @@ def test_figures_are_of_one_rank_and_added_up_over_cells(second_rank: bool) -> N
     assert (ours["wasted_bytes"], ours["wasted_fraction"]) == (200, 0.05)
     assert ours["hit_tokens_at_schedule"] == {"device": 120, "host": 40, "storage": 20}
     assert ours["hit_tokens_counted_by"] == "server"
-    assert ours["lookahead"] == {"victims": 6, "drift": 0, "hints": None}
+    overlap = {"held": 8, "failed": 4, "held_right": 6, "held_wrong": 2, "failed_right": 4, "failed_wrong": 0}
+    assert ours["lookahead"] == {"victims": 6, "drift": 0, "hints": None, "overlap": overlap}
 
 
 def test_what_was_read_and_used_by_nobody_is_left_over() -> None:
@@ -109,7 +112,11 @@ def test_the_page_says_what_missed_its_aim_and_where_others_are_faster() -> None
 
 
 def test_tables_have_a_row_per_cell_and_arm_and_dashes_for_what_is_not_known() -> None:
-    times, hits, moved = lookahead_tables(result(counted(1000, 100, 30)))
+    times, hits, moved, overlap, rounds = lookahead_tables(result(counted(1000, 100, 30)))
+    assert [row["share"] for row in overlap.rows] == [{"held": 2 / 3, "right": 0.75, "failed_right": 1.0}] * 2
+    ratios = [(row["round"], row["arm"], row["over"]["oracle"]) for row in rounds.rows]
+    assert [row[:2] for row in ratios] == [(number, arm) for number in (1, 2) for arm in ARMS]
+    assert [row[2] for row in ratios] == [pytest.approx(ratio) for ratio in (10.0, 2.0, 1.0) * 2]
     assert len(times.rows) == len(hits.rows) == 6
     assert [row["arm"] for row in moved.rows] == ["kvtier", "kvtier"]
     lines = to_markdown(times).splitlines()
