@@ -17,6 +17,7 @@ from sgl_kvtier.runtime.settings import BACKEND
 FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend"
 ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
 STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
+PREFETCH = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer"
 WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.record_weight_version_after_update"
@@ -39,6 +40,7 @@ def register() -> None:
         HookRegistry.register(FACTORY, _create_backend, HookType.AROUND)
         HookRegistry.register(ATTACH, _use_zero_copy, HookType.AFTER)
         HookRegistry.register(STOP, _cut_reads_short, HookType.AROUND)
+        HookRegistry.register(PREFETCH, _read_ahead, HookType.AROUND)
         HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
         restore_hooks.register()
         HookRegistry.register(control.TARGET, control.set_internal_state, HookType.AROUND)
@@ -105,17 +107,33 @@ def _use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> N
         controller.page_set_func = controller._page_set_zero_copy
 
 
-def _cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
-    server up after that, so a long read of pages that nobody wants any more must not keep one."""
+def _backend_of(controller: Any) -> Any:
+    """Our backend, if the controller has it; SGLang's fault injector wraps backends."""
     from sgl_kvtier.runtime.storage import KVTierStorage
 
     backend = getattr(controller, "storage_backend", None)
     backend = getattr(backend, "_backend", backend)
-    if not isinstance(backend, KVTierStorage):
+    return backend if isinstance(backend, KVTierStorage) else None
+
+
+def _cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
+    server up after that, so a long read of pages that nobody wants any more must not keep one."""
+    backend = _backend_of(controller)
+    if backend is None:
         return original(controller, *args, **kwargs)
     with backend.reads_cut_short():
         return original(controller, *args, **kwargs)
+
+
+def _read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's read of one prefix from storage, which asks for 128 pages at a time: the next ones are under way already.
+    SGLang reuses host slots that were not filled only after this has returned."""
+    backend = _backend_of(controller)
+    if backend is None:
+        return original(controller, operation, *args, **kwargs)
+    with backend.reading_ahead(operation.hash_value, operation.host_indices):
+        return original(controller, operation, *args, **kwargs)
 
 
 def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:

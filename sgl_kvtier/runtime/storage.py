@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +26,10 @@ from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
 from sgl_kvtier.runtime import identity, plugin, restore_hooks, restore_setup, seams, settings
 from sgl_kvtier.runtime.metrics import StoreMetrics
+from sgl_kvtier.runtime.prefix_read import PrefixRead
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
+from sgl_kvtier.store.jobs import OrderedJob
 from sgl_kvtier.store.wrappers import Faulty, Throttled
 from sgl_kvtier.types import Lookup, PageKey
 
@@ -50,7 +53,7 @@ class KVTierStorage(HiCacheStorage):
         seams.require("storage", "weights")
         extra = storage_config.extra_config or {}
         if "module_path" not in extra:
-            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.WEIGHTS])
+            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.WEIGHTS])
         self.config = settings.from_extra_config(extra)
         if self.config.policy.restore != "off" or restore_setup.looks_ahead(self.config.policy):
             seams.require("restore")
@@ -70,7 +73,8 @@ class KVTierStorage(HiCacheStorage):
         self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
         """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where it has nothing to load."""
         self._metrics: StoreMetrics | None = None
-        self._reading: dict[int, ReadJob] = {}
+        self._reading: dict[int, ReadJob | PrefixRead] = {}
+        self._prefix = threading.local()
         self._cut_short = False
         if storage_config.is_mla_model and storage_config.tp_size > 1:
             # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its own here, so each writes.
@@ -168,12 +172,39 @@ class KVTierStorage(HiCacheStorage):
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Reads pages straight into host slots. Returns when no I/O touches the slots any more."""
         del extra_info
+        prefix: PrefixRead | None = getattr(self._prefix, "read", None)
+        if prefix is not None and prefix.comes_next(keys, host_indices):
+            return prefix.read(len(keys))
         return self._read(keys, _parts(self.mem_pool_host, len(keys), host_indices), KV)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Writes pages straight from host slots. True also where the page was there already."""
         del extra_info
         return self._write(keys, _parts(self.mem_pool_host, len(keys), host_indices), KV)
+
+    @contextmanager
+    def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
+        """Meanwhile this thread's `batch_get_v1` finds these pages under way when it asks for them, in this order and in parts.
+        No I/O touches the slots any more when this ends, whatever was asked for."""
+        if self._store is None or not keys or not is_page_contiguous(self.mem_pool_host):
+            yield
+            return
+        (first,) = _parts(self.mem_pool_host, 1, host_indices[: len(host_indices) // len(keys)])
+        prefix = PrefixRead(keys, host_indices, sum(part.nbytes for part in first), self._begin)
+        self._reading[id(prefix)] = prefix
+        if self._cut_short:
+            prefix.cancel()
+        self._prefix.read = prefix
+        try:
+            yield
+        finally:
+            self._prefix.read = None
+            prefix.close()
+            del self._reading[id(prefix)]
+            nbytes = prefix.pages_read * prefix.page_bytes
+            self._note(self._read_batches, prefix.pages_read, nbytes, prefix.seconds)
+            if prefix.pages_read and prefix.whole:
+                self.own_reads.append((nbytes, prefix.seconds))
 
     # ---- copies: pages as flat tensors ----
 
@@ -309,10 +340,21 @@ class KVTierStorage(HiCacheStorage):
         job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
         del self._reading[id(job)]
         read = [outcome is ReadOutcome.OK for outcome in job.outcomes]
-        self._note(self._read_batches, parts, read, started)
+        seconds = time.perf_counter() - started
+        self._note(self._read_batches, sum(read), _nbytes(parts, read), seconds)
         if all(read):
-            self.own_reads.append((sum(p.nbytes for page in parts for p in page), time.perf_counter() - started))
+            self.own_reads.append((_nbytes(parts, read), seconds))
         return read
+
+    def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
+        store = self._store
+        if store is None:
+            nothing = OrderedJob(len(keys), None, None)
+            nothing.end_rest(ReadOutcome.MISS)
+            return nothing
+        tag = self._tag(KV)
+        parts = _parts(self.mem_pool_host, len(keys), host_indices)
+        return store.read([PageRead(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
 
     def _write(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
         store = self._store
@@ -322,17 +364,14 @@ class KVTierStorage(HiCacheStorage):
         tag = self._tag(pool)
         outcomes = store.put([PageWrite(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
-        self._note(self._write_batches, parts, stored, started)
+        self._note(self._write_batches, sum(stored), _nbytes(parts, stored), time.perf_counter() - started)
         if self._seen is not None and pool == KV:
             self._seen.extend(_key(k) for k, o in zip(keys, outcomes, strict=True) if o is not PutOutcome.REFUSED)
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
-    def _note(self, batches: deque[tuple[int, float]], parts: Any, moved: list[bool], started: float) -> None:
-        if self._metrics is None or not any(moved):
-            return
-        nbytes = sum(sum(p.nbytes for p in page) for page, ok in zip(parts, moved, strict=True) if ok)
-        seconds = max(time.perf_counter() - started, 1e-9)
-        batches.append((sum(moved), nbytes / seconds / 1e9))
+    def _note(self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float) -> None:
+        if self._metrics is not None and pages:
+            batches.append((pages, nbytes / max(seconds, 1e-9) / 1e9))
 
     def _tag(self, pool: str) -> str:
         return self._pool_tags.get(pool, pool)
@@ -399,6 +438,10 @@ def _parts(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memor
     pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
     per_page = len(pieces) // pages if pages else 0
     return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
+
+
+def _nbytes(parts: Sequence[Sequence[memoryview]], moved: Sequence[bool]) -> int:
+    return sum(sum(p.nbytes for p in page) for page, ok in zip(parts, moved, strict=True) if ok)
 
 
 def _leading(have: Sequence[bool]) -> int:

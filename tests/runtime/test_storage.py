@@ -15,7 +15,7 @@ from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_confi
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
-from sgl_kvtier.runtime import identity
+from sgl_kvtier.runtime import identity, plugin
 from sgl_kvtier.runtime.storage import KVTierStorage, is_page_contiguous
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
@@ -185,6 +185,78 @@ def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(m
     assert sum(read) < 10
     backend.throttle(0)
     assert backend.batch_get_v1(names[:2], slots([30, 31])) == [True, True]
+
+
+def transfer(backend, names, where, batch=4, stop_after=None):
+    """What SGLang's `_page_transfer` does with one prefix, within our hook on it: which pages were read."""
+    read = []
+
+    def in_batches(controller, operation):
+        for at in range(0, len(operation.hash_value), batch):
+            if len(read) >= (stop_after or len(names)):
+                break
+            read.extend(controller.storage_backend.batch_get_v1(operation.hash_value[at : at + batch], slots(where[at : at + batch])))
+        return len(read)
+
+    operation = SimpleNamespace(hash_value=names, host_indices=slots(where))
+    assert plugin._read_ahead(in_batches, SimpleNamespace(storage_backend=backend), operation) == len(read)
+    return read
+
+
+def test_a_prefix_asked_for_in_batches_is_read_ahead_each_page_once(make):
+    pool = host_pool()
+    backend = make(pool, enable_storage_metrics=True)
+    names = keys(*range(10))
+    backend.batch_set_v1(names, slots(list(range(10))))
+    before = backend._store.stats().pages_read
+    assert transfer(backend, names, list(range(20, 30))) == [True] * 10
+    assert [page_bytes(pool, 20 + i) for i in range(10)] == [page_bytes(pool, i) for i in range(10)]
+    assert backend._store.stats().pages_read == before + 10
+    assert backend.get_stats().prefetch_pgs == [10] and len(backend.own_reads) == 1
+    assert backend._reading == {}
+
+
+def test_what_was_read_ahead_and_not_asked_for_leaves_its_slots_alone_afterwards(make):
+    pool = host_pool()
+    backend = make(pool)
+    names = keys(*range(12))
+    backend.batch_set_v1(names, slots(list(range(12))))
+    for _ in range(20):
+        assert transfer(backend, names, list(range(18, 30)), stop_after=4) == [True] * 4
+        for page in range(22, 30):
+            pool.set_from_flat_data_page(page * PAGE, torch.zeros_like(pool.get_dummy_flat_data_page()))
+        assert backend.batch_get_v1(names, slots(list(range(12)))) == [True] * 12  # what was queued before has ended by then
+        assert not any(any(page_bytes(pool, page)) for page in range(22, 30))
+    assert [page_bytes(pool, 18 + i) for i in range(4)] == [page_bytes(pool, i) for i in range(4)]
+
+
+def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_are_read_as_asked(make):
+    pool = host_pool()
+    backend = make(pool)
+    names = keys(*range(8))
+    backend.batch_set_v1(names[:5] + names[6:], slots([0, 1, 2, 3, 4, 6, 7]))
+    assert transfer(backend, names, list(range(20, 28))) == [True] * 5 + [False] + [True] * 2
+    with backend.reading_ahead(names, slots(list(range(20, 28)))):
+        assert backend.batch_get_v1(names[2:4], slots([14, 15])) == [True, True]
+        assert backend.batch_get_v1(names[:2], slots([16, 17])) == [True, True]
+        assert backend.batch_get_v1(names[:2], slots([20, 21])) == [True, True]
+    assert [page_bytes(pool, p) for p in (14, 15, 16, 17)] == [page_bytes(pool, p) for p in (2, 3, 0, 1)]
+
+
+def test_a_prefix_read_ahead_is_cut_short_too(make):
+    backend = make(host_pool(), throttle={"read_gbps": 0.0002})  # a page takes a second
+    names = keys(*range(20))
+    backend.batch_set_v1(names, slots(list(range(20))))
+    with ThreadPoolExecutor(1) as other:
+        long = other.submit(transfer, backend, names, list(range(20)))
+        while not backend._reading:
+            time.sleep(0.01)
+        with backend.reads_cut_short():
+            assert sum(long.result(timeout=15)) < 10
+
+
+def test_another_backend_is_left_alone(make):
+    assert plugin._read_ahead(lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None) == 7
 
 
 def test_a_refusing_disk_says_so_and_no_exception(make):

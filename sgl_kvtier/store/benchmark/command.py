@@ -27,7 +27,7 @@ from sgl_kvtier.store.benchmark.disk import Reference
 from sgl_kvtier.store.benchmark.nixl import NixlPeer
 from sgl_kvtier.store.benchmark.opening import lay_out, open_again
 from sgl_kvtier.store.benchmark.peer import Peer
-from sgl_kvtier.store.benchmark.subject import Subject
+from sgl_kvtier.store.benchmark.subject import Subject, memory_slots
 
 SCHEMA = "kvtier.bench.store/1"
 _LANES = 8
@@ -109,11 +109,12 @@ _RATIOS = {
     "read_vs_hicache_file_warm": ("read", "hicache_file_warm"),
     "write_vs_hicache_file": ("write", "hicache_file_write"),
     "read_vs_nixl": ("read", "nixl_read"),
+    "prefix_vs_nixl": ("prefix", "nixl_prefix"),
     "write_vs_nixl": ("write", "nixl_write"),
 }
 _RATES = (
     "read", "prefix", "busy", "unverified", "threads", "write", "fio_read", "fio_write",
-    "hicache_file_cold", "hicache_file_warm", "hicache_file_write", "nixl_read", "nixl_write",
+    "hicache_file_cold", "hicache_file_warm", "hicache_file_write", "nixl_read", "nixl_prefix", "nixl_write",
 )  # fmt: skip
 
 
@@ -154,8 +155,8 @@ def _peers(args: argparse.Namespace, folder: str, size: int, nbytes: int) -> Pee
     for name, python in (("hicache_file", args.sglang_python), ("nixl", args.nixl_python)):
         os.makedirs(os.path.join(folder, name))
         if python:
-            kind = NixlPeer if name == "nixl" else Peer
-            peers[name] = kind(python, os.path.join(folder, name), size, nbytes)
+            at = os.path.join(folder, name)
+            peers[name] = NixlPeer(python, at, size, nbytes, memory_slots(size, nbytes)) if name == "nixl" else Peer(python, at, size, nbytes)
     return peers
 
 
@@ -177,8 +178,8 @@ def _main_cell(
         ]
         if file := peers.get("hicache_file"):
             measures += [("hicache_file_cold", file.read_cold), ("hicache_file_warm", file.read_warm)]
-        if nixl := peers.get("nixl"):
-            measures.append(("nixl_read", nixl.read_cold))
+        if isinstance(nixl := peers.get("nixl"), NixlPeer):
+            measures += [("nixl_read", nixl.read_cold), ("nixl_prefix", nixl.read_prefix)]
         measures += [("fio_write", lambda: reference.write(size)), ("write", subject.write)]
         measures += [(f"{name}_write", peer.write) for name, peer in peers.items()]
         # Every other pair runs backwards, so that a drift of the machine favours nobody.

@@ -75,8 +75,8 @@ class Peer:
     name = "HiCacheFile"
     option = "--sglang-python"
 
-    def __init__(self, python: str, folder: str, page_bytes: int, nbytes: int) -> None:
-        command = [python, "-W", "ignore", "-c", self.program, folder, str(page_bytes), str(nbytes)]
+    def __init__(self, python: str, folder: str, page_bytes: int, nbytes: int, *more: int) -> None:
+        command = [python, "-W", "ignore", "-c", self.program, folder, *map(str, (page_bytes, nbytes, *more))]
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=huge_pages()

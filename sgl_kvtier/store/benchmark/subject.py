@@ -1,4 +1,7 @@
-"""Our store as the benchmark drives it: one calling thread, batches of 128 pages, a wait after each."""
+"""Our store as the benchmark drives it: one calling thread that collects batches of 128 pages, what follows being read ahead.
+
+So the storage backend reads a prefix for SGLang, which asks for 128 pages at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from typing import Any
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.ahead import AHEAD_BYTES, ReadAhead
+from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore, open_store
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.types import PageKey
@@ -31,7 +35,7 @@ class Subject:
         self.page_bytes = page_bytes
         self._count = max(1, nbytes // page_bytes)
         self.keys = [PageKey(os.urandom(32)) for _ in range(self._count)]
-        memory = _memory(page_bytes * min(BATCH, self._count))
+        memory = _memory(page_bytes * memory_slots(page_bytes, nbytes))
         memory[:] = (os.urandom(1 << 20) * (len(memory) // (1 << 20) + 1))[: len(memory)]
         self._pages = [memory[i : i + page_bytes] for i in range(0, len(memory), page_bytes)]
 
@@ -99,19 +103,30 @@ class Subject:
 
     def _read(self, keys: Sequence[PageKey]) -> float:
         started = time.monotonic()
-        for batch in self._batches(keys):
-            job = self.store.read([PageRead(key, [page]) for key, page in zip(batch, self._pages, strict=False)])
-            job.wait()
-            outcomes = job.outcomes
-            if outcomes.count(ReadOutcome.OK) != len(outcomes):
-                raise BenchError(f"a read failed while it was measured: {set(outcomes)}")
+        ahead = ReadAhead(lambda first, last: self._begin(keys, first, last), len(keys), self.page_bytes)
+        try:
+            while ahead.collected < len(keys):
+                outcomes = ahead.collect(BATCH)
+                if outcomes.count(ReadOutcome.OK) != len(outcomes):
+                    raise BenchError(f"a read failed while it was measured: {set(outcomes)}")
+        finally:
+            ahead.close()
         return self._rate(started)
+
+    def _begin(self, keys: Sequence[PageKey], first: int, last: int) -> ReadJob:
+        slots = len(self._pages)
+        return self.store.read([PageRead(keys[i], [self._pages[i % slots]]) for i in range(first, last)])
 
     def _rate(self, started: float) -> float:
         return self._count * self.page_bytes / (time.monotonic() - started)
 
     def _batches(self, keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
         return [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
+
+
+def memory_slots(page_bytes: int, nbytes: int) -> int:
+    """For how many pages there is memory to read into: a batch, and what is read ahead of it. NIXL gets as much."""
+    return min(BATCH + max(1, AHEAD_BYTES // page_bytes), max(1, nbytes // page_bytes))
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -193,13 +193,15 @@ static void *serve_ring(void *argument) {
     while (!unable) {
         begin_more(&r);
         if (pool->stopping && r.free_count == r.count) break;
-        lane->sleeping = !r.landed_count && has_room(&r);
+        /* What has landed is checked after more was handed over: the device works meanwhile. */
+        int waiting = !r.landed_count;
+        lane->sleeping = waiting && has_room(&r);
         pthread_mutex_unlock(&pool->lock);
-        enter(&r, !r.landed_count);
-        if (r.landed_count)
-            finish_one(&r);
-        else
+        enter(&r, waiting);
+        if (waiting)
             pthread_mutex_lock(&pool->lock);
+        else
+            finish_one(&r);
         lane->sleeping = 0;
     }
     pthread_mutex_unlock(&pool->lock);
