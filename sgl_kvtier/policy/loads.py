@@ -12,8 +12,9 @@ from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
-_STEP_COVER = 1.5
-"""Loads handed out cover this many times the predicted time until the next step, so that no device waits for a plan."""
+_STEP_COVER = 3.0
+"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan, even one that
+has become so much faster; those that compute reaches first are asked back."""
 _LOAD_S = 0.02
 """The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
 _NEAR = 4

@@ -32,6 +32,10 @@ class Mode(enum.Enum):
 # --- facts: what happened -------------------------------------------------------------------------------------------
 
 
+CANCELLED = "cancelled"
+"""Why pages are lost that a Cancel asked for: they were not begun, and may be loaded or computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
     """A request is waiting. `keys` name its full prompt pages in order; `session` groups the turns of one client."""
@@ -84,7 +88,8 @@ class TransferDone:
 
 @dataclass(frozen=True, slots=True)
 class PagesLost:
-    """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front must compute them."""
+    """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front must compute them, but for
+    those that were cancelled: a Cancel asked for them back, and they are open again."""
 
     rid: str
     span: Span
@@ -204,7 +209,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Take back loads of these pages where they were not begun; each comes back as landed or as PagesLost("cancelled")."""
+    """Take back loads of these pages where they were not begun; each comes back as landed or as PagesLost(CANCELLED)."""
 
     rid: str
     span: Span

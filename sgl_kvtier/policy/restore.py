@@ -76,7 +76,7 @@ class Restoration:
     mode: Mode = Mode.BOTH
     yields: int = 0
     cancelled: int = 0
-    """Pages at or above this one up to which loads were asked back; not asked again."""
+    """Loads below this page were asked back, and it is not known yet which of them were not begun."""
     in_flight: dict[Link, int] = field(default_factory=dict)
     """Pages under way, by link."""
     unread: dict[Link, None] = field(default_factory=dict)
@@ -103,6 +103,13 @@ class Restoration:
                 return False
         del self.unread[link]
         return True
+
+    def opened(self, span: Span) -> list[Link]:
+        """Notes that pages can be asked for again; the links that had been used up until now."""
+        links = [LINK_OF[tier] for source, tier in self.sources if source.start < span.stop and span.start < source.stop]
+        new = [link for link in dict.fromkeys(links) if link not in self.unread]
+        self.unread.update(dict.fromkeys(new))
+        return new
 
     def behind_copies(self, front: int, bandwidth: Bandwidth, engine: EngineShape) -> tuple[int, float]:
         """The first page from `front` on that is not copied from DRAM anyway, and the seconds until those are there."""

@@ -155,6 +155,10 @@ class TwoPointer:
         """Units of `span` in flight will not come: they are the front's. Returns how many there were."""
         return self._settle(span, _LOST)
 
+    def give_back(self, span: Span) -> int:
+        """Units of `span` in flight were not begun and will not be: whoever comes first may have them. Returns how many."""
+        return self._settle(span, _FREE)
+
     def splice(self, span: Span) -> None:
         """The landed units `span`, which begin at the front, are now part of the prefix."""
         run = self.landed_run()

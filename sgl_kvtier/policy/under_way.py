@@ -13,6 +13,7 @@ from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.cost import GUESS, CostModel, PrefillCost
 from sgl_kvtier.policy.links import LinkQueues
 from sgl_kvtier.policy.messages import (
+    CANCELLED,
     ChunkDone,
     ChunkStarted,
     Compute,
@@ -95,7 +96,14 @@ class UnderWay:
         for link in Link:
             self._settle(fact.rid, link, fact.span, fact.now)
         item = self.items.get(fact.rid)
-        if item is not None and item.pointer.lose(fact.span) and item.mode is Mode.LOAD:
+        if item is None:
+            return
+        if fact.reason == CANCELLED:
+            if item.pointer.give_back(fact.span):
+                item.cancelled = 0
+                for link in item.opened(fact.span):
+                    self.readers[link] = self.readers.get(link, 0) + 1
+        elif item.pointer.lose(fact.span) and item.mode is Mode.LOAD:
             item.mode = Mode.BOTH
 
     def _settle(self, rid: str, link: Link, span: Span, now: float) -> None:

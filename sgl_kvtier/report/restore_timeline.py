@@ -102,5 +102,5 @@ def _follow(one: Timeline, kind: str | None, data: dict[str, Any], page: int) ->
         low, high = (place * page for place in data["span"])
         one.loaded.append((data["now"] - one.offered_s, min(low, one.loaded[-1][1])))
         one.loaded_tokens += high - low
-    elif kind == "PagesLost":
+    elif kind == "PagesLost" and data["reason"] != "cancelled":
         one.lost_tokens += (data["span"][1] - data["span"][0]) * page

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
+    CANCELLED,
     ChunkDone,
     ChunkStarted,
     Load,
@@ -216,8 +217,9 @@ class RandomHands:
                 inside = load.span.start < cancel.span.stop and cancel.span.start < load.span.stop
                 if inside and self.chance.random() < 0.6:
                     self.loads.remove(load)
-                    self.settle(load.rid, load.span, "lost")
-                    self.tell(PagesLost(load.rid, load.span, "cancelled", self.now))
+                    for page in range(load.span.start, load.span.stop) if load.rid in self.requests else ():
+                        assert self.requests[load.rid].state.pop(page) == "loading"
+                    self.tell(PagesLost(load.rid, load.span, CANCELLED, self.now))
 
     def begin(self, load: Load) -> None:
         request = self.requests[load.rid]

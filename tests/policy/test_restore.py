@@ -79,6 +79,19 @@ def test_loads_the_front_would_reach_first_are_asked_back():
     assert out.seconds < COST.range_seconds(0, 8192, 512) + 0.5
 
 
+def test_pages_asked_back_are_loaded_after_all_where_the_link_has_recovered():
+    rate = balance(8192) * 4
+
+    def lasts(begun, nbytes):
+        return nbytes / rate * (40 if 0.05 < begun < 1.0 else 1)
+
+    out = restore(8192, rate, profile=profile_of(COST, rate), lasts=lasts)
+    assert out.cancels
+    again = [page for span in out.loads for page in range(span.start, span.stop)]
+    assert len(again) > len(set(again)), "some were asked for twice"
+    assert set(again) >= {page for span in out.spliced for page in range(span.start, span.stop)}
+
+
 def test_without_room_for_loads_the_prefix_is_computed():
     rate = balance(4096)
     out = restore(4096, rate, profile=profile_of(COST, rate), free_pages=0)

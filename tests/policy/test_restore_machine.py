@@ -59,11 +59,13 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert len(span) == count or span.start - 1 not in allowed
         self.state[span.start : span.stop] = ["loading"] * len(span)
 
-    @rule(start=st.integers(0, 40), length=st.integers(0, 20), outcome=st.sampled_from(["landed", "lost"]))
+    @rule(start=st.integers(0, 40), length=st.integers(0, 20), outcome=st.sampled_from(["landed", "lost", "free"]))
     def end(self, start, length, outcome):
         span = Span(min(start, self.units), min(start + length, self.units))
         units = [unit for unit in range(span.start, span.stop) if self.state[unit] == "loading"]
-        assert (self.pointer.land(span) if outcome == "landed" else self.pointer.lose(span)) == len(units)
+        pointer = self.pointer
+        told = {"landed": pointer.land, "lost": pointer.lose, "free": pointer.give_back}[outcome]
+        assert told(span) == len(units)
         for unit in units:
             self.state[unit] = outcome
 
