@@ -196,3 +196,84 @@ def test_unknown_ids_change_nothing():
     ahead.observe(ChunkStarted("?", Span(0, 16), 0.0))
     assert moves(ahead, 0.0, "?", "!") == []
     assert len(ahead.map) == 0
+
+
+def teach(ahead, session, keys, turns, gap_s, now=0.0):
+    """A session that comes back as often, each time after the same gap; when it left last. Its pages are in DRAM alone."""
+    for turn in range(turns):
+        arrive(ahead, f"{session} {turn}", keys, now, session=session)
+        run(ahead, f"{session} {turn}", keys, now + 0.5)
+        now += 0.5 + gap_s
+    drop(ahead, keys, Tier.HBM, now - gap_s)
+    return now - gap_s
+
+
+def test_a_session_that_is_still_to_come_gets_what_those_who_wait_leave():
+    for waiting, wanted in ((0, 20), (30, 12)):
+        ahead = look(demote_after_s=1000.0)
+        keys = named(20)
+        left_at = teach(ahead, "s", keys, 6, 9.5)
+        queue = ()
+        if waiting:
+            # It is in no tier, so nothing can be moved for it; but it will take its pages when it runs.
+            arrive(ahead, "w", named(waiting, 500), left_at + 8.9)
+            queue = ("w",)
+        prefill = 32 if waiting else 0  # pages the step itself claims
+        free = {Tier.HBM: prefill + waiting + 12 if waiting else 20, Tier.DRAM: 1000}
+        found = moves(ahead, left_at + 9.0, *queue, free=free)
+        assert [(rid, len(moved), target) for rid, moved, _, target in found] == [(None, wanted, Tier.HBM)]
+
+
+def test_of_two_sessions_the_first_to_come_has_its_room_first():
+    ahead = look(demote_after_s=1000.0)
+    early, late = named(30), named(30, 100)
+    first = teach(ahead, "early", early, 6, 9.5)
+    teach(ahead, "late", late, 6, 9.5, now=0.3)
+    found = moves(ahead, first + 9.2, free={Tier.HBM: 40, Tier.DRAM: 1000})
+    assert [(moved[0], len(moved)) for _, moved, _, _ in found] == [(early[0], 30), (late[0], 10)]
+
+
+def test_nothing_is_brought_for_sessions_that_use_not_to_come_back():
+    ahead = look(demote_after_s=1000.0, prefetch_waste=1.0)
+    agent, now = named(20), 0.0
+    teach(ahead, "agent", agent, 12, 9.5)
+    brought = []
+    for n in range(30):
+        now = 200.0 + 60.0 * n
+        keys = named(10, 1000 + 100 * n)
+        arrive(ahead, f"once {n}", keys, now, session=f"once {n}")
+        run(ahead, f"once {n}", keys, now + 0.5)
+        drop(ahead, keys, Tier.HBM, now + 0.6)
+        pages = 0
+        for tick in range(100):
+            for _, moved, _, target in moves(ahead, now + 1 + 0.5 * tick):
+                pages += len(moved)
+                ahead.observe(PagesPlaced(moved, target, now + 1 + 0.5 * tick))
+        brought.append(pages)
+    assert brought[0] == 10
+    assert brought[-10:] == [0] * 10
+    left_at = teach(ahead, "agent", agent, 3, 9.5, now=now + 100)
+    assert [len(moved) for _, moved, _, _ in moves(ahead, left_at + 9.0)] == [20]
+
+
+def test_what_was_wasted_stops_guesses_and_not_those_who_wait():
+    ahead = look(demote_after_s=1000.0)
+    keys, free = named(20), {Tier.HBM: 50, Tier.DRAM: 1000}
+    left_at = teach(ahead, "s", keys, 6, 9.5)
+    stopped = False
+    for _ in range(8):
+        found = moves(ahead, left_at + 9.0, free=free)
+        stopped = stopped or not found
+        for _, moved, _, target in found:
+            ahead.observe(PagesPlaced(moved, target, left_at + 9.0))
+            drop(ahead, moved, target, left_at + 9.1)
+        arrive(ahead, "next", keys[:1], left_at + 9.5, session="s")
+        left_at += 10.0
+        run(ahead, "next", keys, left_at)
+        drop(ahead, keys, Tier.HBM, left_at)
+    assert stopped
+    waits = named(8, 700)
+    ahead.observe(PagesPlaced(waits, Tier.DRAM, left_at))
+    arrive(ahead, "first", named(64, 900), left_at + 0.1)
+    arrive(ahead, "w", waits, left_at + 0.1)
+    assert [(rid, moved) for rid, moved, _, _ in moves(ahead, left_at + 0.1, "first", "w")] == [("w", waits)]
