@@ -173,8 +173,9 @@ def _about(options: CompareOptions, chosen: Load) -> dict[str, Any]:
     names = ("served_name", "device", "page_size", "chunk_tokens", "dtype", "storage_bytes", "seed", "threads", "tp", "extra", "sections")
     work = {name: value for name, value in chosen.to_json().items() if name not in ("description", "rows")}
     replaying = {"concurrency": options.replay.concurrency, "most_output_tokens": options.replay.most_output_tokens}
-    restore = setup.variants[OURS].policy["restore"]
-    return {"workload": work, **{name: getattr(setup, name) for name in names}, **replaying, "restore": restore}
+    ours = setup.variants[OURS].policy  # of a sweep: the arm with K from measured speeds; the others are named by theirs
+    same = {name: ours[name] for name in ("restore", "lookahead")}
+    return {"workload": work, **{name: getattr(setup, name) for name in names}, **replaying, **same}
 
 
 def _go_on(cell: Cell, log: LookaheadLog) -> None:
