@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.gaps import Gaps, quantile
+from sgl_kvtier.policy.gaps import Gaps, longer, quantile
 from sgl_kvtier.policy.returns import Returns
 from sgl_kvtier.policy.sessions import Hint, Sessions
 
@@ -208,3 +208,15 @@ def test_the_longer_a_session_stays_away_the_less_likely_it_is_to_come():
     sessions.left("a", 0.0)
     chances = [sessions.expected("a", at).chance for at in (0.0, 1.0, 3.0, 6.0, 20.0)]
     assert chances == sorted(chances, reverse=True) and chances[0] > chances[-1]
+
+
+@given(st.lists(st.floats(2e-3, 1e4), min_size=1, max_size=40), st.floats(2e-3, 1e4), st.floats(0.01, 0.99))
+def test_what_lasts_longer_is_what_a_quantile_leaves(samples: list[float], elapsed: float, share: float):
+    gaps = Gaps()
+    for sample in samples:
+        gaps.saw(sample)
+    parts = [(gaps, 1.0)]
+    assert 0.0 <= longer(parts, 2 * elapsed) <= longer(parts, elapsed) + 1e-9 <= 1.0 + 2e-9
+    at = quantile(parts, share)
+    assert at is not None
+    assert longer(parts, at) <= 1 - share + 1e-4
