@@ -60,6 +60,10 @@ class Agreement:
                 torch.distributed.all_reduce(data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group)
         return int(data.item())
 
+    def same(self, value: int) -> bool:
+        """Whether all ranks have the same value. Collectives of their own, for the start; not counted."""
+        return self.least(value) == -self.least(-value)
+
     def local(self, loads: Sequence[Load | Poll]) -> tuple[bytes, list[float]]:
         """The states of all pages of these loads and polls as far as this rank may speak for them, and when the last page of
         each that has ended did so. What a later stage returns is of no interest: it is told."""

@@ -31,6 +31,7 @@ CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
 """Host layouts in which a page can be read in place, as it lies in the store."""
 
 NOT_AHEAD = "not looking ahead: more than one pipeline stage"
+UNLIKE = "not looking ahead: host memory does not hold equally many pages on all ranks"
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,9 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     ranks = tree.tp_world_size * tree.pp_size
     first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
     agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
+    unlike = looks_ahead(policy) and not agreement.same(int(controller.mem_pool_host.size))
+    if unlike:
+        policy = replace(policy, prefetch="off", eviction="lru")
     replica = get_parallel().dp_rank or 0
     path = _profile_path(controller)
     here = conditions(args, config, shape)
@@ -148,7 +152,8 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     if looks_ahead(policy):
         tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None, agreement.alone)
     elif looks_ahead(config.policy):
-        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", NOT_AHEAD)
+        why = UNLIKE if unlike else NOT_AHEAD
+        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", why)
     logger.info(
         "kvtier: restoring prefixes, policy %s, %s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",

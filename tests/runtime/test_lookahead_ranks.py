@@ -267,3 +267,12 @@ def test_a_rank_alone_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     rank.ahead.waiting[0].mark(0, LANDED, 3.0)
     rank.tick.run(SimpleNamespace())
     assert rank.ahead.waiting[0].over and rank.ahead.waiting[0].seen_at == 3.0
+
+
+@pytest.mark.parametrize(("other", "alike"), [(7, True), (6, False), (8, False)])
+def test_ranks_whose_pools_differ_in_size_are_told_apart(other: int, alike: bool) -> None:
+    def least(data: torch.Tensor, op: Any) -> None:
+        data.copy_(torch.minimum(data, torch.tensor([other if data.item() > 0 else -other])))
+
+    assert Agreement(SimpleNamespace(_all_reduce_attn_groups=least), 2, first=True).same(7) is alike
+    assert Agreement(None, 1, first=True).same(7)
