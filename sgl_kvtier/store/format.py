@@ -48,6 +48,9 @@ RECORD = np.dtype(
 )
 """One line of the index log: a slot now holds a page (PUT), or holds none (DROP)."""
 
+FIRST_WORD = np.dtype({"names": ["word"], "formats": ["<u8"], "offsets": [0], "itemsize": RECORD.itemsize})
+"""The same line, of which only the first 64 bits of the key are of interest."""
+
 HEAD = np.dtype(
     [
         ("magic", "S8"),
@@ -237,4 +240,5 @@ def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, b
             break
         frames.append(body)
         at += FRAME_HEAD_BYTES + len(body)
-    return np.frombuffer(b"".join(frames), RECORD), at == len(data)
+    # A log that was rewritten is one frame: that is not copied.
+    return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at == len(data)

@@ -16,7 +16,16 @@ from numpy.typing import NDArray
 from sgl_kvtier.store.buffers import Scratch
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.env import Env, read_fully
-from sgl_kvtier.store.format import BLOCK, MAX_PAYLOAD, PUT, RECORD, SlotHead, key_words, slot_bytes
+from sgl_kvtier.store.format import (
+    BLOCK,
+    FIRST_WORD,
+    MAX_PAYLOAD,
+    PUT,
+    RECORD,
+    SlotHead,
+    key_words,
+    slot_bytes,
+)
 from sgl_kvtier.store.hashtable import key_hash
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import DirectIO, Segment, open_segment, segment_number
@@ -167,17 +176,23 @@ def newest_sequence(env: Env) -> int:
 def pool_codes(records: np.ndarray) -> tuple[list[str], NDArray[np.int64]]:
     """The pools' names, and for each record the position of its pool's name among them."""
     pools = records["pool"]
-    if len(pools) and (pools == pools[0]).all():
+    if len(pools) and (_words(pools) == _words(pools[:1])).all():
         return [pools[0].decode("ascii", "replace")], np.zeros(len(pools), np.int64)
     names, codes = np.unique(pools, return_inverse=True)
     return [name.decode("ascii", "replace") for name in names], codes
 
 
+def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:
+    """The same bytes as numbers, four for each name: comparing those is several times faster."""
+    return np.ascontiguousarray(names).view("<u8").reshape(len(names), -1)
+
+
 def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
+    # Most folders hold no key twice, and then not even the first 64 bits of one, which are a hash's.
+    first_words = np.sort(records.view(FIRST_WORD)["word"])
+    if not (first_words[1:] == first_words[:-1]).any():
+        return records
     # 64 bits stand for a key here: should two keys ever share them, one page is lost, none is wrong.
     names = key_hash(key_words(records), pool_codes(records)[1].astype(np.uint16))
-    in_order = np.sort(names)
-    if not (in_order[1:] == in_order[:-1]).any():
-        return records
     _, first = np.unique(names[::-1], return_index=True)
     return records[np.sort(len(records) - 1 - first)]

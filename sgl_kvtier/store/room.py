@@ -70,6 +70,7 @@ class Room:
             self._next_number = max(self._next_number, number + 1)
             with contextlib.suppress(OSError):
                 self._stuck_bytes += self._core.env.bytes_on_disk(os.path.join(self._core.folder, segment_name(number)))
+        self._core.table.reserve(sum(segment.slots for segment in segments))
         for segment in segments:
             segment.base = self._core.table.add_rows(segment.slots, segment.number)
             self.segments[segment.number] = segment

@@ -60,6 +60,10 @@ class SlotTable:
             self.pools.append(pool)
         return self.pools.index(pool)
 
+    def reserve(self, count: int) -> None:
+        """Makes room for so many rows at once, so that adding them copies nothing."""
+        self._grow(self._rows + count)
+
     def add_rows(self, count: int, segment: int) -> int:
         """Free rows for a new segment; returns the first one."""
         for i, (start, stop) in enumerate(self._gaps):

@@ -185,3 +185,15 @@ def test_a_killed_writer_leaves_every_page_it_was_told_was_stored(tmp_path: Path
         found = read(store, {key(i): 5000 for i in range(kept)})
         assert found == [(ReadOutcome.OK, content(i, 5000)) for i in range(kept)]
         store.close()
+
+
+def test_one_key_in_two_pools_is_two_pages_also_after_opening(tmp_path: Path) -> None:
+    store = open_at(tmp_path)
+    put(store, {key(i): content(i, 9000) for i in range(10)})
+    put(store, {key(i): content(("swa", i), 9000) for i in range(10)}, pool="swa")
+    store.close()
+    again = open_at(tmp_path)
+    assert again.stats().pages == 20
+    assert read(again, {key(i): 9000 for i in range(10)}) == [(ReadOutcome.OK, content(i, 9000)) for i in range(10)]
+    assert read(again, {key(i): 9000 for i in range(10)}, pool="swa") == [(ReadOutcome.OK, content(("swa", i), 9000)) for i in range(10)]
+    again.close()
