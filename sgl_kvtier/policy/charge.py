@@ -50,7 +50,8 @@ class Room:
     def __init__(self, tier_map: TierMap, tier: Tier, free: int, empty: int | None = None, coming: int = 0) -> None:
         self._map = tier_map
         self._tier = tier
-        self._left = max(0, free)
+        self.left = max(0, free)
+        """Pages that may still be set aside."""
         self.empty = max(0, free - tier_map.evictable(tier)) if empty is None else max(0, min(empty, free))
         self._have = self.empty
         self._classes = tier_map.classes(tier)
@@ -63,7 +64,9 @@ class Room:
 
     def take(self, pages: int, needed_at: float) -> int:
         """Sets aside up to `pages`, displacing only what is needed later than `needed_at`; returns how many."""
-        pages = min(pages, self._left)
+        if not self.left:
+            return 0
+        pages = min(pages, self.left)
         while self._have < pages:
             more = self._draw(needed_at)
             if not more:
@@ -71,7 +74,7 @@ class Room:
             self._have += more
         granted = max(0, min(pages, self._have))
         self._have -= granted
-        self._left -= granted
+        self.left -= granted
         return granted
 
     def claim(self, pages: int) -> None:

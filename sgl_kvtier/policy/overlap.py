@@ -24,6 +24,10 @@ class Overlaps:
         self.counts = {"held": 0, "failed": 0, "held_right": 0, "held_wrong": 0, "failed_right": 0, "failed_wrong": 0}
         """held_right: predicted to be hidden, and all pages were there at the turn; failed_wrong: predicted not to be, and were."""
 
+    def __contains__(self, owner: str) -> bool:
+        """Whether this turn was tested before."""
+        return owner in self._open
+
     def tested(self, test: Overlap) -> bool:
         """Takes note of a test; False if this turn was tested before."""
         if test.owner in self._open:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 UNOWNED = 0
 """The group of pages without an owner."""
@@ -34,8 +34,8 @@ class Owners:
         self._group_of: dict[tuple[int, ...], int] = {(): UNOWNED}
         self._free_groups: list[int] = []
         self._order: list[int] = []
-        self._farthest: list[tuple[int, float]] | None = None
-        self._aside: list[tuple[int, float]] | None = None
+        self._farthest: _Begun | None = None
+        self._aside: _Begun | None = None
         self.asked_aside = False
         """While true, asking for the order leaves no trace in it: equal turns stay as the last step of a planner had them."""
 
@@ -154,20 +154,20 @@ class Owners:
 
     # --- order ----------------------------------------------------------------------------------------------------
 
-    def farthest_first(self) -> Sequence[tuple[int, float]]:
-        """(group, next use) of every group with an owner, the latest next use first.
+    def farthest_first(self) -> Iterable[tuple[int, float]]:
+        """(group, next use) of every group with an owner, the latest next use first. Not to be read on after a change.
 
         Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not their beginnings.
-        Worked out anew after a turn or a group has changed.
+        Worked out anew after a turn or a group has changed, as far as it is read.
         """
         if self._farthest is None and self.asked_aside:
             if self._aside is None:
-                self._aside = list(self._walk(sorted(self._order, key=self._turns.__getitem__, reverse=True)))
+                self._aside = _Begun(self._walk(sorted(self._order, key=self._turns.__getitem__, reverse=True)))
             return self._aside
         if self._farthest is None:
             # Nearly sorted already, which is what list.sort is fastest at. Equal turns stay in the order they had.
             self._order.sort(key=self._turns.__getitem__, reverse=True)
-            self._farthest = list(self._walk(self._order))
+            self._farthest = _Begun(self._walk(tuple(self._order)))
         return self._farthest
 
     def _walk(self, order: Sequence[int]) -> Iterator[tuple[int, float]]:
@@ -186,3 +186,22 @@ class Owners:
                     shared.append((owners, group))
             for _, group in sorted(shared) if len(shared) > 1 else shared:
                 yield group, turn
+
+
+class _Begun:
+    """What an iterator yields, read only as far as somebody wants it, and kept for the next one."""
+
+    def __init__(self, rest: Iterator[tuple[int, float]]) -> None:
+        self._rest = rest
+        self._read: list[tuple[int, float]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        place = 0
+        while True:
+            while place < len(self._read):
+                yield self._read[place]
+                place += 1
+            more = next(self._rest, None)
+            if more is None:
+                return
+            self._read.append(more)

@@ -64,6 +64,9 @@ class Prefetch:
     lookahead: int = 0
 
 
+_NOTHING = Prefetch()
+
+
 class Prefetcher:
     """Moves pages up for the turns it is shown, and sees to it that no page is moved twice.
 
@@ -213,26 +216,35 @@ class Prefetcher:
                     self._failed(owner, now)
         off = self._config.prefetch == "off" or not self._config.lookahead
         if off and not ahead_pages:
-            return Prefetch()
+            return _NOTHING
+        if off or (not turns and self._config.prefetch == "kvtier"):
+            return self._make_room(now, free, step_pages, ahead_pages, empty or {})
         step = _Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free, empty or {}))
         step.rooms[Tier.HBM].take(step_pages, now)
         step.rooms[Tier.HBM].claim(ahead_pages)
-        if off:
-            turns = ()
-        elif self._config.prefetch == "tierkv":
+        if self._config.prefetch == "tierkv":
             self._paper(step, turns)
         else:
             self._ours(step, turns)
         if turns and not step.moves and self._config.prefetch == "kvtier" and self._config.lookahead < 0:
             # What is due within two iterations was looked for, so the next look may wait as long.
             self._rest_until = now + _SOON * step.iteration_s
-        evictions = ((step.rooms[tier].victims(), tier) for tier in (Tier.HBM, Tier.DRAM))
-        return Prefetch(
-            moves=tuple(step.moves),
-            evictions=tuple(Evict(keys, tier) for keys, tier in evictions if keys),
-            tests=tuple(step.tests),
-            lookahead=step.lookahead,
-        )
+        return Prefetch(tuple(step.moves), _evictions(step.rooms), tuple(step.tests), step.lookahead)
+
+    def _make_room(
+        self, now: float, free: Mapping[Tier, int], step_pages: int, ahead_pages: int, empty: Mapping[Tier, int]
+    ) -> Prefetch:
+        """Nobody is looked ahead to: only room for what prefill will claim, and for what is on its way already."""
+        if not ahead_pages and not len(self._flights):
+            hbm = Room(self._map, Tier.HBM, free.get(Tier.HBM, 0), empty.get(Tier.HBM))
+            self._ledger.capacity(self._map.count(Tier.HBM) + hbm.empty)
+            hbm.take(step_pages, now)
+            return _NOTHING
+        rooms = self._rooms(free, empty)
+        self._ledger.capacity(self._map.count(Tier.HBM) + rooms[Tier.HBM].empty)
+        rooms[Tier.HBM].take(step_pages, now)
+        rooms[Tier.HBM].claim(ahead_pages)
+        return Prefetch(evictions=_evictions(rooms))
 
     def idle(self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None) -> bool:
         """Whether `plan` would find nothing to move, as far as can be said without looking at turns: all links have enough
@@ -342,15 +354,17 @@ class Prefetcher:
             if missing.runs:
                 self._judge(step, turn, missing)
                 if self._may_move(turn, Tier.HBM, step.now):
-                    budget -= self._promote(step, turn, missing, budget, horizon_s)
-                    missing = self.missing(turn.owner)
+                    brought = self._promote(step, turn, missing, budget, horizon_s)
+                    if brought:
+                        budget -= brought
+                        missing = self.missing(turn.owner)
             # What it will claim when it runs is not for those behind it.
             hbm.take(missing.pages - missing.reach + missing.lacking, step.now + turn.window_s)
         ssd = step.links[Link.SSD_TO_DRAM]
         dram = step.rooms[Tier.DRAM]
         ahead = self._config.lookahead_ssd < 0 and dram.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
-            if ssd.closed or ssd.end_s >= horizon_s or (place >= far and (not ahead or turn.rid is None)):
+            if ssd.closed or ssd.end_s >= horizon_s or not dram.left or (place >= far and (not ahead or turn.rid is None)):
                 break
             if turn.before:
                 dram.take(turn.before, step.now + turn.window_s)
@@ -409,6 +423,8 @@ class Prefetcher:
 
     def _judge(self, step: _Step, turn: Turn, missing: Missing) -> None:
         """Eq. 1 for all that is missing, behind what is charged already."""
+        if turn.owner in self.overlaps:
+            return
         ssd, pcie = (step.links[link] for link in TWO_HOPS)
         pages, below = missing.lacking, missing.below
         first_s = ssd.end_s + ssd.seconds(below) + pcie.seconds(1) if below else 0.0
@@ -418,7 +434,9 @@ class Prefetcher:
 
     def _promote(self, step: _Step, turn: Turn, missing: Missing, budget: int, horizon_s: float) -> int:
         """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its first gap."""
-        ssd, pcie = (step.links[link] for link in TWO_HOPS)
+        ssd, pcie = step.links[Link.SSD_TO_DRAM], step.links[Link.DRAM_TO_HBM]
+        if budget <= 0 or not step.rooms[Tier.HBM].left or (ssd.closed and missing.runs[0][1] is not Tier.DRAM):
+            return 0
         until_s = turn.window_s + self._config.scheduling_slack_s
         needed_at = self._needed_at(step, turn)
         brought = 0
@@ -454,6 +472,11 @@ class Prefetcher:
                 self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DRAM)
             if pages < len(span):
                 break
+
+
+def _evictions(rooms: Mapping[Tier, Room]) -> tuple[Evict, ...]:
+    victims = [(rooms[tier].victims(), tier) for tier in (Tier.HBM, Tier.DRAM)]
+    return tuple(Evict(keys, tier) for keys, tier in victims if keys)
 
 
 class _Step:

@@ -51,6 +51,8 @@ class Scene:
     planner has something to decide in every step. Loads land in the order asked, as fast as the link is, and each chunk
     granted runs in one step. Who comes through is followed by another."""
 
+    _new_tokens = 1
+
     def __init__(self, requests: int, pages: int, known: int) -> None:
         self.config = PolicyConfig(map_pages=max(known, 1) * 2)
         self.engine = EngineShape(_PAGE_TOKENS, _PAGE_BYTES, _STEP_TOKENS)
@@ -96,7 +98,7 @@ class Scene:
 
     def _arrive(self, rid: str) -> None:
         keys = self._keys(rid)
-        tokens = self._pages * _PAGE_TOKENS + 1
+        tokens = self._pages * _PAGE_TOKENS + self._new_tokens
         self.facts.append(RequestArrived(rid, self._now, tokens, keys, rid))
         self.facts.append(PagesPlaced(keys, Tier.SSD, self._now))
         self._offer(rid, tokens)
@@ -145,13 +147,16 @@ class Scene:
 
 class AheadScene(Scene):
     """The same queue where nothing is restored: lookahead brings pages to DRAM and HBM before each turn, others give way, and
-    what lacks then is computed. Who comes through leaves a session behind that lookahead expects back."""
+    what lacks then the engine reads by itself. Each request has so much new besides that it runs for four steps. Who comes
+    through leaves a session behind that lookahead expects back."""
 
     def __init__(self, requests: int, pages: int, known: int) -> None:
         self._held: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}}
         self._most = {Tier.HBM: _HBM_PAGES, Tier.DRAM: _DRAM_PAGES}
-        self._computed = 0
+        self._chunks = 0
         super().__init__(requests, pages, known)
+
+    _new_tokens = 4 * _STEP_TOKENS
 
     def _offer(self, rid: str, tokens: int) -> None:
         """Nothing is offered."""
@@ -188,16 +193,20 @@ class AheadScene(Scene):
             done = TransferDone("", link, Span(0, 0), nbytes, nbytes / rate, self._free_at)
             self._landing.append((self._free_at, done))
             self._landing.append((self._free_at, PagesPlaced(move.keys, move.target, self._free_at)))
-        rid = self._slot or self._waiting[0]
-        keys = self._keys(rid)
-        front = max(self._computed, _PAGE_TOKENS * next((n for n, key in enumerate(keys) if key not in self._held[Tier.HBM]), len(keys)))
-        stop = min(front + _STEP_TOKENS, self._pages * _PAGE_TOKENS + 1)
-        self._computed = stop
-        placed = keys[front // _PAGE_TOKENS : stop // _PAGE_TOKENS]
-        self._run(rid, Span(front, max(stop, front + 1)))
-        if placed:
-            self._landed(PagesPlaced(placed, Tier.HBM, self._now + _STEP_S))
+        rid, start = self._waiting[0], self._pages * _PAGE_TOKENS + self._chunks * _STEP_TOKENS
+        lacking = tuple(key for key in self._keys(rid) if key not in self._held[Tier.HBM])
+        if lacking:
+            self._landed(PagesPlaced(lacking, Tier.HBM, self._now))
+        self._chunks += 1
+        self._run(rid, Span(start, start + _STEP_TOKENS))
         self.facts.append(StepDone(_STEP_S, _STEP_TOKENS, 64, self._now + _STEP_S))
+
+    def _run(self, rid: str, tokens: Span) -> None:
+        self._slot = rid
+        self.facts.append(ChunkStarted(rid, tokens, self._now))
+        self.facts.append(ChunkDone(rid, tokens, _STEP_S, self._now + _STEP_S))
+        if self._chunks == 4:
+            self._replace(rid)
 
     def _evict(self, eviction: Evict, moves: tuple[Move, ...]) -> None:
         """As many as are needed for what is moved, the first named first."""
@@ -208,7 +217,7 @@ class AheadScene(Scene):
             self._drop(keys, eviction.tier)
 
     def _replace(self, rid: str) -> None:
-        self._computed = 0
+        self._chunks = 0
         self.facts.append(RequestFinished(rid, self._now + _STEP_S, keys=self._keys(rid)))
         super()._replace(rid)
 
