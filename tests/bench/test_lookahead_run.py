@@ -114,3 +114,28 @@ def test_tiers_are_read_from_what_a_server_counts() -> None:
     file = Metrics.parse("sglang:backuped_tokens_total 999\n")
     assert occupancy(file, Metrics.parse("sglang:backuped_tokens_total 900\n"), 16) == {"storage": 99.0}
     assert occupancy(Metrics({}), Metrics({}), 16) == {}
+
+
+def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_per_pause(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    arms = ("--arms", "recompute,kvtier,oracle", "--gaps", "0", "--rounds", "1", "--log", str(log))
+    first, none = compare(tmp_path, *arms, "--oversubscription", "1.5", "--minutes", "0")
+    assert first.returncode == 0, first.stderr
+    assert len(none["samples"]) == 0 and any("Time is up" in note for note in none["notes"])
+    second, one = compare(tmp_path, *arms, "--oversubscription", "1.5")
+    assert second.returncode == 0, second.stderr
+    third, both = compare(tmp_path, *arms, "--oversubscription", "1.5,1.2")
+    assert third.returncode == 0, third.stderr
+    requests = one["workload"]["requests"]
+    assert [{arm: figures["requests"] for arm, figures in cell["arms"].items()} for cell in both["cells"]] == [
+        {"recompute": requests, "kvtier": requests, "oracle": requests}
+    ] * 2
+    assert both["cells"][0]["arms"] == one["cells"][0]["arms"]
+    assert both["cells"][1]["arms"]["oracle"]["ttft_ms"] == one["cells"][0]["arms"]["oracle"]["ttft_ms"]
+    made = [json.loads(line) for line in log.read_text().splitlines()][1:]
+    assert [(trial["cell"], trial["arm"]) for trial in made] == [
+        ("1.5x, pause 0 s", "recompute"), ("1.5x, pause 0 s", "kvtier"), ("pause 0 s", "oracle"),
+        ("1.2x, pause 0 s", "recompute"), ("1.2x, pause 0 s", "kvtier"),
+    ]  # fmt: skip
+    other, _ = compare(tmp_path, *arms, "--oversubscription", "1.5", "--lookahead", "2")
+    assert other.returncode != 0 and "lookahead" in other.stderr
