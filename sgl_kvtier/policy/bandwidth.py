@@ -11,7 +11,7 @@ _KEEP = 0.9
 _UNKNOWN = 1e9
 _NEWS = 4
 """So many transfers in a row that are all faster, or all slower, than known mean that the link has changed."""
-_CHANGED = 1.4
+_CHANGED = 1.25
 """By this factor at least."""
 
 

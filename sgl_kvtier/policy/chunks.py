@@ -10,6 +10,9 @@ from sgl_kvtier.policy.restore import Restoration, chunk_tokens
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Span
 
+_WORTH_ASKING = 2
+"""So many of the shortest chunks have to be gained by asking loads back, or else compute waits for them."""
+
 
 class Chunks:
     """Decides the front of each restoration. Chunks are claimed when a ChunkStarted reports them."""
@@ -109,7 +112,7 @@ class Chunks:
         if run.start != reach:
             return []
         meet = self._outlook.meeting_if_taken_back(item, view, self._outlook.busy_s(view), front).meet
-        if meet - reach < max(1, config.load_tokens // engine.page_tokens):
+        if (meet - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
             return []
         item.cancelled = min(meet, run.stop)
         return [Cancel(item.rid, Span(run.start, item.cancelled))]
