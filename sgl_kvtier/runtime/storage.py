@@ -186,10 +186,12 @@ class KVTierStorage(HiCacheStorage):
     def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
         """Meanwhile this thread's `batch_get_v1` finds these pages under way when it asks for them, in this order and in parts.
         No I/O touches the slots any more when this ends, whatever was asked for."""
-        if self._store is None or not keys or not is_page_contiguous(self.mem_pool_host):
+        page = self.mem_pool_host.page_size
+        host_indices = host_indices[: len(keys) * page]
+        if self._store is None or not keys or len(host_indices) < len(keys) * page or not is_page_contiguous(self.mem_pool_host):
             yield
             return
-        (first,) = _parts(self.mem_pool_host, 1, host_indices[: len(host_indices) // len(keys)])
+        (first,) = _parts(self.mem_pool_host, 1, host_indices[:page])
         prefix = PrefixRead(keys, host_indices, sum(part.nbytes for part in first), self._begin)
         self._reading[id(prefix)] = prefix
         if self._cut_short:

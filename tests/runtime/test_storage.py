@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_config
+from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
@@ -213,6 +215,28 @@ def test_a_prefix_asked_for_in_batches_is_read_ahead_each_page_once(make):
     assert [page_bytes(pool, 20 + i) for i in range(10)] == [page_bytes(pool, i) for i in range(10)]
     assert backend._store.stats().pages_read == before + 10
     assert backend.get_stats().prefetch_pgs == [10] and len(backend.own_reads) == 1
+    assert backend._reading == {}
+
+
+@pytest.mark.parametrize("stop_after", [None, 4])
+def test_sglangs_own_loop_over_a_prefix_gets_its_pages_and_says_so(make, monkeypatch, stop_after):
+    monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 4)
+    pool = host_pool()
+    backend = make(pool)
+    names = keys(*range(10))
+    backend.batch_set_v1(names, slots(list(range(10))))
+    controller = object.__new__(cache_controller.HiCacheController)
+    controller.storage_backend, controller.page_size, controller.prefetch_sync_queue = backend, PAGE, Queue()
+    controller.page_get_func = controller._page_get_zero_copy
+    acks = controller.prefetch_sync_queue.queue
+    operation = SimpleNamespace(
+        hash_value=names, host_indices=slots(list(range(20, 30))), prefix_keys=None, request_id="one", pool_transfers=None,
+        is_terminated=lambda: stop_after is not None and len(acks) * 4 >= stop_after,
+    )  # fmt: skip
+    read = stop_after or 10
+    assert plugin._read_ahead(cache_controller.HiCacheController._page_transfer, controller, operation) == read
+    assert [ack.completed_tokens for ack in acks] == [min(read, pages) * PAGE for pages in (4, 8, 10)]
+    assert [page_bytes(pool, 20 + i) for i in range(read)] == [page_bytes(pool, i) for i in range(read)]
     assert backend._reading == {}
 
 
