@@ -12,9 +12,9 @@ from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
-_STEP_COVER = 3.0
-"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan, even one that
-has become so much faster; those that compute reaches first are asked back."""
+_STEP_COVER, _STEP_COVER_RECALLED = 1.5, 3.0
+"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. Where loads can
+be asked back, as many as a link needs that has become so much faster: those that compute reaches first come back."""
 _LOAD_S = 0.02
 """The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
 _NEAR = 4
@@ -44,7 +44,8 @@ class Loads:
         for compute in sized:
             if compute.tokens:
                 next_step_s = max(next_step_s, busy_s + known.cost.cost.chunk_seconds(0, compute.tokens))
-        horizon_s = max(known.config.load_horizon_s, _STEP_COVER * next_step_s)
+        cover = _STEP_COVER_RECALLED if known.rule.balanced_chunks else _STEP_COVER
+        horizon_s = max(known.config.load_horizon_s, cover * next_step_s)
         readers = known.readers
         open_links = [link for link in readers if not self._full(link, now, horizon_s)]
         if not any(map(readers.__getitem__, open_links)):
