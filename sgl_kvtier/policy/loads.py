@@ -12,17 +12,15 @@ from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
-_STEP_COVER, _STEP_COVER_RECALLED = 1.5, 3.0
-"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. Where loads can
-be asked back, as many as a link needs that has become so much faster: those that compute reaches first come back."""
+_STEP_COVER, _STEP_COVER_ALONE = 1.5, 3.0
+"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. A restoration that
+is alone gets as many as a link needs that has become so much faster: those that compute reaches first are asked back."""
 _LOAD_S = 0.02
 """The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
 _NEAR = 4
 """A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
 _PROBES = 2
 """Transfers handed out on a link that was never measured."""
-_MOST_BEHIND = 8
-"""So many waiting requests are charged for at most."""
 _UNBOUNDED = 1 << 40
 """Pages of a tier the view does not count."""
 
@@ -44,7 +42,7 @@ class Loads:
         for compute in sized:
             if compute.tokens:
                 next_step_s = max(next_step_s, busy_s + known.cost.cost.chunk_seconds(0, compute.tokens))
-        cover = _STEP_COVER_RECALLED if known.rule.balanced_chunks else _STEP_COVER
+        cover = _STEP_COVER_ALONE if known.rule.balanced_chunks and len(known.items) == 1 else _STEP_COVER
         horizon_s = max(known.config.load_horizon_s, cover * next_step_s)
         readers = known.readers
         open_links = [link for link in readers if not self._full(link, now, horizon_s)]
@@ -89,10 +87,9 @@ class Loads:
         if not self._under_way.rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < config.min_chunk_tokens:
             return lowest, lowest, split
         meet = split.meet
-        behind = min(len(view.waiting) - 1, _MOST_BEHIND)
-        if behind > 0 and config.queue_charge > 0 and meet > lowest:
-            # What compute takes delays all behind it, and a link's work goes on beside: with others waiting more is loaded.
-            meet = outlook.charged_meet(item, view, ahead_s, item.pointer.front, 1 + config.queue_charge * behind)
+        charge = outlook.charge(view)
+        if charge > 1 and meet > lowest:
+            meet = outlook.charged_meet(item, view, ahead_s, item.pointer.front, charge)
         return lowest, max(lowest, meet), split
 
     def _load_from(

@@ -7,6 +7,9 @@ from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.policy.restore import Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 
+_MOST_BEHIND = 8
+"""So many waiting requests are charged for at most."""
+
 
 class Outlook:
     """Predictions in seconds from the view's `now`. What was looked up in a step is kept until the next `begin`."""
@@ -80,11 +83,17 @@ class Outlook:
         item.charged_meet = best_split(pace, compute_at_s, left, front, item.charged_meet, charge).meet
         return item.charged_meet
 
+    def charge(self, view: StepView) -> float:
+        """What compute counts for: it delays all that wait, and a link's work goes on beside."""
+        behind = min(len(view.waiting) - 1, _MOST_BEHIND)
+        return 1 + self._under_way.config.queue_charge * behind if behind > 0 else 1.0
+
     def meeting_if_taken_back(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
-        """The same if its loads under way could be taken back."""
+        """The same, charge included, if its loads under way could be taken back."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        return best_split(pace, compute_at_s + copied_s, open_of(pace, item.pointer, item.by_link, front, item.in_flight), front)
+        left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
+        return best_split(pace, compute_at_s + copied_s, left, front, charge=self.charge(view))
 
     def _look(self, view: StepView) -> Pace:
         known, engine = self._under_way, self._under_way.engine

@@ -55,7 +55,7 @@ class PlainOutlook(Outlook):
         return self.search(item, view, compute_at_s, front, charge=charge).meet
 
     def meeting_if_taken_back(self, item, view, compute_at_s, front):
-        return self.search(item, view, compute_at_s, front, item.in_flight)
+        return self.search(item, view, compute_at_s, front, item.in_flight, self.charge(view))
 
 
 class PlainPlanner:
