@@ -98,7 +98,7 @@ def test_pages_that_one_rank_loses_are_lost_for_both(tmp_path: Path, two: Any, e
 
 def test_aborts_and_flushes_while_pages_move_on_two_ranks(tmp_path: Path, two: Any, expected: Any) -> None:
     with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two) as served:
-        number, lost = aborts_and_flushes(served, 40)
+        number, lost = aborts_and_flushes(served, 20)
         assert number > lost
         assert Agents(1).run(served, 4) == expected
         same(served, tmp_path / "server.log")
