@@ -113,7 +113,7 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def _reserve(self, r: Restoration, req: Any, end: int) -> None:
         """Others are admitted beside a small chunk, or none: what this request still needs behind `end` is not theirs."""
-        held = sum(sum(load.held) for load in r.loads) * self.page_size
+        held = len(r.owner) * self.page_size
         left = len(req.full_untruncated_fill_ids) - end
         if left > 0:
             output = min(req.sampling_params.max_new_tokens, _CLIP) + self.page_size
@@ -148,7 +148,7 @@ class KVTierPrefillAdder(PrefillAdder):
             return AddReqResult.CONTINUE
         found = (req.prefix_len, req.host_hit_length)
         # It is about to be charged for all its tokens behind the splice: those that have a slot of a load cost nothing.
-        held = (sum(sum(load.held) for load in r.loads) - len(compute.splice)) * self.page_size
+        held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         req.prefix_len, req.host_hit_length = compute.splice.stop * self.page_size, 0
         verdict = self._add_with_limit(req, has_chunked_req, align, compute)

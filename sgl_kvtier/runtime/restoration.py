@@ -109,7 +109,8 @@ class Restoration:
     """Pages [0, front) are computed, being computed or spliced."""
     loads: list[Load] = field(default_factory=list)
     owner: dict[int, tuple[Load, int]] = field(default_factory=dict)
-    """Which load, and which page of it, will be or is this page."""
+    """Which load, and which page of it, will be or is this page. Slots that a load still holds for pages it has lost are not
+    among them: what is computed instead needs others."""
     prefix: torch.Tensor | None = None
     """Slots spliced at admission, behind the tree's, before the request has a row."""
     spliced: dict[Tier, int] = field(default_factory=dict)

@@ -42,7 +42,7 @@ def adder_with(engine: Any, free: int = 4096) -> KVTierPrefillAdder:
 
 
 def test_a_page_that_is_spliced_at_admission_is_not_credited_a_second_time(monkeypatch):
-    r = SimpleNamespace(resident=0, front=0, loads=[SimpleNamespace(held=bytearray(b"\1" * 4))])
+    r = SimpleNamespace(resident=0, front=0, owner=dict.fromkeys(range(4)))
     splice = Compute("r", Span(0, 3), None)
     engine = SimpleNamespace(of=lambda rid: r, computes={"r": splice}, trusted=lambda r, span: True)
     adder, seen = adder_with(engine), []

@@ -110,6 +110,7 @@ def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_e
     assert lost == [PagesLost("r", Span(4, 7), "hung", 0.0)]
     assert r.barrier(0) == 7 and r.is_landed(7)
     assert engine.slots.tokens == 4 * PAGE and engine.loads == [hung]
+    assert list(r.owner) == [7], "the other slots are no room for the chunks that compute their pages"
     assert settle(engine, 2.2) == []
     for offset in range(3):
         hung.mark(offset, LANDED, 9.0)
