@@ -55,8 +55,8 @@ class CompareOptions:
     request_timeout_s: float = 300.0
     beside: Callable[[Client, Round], Coroutine[Any, Any, None]] | None = None
     first_round: int = 1
-    is_done: Callable[[str, int], bool] = lambda _arm, _number: False
-    """Whether an arm's round, counted from 1, was measured before: it is passed over."""
+    take_over: Callable[[str, int], bool] = lambda _arm, _number: False
+    """Puts an arm's round, counted from 1, into the outcome if it was measured before: then it is not measured again."""
     keep: Callable[[Round, int], None] = lambda _one, _number: None
     """Takes every round that is complete, with its number from 1."""
     until: float | None = None
@@ -129,7 +129,7 @@ class Comparison:
                 for arm in rotated(options.arms, number - 1):
                     if arm in self._outcome.failures:
                         continue
-                    if options.is_done(arm, number):
+                    if options.take_over(arm, number):
                         shown.expect((shown.total or 0) - load.requests)
                         continue
                     if options.until is not None and time.monotonic() > options.until:

@@ -186,8 +186,8 @@ def _go_on(cell: Cell, log: LookaheadLog) -> None:
     def place(arm: str) -> str:
         return f"pause {cell.gap_s:g} s" if arm == ORACLE else cell.name
 
-    def is_done(arm: str, number: int) -> bool:
-        trial = next((one for one in log.of(place(arm)) if (one.arm, one.number) == (arm, number)), None)
+    def take_over(arm: str, number: int) -> bool:
+        trial = log.find(place(arm), arm, number)
         if trial is None:
             return False
         outcome.rounds.append(replace(trial.one, number=options.first_round + number - 1))
@@ -200,7 +200,7 @@ def _go_on(cell: Cell, log: LookaheadLog) -> None:
         kept = replace(one, number=number)
         log.keep(Trial(place(one.arm), one.arm, number, kept, outcome.start_s.get(one.arm), tuple(outcome.commands[one.arm])))
 
-    cell.options = replace(options, is_done=is_done, keep=keep)
+    cell.options = replace(options, take_over=take_over, keep=keep)
 
 
 def _measure(cells: Sequence[Cell], chosen: Load, log: LookaheadLog) -> bool:

@@ -73,13 +73,9 @@ class LookaheadLog:
                     f"{self.path}: its trials were made with {name} = {found.get(name)}, and now it is {value}. Name another --log"
                 )
 
-    def has(self, cell: str, arm: str, number: int) -> bool:
-        """Whether this trial was made."""
-        return any((one.cell, one.arm, one.number) == (cell, arm, number) for one in self.trials)
-
-    def of(self, cell: str) -> list[Trial]:
-        """Trials of one cell, in the order in which they were made."""
-        return [one for one in self.trials if one.cell == cell]
+    def find(self, cell: str, arm: str, number: int) -> Trial | None:
+        """This trial, if it was made."""
+        return next((one for one in self.trials if (one.cell, one.arm, one.number) == (cell, arm, number)), None)
 
     def keep(self, trial: Trial) -> None:
         """Adds a trial."""

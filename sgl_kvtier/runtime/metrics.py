@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any
@@ -35,7 +36,7 @@ _POSITIONS = tuple(n / 10 for n in range(1, 11))
 _instruments: dict[str, Any] = {}
 
 
-class Publisher:
+class Publisher(ABC):
     """Calls `_publish` twice a second from a thread of its own, and once more at the end."""
 
     def __init__(self, name: str) -> None:
@@ -54,8 +55,9 @@ class Publisher:
             self._publish()
         self._publish()
 
+    @abstractmethod
     def _publish(self) -> None:
-        raise NotImplementedError
+        """Gives the present numbers to Prometheus."""
 
 
 class StoreMetrics(Publisher):

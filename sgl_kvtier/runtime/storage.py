@@ -251,8 +251,8 @@ class KVTierStorage(HiCacheStorage):
         self,
         keys: Sequence[PageKey],
         host_slots: torch.Tensor,
-        deadline_s: float,
-        on_page: Callable[[int, ReadOutcome], None],
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob | None:
         """Begins reading pages, in this order, into host slots; None while no store is open, or where a page does not lie
         in the host pool as it lies in the store. The slots belong to the store until each page's `on_page`, which an I/O
@@ -349,14 +349,11 @@ class KVTierStorage(HiCacheStorage):
         return read
 
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
-        store = self._store
-        if store is None:
-            nothing = OrderedJob(len(keys), None, None)
-            nothing.end_rest(ReadOutcome.MISS)
-            return nothing
-        tag = self._tag(KV)
-        parts = _parts(self.mem_pool_host, len(keys), host_indices)
-        return store.read([PageRead(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        job = self.begin_read([_key(key) for key in keys], host_indices)
+        if job is None:
+            job = OrderedJob(len(keys), None, None)
+            job.end_rest(ReadOutcome.MISS)
+        return job
 
     def _write(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
         store = self._store

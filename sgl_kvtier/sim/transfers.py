@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import simpy
 
+from sgl_kvtier.policy.messages import CANCELLED
 from sgl_kvtier.sim.hardware import Route
 from sgl_kvtier.sim.links import Network
 from sgl_kvtier.sim.requests import LinkResult
@@ -94,7 +95,7 @@ class Transfers:
         self._queued[link][at : at + 1] = parts
         for part in parts:
             self._watch(part)
-        transfer.lost(transfer, span, "cancelled")
+        transfer.lost(transfer, span, CANCELLED)
 
     def _watch(self, transfer: Transfer) -> None:
         if transfer.due_s is not None:

@@ -36,8 +36,8 @@ def test_figures_of_a_log_are_those_of_its_trials(tmp_path: Path) -> None:
         before, after = ([one.one for one in trials] for trials in (made, read.trials))
         assert arm_figures(arm, after, sample_rows(after)) == arm_figures(arm, before, sample_rows(before))
     assert read.trials[1].one.occupancy == made[1].one.occupancy
-    assert read.has("3x, pause 0.5 s", "kvtier", 2)
-    assert not read.has("3x, pause 0.5 s", "kvtier", 3) and not read.has("5x, pause 0.5 s", "kvtier", 2)
+    assert read.find("3x, pause 0.5 s", "kvtier", 2) is not None
+    assert read.find("3x, pause 0.5 s", "kvtier", 3) is None and read.find("5x, pause 0.5 s", "kvtier", 2) is None
 
 
 def test_a_torn_last_line_is_dropped_and_another_load_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.cost import PrefillCost
 from sgl_kvtier.policy.messages import (
+    CANCELLED,
     ChunkDone,
     ChunkStarted,
     Compute,
@@ -94,7 +95,7 @@ def restore(
             out.cancels.append(cancel.span)
             for entry in [e for e in queue if e[0] > now and e[2].start < cancel.span.stop]:
                 queue.remove(entry)
-                planner.observe(PagesLost("a", entry[2], "cancelled", now))
+                planner.observe(PagesLost("a", entry[2], CANCELLED, now))
         for load in plan.loads:
             begun = max([now, *(entry[1] for entry in queue)])
             rate = bytes_per_second / (slow_factor if begun >= slow_after_s else 1.0)

@@ -19,9 +19,10 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk
-from sgl_kvtier.runtime.restoration import LANDED, OPEN, Load, Restoration
+from sgl_kvtier.runtime.restoration import LANDED, LOST, OPEN, REASON, Load, Restoration
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_tick import RestoreTick
+from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
 
 PAGE, PAGES = 16, 64
@@ -203,3 +204,7 @@ def test_the_end_of_the_last_restoration_is_told_on_several_ranks_too():
     assert not tick.engine.busy
     tick.run(SimpleNamespace())
     assert [(type(fact), fact.rid) for fact in told] == [(RequestFinished, "r")]
+
+
+def test_a_read_that_was_taken_back_is_told_to_the_planner_as_such():
+    assert REASON[LOST[ReadOutcome.CANCELLED]] == messages.CANCELLED
