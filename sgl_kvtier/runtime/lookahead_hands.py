@@ -157,10 +157,8 @@ class LookaheadHands:
 
     def store_cleared(self) -> None:
         """Nothing is in storage any more, which is no drift: it was said."""
-        self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
-        if self._votes is not None:
-            self._votes.forget()
-        elif self._backend is not None:
+        self._forget_stored()
+        if self._votes is None and self._backend is not None:
             self._backend.take_seen()
 
     def give_up(self) -> None:
@@ -329,10 +327,8 @@ class LookaheadHands:
         backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
         if backend is not self._backend:
             self._backend = backend
-            self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
-            if self._votes is not None:
-                self._votes.forget()
-            elif backend is not None:
+            self._forget_stored()
+            if self._votes is None and backend is not None:
                 backend.watch_pages()
         if self._votes is not None:
             self.counters.drift += self._votes.look(self.engine.now)
@@ -340,6 +336,13 @@ class LookaheadHands:
         if backend is not None:
             self.facts.placed(backend.take_seen(), Tier.SSD)
         self.counters.drift += self.check.roll(self.engine.now)
+
+    def _forget_stored(self) -> None:
+        """What the map has in storage is there no more."""
+        self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
+        self.check.forget()
+        if self._votes is not None:
+            self._votes.forget()
 
     def _sweep(self, scheduler: Any) -> None:
         """Requests that left without a word."""

@@ -27,6 +27,7 @@ class TierCheck:
         self._at = 0.0
         self._seen: tuple[int, int] | None = None
         self._todo: list[PageKey] = []
+        self._said = False
 
     def _store(self) -> Any:
         backend = self._tree.cache_controller.storage_backend
@@ -34,9 +35,12 @@ class TierCheck:
 
     def roll(self, now: float) -> int:
         """At most once a second: pages the store dropped since are taken off the map, some at a time; returns how many."""
-        if now < self._at and not self._todo:
+        if now < self._at and not self._todo and not self._said:
             return 0
         self._at = now + _PERIOD_S
+        if self._said:
+            self._said = False
+            return 0
         store = self._store()
         if not self._todo:
             stats = store.stats() if store is not None else None
@@ -47,9 +51,18 @@ class TierCheck:
             self._seen = seen
             self._todo = list(self._map.resident(Tier.SSD))
         part, self._todo = self._todo[:_SLICE], self._todo[_SLICE:]
-        gone = self._not_stored(store, part)
+        gone = self._not_stored(store, [key for key in part if self._is_on_the_map(key)])
         self._facts.dropped(gone, Tier.SSD)
         return len(gone)
+
+    def forget(self) -> None:
+        """All stored pages were just said to be gone. The map learns it at the end of the tick, so `roll` looks for nothing
+        the next time: else what was said would be found and counted as well."""
+        self._todo, self._seen, self._said = [], None, True
+
+    def _is_on_the_map(self, key: PageKey) -> bool:
+        page = self._map.page(key)
+        return page is not None and Tier.SSD in page.tiers
 
     def _not_stored(self, store: Any, keys: list[PageKey]) -> tuple[PageKey, ...]:
         if store is None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.policy.eviction import NextUse
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
 from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.page_names import SessionNames, keys_of
+from sgl_kvtier.runtime.tier_check import TierCheck
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.runtime.victims import Victims
+from sgl_kvtier.store.engine import open_store
+from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4
@@ -45,7 +50,7 @@ class Lab:
         self.core.set_hicache_enabled()
         self.core.enable_storage = True
         pool = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(logical_size=4096)))
-        tree = SimpleNamespace(
+        self.tree = tree = SimpleNamespace(
             tree_core=self.core,
             page_size=PAGE,
             cache_controller=SimpleNamespace(mem_pool_host=pool),
@@ -180,3 +185,28 @@ def test_pages_brought_early_that_leave_unused_are_wasted(tier: Tier):
     lab.facts.placed(keys[:1], tier)
     lab.facts.dropped(keys, Tier.DRAM)
     assert lab.facts.wasted == (4 if tier is Tier.DRAM else 3)
+
+
+def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_path: Path):
+    """The map learns it at the end of the tick in which it was said, and a comparison may fall into that tick."""
+    lab = Lab()
+    store = open_store(StoreConfig(path=str(tmp_path), capacity_bytes=8 << 20, segment_bytes=1 << 20, min_free_bytes=0), Identity({"model": "m"}), "tp0")
+    controller = lab.tree.cache_controller
+    controller.storage_backend = SimpleNamespace(_store=store)
+    check = TierCheck(lab.tree, lab.map, lab.facts)
+    keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
+    try:
+        lab.facts.placed(keys[:2], Tier.SSD)
+        assert check.roll(0.0) == 0, "a store that has lost nothing is not asked"
+        controller.storage_backend = None
+        check.forget()
+        assert check.roll(5.0) == 0, "said in this tick"
+        lab.facts.dropped(keys[:2], Tier.SSD)
+        controller.storage_backend = SimpleNamespace(_store=store)
+        assert check.roll(7.0) == 0
+        controller.storage_backend = None
+        lab.facts.placed(keys[2:], Tier.SSD)
+        assert check.roll(9.0) == 2, "found on the map, not in the store, and nobody said so"
+        assert lab.map.count(Tier.SSD) == 0
+    finally:
+        store.close()
