@@ -135,6 +135,18 @@ class LookaheadHands:
         if self._requests.pop(rid, None) is not None:
             self._tell(RequestFinished(rid, _LATER, aborted=True))
 
+    def landed(self, rid: str) -> None:
+        """SGLang has read pages of a waiting request into host memory: they are held there until it runs."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        known = self._requests.get(rid)
+        if known is None or known.scheduled or not known.keys:
+            return
+        req, tokens = known.req, len(known.keys) * self.engine.page
+        path = known.path or Path(req.full_untruncated_fill_ids[:tokens], known.keys, req.extra_key, req.cache_salt)
+        found = self.engine.tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self.engine.page)))
+        path.node, known.path = found.best_match_node, path
+
     def note_chunk(self, chunk: Chunk) -> None:
         """A prefill was launched, or has ended."""
         if chunk.seconds is None:

@@ -16,6 +16,7 @@ from sgl_kvtier.runtime import restore_setup
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_tick import RestoreTick
+from sgl_kvtier.runtime.turn_reads import TurnReads
 from sgl_kvtier.types import Tier
 
 
@@ -25,6 +26,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     engine: RestoreEngine | None = None
     tick: RestoreTick | None = None
     ahead: LookaheadHands | None = None
+    turns: TurnReads | None = None
     _taken_over = False
     _riding = False
 
@@ -35,12 +37,16 @@ class KVTierRadixCache(UnifiedRadixCache):
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.engine, self.tick = restore_setup.build(self, server_args)
         self.ahead = self.tick.ahead
+        self.turns = self.tick.turns
 
     def check_hicache_events(self) -> None:
         """SGLang's own events. It would ask storage again for what it dropped in favour of a restoration."""
         super().check_hicache_events()
         if self.engine is not None:
             for rid in self.engine.owned:
+                self.storage_prefetch_retries.cancel(rid)
+        if self.turns is not None:
+            for rid in self.turns.kept_back:
                 self.storage_prefetch_retries.cancel(rid)
 
     def _sync_hicache_ready_counts(self) -> Any:
@@ -61,10 +67,12 @@ class KVTierRadixCache(UnifiedRadixCache):
         self.tick.answer(whole[len(data) :].tolist())
 
     def _offer_or_allocate(self, operation: Any, hit_tokens: int, **how: Any) -> tuple[torch.Tensor | None, int]:
-        """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer of what we restore."""
+        """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer of what we restore, and of
+        what is read later."""
         if self.ahead is not None:
             self.ahead.found(operation.hash_value[: hit_tokens // self.page_size])
-        if self.engine is not None and self.engine.offer_hit(operation, hit_tokens):
+        offered = self.engine is not None and self.engine.offer_hit(operation, hit_tokens)
+        if offered or (self.turns is not None and self.turns.hit(operation, hit_tokens)):
             self.discard_storage_prefetch_accounting(operation.handle)  # neither fulfilled nor dropped: it is ours now
             self._taken_over = True
             return None, hit_tokens
@@ -77,11 +85,17 @@ class KVTierRadixCache(UnifiedRadixCache):
             return
         super()._log_storage_prefetch_deferred(num_tokens, reason)
 
-    def prefetch_from_storage(self, request: Any, *args: Any, **kwargs: Any) -> bool | None:
-        """When a request is queued, and when SGLang asks storage again for it."""
+    def prefetch_from_storage(
+        self, request: Any, last_host_node_id: Any, new_input_tokens: Any, *args: Any, **kwargs: Any
+    ) -> bool | None:
+        """When a request is queued, and when storage is asked again for it."""
         if self.engine is not None and request.rid in self.engine.owned:
             return None
-        answer = super().prefetch_from_storage(request, *args, **kwargs)
+        if self.turns is not None and self.enable_storage:
+            there = len(kwargs.get("matched_prefix_tokens") or ())
+            if self.turns.declines(request, len(new_input_tokens), there):
+                return None
+        answer = super().prefetch_from_storage(request, last_host_node_id, new_input_tokens, *args, **kwargs)
         if self.engine is not None and request not in self.ongoing_prefetch:
             self.engine.look_at(request)  # storage was not asked: what is in host memory may still be worth restoring
         return answer
@@ -91,6 +105,14 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().revoke_pending_prefetch(request)
         if self.engine is not None and not self._taken_over:
             self.engine.look_at(request)
+
+    def _handle_prefetch_result(self, operation: Any) -> None:
+        """SGLang has read pages of a waiting request into host memory, and puts them into the tree."""
+        super()._handle_prefetch_result(operation)
+        if self.turns is not None:
+            self.turns.landed(operation)
+        if self.ahead is not None:
+            self.ahead.landed(operation.handle.rid)
 
     def check_prefetch_progress(self, request: Any) -> bool:
         """Whether a waiting request may be admitted in this pass."""
@@ -114,6 +136,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         """A request gives its row back: finished, aborted or retracted."""
         if self.engine is not None:
             self.engine.forget(req.rid)
+        if self.turns is not None:
+            self.turns.forget(req.rid)
         if self.ahead is not None:
             self.ahead.released(req)
         super().on_release(req, checkpointed=checkpointed)
@@ -122,6 +146,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         """A waiting request, or one between two chunks, was aborted."""
         if self.engine is not None:
             self.engine.forget(request.rid)
+        if self.turns is not None:
+            self.turns.forget(request.rid)
         if self.ahead is not None:
             self.ahead.gone(request.rid)
         super().release_aborted_request(request)

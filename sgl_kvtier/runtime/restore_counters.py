@@ -29,6 +29,8 @@ class RestoreCounters:
     """Restorations ended, by how."""
     lost_pages: Counter[str] = field(default_factory=Counter)
     """Pages asked for that did not come, by reason."""
+    turn_reads: Counter[str] = field(default_factory=Counter)
+    """Stored prefixes of waiting requests that SGLang did not read on arrival, or read again, by what was done."""
     bytes_loaded: Counter[Link] = field(default_factory=Counter)
     spliced_pages: Counter[Tier] = field(default_factory=Counter)
     computed_pages: int = 0
@@ -87,6 +89,7 @@ class RestoreCounters:
             ("declined", "reason", self.declined),
             ("ended", "how", self.ended),
             ("lost_pages", "reason", self.lost_pages),
+            ("turn_reads", "what", self.turn_reads),
         ):
             for reason, count in dict(counter).items():
                 yield name, {label: reason}, count

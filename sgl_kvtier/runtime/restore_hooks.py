@@ -23,7 +23,8 @@ IDLE = _SCHEDULER + "is_fully_idle"
 UNCACHED = (
     "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes"
 )
-TARGETS = (TREE, EVENTS, ADDER, PREFILL, NEXT_BATCH, RUN, RESULT, IDLE, UNCACHED)
+TURN = _SCHEDULER + "_prefetch_after_device_hit_loss"
+TARGETS = (TREE, EVENTS, ADDER, PREFILL, TURN, NEXT_BATCH, RUN, RESULT, IDLE, UNCACHED)
 
 _NAP_S = 0.001
 
@@ -37,6 +38,7 @@ def register() -> None:
     HookRegistry.register(ADDER, _adder_class, HookType.AFTER)
     HookRegistry.register(PREFILL, _repair_parked, HookType.AFTER)
     HookRegistry.register(NEXT_BATCH, _nap, HookType.AFTER)
+    HookRegistry.register(TURN, _read_first, HookType.AROUND)
     HookRegistry.register(RUN, _time_batch, HookType.AROUND)
     HookRegistry.register(RESULT, _time_result, HookType.AFTER)
     HookRegistry.register(IDLE, _is_fully_idle, HookType.AROUND)
@@ -90,6 +92,12 @@ def _repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> No
         return
     parked.inflight_middle_chunks -= 1
     batch.contains_last_prefill_chunk = True
+
+
+def _read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+    """Around SGLang's look at whether a request has lost pages since it was queued: what was read for it since counts too."""
+    turns = getattr(scheduler.tree_cache, "turns", None)
+    return (turns is not None and turns.at_turn(scheduler, req)) or original(scheduler, req)
 
 
 def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
+from sgl_kvtier.runtime.turn_reads import TurnReads
 from sgl_kvtier.types import Link, Span, Tier
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class RestoreTick:
         self._asked: _Asked | None = None
         self._heard: tuple[list[float], bytes] | None = None
         self._apart = False
+        self.turns = TurnReads(engine)
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
         self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = lambda _offer, _view: None
@@ -155,6 +157,7 @@ class RestoreTick:
         if self.ahead is not None:
             self.hear()
             self.ahead.look(scheduler)
+        self.turns.look(scheduler)
         self._note_reads()
         if not engine.busy and not engine.facts and (self.ahead is None or not self.ahead.due(scheduler)):
             return

@@ -1,0 +1,34 @@
+"""Whose stored pages are read ahead of their turn: requests in the order they run, as far as memory holds what they need.
+
+SGLang reads a waiting request's pages from storage into host memory once, when it arrives, however many wait before it. What
+does not fit pushes out what was read for others, is read for nothing, and is then computed. TierKV (Algorithm 1) looks as
+far ahead as there is room for; so do we.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that waits to run. `pages` of host memory its prefix takes below the device: there, on their way, or stored;
+    `unread`: some are stored and neither there nor on their way."""
+
+    rid: str
+    pages: int
+    unread: bool
+
+
+def due(queue: Iterable[Waiting], room: int) -> list[str]:
+    """Requests whose stored pages are read now, in the queue's order. `room` are host pages that may hold prefixes of waiting
+    requests. The first in the queue is never kept waiting; one behind it is due while it and all before it fit."""
+    found: list[str] = []
+    for place, request in enumerate(queue):
+        room -= request.pages
+        if room < 0 and place:
+            break
+        if request.unread:
+            found.append(request.rid)
+    return found

@@ -1,0 +1,143 @@
+"""Stored pages of waiting requests that are left to SGLang: read in the order of the queue, and again when they were lost.
+
+SGLang asks storage for a request once, when it arrives, and reads what is there into host memory, where nothing holds it
+until the request runs; who arrives while it reads as much as it allows itself may never be asked for. Here a request whose
+pages have no room yet is kept back until they have (`policy/read_turns.py` says whose turn it is), and one that finds less at
+its turn than storage had is asked for again. Scheduler's thread; all of it follows from what ranks have in common, so they
+do the same. Not with pipeline stages: there SGLang decides on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.policy.read_turns import Waiting, due
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
+
+_MOST_READS = 3
+"""A request's prefix is asked for so often at its turn, then computed: something pushes it out again and again."""
+_MOST_PASSES = 256
+"""So many passes of the scheduler a request waits for those before it to be read, then it runs with what it has."""
+
+
+@dataclass
+class _Stored:
+    """What storage has of a request's prompt, or may have: tokens [0, end), what the tree had before included."""
+
+    end: int
+    kept_back: bool = False
+    reads: int = 0
+    passes: int = 0
+
+
+class TurnReads:
+    """One per scheduler process."""
+
+    def __init__(self, engine: RestoreEngine) -> None:
+        self._engine = engine
+        self._tree = engine.tree
+        self._stored: dict[str, _Stored] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is done here: not where all is SGLang's own way."""
+        return self._tree.pp_size == 1 and (self._engine.taking or self._tree.ahead is not None)
+
+    @property
+    def kept_back(self) -> list[str]:
+        """Requests whose read was not begun. SGLang need not ask for them by itself."""
+        return [rid for rid, stored in self._stored.items() if stored.kept_back]
+
+    def declines(self, handle: Any, tokens: int, start: int) -> bool:
+        """Storage is about to be asked for `tokens` of a request from `start` on. True: not now, SGLang reads enough already."""
+        if not self.active or tokens < self._tree.prefetch_threshold or not self._tree.cache_controller.prefetch_rate_limited():
+            return False
+        self._note(handle.rid, start + tokens)
+        self._keep_back(handle.rid)
+        return True
+
+    def hit(self, operation: Any, hit_tokens: int) -> bool:
+        """Storage has these tokens of a waiting request, and SGLang is about to read them. True: not now."""
+        rid = operation.handle.rid
+        if not self.active:
+            return False
+        self._note(rid, operation.storage_start + hit_tokens)
+        if rid in self._due(rid):
+            return False
+        self._keep_back(rid)
+        return True
+
+    def landed(self, operation: Any) -> None:
+        """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are not asked for again."""
+        stored = self._stored.get(operation.handle.rid)
+        if stored is not None and operation.completed_tokens < operation.storage_hit_count:
+            stored.end = operation.storage_start + operation.completed_tokens
+
+    def forget(self, rid: str) -> None:
+        """A request is gone: finished, aborted or retracted."""
+        self._stored.pop(rid, None)
+
+    def look(self, scheduler: Any) -> None:
+        """Has what was kept back and fits now read. Once per tick."""
+        limited = self._tree.cache_controller.prefetch_rate_limited
+        if not self._stored or not self.kept_back or limited():
+            return
+        ready = dict.fromkeys(self._due())
+        for req in [req for req in scheduler.waiting_queue if req.rid in ready]:
+            if self._stored[req.rid].kept_back and not limited():
+                self._ask(scheduler, req)
+
+    def at_turn(self, scheduler: Any, req: Any) -> bool:
+        """Right before a request may be admitted: whether it has to wait because its stored pages are to be read first."""
+        stored = self._stored.get(req.rid)
+        if stored is None or req.rid in self._engine.restorations or not self.active:
+            return False
+        if stored.end - req.prefix_len - req.host_hit_length < self._tree.prefetch_threshold:
+            return False
+        if stored.reads >= _MOST_READS or stored.passes >= _MOST_PASSES:
+            self._engine.counters.turn_reads["given up"] += 1
+            stored.end, stored.kept_back = 0, False
+            return False
+        if self._tree.cache_controller.prefetch_rate_limited() or req.rid not in self._due(req.rid):
+            stored.passes += 1
+            return True
+        self._engine.counters.turn_reads["read at its turn" if stored.kept_back else "read again"] += 1
+        stored.reads += 1
+        return self._ask(scheduler, req)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _note(self, rid: str, end: int) -> None:
+        self._stored.setdefault(rid, _Stored(0)).end = end
+
+    def _keep_back(self, rid: str) -> None:
+        self._stored[rid].kept_back = True
+        self._engine.counters.turn_reads["kept back"] += 1
+
+    def _ask(self, scheduler: Any, req: Any) -> bool:
+        """Has SGLang look in storage again; whether it does."""
+        stored = self._stored[req.rid]
+        stored.kept_back, stored.end = False, 0  # the answer says how much there is
+        scheduler._prefetch_kvcache(req)
+        return req.cache_request_handle in self._tree.ongoing_prefetch
+
+    def _due(self, unread: str = "") -> list[str]:
+        """Whose pages may be read. `unread` is a request that asks for some, besides those kept back."""
+        tree = self._tree
+        device = tree.token_to_kv_pool_allocator
+        # With write-through what is on the device has its copy in host memory, which cannot leave: the rest is the room.
+        room = int(tree.cache_controller.mem_pool_host.size) - (int(device.size) - int(device.available_size()))
+        return due(self._waiting(unread), max(0, room) // self._engine.page)
+
+    def _waiting(self, asking: str) -> Iterator[Waiting]:
+        engine = self._engine
+        for req in engine.scheduler.waiting_queue if engine.scheduler is not None else ():
+            if req.rid in engine.restorations:
+                continue  # it has pages of its own
+            stored = self._stored.get(req.rid)
+            there = req.prefix_len + req.host_hit_length
+            end = max(there, stored.end) if stored is not None else there
+            unread = req.rid == asking or (stored is not None and stored.kept_back)
+            yield Waiting(req.rid, max(0, end - req.prefix_len) // engine.page, unread)

@@ -1,0 +1,34 @@
+"""Whose stored pages are read before their turn."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.policy.read_turns import Waiting, due
+
+QUEUES = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=12).map(
+    lambda entries: [Waiting(f"r{place}", pages, unread) for place, (pages, unread) in enumerate(entries)]
+)
+
+
+@given(QUEUES, st.integers(0, 400))
+def test_what_is_due_fits_with_all_before_it_and_nothing_that_fits_is_kept_back(queue: list[Waiting], room: int):
+    found = due(queue, room)
+    taken, fits = 0, True
+    for place, request in enumerate(queue):
+        taken += request.pages
+        fits = fits and (taken <= room or place == 0)
+        assert (request.rid in found) == (fits and request.unread)
+    assert found == [request.rid for request in queue if request.rid in found], "the queue's order"
+
+
+@given(QUEUES, st.integers(0, 400), st.integers(0, 100))
+def test_more_room_never_takes_a_turn_away(queue: list[Waiting], room: int, more: int):
+    assert set(due(queue, room)) <= set(due(queue, room + more))
+
+
+def test_the_first_in_the_queue_is_never_kept_waiting():
+    assert due([Waiting("large", 50, True), Waiting("small", 1, True)], 0) == ["large"]
+    assert due([Waiting("running soon", 50, False), Waiting("small", 1, True)], 0) == []
+    assert due([], 10) == []

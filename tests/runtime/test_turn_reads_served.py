@@ -1,0 +1,65 @@
+"""More stored prompts wait than host memory holds: each finds all of its pages when it runs, and none is read for nothing."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from ahead_lab import AHEAD, check_map, counts, looking_ahead
+from restore_lab import counts as restore_counts
+from serving import ADMIN, Served, prompts
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+LENGTH, PAGE = 1000, 16
+WHOLE = (LENGTH - 1) // PAGE * PAGE
+POOLS = {"max_total_tokens": 2048, "hicache_ratio": 2, "max_running_requests": 1}
+"""Device and host hold two and four of the prompts; copies of what is on the device are among those on the host."""
+
+
+def ask_all(served: Served, asked: list[list[int]]) -> list[tuple[list[int], int]]:
+    """All at once: output tokens, and how much of each prompt was cached."""
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda prompt: served.ask(prompt, 6), asked))
+    return [(answer.tokens, answer.cached) for answer in answers]
+
+
+def pages_read(served: Served) -> float:
+    """Pages read from storage so far, once that is published."""
+    time.sleep(1.2)
+    return served.metric("kvtier:pages_read_total")
+
+
+def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
+    asked = prompts(8, LENGTH, seed=11)
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **POOLS) as served:
+        first = [served.ask(prompt, 6).tokens for prompt in asked]
+        for _ in range(2):
+            served.flush()
+            before = pages_read(served)
+            assert ask_all(served, asked) == [(tokens, WHOLE) for tokens in first]
+            assert pages_read(served) - before == len(asked) * WHOLE // PAGE, "each page once"
+        found = check_map(served)
+        assert found["drift_total"] == 0 and found["failures_total"] == 0
+        assert restore_counts(served)["turn_reads_total kept back"] > 0
+
+
+def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
+    asked = prompts(8, LENGTH, seed=12)
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **POOLS) as served:
+        first = [served.ask(prompt, 6).tokens for prompt in asked]
+        for again in range(3):
+            served.flush()
+            with ThreadPoolExecutor(len(asked)) as pool:
+                sent = [pool.submit(served.ask, prompt, 6, rid=f"{again}-{place}") for place, prompt in enumerate(asked)]
+                for place in (1, 2, 5):
+                    served.call("POST", "/abort_request", {"rid": f"{again}-{place}", "abort_all": False}, ADMIN, raw=True)
+                for place in (0, 3, 4, 6, 7):
+                    assert sent[place].result().tokens == first[place]
+                for place in (1, 2, 5):
+                    sent[place].exception()
+        found = check_map(served)
+        assert found["drift_total"] == 0 and found["failures_total"] == 0
+        assert counts(served)["map_ssd_pages"] > 0
