@@ -1,4 +1,4 @@
-"""What restoration costs while nothing is restored: decoding of prompts nobody has seen, stock and ours in turn.
+"""What restoration, and looking ahead, cost while there is nothing to restore: decoding of prompts nobody has seen, stock and ours in turn.
 
 One server per arm, all up at once and asleep while they wait. Every round sends the same new prompts to each of them, several
 at a time; every second round goes backwards. The time per output token of a round is the median of its requests'.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.bench.arms import NOT_RESTORED, OURS, Setup, prepare
+from sgl_kvtier.bench.arms import NOT_RESTORED, OURS, Setup, Variant, prepare
 from sgl_kvtier.bench.client import Client, Completion
 from sgl_kvtier.bench.machine import CpuWatch
 from sgl_kvtier.bench.replay import milliseconds
@@ -25,6 +25,13 @@ from sgl_kvtier.report import pair_ratios, percentile
 
 STOCK = "hicache-file"
 OVERHEAD_ARMS = (STOCK, NOT_RESTORED, OURS)
+AHEAD = "looking-ahead"
+OVERHEAD_VARIANTS = {
+    AHEAD: Variant(
+        OURS, "kvtier, and the server looks ahead", {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
+    )
+}
+"""Arms there are beside those measured by default."""
 _BYTES = 256
 
 
@@ -128,13 +135,13 @@ def new_prompts(options: OverheadOptions, number: int) -> list[list[int]]:
 
 
 def overhead_figures(rounds: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
-    """Per arm the median time per output token, and ours over the others' round by round."""
+    """Per arm the median time per output token, and ours over the others' round by round: `kvtier`, and with it what looks ahead."""
     by_arm = {arm: {row["round"]: row for row in rounds if row["arm"] == arm} for arm in arms}
     whole = sorted(set.intersection(*(set(found) for found in by_arm.values()))) if by_arm else []
     times = {
         name: {arm: [by_arm[arm][number][name] for number in whole] for arm in arms} for name in ("tpot_ms", "ttft_ms")
     }
-    others = [arm for arm in arms if arm != OURS and OURS in arms]
+    pairs = [(ours, other) for ours in (OURS, AHEAD) if ours in arms for other in arms if other not in (ours, AHEAD)]
     return {
         "arms": {
             arm: {name: percentile(times[name][arm], 50) for name in times}
@@ -142,6 +149,7 @@ def overhead_figures(rounds: Sequence[Mapping[str, Any]], arms: Sequence[str]) -
             for arm in arms
         },
         "ratios": {
-            f"{OURS}/{other}": {name: pair_ratios(times[name][OURS], times[name][other]) for name in times} for other in others
+            f"{ours}/{other}": {name: pair_ratios(times[name][ours], times[name][other]) for name in times}
+            for ours, other in pairs
         },
     }

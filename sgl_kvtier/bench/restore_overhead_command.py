@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.bench.argtypes import positive
-from sgl_kvtier.bench.arms import Setup, check_arms
+from sgl_kvtier.bench.arms import ARMS, Setup, check_arms
 from sgl_kvtier.bench.lab_model import SHAPES, write_model
 from sgl_kvtier.bench.restore_overhead import (
     OVERHEAD_ARMS,
+    OVERHEAD_VARIANTS,
     Overhead,
     OverheadOptions,
     OverheadRound,
@@ -29,7 +30,10 @@ SCHEMA = "kvtier.restore-overhead/1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--arms", default=",".join(OVERHEAD_ARMS), metavar="A,B", help="servers (default %(default)s)")
+    there = ", ".join((*ARMS, *OVERHEAD_VARIANTS))
+    parser.add_argument(
+        "--arms", default=",".join(OVERHEAD_ARMS), metavar="A,B", help=f"servers, of {there} (default %(default)s)"
+    )
     parser.add_argument("--rounds", type=positive, default=7, help="rounds, every second one backwards (default %(default)s)")
     parser.add_argument("--requests", type=positive, default=4, metavar="N", help="requests at a time (default %(default)s)")
     parser.add_argument("--prompt-tokens", type=positive, default=256, help="of each, all new (default %(default)s)")
@@ -46,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_target(args.json)
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
-    check_arms(arms)
+    check_arms(arms, OVERHEAD_VARIANTS)
     if missing_packages():
         raise BenchError(f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'")
     options = OverheadOptions(
@@ -93,6 +97,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
         context_tokens=tokens,
         max_running=max(args.requests, 8),
         threads=args.threads,
+        variants=OVERHEAD_VARIANTS,
     )
 
 

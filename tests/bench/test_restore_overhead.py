@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.bench.restore_overhead import OverheadOptions, new_prompts, overhead_figures
+from sgl_kvtier.bench.restore_overhead import AHEAD, OverheadOptions, new_prompts, overhead_figures
 
 SITE = Path(__file__).with_name("fake_site")
 
@@ -33,6 +33,16 @@ def test_ratios_are_taken_round_by_round_and_only_where_all_arms_have_one() -> N
     assert ratio["n"] == 2
     assert ratio["median"] == pytest.approx((1.1 + 1.05) / 2)
     assert found["arms"]["hicache-file"]["tpot_ms"] == 15
+
+
+def test_what_looks_ahead_is_compared_with_stock_and_with_what_only_restores() -> None:
+    arms = ["hicache-file", "kvtier", AHEAD]
+    rounds = [
+        {"arm": arm, "round": 1, "tpot_ms": time, "ttft_ms": 1.0, "cached_tokens": 0}
+        for arm, time in zip(arms, (10, 11, 22), strict=True)
+    ]
+    ratios = {pair: metrics["tpot_ms"]["median"] for pair, metrics in overhead_figures(rounds, arms)["ratios"].items()}
+    assert ratios == {"kvtier/hicache-file": 1.1, f"{AHEAD}/hicache-file": 2.2, f"{AHEAD}/kvtier": 2.0}
 
 
 def test_the_command_measures_every_arm_in_every_round(tmp_path: Path) -> None:
