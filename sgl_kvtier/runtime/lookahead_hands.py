@@ -135,18 +135,6 @@ class LookaheadHands:
         if self._requests.pop(rid, None) is not None:
             self._tell(RequestFinished(rid, _LATER, aborted=True))
 
-    def landed(self, rid: str) -> None:
-        """SGLang has read pages of a waiting request into host memory: they are held there until it runs."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        known = self._requests.get(rid)
-        if known is None or known.scheduled or not known.keys:
-            return
-        req, tokens = known.req, len(known.keys) * self.engine.page
-        path = known.path or Path(req.full_untruncated_fill_ids[:tokens], known.keys, req.extra_key, req.cache_salt)
-        found = self.engine.tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self.engine.page)))
-        path.node, known.path = found.best_match_node, path
-
     def note_chunk(self, chunk: Chunk) -> None:
         """A prefill was launched, or has ended."""
         if chunk.seconds is None:
@@ -260,19 +248,14 @@ class LookaheadHands:
         if self.victims is not None:
             self._guarded(lambda: self.victims.evict(tokens, tracker))  # type: ignore[union-attr]
 
-    def evict_host(self, tokens: int, component_type: Any, evict: Callable[..., int]) -> int:
-        """In place of SGLang's own eviction from host memory, by which it is done."""
-        if self.victims is None or self._config.eviction != "next-use":
-            return evict(tokens, component_type)
-        nodes, early = self._wanted(), self.promotions.claiming_for is not None
-        return self.victims.evict_host(tokens, component_type, nodes, evict, least=not early)
-
-    def _wanted(self) -> list[int]:
+    def wanted_in_host(self) -> tuple[list[int], bool]:
         """Ends of the paths of sessions that host pages are kept for: those whose request waits, then idle ones, those that
-        return first first.
+        return first first; and whether room has to be made all the same.
 
         When room is needed for a path that is brought early: all that return before it. Else the half that returns first,
         so that something is left to SGLang's order."""
+        if self.victims is None or self._config.eviction != "next-use":
+            return [], True
         owners, claiming = self.ahead.map.owners, self.promotions.claiming_for
         due: list[tuple[float, Path]] = []
         for session, path in self._idle.items():
@@ -284,7 +267,8 @@ class LookaheadHands:
         if claiming is not None:
             stop = next((place for place, (_, path) in enumerate(due) if path is claiming), len(due) - 1) + 1
         waiting = [known.path for known in self._requests.values() if known.path is not None]
-        return [path.node for path in (*waiting, *(path for _, path in due[:stop])) if path.node is not None]
+        nodes = [path.node for path in (*waiting, *(path for _, path in due[:stop])) if path.node is not None]
+        return nodes, claiming is None
 
     # --- inside -------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime import restore_setup
+from sgl_kvtier.runtime.host_pins import evict_others
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_tick import RestoreTick
@@ -111,8 +112,6 @@ class KVTierRadixCache(UnifiedRadixCache):
         super()._handle_prefetch_result(operation)
         if self.turns is not None:
             self.turns.landed(operation)
-        if self.ahead is not None:
-            self.ahead.landed(operation.handle.rid)
 
     def check_prefetch_progress(self, request: Any) -> bool:
         """Whether a waiting request may be admitted in this pass."""
@@ -206,10 +205,18 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.ahead.facts.dropped(self.ahead.facts.node_keys(node_id), Tier.HBM)
 
     def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Room is made in host memory: paths of sessions that return soon are held back while there are others."""
-        if self.ahead is None or component_type != BASE_COMPONENT_TYPE:
+        """Room is made in host memory: what was read for waiting requests, and paths of sessions that return soon, are held back
+        while there are others."""
+        if self.turns is None or component_type != BASE_COMPONENT_TYPE:
             return super().evict_host(num_tokens, component_type)
-        return self.ahead.evict_host(num_tokens, component_type, super().evict_host)
+        nodes, least = self.turns.nodes(), True
+        if self.ahead is not None:
+            wanted, least = self.ahead.wanted_in_host()
+            nodes += wanted
+        freed = evict_others(self, num_tokens, nodes, super().evict_host, least=least)
+        if self.ahead is not None and nodes:
+            self.ahead.counters.host_victims += freed // self.page_size
+        return freed
 
     def _drain_host_frees(self, host_frees: Any) -> None:
         """Host pages of the tree are given back."""

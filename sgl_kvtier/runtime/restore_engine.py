@@ -171,7 +171,7 @@ class RestoreEngine:
     def offer_hit(self, operation: Any, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is restored by us."""
         keys = tuple(PageKey(bytes.fromhex(h)) for h in operation.hash_value[: hit_tokens // self.page])
-        req = self._waiting(operation.handle)
+        req = self.waiting(operation.handle)
         return req is not None and self._offer(req, operation.storage_start // self.page, keys)
 
     def look_at(self, handle: Any) -> None:
@@ -191,13 +191,14 @@ class RestoreEngine:
         for req, storage_start, keys in again.values():
             self._offer(req, storage_start, keys, taken=True)
         for handle in looking:
-            req = self._waiting(handle)
+            req = self.waiting(handle)
             if req is None or handle.rid in self.restorations or handle in self.tree.ongoing_prefetch:
                 continue
             if req.host_hit_length >= self.min_tokens:
                 self._offer(req, None, ())
 
-    def _waiting(self, handle: Any) -> Any:
+    def waiting(self, handle: Any) -> Any:
+        """The waiting request with this handle, or None."""
         queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
         return next((req for req in queue if req.cache_request_handle == handle), None)
 

@@ -28,6 +28,8 @@ class _Stored:
 
     end: int
     kept_back: bool = False
+    node: Any = None
+    """The last node of the tree with pages that were read for it."""
     reads: int = 0
     passes: int = 0
 
@@ -71,9 +73,20 @@ class TurnReads:
 
     def landed(self, operation: Any) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are not asked for again."""
-        stored = self._stored.get(operation.handle.rid)
-        if stored is not None and operation.completed_tokens < operation.storage_hit_count:
+        stored, req = self._stored.get(operation.handle.rid), self._engine.waiting(operation.handle)
+        if stored is None or req is None:
+            return
+        if operation.completed_tokens < operation.storage_hit_count:
             stored.end = operation.storage_start + operation.completed_tokens
+        req.init_next_round_input(self._tree)
+        stored.node = req.best_match_node
+
+    def nodes(self) -> list[Any]:
+        """Ends of the paths that were read for waiting requests, in the order of the queue: they should stay till then."""
+        if not self._stored or self._engine.scheduler is None:
+            return []
+        found = (self._stored.get(req.rid) for req in self._engine.scheduler.waiting_queue)
+        return [stored.node for stored in found if stored is not None and stored.node is not None]
 
     def forget(self, rid: str) -> None:
         """A request is gone: finished, aborted or retracted."""

@@ -1,4 +1,4 @@
-"""Who leaves the device, and who stays in host memory, in the order of the planner's map.
+"""Who leaves the device, in the order of the planner's map.
 
 SGLang's tree core offers leaves for eviction in its own order and evicts the one its caller names. So its offers are
 collected first, nothing is evicted meanwhile, and then the offered leaf that the map names first is evicted. Only what the
@@ -18,8 +18,6 @@ from sgl_kvtier.types import PageKey, Tier
 
 _SLACK_PAGES = 512
 """So many victims more than needed are asked for: some are of nodes in use."""
-_MOST_PINS = 256
-"""So many paths at most are held back while host pages are evicted."""
 _ALL_TOKENS = 1 << 40
 
 
@@ -87,20 +85,3 @@ class Victims:
         path = core.collect_path_info([node])[0]
         text = core.get_last_hash_value(path[-2].node_id) if len(path) > 1 else None
         return {} if text is None else {from_hex((text,))[0]: None}
-
-    def evict_host(self, tokens: int, component_type: Any, nodes: list[int], evict: Any, *, least: bool) -> int:
-        """SGLang's eviction of host pages with paths to `nodes` held back; where that frees too little, and at least `tokens`
-        have to be freed, without."""
-        pins = []
-        for node in nodes[:_MOST_PINS]:
-            try:
-                pins.append((node, self._tree.inc_host_lock_ref(node).to_dec_params()))
-            except KeyError:
-                continue  # gone meanwhile
-        try:
-            freed = int(evict(tokens, component_type))
-        finally:
-            for node, params in pins:
-                self._tree.dec_host_lock_ref(node, params)
-        self._counters.host_victims += freed // self._page if pins else 0
-        return freed if freed >= tokens or not least else freed + int(evict(tokens - freed, component_type))
