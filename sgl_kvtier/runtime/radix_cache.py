@@ -117,6 +117,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         """Whether a waiting request may be admitted in this pass."""
         if self.engine is not None:
             admissible = self.engine.admissible(request)
+            if admissible is None and self.turns is not None:
+                admissible = self.turns.admissible(request)
             if admissible is not None:
                 return admissible
         return super().check_prefetch_progress(request)

@@ -37,7 +37,7 @@ def register() -> None:
     HookRegistry.register(EVENTS, _tick, HookType.AFTER)
     HookRegistry.register(ADDER, _adder_class, HookType.AFTER)
     HookRegistry.register(PREFILL, _repair_parked, HookType.AFTER)
-    HookRegistry.register(NEXT_BATCH, _nap, HookType.AFTER)
+    HookRegistry.register(NEXT_BATCH, _after_pass, HookType.AFTER)
     HookRegistry.register(TURN, _read_first, HookType.AROUND)
     HookRegistry.register(RUN, _time_batch, HookType.AROUND)
     HookRegistry.register(RESULT, _time_result, HookType.AFTER)
@@ -100,10 +100,12 @@ def _read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool
     return (turns is not None and turns.at_turn(scheduler, req)) or original(scheduler, req)
 
 
-def _nap(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """With nothing to run and pages under way: until one lands, so that the threads that land it get the interpreter."""
+def _after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """With nothing to run and pages under way it waits until one lands, so that the threads that land it get the interpreter."""
     del args, kwargs
-    engine = _engine(scheduler)
+    engine, turns = _engine(scheduler), getattr(scheduler.tree_cache, "turns", None)
+    if turns is not None:
+        turns.passed(result.batch_to_run is not None)
     if engine is not None and engine.loads and result.batch_to_run is None:
         engine.mover.wait_news(_NAP_S)
 

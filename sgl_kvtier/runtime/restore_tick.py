@@ -64,7 +64,7 @@ class RestoreTick:
         self._asked: _Asked | None = None
         self._heard: tuple[list[float], bytes] | None = None
         self._apart = False
-        self.turns = TurnReads(engine)
+        self.turns = TurnReads(engine, lambda: time.monotonic() if agreement.alone else engine.now)
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
         self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = lambda _offer, _view: None

@@ -9,7 +9,7 @@ do the same. Not with pipeline stages: there SGLang decides on the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,11 @@ from sgl_kvtier.policy.read_turns import Waiting, due
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 
 _MOST_READS = 3
-"""A request's prefix is asked for so often at its turn, then computed: something pushes it out again and again."""
-_MOST_PASSES = 256
-"""So many passes of the scheduler a request waits for those before it to be read, then it runs with what it has."""
+"""A request that has lost its pages is read for so often, then it is computed: something pushes them out again and again."""
+_MOST_IDLE_S = 2.0
+"""So long nothing may run while requests are kept back, then the first of them runs with what it has: a device may hang."""
+_MOST_IDLE_PASSES = 10_000
+"""And so many passes of the scheduler, where ranks have no common clock."""
 
 
 @dataclass
@@ -31,16 +33,18 @@ class _Stored:
     node: Any = None
     """The last node of the tree with pages that were read for it."""
     reads: int = 0
-    passes: int = 0
 
 
 class TurnReads:
-    """One per scheduler process."""
+    """One per scheduler process. `clock` gives seconds that are the same on every rank, and may stand still."""
 
-    def __init__(self, engine: RestoreEngine) -> None:
+    def __init__(self, engine: RestoreEngine, clock: Callable[[], float]) -> None:
         self._engine = engine
+        self._clock = clock
         self._tree = engine.tree
         self._stored: dict[str, _Stored] = {}
+        self._idle_since = 0.0
+        self._idle_passes = 0
 
     @property
     def active(self) -> bool:
@@ -102,25 +106,48 @@ class TurnReads:
             if self._stored[req.rid].kept_back and not limited():
                 self._ask(scheduler, req)
 
+    def admissible(self, handle: Any) -> bool | None:
+        """Whether a waiting request may be admitted in this pass: not while it is kept back. None when that is SGLang's to say."""
+        stored = self._stored.get(handle.rid)
+        return False if stored is not None and stored.kept_back and self.active else None
+
     def at_turn(self, scheduler: Any, req: Any) -> bool:
-        """Right before a request may be admitted: whether it has to wait because its stored pages are to be read first."""
+        """Right before a request may be admitted, and after a fresh match: whether it has to wait because pages that were read
+        for it, or found in storage, are not there any more."""
         stored = self._stored.get(req.rid)
         if stored is None or req.rid in self._engine.restorations or not self.active:
             return False
         if stored.end - req.prefix_len - req.host_hit_length < self._tree.prefetch_threshold:
             return False
-        if stored.reads >= _MOST_READS or stored.passes >= _MOST_PASSES:
-            self._engine.counters.turn_reads["given up"] += 1
-            stored.end, stored.kept_back = 0, False
+        if stored.reads >= _MOST_READS:
+            self._let_go(stored)
             return False
-        if self._tree.cache_controller.prefetch_rate_limited() or req.rid not in self._due(req.rid):
-            stored.passes += 1
-            return True
-        self._engine.counters.turn_reads["read at its turn" if stored.kept_back else "read again"] += 1
+        self._engine.counters.turn_reads["read again"] += 1
         stored.reads += 1
+        if self._tree.cache_controller.prefetch_rate_limited() or req.rid not in self._due(req.rid):
+            stored.kept_back = True
+            return True
         return self._ask(scheduler, req)
 
+    def passed(self, ran: bool) -> None:
+        """The scheduler has looked for a batch, and has one or not."""
+        kept = [] if ran or not self._stored else self.kept_back
+        if not kept:
+            self._idle_passes = 0
+            return
+        now = self._clock()
+        self._idle_since = self._idle_since if self._idle_passes else now
+        self._idle_passes += 1
+        if now - self._idle_since >= _MOST_IDLE_S or self._idle_passes >= _MOST_IDLE_PASSES:
+            self._idle_passes = 0
+            self._let_go(self._stored[kept[0]])
+
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _let_go(self, stored: _Stored) -> None:
+        """It runs with what it has."""
+        self._engine.counters.turn_reads["given up"] += 1
+        stored.end, stored.kept_back = 0, False
 
     def _note(self, rid: str, end: int) -> None:
         self._stored.setdefault(rid, _Stored(0)).end = end
