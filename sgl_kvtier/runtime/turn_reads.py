@@ -48,8 +48,9 @@ class TurnReads:
 
     @property
     def active(self) -> bool:
-        """Whether anything is done here: not where all is SGLang's own way."""
-        return self._tree.pp_size == 1 and (self._engine.taking or self._tree.ahead is not None)
+        """Whether anything is done here: not where all is SGLang's own way, nor where no request may wait for its pages."""
+        tree = self._tree
+        return tree.pp_size == 1 and tree.prefetch_stop_policy != "best_effort" and (self._engine.taking or tree.ahead is not None)
 
     @property
     def kept_back(self) -> list[str]:

@@ -34,6 +34,7 @@ class Lab:
             pp_size=1,
             ahead=None,
             prefetch_threshold=THRESHOLD,
+            prefetch_stop_policy="wait_complete",
             cache_controller=controller,
             ongoing_prefetch={},
             token_to_kv_pool_allocator=SimpleNamespace(size=device, available_size=lambda: 0),
@@ -80,6 +81,12 @@ def test_a_read_is_kept_back_until_those_before_it_leave_room():
     assert lab.turns.kept_back == ["c"] and lab.turns.admissible(c.cache_request_handle) is False
     lab.turns.forget("c")
     assert lab.turns.kept_back == []
+
+
+def test_nothing_is_kept_back_where_no_request_waits_for_its_pages():
+    lab = Lab()
+    lab.tree.prefetch_stop_policy = "best_effort"
+    assert [lab.arrives(rid, 320) for rid in ("a", "b", "c")] == [False] * 3
 
 
 def test_who_arrives_while_sglang_reads_enough_is_asked_for_later():
