@@ -167,9 +167,11 @@ class TurnReads:
     def _due(self, unread: str = "") -> list[str]:
         """Whose pages may be read. `unread` is a request that asks for some, besides those kept back."""
         tree = self._tree
-        device = tree.token_to_kv_pool_allocator
-        # With write-through what is on the device has its copy in host memory, which cannot leave: the rest is the room.
-        room = int(tree.cache_controller.mem_pool_host.size) - (int(device.size) - int(device.available_size()))
+        controller, device = tree.cache_controller, tree.token_to_kv_pool_allocator
+        room = int(controller.mem_pool_host.size)
+        if controller.write_policy != "write_back":
+            # What is on the device has its copy in host memory, which cannot leave: the rest is the room.
+            room -= int(device.size) - int(device.available_size())
         return due(self._waiting(unread), max(0, room) // self._engine.page)
 
     def _waiting(self, asking: str) -> Iterator[Waiting]:

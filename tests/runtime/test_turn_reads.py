@@ -28,7 +28,7 @@ class Lab:
         self.limited = False
         self.queue: list[Any] = []
         controller = SimpleNamespace(
-            mem_pool_host=SimpleNamespace(size=host), prefetch_rate_limited=lambda: self.limited
+            mem_pool_host=SimpleNamespace(size=host), prefetch_rate_limited=lambda: self.limited, write_policy="write_through"
         )
         self.tree = SimpleNamespace(
             pp_size=1,
@@ -81,6 +81,12 @@ def test_a_read_is_kept_back_until_those_before_it_leave_room():
     assert lab.turns.kept_back == ["c"] and lab.turns.admissible(c.cache_request_handle) is False
     lab.turns.forget("c")
     assert lab.turns.kept_back == []
+
+
+def test_with_write_back_all_of_host_memory_is_room():
+    lab = Lab()
+    lab.tree.cache_controller.write_policy = "write_back"
+    assert [lab.arrives(rid, 320) for rid in ("a", "b", "c", "d")] == [False, False, False, True]
 
 
 def test_nothing_is_kept_back_where_no_request_waits_for_its_pages():
