@@ -14,6 +14,7 @@ from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.policy.eviction import NextUse
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
 from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.runtime.host_pins import evict_others
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.page_names import SessionNames, keys_of
 from sgl_kvtier.runtime.tier_check import TierCheck
@@ -174,6 +175,31 @@ def test_host_copies_come_and_go_by_slot():
     lab.facts.failed(keys, Tier.DRAM)
     assert lab.map.count(Tier.DRAM) == 2, "a move that failed does not hide pages that are there"
     assert set(lab.facts.cleared()) == set(keys[2:])
+
+
+def test_host_pages_that_are_held_back_leave_last():
+    lab = Lab()
+    kept, other = (lab.insert(name, list(range(start, start + 16)), 1.0) for name, start in (("kept", 100), ("other", 200)))
+    for place, node in enumerate((kept, other)):
+        lab.core.commit_backup(node, torch.arange(64 * place, 64 * place + 16), {})
+    lab.victims.evict(32, {lab.full: 0})
+    assert lab.map.count(Tier.HBM) == 0 and lab.core.is_backuped(kept)
+
+    def evict(tokens: int) -> int:
+        result = lab.core.drive_host_eviction(lab.full, tokens)
+        result.device_frees.clear()
+        result.host_frees.clear()
+        result.cache_actions.clear()
+        return int(result.tracker.get(lab.full, 0))
+
+    assert evict_others(lab.core, 32, [kept, 999], evict, least=False) == 16
+    assert lab.core.is_backuped(kept)
+    with pytest.raises(KeyError):
+        lab.facts.node_keys(other)
+    assert evict_others(lab.core, 16, [kept], evict, least=False) == 0
+    assert evict_others(lab.core, 16, [kept], evict, least=True) == 16
+    with pytest.raises(KeyError):
+        lab.facts.node_keys(kept)
 
 
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.HBM])
