@@ -99,8 +99,10 @@ class TurnReads:
 
     def look(self, scheduler: Any) -> None:
         """Has what was kept back and fits now read. Once per tick."""
+        if not self._stored or not self.kept_back:
+            return
         limited = self._tree.cache_controller.prefetch_rate_limited
-        if not self._stored or not self.kept_back or limited():
+        if limited():
             return
         ready = dict.fromkeys(self._due())
         for req in [req for req in scheduler.waiting_queue if req.rid in ready]:

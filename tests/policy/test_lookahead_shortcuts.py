@@ -1,0 +1,63 @@
+"""What looking ahead keeps instead of looking it up anew is what looking it up would give, after every fact and every step."""
+
+from __future__ import annotations
+
+import random
+
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_hands import ENGINE, PROFILE, RandomHands
+from test_planner_machine import configs
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import StepView
+from sgl_kvtier.policy.planner import make_planner
+
+
+def check(planner) -> int:
+    """Compares everything that is kept of owners' pages with the map; returns how many owners lack some."""
+    prefetcher, known = planner.ahead.prefetcher, planner.ahead.map
+    wanting = prefetcher.refresh()
+    for owner in list(prefetcher.known):
+        assert prefetcher.missing(owner) == known.missing(owner)
+    lacking = [owner for owner in prefetcher._watched if known.missing(owner).runs]
+    assert all(owner in wanting for owner in lacking), "who lacks pages is looked at"
+    for tier, unused in prefetcher._unused.items():
+        for key in unused:
+            page = known.page(key)
+            assert key in prefetcher._flights or (page is not None and tier in page.tiers), "brought, or on its way"
+    return len(lacking)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 120))
+def test_in_any_hands(chance, config, profiled, actions):
+    hands = RandomHands(chance, config, profiled)
+    for _ in range(actions):
+        hands.act()
+    hands.drain()
+    planner = make_planner(config, ENGINE, PROFILE if profiled else None)
+    for entry in hands.log:
+        if isinstance(entry, StepView):
+            planner.step(entry)
+        else:
+            planner.observe(entry)
+        check(planner)
+
+
+def test_it_is_looked_for_owners_that_lack_pages_at_all():
+    """The check above has something to check: in one long run owners lack pages again and again."""
+    config = PolicyConfig(load_deadline_s=600.0)
+    hands = RandomHands(random.Random(3), config, profiled=True)
+    for _ in range(300):
+        hands.act()
+    planner = make_planner(config, ENGINE, PROFILE)
+    lacking = 0
+    for entry in hands.log:
+        if isinstance(entry, StepView):
+            planner.step(entry)
+        else:
+            planner.observe(entry)
+        lacking += check(planner)
+    assert lacking > 50
