@@ -7,17 +7,21 @@ so nothing is decided here: `storage.KVTierStorage` and `settings.check_server` 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.runtime import control, hints, hints_route, restore_hooks
+from sgl_kvtier.runtime import control, hints, hints_route, quiet_stop, restore_hooks
 from sgl_kvtier.runtime.settings import BACKEND
+
+logger = logging.getLogger(__name__)
 
 FACTORY = "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend"
 ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
 STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 PREFETCH = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer"
+REDUCE = "sglang.srt.managers.cache_controller.HiCacheController._reduce_prefetch_ack"
 WEIGHTS = (
     "sglang.srt.managers.scheduler_components.weight_updater."
     "SchedulerWeightUpdaterManager.record_weight_version_after_update"
@@ -41,6 +45,7 @@ def register() -> None:
         HookRegistry.register(ATTACH, _use_zero_copy, HookType.AFTER)
         HookRegistry.register(STOP, _cut_reads_short, HookType.AROUND)
         HookRegistry.register(PREFETCH, _read_ahead, HookType.AROUND)
+        HookRegistry.register(REDUCE, _note_reduction, HookType.AROUND)
         HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
         restore_hooks.register()
         HookRegistry.register(control.TARGET, control.set_internal_state, HookType.AROUND)
@@ -118,12 +123,20 @@ def _backend_of(controller: Any) -> Any:
 
 def _cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
-    server up after that, so a long read of pages that nobody wants any more must not keep one."""
+    server up after that, so neither a long read of pages that nobody wants any more nor another rank may keep one."""
     backend = _backend_of(controller)
     if backend is None:
         return original(controller, *args, **kwargs)
     with backend.reads_cut_short():
+        if not quiet_stop.wait(controller):
+            logger.warning("kvtier: HiCache's storage threads are stopped with reads under way")
         return original(controller, *args, **kwargs)
+
+
+def _note_reduction(original: Callable[..., Any], controller: Any, ack: Any) -> Any:
+    """Around the reduction by which ranks agree on how far a read from storage has come."""
+    with quiet_stop.busy(controller, "reducing"):
+        return original(controller, ack)
 
 
 def _read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +145,7 @@ def _read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *
     backend = _backend_of(controller)
     if backend is None:
         return original(controller, operation, *args, **kwargs)
-    with backend.reading_ahead(operation.hash_value, operation.host_indices):
+    with quiet_stop.busy(controller, "reading"), backend.reading_ahead(operation.hash_value, operation.host_indices):
         return original(controller, operation, *args, **kwargs)
 
 
