@@ -99,7 +99,7 @@ class TurnReads:
 
     def look(self, scheduler: Any) -> None:
         """Has what was kept back and fits now read. Once per tick."""
-        if not self._stored or not self.kept_back:
+        if not self.kept_back:
             return
         limited = self._tree.cache_controller.prefetch_rate_limited
         if limited():
@@ -166,15 +166,15 @@ class TurnReads:
         scheduler._prefetch_kvcache(req)
         return req.cache_request_handle in self._tree.ongoing_prefetch
 
-    def _due(self, unread: str = "") -> list[str]:
-        """Whose pages may be read. `unread` is a request that asks for some, besides those kept back."""
+    def _due(self, asking: str = "") -> list[str]:
+        """Whose pages may be read. `asking` is a request that asks for some, besides those kept back."""
         tree = self._tree
         controller, device = tree.cache_controller, tree.token_to_kv_pool_allocator
         room = int(controller.mem_pool_host.size)
         if controller.write_policy != "write_back":
             # What is on the device has its copy in host memory, which cannot leave: the rest is the room.
             room -= int(device.size) - int(device.available_size())
-        return due(self._waiting(unread), max(0, room) // self._engine.page)
+        return due(self._waiting(asking), max(0, room) // self._engine.page)
 
     def _waiting(self, asking: str) -> Iterator[Waiting]:
         engine = self._engine

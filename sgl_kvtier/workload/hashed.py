@@ -72,7 +72,7 @@ class ClaudeCodeReader:
             if not isinstance(request, dict):
                 raise BadRecord(f"request {number}: must be an object")
             try:
-                if request.get("type") == "subagent":
+                if "requests" in request:  # of a session begun by this one
                     agents.append((text_of(request, "agent_id"), seconds_of(request, "t") or 0.0, request))
                 else:
                     context.take(request)

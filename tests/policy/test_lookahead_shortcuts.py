@@ -30,6 +30,18 @@ def check(planner) -> int:
     return len(lacking)
 
 
+def relive(log, config, profile) -> int:
+    """Lets a planner live through a log, and checks it after every entry; how often an owner lacked pages."""
+    planner, lacking = make_planner(config, ENGINE, profile), 0
+    for entry in log:
+        if isinstance(entry, StepView):
+            planner.step(entry)
+        else:
+            planner.observe(entry)
+        lacking += check(planner)
+    return lacking
+
+
 @settings(max_examples=examples(60), deadline=None)
 @given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 120))
 def test_in_any_hands(chance, config, profiled, actions):
@@ -37,13 +49,7 @@ def test_in_any_hands(chance, config, profiled, actions):
     for _ in range(actions):
         hands.act()
     hands.drain()
-    planner = make_planner(config, ENGINE, PROFILE if profiled else None)
-    for entry in hands.log:
-        if isinstance(entry, StepView):
-            planner.step(entry)
-        else:
-            planner.observe(entry)
-        check(planner)
+    relive(hands.log, config, PROFILE if profiled else None)
 
 
 def test_it_is_looked_for_owners_that_lack_pages_at_all():
@@ -52,12 +58,4 @@ def test_it_is_looked_for_owners_that_lack_pages_at_all():
     hands = RandomHands(random.Random(3), config, profiled=True)
     for _ in range(300):
         hands.act()
-    planner = make_planner(config, ENGINE, PROFILE)
-    lacking = 0
-    for entry in hands.log:
-        if isinstance(entry, StepView):
-            planner.step(entry)
-        else:
-            planner.observe(entry)
-        lacking += check(planner)
-    assert lacking > 50
+    assert relive(hands.log, config, PROFILE) > 50

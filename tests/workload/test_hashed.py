@@ -86,7 +86,7 @@ def test_decoding_gives_the_ids_that_were_encoded(steps: list[tuple[float, list[
 
 
 def test_a_sub_agent_is_a_session_of_its_own_behind_its_owner_with_shared_ids() -> None:
-    agent = {"type": "subagent", "t": 30.0, "agent_id": "agent_001", "requests": [request(0, 1, 2, t=1.0)]}
+    agent = {"t": 30.0, "agent_id": "agent_001", "requests": [request(0, 1, 2, t=1.0)]}
     owner, helper = claude(claude_record(request(0, 1, 3), agent, request(3, 4, 1)))
     assert prompts(owner) == [[1, 2, 3], [1, 2, 3, 4]]
     assert (helper.session_id, helper.parent) == ("claude-code:trace_1/agent_001", "claude-code:trace_1")

@@ -87,7 +87,7 @@ def test_skipping_passes_over_sessions(write_trace: WriteTrace) -> None:
 
 
 def test_sub_agents_come_with_their_owner_and_are_not_counted(write_trace: WriteTrace) -> None:
-    agent = {"type": "subagent", "t": 3.0, "agent_id": "a1", "requests": [request(0, 1, 2)]}
+    agent = {"t": 3.0, "agent_id": "a1", "requests": [request(0, 1, 2)]}
     lines = [claude_record(request(0, 1, 3), agent, id=f"t{i}") for i in range(3)]
     loaded = load_sessions(str(write_trace("c.jsonl", *lines)), limit=2)
     assert [s.session_id for s in loaded.sessions] == [
@@ -167,7 +167,7 @@ VALID = [
     ),
     claude_record(
         request(0, 1, 3),
-        {"type": "subagent", "t": 1.0, "agent_id": "a", "requests": [request(0, 1, 2)]},
+        {"t": 1.0, "agent_id": "a", "requests": [request(0, 1, 2)]},
         request(2, 9, 1),
     ),
     mooncake_record(1100, 0, 7, 8),
