@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import resource
 import sys
@@ -77,7 +78,7 @@ def _list_settings(target: str | None) -> int:
 
 
 def _versions() -> Iterator[Finding]:
-    yield Finding("kvtier", "ok", f"{__version__} on Python {sys.version.split()[0]}")
+    yield Finding("kvtier", "ok", f"{__version__} on Python {sys.version.split()[0]}, {_built()}")
     version = seams.installed_version()
     if version is None:
         yield Finding("sglang", "fail", "not installed", "pip install 'sgl-kvtier[sglang]' (about 10 GB)")
@@ -90,6 +91,14 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, "warn", "not installed", "comes with sglang")
+
+
+def _built() -> str:
+    """Which extension modules this installation has."""
+    policy = importlib.util.find_spec("sgl_kvtier.policy.planner")
+    compiled = policy is not None and not str(policy.origin).endswith(".py")
+    native = importlib.util.find_spec("sgl_kvtier.store._native") is not None
+    return f"planner {'compiled' if compiled else 'as Python source'}, I/O lanes in {'C' if native else 'Python'}"
 
 
 def _seams() -> Iterator[Finding]:

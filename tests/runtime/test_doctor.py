@@ -23,6 +23,7 @@ def test_a_good_machine_is_ready(tmp_path, capsys):
     found = findings(capsys, "--store", str(tmp_path))
     assert {f["state"] for f in found.values()} <= {"ok", "warn"}
     assert found["seams: storage"]["state"] == "ok"
+    assert "planner " in found["kvtier"]["found"] and "I/O lanes in " in found["kvtier"]["found"]
     assert "MB/s" in found["disk speed"]["found"]
     assert list(tmp_path.iterdir()) == []
 
