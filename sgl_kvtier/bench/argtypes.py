@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sgl_kvtier.bench.lab_model import SHAPES
 from sgl_kvtier.bench.load import LoadOptions
 from sgl_kvtier.bench.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.sizes import parse_bytes
@@ -38,6 +39,22 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a size such as 4GiB or 500MB") from error
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What every server of a comparison is started with; returns the group, for what a command has of its own."""
+    group = parser.add_argument_group("servers")
+    group.add_argument("--model-path", metavar="DIR", help="a model's folder or name (default: a lab model is written)")
+    group.add_argument("--lab-model", choices=tuple(SHAPES), default="lab-mha", help="which one (default %(default)s)")
+    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
+    group.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
+    group.add_argument("--threads", type=positive, help="torch threads per server on a CPU (default: half of the cores)")
+    group.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
+    group.add_argument("--page-size", type=positive, help="tokens per page (default 16 on a CPU, else 64)")
+    group.add_argument("--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)")
+    group.add_argument("--storage-size", type=size, default=4 << 30, help="storage per arm (default 4GiB)")
+    group.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for every server; repeat as needed, as in --server-arg=--pp-size --server-arg=2")
+    return group
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -> None:

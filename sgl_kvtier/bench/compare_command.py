@@ -17,15 +17,15 @@ from typing import Any
 from sgl_kvtier.bench.argtypes import (
     add_load_arguments,
     add_replay_arguments,
+    add_server_arguments,
     load_options,
     not_negative,
     positive,
     replay_options,
-    size,
 )
 from sgl_kvtier.bench.arms import ARMS, DEFAULT_ARMS, Setup, check_arms
 from sgl_kvtier.bench.compare import CompareOptions, Comparison, Outcome
-from sgl_kvtier.bench.lab_model import SHAPES, write_model
+from sgl_kvtier.bench.lab_model import write_model
 from sgl_kvtier.bench.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.bench.measures import arm_figures, ratios, sample_rows
 from sgl_kvtier.bench.replay import ReplayOptions
@@ -60,20 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep logs, requests.jsonl and storage in DIR/<arm> (default: a temporary folder)")
-    servers = parser.add_argument_group("servers")
-    servers.add_argument("--model-path", metavar="DIR", help="a model's folder or name (default: a lab model is written)")
-    servers.add_argument("--lab-model", choices=tuple(SHAPES), default="lab-mha", help="which one (default %(default)s)")
-    servers.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
-    servers.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
-    servers.add_argument("--threads", type=positive, help="torch threads per server on a CPU (default: half of the cores)")
-    servers.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    servers.add_argument("--page-size", type=positive, help="tokens per page (default 16 on a CPU, else 64)")
-    servers.add_argument("--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)")
+    servers = add_server_arguments(parser)
     servers.add_argument("--device-tokens", type=positive, help="tokens in the device pool (default: a fifth of all contexts, and at least the longest request)")
     servers.add_argument("--host-ratio", type=not_negative, default=1.5, help="host pool as a multiple of it (default %(default)s)")
-    servers.add_argument("--storage-size", type=size, default=4 << 30, help="storage per arm (default 4GiB)")
     servers.add_argument("--servers", choices=("auto", "together", "fresh"), default="auto", help="all up at once and flushed between rounds, or a fresh one per arm and round")
-    servers.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for every server; repeat as needed, as in --server-arg=--pp-size --server-arg=2")
     add_load_arguments(parser, _CPU)
     add_replay_arguments(parser, _REPLAY)
 

@@ -12,12 +12,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.bench.argtypes import add_load_arguments, load_options, not_negative, positive, size
+from sgl_kvtier.bench.argtypes import (
+    add_load_arguments,
+    add_server_arguments,
+    load_options,
+    not_negative,
+    positive,
+)
 from sgl_kvtier.bench.arms import OURS, Setup
 from sgl_kvtier.bench.client import Client
 from sgl_kvtier.bench.compare import CompareOptions, Comparison
 from sgl_kvtier.bench.compare_command import model_of, need_sglang, undisturbed, work_folder
-from sgl_kvtier.bench.lab_model import SHAPES
 from sgl_kvtier.bench.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.bench.lookahead_arms import AUTO, LOOKAHEAD_ARMS, ORACLE, arm_names, arm_setup, pools
 from sgl_kvtier.bench.lookahead_log import LookaheadLog, Trial
@@ -37,7 +42,6 @@ _QUICK_GAPS = (0.5,)
 _CPU = LoadOptions(sessions=8, turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=8)
 _GPU = LoadOptions(sessions=16, turns=40, divisor=1)
-_SHARE = 4 << 30
 _START_S = 900.0
 """A trial is long, so a machine that is busy with other things is waited for."""
 
@@ -55,19 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE, and pass over those that are in it: a comparison in pieces. The oracle is measured once per pause")
     parser.add_argument("--minutes", type=float, metavar="M", help="begin no trial after so long; with --log the next run goes on")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep logs, requests.jsonl and storage in DIR (default: a temporary folder)")
-    servers = parser.add_argument_group("servers")
-    servers.add_argument("--model-path", metavar="DIR", help="a model's folder or name (default: a lab model is written)")
-    servers.add_argument("--lab-model", choices=tuple(SHAPES), default="lab-mha", help="which one (default %(default)s)")
-    servers.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
-    servers.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
-    servers.add_argument("--threads", type=positive, help="torch threads per server on a CPU (default: half of the cores)")
-    servers.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    servers.add_argument("--page-size", type=positive, help="tokens per page (default 16 on a CPU, else 64)")
-    servers.add_argument("--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)")
-    servers.add_argument("--storage-size", type=size, default=_SHARE, help="storage per arm (default 4GiB)")
+    servers = add_server_arguments(parser)
     servers.add_argument("--restore", choices=("auto", "both", "load"), help="policy.restore of the kvtier arms (default auto on one CPU rank, else both)")
     servers.add_argument("--read-gbps", type=not_negative, metavar="X", help="storage of the kvtier arms no faster than X gigabits per second")
-    servers.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for every server; repeat as needed")
     add_load_arguments(parser, _CPU)
     replaying = parser.add_argument_group("replay")
     replaying.add_argument("--concurrency", type=positive, metavar="N", help="sessions at a time (default: all)")

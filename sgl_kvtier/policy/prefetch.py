@@ -26,9 +26,9 @@ from dataclasses import dataclass
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.brought import Brought
 from sgl_kvtier.policy.charge import TWO_HOPS, LinkTime, Room
 from sgl_kvtier.policy.flights import Flights
-from sgl_kvtier.policy.ledger import Ledger
 from sgl_kvtier.policy.messages import Evict, Move
 from sgl_kvtier.policy.overlap import Overlap, Overlaps
 from sgl_kvtier.policy.page_state import Missing
@@ -40,16 +40,12 @@ SCOPE = 32
 """Turns that lack pages, looked at in one step. What lies further back comes nearer before it matters."""
 _EARLY = 0.5
 """With K from measured speeds a turn is expected to come after this share of the predicted time."""
-_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
-"""After a failed move nothing is moved for its owner for so long, twice as long after each further one up to the longest."""
 _SOON = 2.0
 """With K from measured speeds, transfers begin when they would have to within so many iterations."""
 _COVER = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL = 0.5
 """Links with more than this share of their horizon to do are left alone, so that most steps have nothing to plan."""
-_LIKELY = 0.5
-"""Nothing is brought for a session that is more likely to stay away."""
 _LATE = 4.0
 """A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
 
@@ -84,19 +80,11 @@ class Prefetcher:
         """What owners lack, as of the last `refresh`; not everybody is in it."""
         self._wanting: dict[str, None] = {}
         self._watched: dict[str, None] = {}
-        self._unused: dict[Tier, dict[PageKey, str]] = {Tier.HBM: {}, Tier.DRAM: {}}
-        """Pages that have been brought to a tier, or are on their way there, and were not used yet; for whose sake."""
-        self._gave_way: dict[str, dict[Tier, None]] = {}
-        """Owners of whose pages some were brought to a tier and left it before their turn."""
-        self._pauses: dict[str, tuple[float, float]] = {}
-        """Owners whose moves have failed: nothing is moved for them until then, and how long that was from the failure."""
         self._rest_until = -math.inf
-        self._ledger = Ledger(config.prefetch_waste)
+        self.brought = Brought(self._flights, config.prefetch_waste)
         self.overlaps = Overlaps()
         self.moved: dict[Tier, int] = {Tier.HBM: 0, Tier.DRAM: 0}
         """Pages handed out so far, by target."""
-        self.wasted = 0
-        """Pages brought to HBM that left it without having been used."""
         self.late = 0
         """Pages whose move was given up."""
 
@@ -109,41 +97,14 @@ class Prefetcher:
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages have left a tier, or will not come to it."""
-        unused = self._unused.get(tier)
-        if unused:
-            for key in keys:
-                owner = unused.pop(key, None)
-                if owner is None:
-                    continue
-                if key in self._flights:
-                    self._ledger.failed(key, tier)
-                    continue
-                self._ledger.wasted(key, tier)
-                self.wasted += tier is Tier.HBM
-                if owner in self._watched:
-                    self._gave_way.setdefault(owner, {})[tier] = None
+        self.brought.left(keys, tier, now, self._watched)
         if len(self._flights):
-            for owner in self._flights.owners(keys, tier):
-                self._failed(owner, now)
             self._flights.ended(keys, tier, now)
 
     def started(self, owner: str, keys: Sequence[PageKey]) -> None:
         """An owner runs from now on, on these pages."""
         self.overlaps.started(owner, not self.missing(owner).runs)
-        self._gave_way.pop(owner, None)
-        self._pauses.pop(owner, None)
-        self._ledger.ran(len(keys))
-        for tier, unused in self._unused.items():
-            for key in keys if unused else ():
-                if unused.pop(key, None) is not None:
-                    self._ledger.used(key, tier)
-
-    def _failed(self, owner: str, now: float) -> None:
-        """A move for this owner came to nothing: the next is asked for later, ever later while they go on failing."""
-        until, pause_s = self._pauses.get(owner, (now, 0.0))
-        if until <= now:
-            pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
-            self._pauses[owner] = (now + pause_s, pause_s)
+        self.brought.used(owner, keys)
 
     def watch(self, owner: str) -> None:
         """An owner's turn is to come: keep track of whether it lacks anything."""
@@ -159,8 +120,7 @@ class Prefetcher:
         """An owner is gone."""
         self.unwatch(owner)
         self.known.pop(owner, None)
-        self._gave_way.pop(owner, None)
-        self._pauses.pop(owner, None)
+        self.brought.forget(owner)
         self.overlaps.forget(owner)
 
     def refresh(self) -> Mapping[str, None]:
@@ -209,11 +169,7 @@ class Prefetcher:
         for keys, tier in self._flights.late(now):
             self.late += len(keys)
             self._map.dropped(keys, tier)
-            for key in keys:
-                owner = self._unused.get(tier, {}).pop(key, None)
-                if owner is not None:
-                    self._ledger.failed(key, tier)
-                    self._failed(owner, now)
+            self.brought.given_up(keys, tier, now)
         off = self._config.prefetch == "off" or not self._config.lookahead
         if off and not ahead_pages:
             return _NOTHING
@@ -237,11 +193,11 @@ class Prefetcher:
         """Nobody is looked ahead to: only room for what prefill will claim, and for what is on its way already."""
         if not ahead_pages and not len(self._flights):
             hbm = Room(self._map, Tier.HBM, free.get(Tier.HBM, 0), empty.get(Tier.HBM))
-            self._ledger.capacity(self._map.count(Tier.HBM) + hbm.empty)
+            self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
             hbm.take(step_pages, now)
             return _NOTHING
         rooms = self._rooms(free, empty)
-        self._ledger.capacity(self._map.count(Tier.HBM) + rooms[Tier.HBM].empty)
+        self.brought.capacity(self._map.count(Tier.HBM) + rooms[Tier.HBM].empty)
         rooms[Tier.HBM].take(step_pages, now)
         rooms[Tier.HBM].claim(ahead_pages)
         return Prefetch(evictions=_evictions(rooms))
@@ -300,12 +256,7 @@ class Prefetcher:
         self._map.moving(keys, target)
         self.moved[target] += len(keys)
         step.rooms[target].claim(len(keys))
-        self._unused[target].update(dict.fromkeys(keys, turn.owner))
-        self._ledger.brought(keys, target, turn.chance)
-        if target is Tier.HBM:
-            for key in keys if self._unused[Tier.DRAM] else ():
-                if self._unused[Tier.DRAM].pop(key, None) is not None:
-                    self._ledger.failed(key, Tier.DRAM)
+        self.brought.begun(keys, target, turn.owner, turn.chance)
         step.moves.append(Move(keys, source, target, turn.rid))
 
     # --- the paper's rule -------------------------------------------------------------------------------------------
@@ -320,7 +271,7 @@ class Prefetcher:
         for turn in turns:
             for span, tier in self.missing(turn.owner).runs:
                 within = near if tier is Tier.DRAM else far
-                if tier is None or turn.steps > within or self._paused(turn.owner, step.now):
+                if tier is None or turn.steps > within or self.brought.paused(turn.owner, step.now):
                     continue
                 links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
                 transfer_s = sum(step.links[link].seconds(1) for link in links)
@@ -345,15 +296,15 @@ class Prefetcher:
         near, far = self._reach(step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
         hbm = step.rooms[Tier.HBM]
-        self._ledger.capacity(self._map.count(Tier.HBM) + hbm.empty)
-        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self._unused[Tier.HBM])
+        self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
+        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self.brought.unused[Tier.HBM])
         for turn, missing in zip(turns[:near], known, strict=False):
             missing = self.missing(turn.owner) if step.moves else missing
             if turn.before:
                 hbm.take(turn.before, step.now + turn.window_s)
             if missing.runs:
                 self._judge(step, turn, missing)
-                if self._may_move(turn, Tier.HBM, step.now):
+                if self.brought.may_move(turn.owner, turn.chance, Tier.HBM, step.now):
                     brought = self._promote(step, turn, missing, budget, horizon_s)
                     if brought:
                         budget -= brought
@@ -368,20 +319,9 @@ class Prefetcher:
                 break
             if turn.before:
                 dram.take(turn.before, step.now + turn.window_s)
-            if missing.below and self._may_move(turn, Tier.DRAM, step.now):
+            if missing.below and self.brought.may_move(turn.owner, turn.chance, Tier.DRAM, step.now):
                 self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
             dram.take(missing.pages - missing.reach + self.missing(turn.owner).below, step.now + turn.window_s)
-
-    def _may_move(self, turn: Turn, target: Tier, now: float) -> bool:
-        """Not right after a move for it has failed, nor again when what was brought to that tier had to leave unused: there is
-        no room for it before its turn. Nor on a guess, where too many guesses were wrong."""
-        if self._paused(turn.owner, now) or target in self._gave_way.get(turn.owner, ()):
-            return False
-        return turn.chance >= _LIKELY and self._ledger.allows(turn.chance)
-
-    def _paused(self, owner: str, now: float) -> bool:
-        pause = self._pauses.get(owner)
-        return pause is not None and now < pause[0]
 
     def _needed_at(self, step: _Step, turn: Turn) -> float:
         """Whose next use is not later than this does not give way to pages of this turn: by the map's clock as well, which

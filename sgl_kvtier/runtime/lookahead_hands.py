@@ -379,7 +379,7 @@ class LookaheadHands:
         """All counters, for /metrics. Any thread."""
         ahead = self.ahead.prefetcher
         tests = (("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items()))
-        return [*self.counters.counts((ahead.wasted + self.facts.wasted) * self.engine.page_bytes), *tests]
+        return [*self.counters.counts((ahead.brought.wasted + self.facts.wasted) * self.engine.page_bytes), *tests]
 
     def gauges(self) -> dict[str, float]:
         """The map's size, and of what it knows. Any thread."""

@@ -23,7 +23,7 @@ def check(planner) -> int:
         assert prefetcher.missing(owner) == known.missing(owner)
     lacking = [owner for owner in prefetcher._watched if known.missing(owner).runs]
     assert all(owner in wanting for owner in lacking), "who lacks pages is looked at"
-    for tier, unused in prefetcher._unused.items():
+    for tier, unused in prefetcher.brought.unused.items():
         for key in unused:
             page = known.page(key)
             assert key in prefetcher._flights or (page is not None and tier in page.tiers), "brought, or on its way"

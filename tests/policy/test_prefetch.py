@@ -283,7 +283,7 @@ def test_pages_dropped_before_anyone_used_them_are_counted_as_wasted():
     for keys in (came[:3], came[:3]):
         bench.map.dropped(keys, Tier.HBM)
         bench.prefetcher.dropped(keys, Tier.HBM, 0.2)
-    assert bench.prefetcher.wasted == 3
+    assert bench.prefetcher.brought.wasted == 3
 
 
 def test_predictions_are_compared_with_what_happened():

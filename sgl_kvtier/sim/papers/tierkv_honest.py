@@ -105,7 +105,7 @@ class HonestPager:
         """Takes the batch part by part, as the next step will."""
         now = float(batch.step)
         demand = ahead = 0
-        wasted_before = self._prefetcher.wasted if self._prefetcher else 0
+        wasted_before = self._prefetcher.brought.wasted if self._prefetcher else 0
         waves = list(self._waves(batch, now))
         for place, wave in enumerate(waves):
             keys = [key for rid in wave for key in self._keys[rid]]
@@ -124,7 +124,7 @@ class HonestPager:
         pages = max(1, sum(len(keys) for keys in self._keys.values()))
         overflow = batch.tokens > self._server.hbm_tokens
         per_page = batch.tokens / pages if overflow else 0.0
-        wasted = self._prefetcher.wasted - wasted_before if self._prefetcher else 0
+        wasted = self._prefetcher.brought.wasted - wasted_before if self._prefetcher else 0
         return _Walk(
             batch.tokens, round(demand * per_page), round(ahead * per_page), wasted / ahead if ahead else 0.0
         )

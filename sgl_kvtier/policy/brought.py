@@ -1,0 +1,108 @@
+"""Pages that were brought before their turn: for whose sake, whether they were used, and whose pages are not to be moved now.
+
+An owner whose moves fail is left alone for a while, ever longer; one whose pages had to leave a tier again before its turn is
+not brought there any more; and guesses are made as far as the ledger allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sgl_kvtier.policy.flights import Flights
+from sgl_kvtier.policy.ledger import Ledger
+from sgl_kvtier.types import PageKey, Tier
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+"""After a failed move nothing is moved for its owner for so long, twice as long after each further one up to the longest."""
+_LIKELY = 0.5
+"""Nothing is brought for a session that is more likely to stay away."""
+
+
+class Brought:
+    """One per Prefetcher, sharing its flights. `waste` is the share of guesses that may be wrong."""
+
+    def __init__(self, flights: Flights, waste: float) -> None:
+        self._flights = flights
+        self._ledger = Ledger(waste)
+        self.unused: dict[Tier, dict[PageKey, str]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        """Pages that have been brought to a tier, or are on their way there, and were not used yet; for whose sake."""
+        self._gave_way: dict[str, dict[Tier, None]] = {}
+        """Owners of whose pages some were brought to a tier and left it before their turn."""
+        self._pauses: dict[str, tuple[float, float]] = {}
+        """Owners whose moves have failed: nothing is moved for them until then, and how long that was from the failure."""
+        self.wasted = 0
+        """Pages brought to HBM that left it without having been used."""
+
+    def capacity(self, pages: int) -> None:
+        """HBM has so many pages."""
+        self._ledger.capacity(pages)
+
+    def begun(self, keys: Sequence[PageKey], tier: Tier, owner: str, chance: float) -> None:
+        """Pages are on their way for somebody who comes with this chance."""
+        self.unused[tier].update(dict.fromkeys(keys, owner))
+        self._ledger.brought(keys, tier, chance)
+        if tier is Tier.HBM:
+            for key in keys if self.unused[Tier.DRAM] else ():
+                if self.unused[Tier.DRAM].pop(key, None) is not None:
+                    self._ledger.failed(key, Tier.DRAM)
+
+    def given_up(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
+        """A move took too long."""
+        for key in keys:
+            owner = self.unused.get(tier, {}).pop(key, None)
+            if owner is not None:
+                self._ledger.failed(key, tier)
+                self._failed(owner, now)
+
+    def left(self, keys: Sequence[PageKey], tier: Tier, now: float, watched: Mapping[str, None]) -> None:
+        """Pages have left a tier, or will not come to it. `watched` are owners whose turn is to come."""
+        unused = self.unused.get(tier)
+        if unused:
+            for key in keys:
+                owner = unused.pop(key, None)
+                if owner is None:
+                    continue
+                if key in self._flights:
+                    self._ledger.failed(key, tier)
+                    continue
+                self._ledger.wasted(key, tier)
+                self.wasted += tier is Tier.HBM
+                if owner in watched:
+                    self._gave_way.setdefault(owner, {})[tier] = None
+        if len(self._flights):
+            for owner in self._flights.owners(keys, tier):
+                self._failed(owner, now)
+
+    def used(self, owner: str, keys: Sequence[PageKey]) -> None:
+        """An owner runs from now on, on these pages."""
+        self._gave_way.pop(owner, None)
+        self._pauses.pop(owner, None)
+        self._ledger.ran(len(keys))
+        for tier, unused in self.unused.items():
+            for key in keys if unused else ():
+                if unused.pop(key, None) is not None:
+                    self._ledger.used(key, tier)
+
+    def forget(self, owner: str) -> None:
+        """An owner is gone."""
+        self._gave_way.pop(owner, None)
+        self._pauses.pop(owner, None)
+
+    def may_move(self, owner: str, chance: float, target: Tier, now: float) -> bool:
+        """Not right after a move for it has failed, nor again when what was brought to that tier had to leave unused: there is
+        no room for it before its turn. Nor on a guess, where too many guesses were wrong."""
+        if self.paused(owner, now) or target in self._gave_way.get(owner, ()):
+            return False
+        return chance >= _LIKELY and self._ledger.allows(chance)
+
+    def paused(self, owner: str, now: float) -> bool:
+        """Whether nothing is moved for an owner because a move has failed."""
+        pause = self._pauses.get(owner)
+        return pause is not None and now < pause[0]
+
+    def _failed(self, owner: str, now: float) -> None:
+        """A move for this owner came to nothing: the next is asked for later, ever later while they go on failing."""
+        until, pause_s = self._pauses.get(owner, (now, 0.0))
+        if until <= now:
+            pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)
+            self._pauses[owner] = (now + pause_s, pause_s)
