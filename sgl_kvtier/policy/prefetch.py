@@ -46,6 +46,9 @@ _COVER = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL = 0.5
 """Links with more than this share of their horizon to do are left alone, so that most steps have nothing to plan."""
+_SPREAD = 2.0
+"""Pages of a session that is expected back take the place only of what is not used before so many times its predicted wait: with less
+between them, either may come first, and they would push out each other's pages."""
 _LATE = 4.0
 """A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
 
@@ -328,9 +331,9 @@ class Prefetcher:
         orders all others, so that of two turns at most one can push out the other's pages."""
         number = self._map.owners.number(turn.owner)
         at = step.now + turn.window_s
-        if number is None or self._map.owners.turn(number) == math.inf:
-            return at
-        return max(at, self._map.owners.turn(number))
+        if number is not None and self._map.owners.turn(number) != math.inf:
+            at = max(at, self._map.owners.turn(number))
+        return at if turn.rid is not None else step.now + _SPREAD * (at - step.now)
 
     def _reach(self, step: _Step, turns: Sequence[Turn], known: Sequence[Missing]) -> tuple[int, int]:
         """How many turns ahead pages are brought to HBM, and to DRAM.

@@ -250,6 +250,15 @@ def test_of_two_that_wait_never_each_pushes_out_the_other():
     assert bench.map.missing("a").runs == ()
 
 
+@pytest.mark.parametrize(("rid", "idle_until", "gives_way"), [(None, 1.8, False), (None, 2.5, True), ("s", 1.8, True)])
+def test_a_session_that_may_come_displaces_only_what_is_used_much_later(rid, idle_until, gives_way):
+    bench = Bench()
+    bench.request("idle", named(30, 600), Tier.HBM, turn=idle_until)
+    bench.request("s", named(20), Tier.DRAM, turn=1.0)
+    plan = bench.plan([Turn("s", rid, 1, 1.0)], free={Tier.HBM: 30, Tier.DRAM: 0})
+    assert bool(plan.moves) is gives_way
+
+
 def test_pages_on_their_way_take_their_places_before_others_do():
     bench = Bench()
     bench.request("idle", named(30, 600), Tier.HBM, turn=100.0)
