@@ -6,7 +6,8 @@ Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
     tierkv   the paper's: requests of the next K iterations, each page tested by itself against the whole window
     kvtier   pages share the links: requests in order of their turns, each page charged behind those before it and behind
              what the links have to do already; K from measured speeds; a bounded share of HBM; and no page takes the
-             place of one that is needed sooner, or of one that an earlier request will need
+             place of one that is needed sooner, or of one that an earlier request will need; pages of a session that is
+             only expected take no place of one that is needed before twice as long
 
     map, bandwidth = TierMap(1_000_000, NextUse(), NextUse()), Bandwidth({Link.DRAM_TO_HBM: 2e10, Link.SSD_TO_DRAM: 3e9})
     prefetcher = Prefetcher(PolicyConfig(), map, bandwidth, page_bytes=1 << 20)
