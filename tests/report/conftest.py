@@ -57,6 +57,7 @@ def make_result() -> dict:
         "arms": arms,
         "ratios": ratios,
         "samples": samples,
+        "interrupted": False,
         "notes": ["Outputs are generated greedily & fed back.", "Tool gaps are divided by 10."],
     }
     return envelope("kvtier.compare/1", ["kvtier", "compare", "--model-path", HOSTILE, "--rounds", "3"], results)
