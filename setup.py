@@ -5,6 +5,7 @@ wheel also holds it compiled by mypyc, from the same source, one and a half to f
 """
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -47,11 +48,7 @@ def compile_policy(target: Path) -> None:
         except (Exception, SystemExit) as error:
             print(f"policy/ is not compiled: {error!r}", file=sys.stderr)
             return
-        built = Path(scratch, "lib")
-        for module in built.rglob("*.*"):
-            place = target / module.relative_to(built)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(module.read_bytes())
+        shutil.copytree(f"{scratch}/lib", target, dirs_exist_ok=True)
 
 
 setup(
