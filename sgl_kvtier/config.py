@@ -135,6 +135,13 @@ class PolicyConfig:
     split_gain_s: float = setting(
         0.005, "and at least so many seconds of it: what taking part of a prefix apart costs by itself", low=0, high=60
     )
+    fixed_split: float = setting(
+        -1.0,
+        "share of a prefix that is computed while the rest is loaded, fixed beforehand wherever the ends would meet, to measure what "
+        "deciding on the way is worth; -1 = decided on the way",
+        low=-1,
+        high=1,
+    )
     queue_charge: float = setting(
         1.0,
         "how much dearer computing a prefix counts, per request that waits behind it, when it is chosen what to load instead",

@@ -14,7 +14,7 @@ from sgl_kvtier.bench.client import Client
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
 
-COMPUTE, LOAD, STOCK, OURS = "compute", "load", "stock_timeout", "kvtier"
+COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
 BACKEND = "kvtier"
 """The storage backend of a server that can be measured so."""
 
@@ -38,7 +38,7 @@ RESTORE_ARMS = {
     LOAD: RestoreArm("off", "wait_complete", "SGLang waits until all of the prefix is loaded (wait_complete)"),
     STOCK: RestoreArm("off", "timeout", "SGLang waits for the load up to its timeout and computes what is missing (its default)"),
     OURS: RestoreArm("auto", "timeout", "front computed while the back is loaded, or one of both where that is predicted faster"),
-    "both": RestoreArm("both", "timeout", "the same, never one of both alone"),
+    BOTH_ENDS: RestoreArm("both", "timeout", "the same, never one of both alone"),
     "load_kvtier": RestoreArm("load", "timeout", "our engine loads all of the prefix"),
 }
 """Every arm. The first four are measured unless others are named."""
@@ -72,9 +72,11 @@ class ArmSwitch:
         self._restore: str | None = None
         self._prefetch: str | None = None
         self._gbps: float | None = None
+        self._fixed_split = -1.0
 
-    async def use(self, arm: str, read_gbps: float) -> None:
-        """From the next request on. Raises BenchError when the server refuses."""
+    async def use(self, arm: str, read_gbps: float, fixed_split: float | None = None) -> None:
+        """From the next request on; `fixed_split` is the computed share of a prefix, where it is not decided on the way.
+        Raises BenchError when the server refuses."""
         wanted = RESTORE_ARMS[arm]
         if wanted.restore != self._restore:
             await self._client.set_state({"kvtier.policy.restore": restore_choice(wanted.restore)})
@@ -82,6 +84,10 @@ class ArmSwitch:
         if wanted.prefetch != self._prefetch:
             await self._client.set_prefetch_policy(BACKEND, wanted.prefetch)
             self._prefetch = wanted.prefetch
+        share = -1.0 if fixed_split is None else fixed_split
+        if share != self._fixed_split:
+            await self._client.set_state({"kvtier.policy.fixed_split": share})
+            self._fixed_split = share
         await self.bandwidth(read_gbps)
 
     async def bandwidth(self, read_gbps: float) -> None:

@@ -18,7 +18,7 @@ from sgl_kvtier.bench.argtypes import positive
 from sgl_kvtier.bench.client import Client
 from sgl_kvtier.bench.lab_model import SHAPES, UNWEIGHTED
 from sgl_kvtier.bench.restore_arms import DEFAULT_RESTORE_ARMS, OURS, RESTORE_ARMS, check_restore_arms
-from sgl_kvtier.bench.restore_fluctuate import Fluctuation, FluctuationOptions
+from sgl_kvtier.bench.restore_fluctuate import AIM, Fluctuation, FluctuationOptions
 from sgl_kvtier.bench.restore_grid import LENGTHS, RATIOS, Grid, GridOptions, planned, prompt
 from sgl_kvtier.bench.restore_log import RestoreLog
 from sgl_kvtier.bench.restore_result import make_result
@@ -234,7 +234,7 @@ def _result(
     notes = [f"{log.continued} trials were in the log before this run."] if log.continued else []
     if interrupted:
         notes.append("Interrupted: figures are from the trials that had ended.")
-    extra = {"fluctuation": {"cells": log.fluctuations, "aim": 1.15}} if log.fluctuations else {}
+    extra = {"fluctuation": {"cells": log.fluctuations, "aim": AIM}} if log.fluctuations else {}
     return make_result(log, settings, interrupted=interrupted, notes=notes, extra=extra)
 
 

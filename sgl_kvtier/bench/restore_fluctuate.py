@@ -1,8 +1,8 @@
 """Restoration while bandwidth and compute change, against the best fixed split in hindsight (as Cake, section 5.7).
 
 The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one, changed in the running server while it restores;
-compute is disturbed by a seeded stream of other requests. In hindsight: with the changes as they were made, and the compute
-curve measured under the same disturbance, the split with the earliest end is found by trying all of them.
+compute is disturbed by a seeded stream of other requests. The best fixed split is measured (`restore_fixed`), and predicted as
+well: with the changes as they were made, and the compute curve measured under the same disturbance, all splits are tried.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from sgl_kvtier.bench.replay import milliseconds
-from sgl_kvtier.bench.restore_arms import COMPUTE, LOAD, OURS
+from sgl_kvtier.bench.restore_arms import BOTH_ENDS, COMPUTE, LOAD, OURS
 from sgl_kvtier.bench.restore_bound import Best, ComputeCurve, best_split
 from sgl_kvtier.bench.restore_cells import curve_of, equality, resident_seconds
+from sgl_kvtier.bench.restore_fixed import FixedSplits, measure_fixed
 from sgl_kvtier.bench.restore_log import RestoreLog, Scale, seconds
 from sgl_kvtier.bench.restore_trace import (
     BandwidthDriver,
@@ -30,7 +31,7 @@ from sgl_kvtier.report import percentile
 BANDWIDTH, COMPUTING, BOTH = "bandwidth", "compute", "both"
 KINDS = (BANDWIDTH, COMPUTING, BOTH)
 AIM = 1.15
-"""Our time to first token over that of the best fixed split, at most."""
+"""Our time to first token over that of the best fixed split as measured, at most."""
 
 _PIECES = 8
 _POINTS = 4
@@ -94,7 +95,13 @@ class Fluctuation:
                 found.append(one)
                 if arm == OURS:
                     ends.append(self._hindsight(curve, applied))
-        return self._cell(kind, number, trace, found, ends)
+
+        async def fixed_at(share: float | None) -> Trial:
+            arm = OURS if share is None else BOTH_ENDS
+            return (await self._once(kind, number, 0, arm, trace, others, share))[0]
+
+        fixed = await measure_fixed(fixed_at, self._options.rounds)
+        return self._cell(kind, number, trace, found, ends, fixed)
 
     async def _disturbed_curve(self, kind: str, number: int, others: OtherRequests) -> ComputeCurve:
         """Computing parts of the prompt beside the same stream of other requests."""
@@ -113,12 +120,19 @@ class Fluctuation:
         return ComputeCurve(points, curve_of(self._log, self._scale).request_s)
 
     async def _once(
-        self, kind: str, number: int, round_number: int, arm: str, trace: BandwidthTrace, others: OtherRequests | None
+        self,
+        kind: str,
+        number: int,
+        round_number: int,
+        arm: str,
+        trace: BandwidthTrace,
+        others: OtherRequests | None,
+        share: float | None = None,
     ) -> tuple[Trial, BandwidthTrace]:
         bandwidth = BandwidthDriver(self._trials.switch, trace)
         stream = [OtherRequestsDriver(self._trials.client, others)] if others is not None else []
         beside: Beside = partial(_beside, drivers=(bandwidth, *stream))
-        base = Trial(self._scale.model, self._scale.length, f"{kind}/{number}", arm, round_number, trace.gbps[0])
+        base = Trial(self._scale.model, self._scale.length, f"{kind}/{number}", arm, round_number, trace.gbps[0], fixed_split=share)
         one = await self._trials.run(base, self._ids, beside=beside, repeat=False)
         self._log.keep(one)
         return one, bandwidth.applied
@@ -130,12 +144,13 @@ class Fluctuation:
         return best_split(scale.length, scale.page, curve.seconds, lambda n: applied.seconds(n * per_token), rest)
 
     def _cell(
-        self, kind: str, number: int, trace: BandwidthTrace, found: Sequence[Trial], ends: Sequence[Best]
+        self, kind: str, number: int, trace: BandwidthTrace, found: Sequence[Trial], ends: Sequence[Best], fixed: FixedSplits
     ) -> dict[str, Any]:
         ours = [t for t in found if t.arm == OURS]
         pairs = zip(ours, ends, strict=True)
         over = [t.ttft_s / end.seconds for t, end in pairs if t.ttft_s is not None]
         middle = {arm: percentile(seconds(t for t in found if t.arm == arm), 50) for arm in (COMPUTE, LOAD, OURS)}
+        best_s, ours_s = fixed.middle(fixed.best), percentile(seconds(fixed.ours), 50)
         loaded = [t.cached.storage + t.cached.host for t in ours if t.cached is not None]
         return {
             "model": self._scale.model,
@@ -143,6 +158,11 @@ class Fluctuation:
             "kind": kind,
             "trace": number,
             "ttft_ms": {arm: milliseconds(value) for arm, value in middle.items()},
+            "fixed_ms": milliseconds(best_s),
+            "fixed_computed_share": fixed.best,
+            "kvtier_beside_fixed_ms": milliseconds(ours_s),
+            "over_fixed": ours_s / best_s if ours_s and best_s else None,
+            "fixed_splits_ms": {f"{share:.4f}": milliseconds(fixed.middle(share)) for share in sorted(fixed.by_share)},
             "hindsight_ms": milliseconds(percentile([end.seconds for end in ends], 50)),
             "over_hindsight": percentile(over, 50),
             "over_hindsight_each": over,
@@ -150,7 +170,7 @@ class Fluctuation:
             "hindsight_loaded_tokens": percentile([self._scale.length - end.computed_tokens for end in ends], 50),
             "gbps": list(trace.gbps),
             "rounds": self._options.rounds,
-            **equality(self._log, self._scale, found),
+            **equality(self._log, self._scale, [*found, *fixed.trials, *fixed.ours]),
         }
 
 

@@ -50,6 +50,8 @@ class Trial:
     slowness: float = 1.0
     """Of the machine, around the trial: what a fixed piece of computing took, over the least it has taken in this run."""
     repeats: int = 0
+    fixed_split: float | None = None
+    """The computed share of the prefix, where it was fixed beforehand."""
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -155,7 +157,7 @@ class Trials:
         await self.settle()
         if flush:
             await self.client.flush()
-        await self.switch.use(base.arm, base.gbps)
+        await self.switch.use(base.arm, base.gbps, base.fixed_split)
         before = self._slowness()
         over = asyncio.Event()
         other = asyncio.create_task(beside(over)) if beside is not None else None

@@ -63,6 +63,8 @@ class Chunks:
             return Compute(item.rid, run, None), []
         barrier = (item.pointer.barrier(run.stop) - run.stop) * page
         self._outlook.hold(item, view, self._outlook.busy_s(view), run.stop)
+        if item.fixed_meet >= 0:
+            return Compute(item.rid, run, self._up_to_fixed(item, view, run.stop, barrier)), []
         if not barrier:
             # Compute stands before a page that is being loaded: there is nothing to decide but whether it is to be asked back.
             recalls = rule.balanced_chunks and run.stop >= item.copied
@@ -84,6 +86,15 @@ class Chunks:
         if item.pointer.lost_in(Span(run.stop, run.stop + 1)) and not tokens:
             tokens = self._within_budget(item, view, min(barrier, max(page, least // page * page)))
         return Compute(item.rid, run, tokens), cancels
+
+    def _up_to_fixed(self, item: Restoration, view: StepView, start: int, barrier: int) -> int | None:
+        """Tokens of the next chunk of a request whose meeting was fixed beforehand: behind it only pages that failed to load."""
+        page = self._under_way.engine.page_tokens
+        whole = self._under_way.engine.chunk_tokens // page * page
+        if item.fixed_meet == item.pointer.units and start * page + barrier == item.pointer.units * page:
+            return None
+        mine = item.fixed_meet - start if start < item.fixed_meet else item.pointer.lost_run(start)
+        return self._within_budget(item, view, min(mine * page, barrier, whole))
 
     def _within_budget(self, item: Restoration, view: StepView, tokens: int) -> int:
         """Fresh prefill goes first while the restoration can go on loading, a bounded number of steps in a row (Cake 4)."""

@@ -84,6 +84,8 @@ class Loads:
         config, outlook = self._under_way.config, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
         lowest = item.pointer.front if proposed is None else self._stop_page(proposed, item)
+        if item.fixed_meet >= 0:
+            return max(lowest, item.fixed_meet), max(lowest, item.fixed_meet), split
         if not self._under_way.rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < config.min_chunk_tokens:
             return lowest, lowest, split
         meet = split.meet

@@ -7,7 +7,7 @@ from sgl_kvtier.policy.outlook import Outlook
 from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, choose_mode, leave
 from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.policy.under_way import UnderWay
-from sgl_kvtier.types import Link, Tier
+from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN = 16
 """Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
@@ -40,7 +40,7 @@ class Offers:
         starts = []
         for offer in self._open:
             self._order += 1
-            item = _item(offer, self._order)
+            item = _item(offer, self._order, self._fixed_meet(offer))
             forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
             self._copy_first(item, forecast)
             item.mode, reason = choose_mode(forecast, item, self._under_way.config, self._knows(offer))
@@ -74,11 +74,20 @@ class Offers:
         if self._under_way.rule.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)
 
+    def _fixed_meet(self, offer: RestoreOffered) -> int:
+        """Where the settings fix the meeting of what is computed and loaded at once; -1 where they do not."""
+        share = self._under_way.config.fixed_split
+        if share < 0 or self._under_way.config.restore != "both":
+            return -1
+        return offer.resident + round(share * (offer.pages - offer.resident))
+
     def _knows(self, offer: RestoreOffered) -> bool:
         """Whether what an answer depends on was measured, here or in an earlier run."""
         known = self._under_way
         return known.costs_known and all(known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources)
 
 
-def _item(offer: RestoreOffered, order: int) -> Restoration:
-    return Restoration(offer.rid, order, offer.prompt_tokens, TwoPointer(offer.resident, offer.pages), offer.sources)
+def _item(offer: RestoreOffered, order: int, fixed_meet: int = -1) -> Restoration:
+    above = ((Span(max(span.start, fixed_meet), span.stop), tier) for span, tier in offer.sources if span.stop > fixed_meet)
+    pointer = TwoPointer(offer.resident, offer.pages)
+    return Restoration(offer.rid, order, offer.prompt_tokens, pointer, tuple(above), fixed_meet=fixed_meet)

@@ -89,6 +89,8 @@ class Restoration:
     """The same with compute charged for those that wait behind it."""
     copied: int = 0
     """Pages below this one are not computed but copied from DRAM, since that is sooner; but for those that fail to come."""
+    fixed_meet: int = -1
+    """Compute takes all below this page, loads all others, whatever happens; -1: as it is predicted best on the way."""
 
     def __post_init__(self) -> None:
         self.unread = {LINK_OF[tier]: None for _, tier in self.sources}

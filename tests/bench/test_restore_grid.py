@@ -194,6 +194,11 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
         assert len(cell["over_hindsight_each"]) == 2
         assert cell["hindsight_ms"] > 0
         assert cell["equal_tokens_fraction"] == 1.0
+        assert cell["over_fixed"] == pytest.approx(cell["kvtier_beside_fixed_ms"] / cell["fixed_ms"])
+        assert cell["fixed_ms"] == cell["fixed_splits_ms"][f"{cell['fixed_computed_share']:.4f}"]
+        assert {f"{part / 8:.4f}" for part in range(9)} <= set(cell["fixed_splits_ms"])
+    assert {part / 8 for part in range(9)} <= set(server.splits)
+    assert server.splits[-1] == -1.0 or log.trials[-1].fixed_split == server.splits[-1]
     assert len(set(log.fluctuations[0]["gbps"])) > 1
     assert len(log.fluctuations[1]["gbps"]) == 1
     measure(server, SMALL, log, traces=1)
@@ -204,7 +209,7 @@ def test_tables_and_page_are_made_from_the_result_alone() -> None:
     log = RestoreLog()
     measure(RestoringServer(), SMALL, log, traces=1)
     result = make_result(
-        log, {"slow_rounds": 2}, interrupted=False, notes=["a note"], extra={"fluctuation": {"cells": log.fluctuations}}
+        log, {"slow_rounds": 2}, interrupted=False, notes=["a note"], extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}}
     )
     assert result["schema"] == "kvtier.restore/1"
     titles = [table.title for table in restore_tables(result)]

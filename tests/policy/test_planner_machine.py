@@ -30,6 +30,7 @@ configs = st.builds(
     load_tokens=st.sampled_from([16, 64]),
     min_chunk_tokens=st.sampled_from([16, 48]),
     yield_to_fresh=st.booleans(),
+    fixed_split=st.sampled_from([-1.0, -1.0, 0.0, 0.4, 1.0]),
     load_deadline_s=st.just(600.0),
     load_horizon_s=st.sampled_from([0.01, 10.0]),
 )

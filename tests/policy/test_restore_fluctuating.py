@@ -60,6 +60,32 @@ def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes
     assert max(over) <= worst
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("seed", [0, 5, 9])
+def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_trace_says(share, seed):
+    rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
+    trace = trace_of(seed, 4096, rate)
+    config = PolicyConfig(restore="both", fixed_split=share)
+    timing = {"suffix": SUFFIX, "profile": profile_of(COST, rate), "lasts": lambda begun, nbytes: lasts(trace, begun, nbytes)}
+    out = restore(4096, rate, config=config, **timing)
+    meet = round(share * 256)
+    assert sum(map(len, out.loads)) == 256 - meet
+    assert min((span.start for span in out.loads), default=256) == meet
+    page = ENGINE.page_bytes // ENGINE.page_tokens
+    ends = compute_s(meet * 16), trace.seconds((256 - meet) * ENGINE.page_bytes)
+    assert ends[1] == trace.seconds((4096 - meet * 16) * page)
+    assert out.seconds == pytest.approx(max(ends) + COST.chunk_seconds(4096, SUFFIX), abs=0.025)
+
+
+def test_pages_that_fail_to_load_are_computed_behind_a_fixed_split_too():
+    rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
+    config = PolicyConfig(restore="both", fixed_split=0.5)
+    out = restore(4096, rate, config=config, profile=profile_of(COST, rate), failing=frozenset({3, 140, 200, 255}))
+    computed = {place for chunk in out.chunks for place in range(chunk.start // 16, -(-chunk.stop // 16))}
+    assert {140, 200, 255} <= computed
+    assert len(computed & set(range(256))) < 256
+
+
 def test_the_meeting_point_moves_with_the_trace():
     rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
     met = set()

@@ -1,0 +1,68 @@
+"""The best fixed split of a restoration, found by measuring: the same server, the same changes, the split fixed beforehand.
+
+What is predicted from curves (`restore_bound`) has no chunk with a fixed part, and shares no chunk with other requests. A
+split that was fixed and measured has all of that, so it tells what deciding on the way is worth by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from sgl_kvtier.bench.restore_log import seconds
+from sgl_kvtier.bench.restore_trial import Trial
+from sgl_kvtier.report import percentile
+
+_COARSE, _FINE = 8, 16
+_LOOKS = 2
+
+Measure = Callable[[float | None], Awaitable[Trial]]
+"""One trial with so much of the prefix computed, decided beforehand; None: as our planner decides."""
+
+
+@dataclass
+class FixedSplits:
+    """Trials by computed share, and those of our planner that were made in turns with the last of them."""
+
+    by_share: dict[float, list[Trial]] = field(default_factory=dict)
+    ours: list[Trial] = field(default_factory=list)
+
+    def middle(self, share: float) -> float | None:
+        """The median time to first token in seconds; None where every trial failed."""
+        return percentile(seconds(self.by_share[share]), 50)
+
+    @property
+    def best(self) -> float:
+        """The share with the least median, of those measured most often."""
+        most = max(map(len, self.by_share.values()))
+        often = [share for share, trials in self.by_share.items() if len(trials) == most]
+        return min(often, key=lambda share: (self.middle(share) or math.inf, share))
+
+    @property
+    def trials(self) -> list[Trial]:
+        """Those with a fixed split."""
+        return [trial for trials in self.by_share.values() for trial in trials]
+
+
+async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
+    """Every eighth twice; then the best of these and the sixteenths beside it, in turns with our planner, `rounds` times."""
+    found = FixedSplits()
+    coarse = [part / _COARSE for part in range(_COARSE + 1)]
+    for look in range(_LOOKS):
+        for share in _turned(coarse, look):
+            found.by_share.setdefault(share, []).append(await measure(share))
+    best = found.best
+    fine = [share for share in (best - 1 / _FINE, best, best + 1 / _FINE) if 0 <= share <= 1]
+    for number in range(rounds):
+        for each in _turned([*fine, None], number):
+            same = found.ours if each is None else found.by_share.setdefault(each, [])
+            same.append(await measure(each))
+    finalists = {share: found.by_share[share][-rounds:] for share in fine}
+    others = {share: trials for share, trials in found.by_share.items() if share not in finalists}
+    return FixedSplits({**others, **finalists}, found.ours)
+
+
+def _turned(shares: Sequence[float | None], number: int) -> list[float | None]:
+    """Every second time backwards."""
+    return list(shares if number % 2 == 0 else reversed(shares))
