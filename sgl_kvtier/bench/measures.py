@@ -15,6 +15,7 @@ from sgl_kvtier.report import pair_ratios, percentile, summary
 
 TIERS = ("device", "host", "storage")
 TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
+_BESIDE = (("ttft_ms", "mean"), ("ttft_ms", "p90"), ("e2e_ms", "mean"))
 
 
 @dataclass
@@ -103,21 +104,30 @@ def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, A
 
 
 def ratios(rows: Sequence[Mapping[str, Any]], arms: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Our arm's round medians over each other arm's, round by round, so that what slows a whole round cancels out."""
+    """Our arm's rounds over each other arm's, round by round, so that what slows a whole round cancels out: their medians,
+    under the metric's name, and beside them means and the 90th percentile of the time to first token."""
     if OURS not in arms:
         return {}
-    medians = {
+    each = {
         (arm, name): [
-            percentile((r[name] for r in rows if r["arm"] == arm and r["round"] == n and r["error"] is None), 50)
+            summary(r[name] for r in rows if r["arm"] == arm and r["round"] == n and r["error"] is None)
             for n in range(1, rounds + 1)
         ]
         for arm in arms
         for name in TIMES
     }
-    others = [arm for arm in arms if arm != OURS]
+
+    def pair(other: str, name: str, figure: str) -> dict[str, float | int | None]:
+        ours, theirs = ([one[figure] for one in each[arm, name]] for arm in (OURS, other))
+        return pair_ratios(ours, theirs)
+
     return {
-        f"{OURS}/{other}": {name: pair_ratios(medians[OURS, name], medians[other, name]) for name in TIMES}
-        for other in others
+        f"{OURS}/{other}": {
+            **{name: pair(other, name, "p50") for name in TIMES},
+            **{f"{name}_{figure}": pair(other, name, figure) for name, figure in _BESIDE},
+        }
+        for other in arms
+        if other != OURS
     }
 
 

@@ -11,6 +11,12 @@ from sgl_kvtier.sizes import format_bytes
 OURS = "kvtier"
 
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
+_RATIOS = {
+    **{metric: f"{name}, median" for metric, name in METRICS.items()},
+    "ttft_ms_mean": "TTFT, mean",
+    "ttft_ms_p90": "TTFT, p90",
+    "e2e_ms_mean": "end to end, mean",
+}
 TIERS = ("device", "host", "storage")
 _QUANTILES = (("p50", 50), ("p90", 90), ("p99", 99))
 
@@ -83,9 +89,9 @@ def restore_table(result: dict) -> Table:
 
 
 def ratio_table(result: dict) -> Table:
-    """Per pair of arms and metric: the ratio of their rounds' medians, round by round."""
+    """Per pair of arms and metric: the ratio of their rounds' medians, means or 90th percentiles, round by round."""
     rows = [
-        {"pair": pair.replace("/", " / "), "metric": METRICS.get(metric, metric), **ratio}
+        {"pair": pair.replace("/", " / "), "metric": _RATIOS.get(metric, metric), **ratio}
         for pair, metrics in result["ratios"].items()
         for metric, ratio in metrics.items()
     ]

@@ -57,7 +57,8 @@ def _statements(result: dict) -> list[tuple[str, bool]]:
 
 def _main_ratio(result: dict) -> tuple[str, bool] | None:
     first, second = MAIN_PAIR
-    ratio = (result.get("ratios") or {}).get(f"{first}/{second}", {}).get("ttft_ms") or {}
+    pair = (result.get("ratios") or {}).get(f"{first}/{second}", {})
+    ratio, mean = pair.get("ttft_ms") or {}, (pair.get("ttft_ms_mean") or {}).get("median")
     if ratio.get("median") is None:
         return None
     low, high = ratio.get("p25"), ratio.get("p75")
@@ -66,6 +67,7 @@ def _main_ratio(result: dict) -> tuple[str, bool] | None:
     if low is None or high is None or n < 2:
         return f"{text}, from one round only: no statement about noise is possible.", False
     text += f" (median of {_plural(n, 'paired round')}; middle half {low:.2f} to {high:.2f})"
+    text += "" if mean is None else f", its mean {mean:.2f} times"
     if low <= 1 <= high:
         return f"{text}: no difference beyond the noise between rounds.", False
     return f"{text}: {first} is {'faster' if high < 1 else 'slower'}.", low > 1

@@ -131,6 +131,14 @@ def test_ratios_pair_the_same_round_of_two_arms() -> None:
     assert found["kvtier/hicache-file"]["ttft_ms"]["n"] == 2
 
 
+def test_means_may_say_the_opposite_of_medians_and_stand_beside_them() -> None:
+    rounds = [make_round("kvtier", 1, [0.2, 0.2, 0.2]), make_round("hicache-file", 1, [0.1, 0.1, 1.0])]
+    found = ratios(sample_rows(rounds), ["hicache-file", "kvtier"], 1)["kvtier/hicache-file"]
+    assert found["ttft_ms"]["median"] == pytest.approx(2.0)
+    assert found["ttft_ms_mean"]["median"] == pytest.approx(0.5)
+    assert found["ttft_ms_p90"]["median"] == pytest.approx(0.2 / 0.82)
+
+
 def test_without_our_arm_there_are_no_ratios() -> None:
     assert ratios(sample_rows([make_round("hicache", 1, [0.1])]), ["hicache"], 1) == {}
 
