@@ -77,6 +77,12 @@ class Room:
         self.left -= granted
         return granted
 
+    def pass_over(self, pages: int) -> None:
+        """So many pages are somebody's already who has not claimed them yet: the first to give way are for them."""
+        while self._have < pages and (more := self._draw()):
+            self._have += more
+        self._have = max(0, self._have - pages)
+
     def claim(self, pages: int) -> None:
         """So many of the pages set aside are filled in this step."""
         self.claimed += pages

@@ -21,6 +21,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.behind import Behind
 from sgl_kvtier.policy.eviction import RULES
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
@@ -76,6 +77,7 @@ class Lookahead:
         self._requests: dict[str, _Request] = {}
         self._active: dict[str, None] = {}
         self._idle: dict[str, Return] = {}
+        self._behind = Behind(self.map)
         self._soon_at: dict[str, float] = {}
         self._soon: list[tuple[float, str]] = []
         self._due: dict[str, None] = {}
@@ -134,13 +136,16 @@ class Lookahead:
             if expected.session in self._idle:
                 self._expect(expected, view.now)
         self._look_for_sessions(view.now)
+        if self._idle:
+            self._behind.queue(view.now, self._queue_s(view, restoring))
         idle = self.prefetcher.idle(view.now, self._iteration(), busy_s)
         turns = [] if idle else self._turns(view, restoring)
         self._round = (self._round + 1) % _ROUNDS
-        claimed = view.prefill_tokens // self._engine.page_tokens if view.waiting or view.slot is not None else 0
+        busy = view.waiting or view.slot is not None or view.owed_pages
+        claimed = view.prefill_tokens // self._engine.page_tokens if busy else 0
         ahead = 0 if self._round else _ROUNDS * claimed
         self.last = self.prefetcher.plan(
-            view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead, view.empty_pages
+            view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead, view.empty_pages, max(0, view.owed_pages - claimed)
         )
         return self.last.evictions, self.last.moves + self._demotions(view)
 
@@ -222,11 +227,17 @@ class Lookahead:
             # Whoever waits now runs before a request that is still to come, and has its room before it.
             window_s = max(iteration_s, queue_s, expected.early - view.now)
             due.append(Turn(owner, None, int(window_s / iteration_s), window_s, chance=expected.chance))
-            if queue_s:
-                self._move_turn(owner, view.now, max(queue_s, expected.next_use - view.now))
         due.sort(key=lambda turn: turn.window_s)
         due[0] = due[0]._replace(before=behind)
         return turns + due
+
+    def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
+        """Until what runs and what waits now has been computed."""
+        page = self._engine.page_tokens
+        tokens = view.owed_pages * page
+        if view.waiting:
+            tokens += view.fresh_tokens + sum(tokens - missing.reach * page for missing, tokens in self._restored(restoring))
+        return tokens / (view.prefill_tokens or self._engine.chunk_tokens) * self._iteration()
 
     def _look_for_sessions(self, now: float) -> None:
         """Idle sessions whose pages have to be thought of from now on."""
@@ -249,7 +260,7 @@ class Lookahead:
         turns: list[Turn] = []
         page, iteration_s = self._engine.page_tokens, self._iteration()
         step_tokens = view.prefill_tokens or self._engine.chunk_tokens
-        ahead = before = 0
+        ahead, before = view.owed_pages * page, 0
         if not wanting:
             return turns, 0, 0
         requests = self._requests
@@ -289,7 +300,7 @@ class Lookahead:
             return
         first = session not in self._idle
         self._idle[session] = expected
-        self.map.expect(f"session {session}", expected.next_use)
+        self._behind.expect(session, expected.next_use)
         pages = self.prefetcher.missing(f"session {session}").pages
         lead_s = 2 * (self._iteration() + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes))
         self._soon_at[session] = soon_at = expected.early - lead_s
@@ -302,6 +313,7 @@ class Lookahead:
     def _not_idle(self, session: str) -> None:
         self._find(session)
         self._idle.pop(session, None)
+        self._behind.gone(session)
         self._soon_at.pop(session, None)
         if self._due.pop(session, self) is None:
             self.prefetcher.unwatch(f"session {session}")

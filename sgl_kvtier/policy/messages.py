@@ -170,7 +170,9 @@ class StepView:
     it in this step. `prefill_tokens` bounds this step's prefill, `fresh_tokens` are waiting prefill tokens of requests
     that restore nothing, `decoding` counts running requests. `free_pages` is what may be claimed per tier: destinations
     of loads come from HBM and, where the hands stage in host memory, from DRAM. `empty_pages` are those of them that hold
-    nothing; a tier that is not named there has what its map's evictable pages leave of `free_pages`.
+    nothing; a tier that is not named there has what its map's evictable pages leave of `free_pages`. `owed_pages` of HBM are left
+    out of `free_pages`, since the rest of a prompt that runs will claim them, but were not claimed yet: somebody may have to
+    give way for them.
     """
 
     now: float
@@ -182,6 +184,7 @@ class StepView:
     decoding: int = 0
     free_pages: dict[Tier, int] = field(default_factory=dict)
     empty_pages: dict[Tier, int] = field(default_factory=dict)
+    owed_pages: int = 0
 
 
 # --- the plan: what to do next ----------------------------------------------------------------------------------------

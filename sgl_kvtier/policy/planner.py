@@ -77,7 +77,16 @@ class KVTierPlanner:
         free = {tier: max(0, pages - taken) for tier, pages in view.free_pages.items()}
         empty = {tier: max(0, pages - taken) for tier, pages in view.empty_pages.items()}
         return StepView(
-            view.now, view.waiting, view.slot, view.slot_open, view.prefill_tokens, view.fresh_tokens, view.decoding, free, empty
+            view.now,
+            view.waiting,
+            view.slot,
+            view.slot_open,
+            view.prefill_tokens,
+            view.fresh_tokens,
+            view.decoding,
+            free,
+            empty,
+            view.owed_pages,
         )
 
 

@@ -165,11 +165,12 @@ class Prefetcher:
         step_pages: int = 0,
         ahead_pages: int = 0,
         empty: Mapping[Tier, int] | None = None,
+        owed_pages: int = 0,
     ) -> Prefetch:
         """What to move now. `turns` in the order of their windows; `free` pages may be claimed per tier, those that would
         have to give way included; `busy_s` is what others have queued on each link; `step_pages` of HBM are claimed in
         this step anyway, `ahead_pages` more until victims are named for them again; `empty` pages hold nothing, where the
-        hands know that."""
+        hands know that; `owed_pages` of HBM beside the free ones will be claimed by prompts that run."""
         for keys, tier in self._flights.late(now):
             self.late += len(keys)
             self._map.dropped(keys, tier)
@@ -181,6 +182,7 @@ class Prefetcher:
             return self._make_room(now, free, step_pages, ahead_pages, empty or {})
         step = _Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free, empty or {}))
         step.rooms[Tier.HBM].take(step_pages, now)
+        step.rooms[Tier.HBM].pass_over(owed_pages)
         step.rooms[Tier.HBM].claim(ahead_pages)
         if self._config.prefetch == "tierkv":
             self._paper(step, turns)

@@ -298,6 +298,7 @@ class RestoreTick:
             decoding=len(running.reqs),
             free_pages=self._free_pages(_decoding(scheduler), chunked),
             empty_pages=self.ahead.empty_pages() if self.ahead is not None else {},
+            owed_pages=0 if chunked is None or holder is not None else _rest_tokens(chunked) // engine.page,
         )
 
     def _free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
@@ -308,7 +309,7 @@ class RestoreTick:
         for req in running:
             tokens -= _output_room(req, page)
         if chunked is not None:
-            tokens -= len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
+            tokens -= _rest_tokens(chunked)
             tokens -= _output_room(chunked, page)
             r = self.engine.of(chunked.rid)
             if r is not None and len(self.engine.restorations) == 1:  # its loads take from the room it needs anyway
@@ -339,6 +340,11 @@ def _decoding(scheduler: Any) -> list[Any]:
     if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
         running += [req for req in last.reqs if req is not scheduler.chunked_req]
     return running
+
+
+def _rest_tokens(chunked: Any) -> int:
+    """What is left of a prompt behind the chunk that is computed now."""
+    return len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
 
 
 def _output_room(req: Any, page: int) -> int:
