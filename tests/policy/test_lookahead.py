@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.behind import Behind
+from sgl_kvtier.policy.eviction import NextUse
 from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
@@ -18,6 +22,7 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.sessions import Hint
+from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=1000, chunk_tokens=512)
@@ -222,6 +227,80 @@ def test_a_session_that_is_still_to_come_gets_what_those_who_wait_leave():
         free = {Tier.HBM: prefill + waiting + 12 if waiting else 20, Tier.DRAM: 1000}
         found = moves(ahead, left_at + 9.0, *queue, free=free)
         assert [(rid, len(moved), target) for rid, moved, _, target in found] == [(None, wanted, Tier.HBM)]
+
+
+def session_and_request_in_hbm(gap_s):
+    """An idle session that usually returns after `gap_s`, all its pages in HBM, and a request that waits, with its own there."""
+    ahead = look(demote_after_s=1000.0)
+    theirs, mine = named(20), named(20, 500)
+    left_at = teach(ahead, "s", theirs, 6, gap_s)
+    ahead.observe(PagesPlaced(theirs, Tier.HBM, left_at))
+    ahead.observe(PagesPlaced(mine, Tier.HBM, left_at))
+    arrive(ahead, "w", mine, left_at + gap_s - 0.2)
+    return ahead, left_at + gap_s - 0.1, set(theirs), set(mine)
+
+
+def first_to_leave(ahead):
+    return set(ahead.map.victims(Tier.HBM, 20))
+
+
+def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
+    ahead, now, theirs, mine = session_and_request_in_hbm(9.5)
+    # A long queue: the request's turn is predicted for a second after the session's return.
+    ahead.map.expect("request w", now + 1.0)
+    assert first_to_leave(ahead) == mine
+    for tick in range(4):
+        ahead.step(StepView(now + tick / 100, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
+    assert first_to_leave(ahead) == theirs
+
+
+def test_a_prompt_under_way_is_part_of_the_queue():
+    ahead, now, theirs, _ = session_and_request_in_hbm(9.5)
+    ahead.map.expect("request w", now + 1.0)
+    ahead.step(StepView(now, ("w",), prefill_tokens=512, fresh_tokens=16, free_pages=FREE, owed_pages=32 * 15))
+    assert first_to_leave(ahead) == theirs
+
+
+def test_when_nobody_waits_any_more_a_session_is_expected_when_it_was_before():
+    ahead, now, _, _ = session_and_request_in_hbm(9.5)
+    ahead.step(StepView(now, (), prefill_tokens=512, free_pages=FREE))
+    before = ahead.map.page(named(1)[0]).next_use
+    ahead.step(StepView(now, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
+    assert ahead.map.page(named(1)[0]).next_use > now + 1.5
+    ahead.observe(RequestFinished("w", now + 0.01))
+    ahead.step(StepView(now + 0.01, (), prefill_tokens=512, free_pages=FREE))
+    assert ahead.map.page(named(1)[0]).next_use == before
+
+
+def test_sessions_behind_the_queue_keep_their_order():
+    tier_map = TierMap(1000, NextUse(), NextUse())
+    behind = Behind(tier_map)
+    for number, name in enumerate(("a", "b", "c", "late")):
+        tier_map.claim(f"session {name}", named(1, number), 0.0)
+        behind.expect(name, 0.5 + number / 10 if name != "late" else 100.0)
+    for now in (0.0, 0.2, 0.4, 3.0):
+        behind.queue(now, 4.0)
+        uses = [tier_map.page(named(1, number)[0]).next_use for number in range(4)]
+        assert now + 4.0 <= uses[0] <= uses[1] <= uses[2] < uses[3] == 100.0
+        assert uses[0] < uses[1] or now >= 0.5
+    for _ in range(1000):
+        behind.expect("a", 0.5)
+    behind.queue(3.1, 4.0)
+    assert tier_map.page(named(1)[0]).next_use >= 7.1
+    behind.gone("a")
+    behind.queue(20.0, 4.0)
+    assert tier_map.page(named(1)[0]).next_use < 20.0
+
+
+@pytest.mark.parametrize(("owed", "brought"), [(0, 20), (40, 8), (48, 0)])
+def test_what_a_running_prompt_will_claim_is_not_given_to_who_is_still_to_come(owed, brought):
+    ahead = look(demote_after_s=1000.0)
+    left_at = teach(ahead, "s", named(20), 6, 9.5)
+    # 48 pages of nobody may leave. Of those the prompt takes 32 in this step and the rest later.
+    ahead.observe(PagesPlaced(named(48, 1000), Tier.HBM, left_at))
+    free = {Tier.HBM: 32 * (owed > 0) + 20, Tier.DRAM: 1000}
+    view = StepView(left_at + 9.0, (), prefill_tokens=512, free_pages=free, empty_pages={Tier.HBM: 0}, owed_pages=owed)
+    assert sum(len(move.keys) for move in ahead.step(view)[1] if move.target is Tier.HBM) == brought
 
 
 def test_of_two_sessions_the_first_to_come_has_its_room_first():
