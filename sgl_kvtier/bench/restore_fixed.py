@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from sgl_kvtier.bench.restore_log import seconds
 from sgl_kvtier.bench.restore_trial import Trial
@@ -17,6 +18,7 @@ from sgl_kvtier.report import percentile
 _COARSE, _FINE = 8, 16
 _LOOKS = 2
 
+_Share = TypeVar("_Share")
 Measure = Callable[[float | None], Awaitable[Trial]]
 """One trial with so much of the prefix computed, decided beforehand; None: as our planner decides."""
 
@@ -63,6 +65,6 @@ async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
     return FixedSplits({**others, **finalists}, found.ours)
 
 
-def _turned(shares: Sequence[float | None], number: int) -> list[float | None]:
+def _turned(shares: Sequence[_Share], number: int) -> list[_Share]:
     """Every second time backwards."""
     return list(shares if number % 2 == 0 else reversed(shares))

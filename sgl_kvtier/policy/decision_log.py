@@ -6,6 +6,8 @@
     {"type": "StepPlan", "starts": [...], ...}                     and the plan that answered it
     {"type": "PolicyChanged", "config": {...}}                     other settings from here on
     {"type": "Hinted", "session": "s", "hint": {...}, "now": 1.0}  a client's hint was passed in
+    {"type": "LeftToEngine", "offer": {...}, "view": {...}, "why": "..."}     asked between two steps, and the answer
+    {"type": "ReadsDue", "queue": [...], "room": 100, "due": [...]}            the same
     {"type": "PlannerFailed", "error": "..."}                      the fact or view before made the planner raise
     {"type": "LinesDropped", "count": 12}                          a hole: what follows cannot be replayed
 
@@ -24,7 +26,7 @@ from typing import Any, TypeAlias
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy import messages
-from sgl_kvtier.policy.messages import Fact, Mode, StepPlan, StepView
+from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.sessions import Hint
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -59,6 +61,24 @@ class Hinted:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftToEngine:
+    """Why a prefix is better left to the engine; None: it is not."""
+
+    offer: RestoreOffered
+    view: StepView
+    why: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadsDue:
+    """Whose stored pages the engine reads now, of waiting requests whose prefixes are left to it."""
+
+    queue: tuple[Queued, ...]
+    room: int
+    due: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PlannerFailed:
     """The planner raised on the line before."""
 
@@ -72,7 +92,8 @@ class LinesDropped:
     count: int
 
 
-Record: TypeAlias = Fact | StepView | StepPlan | PolicyChanged | Hinted | PlannerFailed | LinesDropped
+Answer: TypeAlias = StepPlan | LeftToEngine | ReadsDue
+Record: TypeAlias = Fact | StepView | Answer | PolicyChanged | Hinted | PlannerFailed | LinesDropped
 
 
 def encode_header(header: Header) -> str:
@@ -193,8 +214,10 @@ _CODECS: dict[str, _Codec] = {
             messages.Compute,
             messages.Evict,
             messages.Move,
+            messages.Queued,
         )
     },
+    **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView)},
 }
 """How a field is written and read, by its annotation in messages.py. A new kind of field fails at import, just below."""
 
@@ -215,6 +238,8 @@ _RECORDS: dict[str, type] = {
         StepPlan,
         PolicyChanged,
         Hinted,
+        LeftToEngine,
+        ReadsDue,
         PlannerFailed,
         LinesDropped,
     )

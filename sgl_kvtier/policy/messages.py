@@ -187,6 +187,16 @@ class StepView:
     owed_pages: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below the device: there, on their
+    way, or stored; `unread`: some are stored and neither there nor on their way."""
+
+    rid: str
+    pages: int
+    unread: bool
+
+
 # --- the plan: what to do next ----------------------------------------------------------------------------------------
 
 

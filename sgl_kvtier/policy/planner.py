@@ -5,12 +5,13 @@ Deterministic to the bit: the same facts and views give the same plans, whatever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.lookahead import Lookahead
-from sgl_kvtier.policy.messages import Fact, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.read_turns import due
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.restore_planner import RestorePlanner
 from sgl_kvtier.policy.sessions import Hint, HintAnswer
@@ -55,6 +56,11 @@ class KVTierPlanner:
         the engine has dropped in favour of a restoration it does not take up again. Changes nothing. In the view it is not
         among the fresh requests."""
         return self._restore.left_to_engine(offer, view)
+
+    def reads_due(self, queue: Iterable[Queued], room: int) -> list[str]:
+        """Of waiting requests whose prefixes are left to the engine, in the order they run: those whose stored pages it reads now
+        into `room` pages of host memory. Changes nothing."""
+        return due(queue, room)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
         """The client's word on when its session returns; what came of it."""

@@ -8,20 +8,11 @@ far ahead as there is room for; so do we.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from sgl_kvtier.policy.messages import Queued
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request that waits to run. `pages` of host memory its prefix takes below the device: there, on their way, or stored;
-    `unread`: some are stored and neither there nor on their way."""
-
-    rid: str
-    pages: int
-    unread: bool
-
-
-def due(queue: Iterable[Waiting], room: int) -> list[str]:
+def due(queue: Iterable[Queued], room: int) -> list[str]:
     """Requests whose stored pages are read now, in the queue's order. `room` are host pages that may hold prefixes of waiting
     requests. The first in the queue is never kept waiting; one behind it is due while it and all before it fit."""
     found: list[str] = []

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TextIO
 
@@ -20,15 +20,17 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.policy.decision_log import (
     Header,
     Hinted,
+    LeftToEngine,
     LinesDropped,
     PlannerFailed,
     PolicyChanged,
+    ReadsDue,
     Record,
     encode,
     encode_header,
 )
 from sgl_kvtier.policy.lookahead import Lookahead
-from sgl_kvtier.policy.messages import Fact, StepPlan, StepView
+from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.planner import KVTierPlanner
 from sgl_kvtier.policy.sessions import Hint, HintAnswer
 
@@ -129,6 +131,19 @@ class Recorded:
         """Other settings from now on."""
         self._write(PolicyChanged(config))
         self._inner.configure(config)
+
+    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
+        """Writes what was asked, and the answer."""
+        why = self._inner.left_to_engine(offer, view)
+        self._write(LeftToEngine(offer, view, why))
+        return why
+
+    def reads_due(self, queue: Iterable[Queued], room: int) -> list[str]:
+        """The same."""
+        queue = tuple(queue)
+        found = self._inner.reads_due(queue, room)
+        self._write(ReadsDue(queue, room, tuple(found)))
+        return found
 
     @property
     def ahead(self) -> Lookahead:

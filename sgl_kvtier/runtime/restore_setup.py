@@ -16,7 +16,7 @@ from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.runtime import cost_profile, settings
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.copy_device import copies_for
-from sgl_kvtier.runtime.cost_profile import Configurable, Learning, Profile, ProfileKeeper
+from sgl_kvtier.runtime.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
 from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
@@ -136,14 +136,14 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     # Ranks that planned with different costs would come apart: all begin with what the first one has.
     profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
     planner = make_planner(policy, shape, profile)
-    recorded: Configurable = planner
+    recorded: KVTierPlanner | Recorded = planner
     log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
     if log is not None:
         recorded = Recorded(planner, log.write)
     keeper = ProfileKeeper(path) if first and path is not None and not replica else None
     learning = Learning(recorded, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
     tick = RestoreTick(engine, learning, agreement, args.chunked_prefill_size)
-    tick.left_to_engine = planner.left_to_engine
+    tick.left_to_engine, tick.turns.decide = recorded.left_to_engine, recorded.reads_due
     tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
     if args.enable_metrics:
         rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))

@@ -9,11 +9,12 @@ do the same. Not with pipeline stages: there SGLang decides on the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvtier.policy.read_turns import Waiting, due
+from sgl_kvtier.policy.messages import Queued
+from sgl_kvtier.policy.read_turns import due
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 
 _MOST_READS = 3
@@ -42,6 +43,8 @@ class TurnReads:
         self._engine = engine
         self._clock = clock
         self._tree = engine.tree
+        self.decide: Callable[[Iterable[Queued], int], list[str]] = due
+        """The planner's word."""
         self._stored: dict[str, _Stored] = {}
         self._idle_since = 0.0
         self._idle_passes = 0
@@ -174,9 +177,9 @@ class TurnReads:
         if controller.write_policy != "write_back":
             # What is on the device has its copy in host memory, which cannot leave: the rest is the room.
             room -= int(device.size) - int(device.available_size())
-        return due(self._waiting(asking), max(0, room) // self._engine.page)
+        return self.decide(self._waiting(asking), max(0, room) // self._engine.page)
 
-    def _waiting(self, asking: str) -> Iterator[Waiting]:
+    def _waiting(self, asking: str) -> Iterator[Queued]:
         engine = self._engine
         for req in engine.scheduler.waiting_queue if engine.scheduler is not None else ():
             if req.rid in engine.restorations:
@@ -185,4 +188,4 @@ class TurnReads:
             there = req.prefix_len + req.host_hit_length
             end = max(there, stored.end) if stored is not None else there
             unread = req.rid == asking or (stored is not None and stored.kept_back)
-            yield Waiting(req.rid, max(0, end - req.prefix_len) // engine.page, unread)
+            yield Queued(req.rid, max(0, end - req.prefix_len) // engine.page, unread)

@@ -208,6 +208,8 @@ def _replay(args: argparse.Namespace) -> int:
     print(f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} facts)")
     if replayed.failures:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
+    if replayed.questions:
+        print(f"It was asked {replayed.questions} times between steps, and gave the same answers.")
     return 0
 
 

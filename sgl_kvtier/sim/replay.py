@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
+    Answer,
     Header,
     Hinted,
+    LeftToEngine,
     LinesDropped,
     PlannerFailed,
     PolicyChanged,
+    ReadsDue,
     Record,
     decode,
     decode_header,
@@ -19,7 +22,7 @@ from sgl_kvtier.policy.decision_log import (
     encode_header,
 )
 from sgl_kvtier.policy.messages import Fact, Planner, StepPlan, StepView
-from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 
 
 class Recording:
@@ -45,16 +48,17 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first line that was decided otherwise. `at` is the fact or view it answers; None where the planner did not fail."""
+    """The first line that was decided otherwise. `at` is the fact or view before it, if any; None where the planner did not fail."""
 
     line: int
-    at: Fact | StepView
-    logged: StepPlan | PlannerFailed | None
-    planned: StepPlan | PlannerFailed | None
+    at: Fact | StepView | None
+    logged: Answer | PlannerFailed | None
+    planned: Answer | PlannerFailed | None
 
     def __str__(self) -> str:
         logged, planned = ("no failure" if one is None else encode(one) for one in (self.logged, self.planned))
-        return f"line {self.line}: at {self.at.now:.6f} s the log has\n  {logged}\nand the planner now decides\n  {planned}"
+        at = "at the beginning" if self.at is None else f"at {self.at.now:.6f} s"
+        return f"line {self.line}: {at} the log has\n  {logged}\nand the planner now decides\n  {planned}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ class Replayed:
     """Times the settings were changed."""
     failures: int = 0
     """Times the planner raised, in the log and again."""
+    questions: int = 0
+    """Times it was asked between two steps."""
 
 
 def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
@@ -97,7 +103,7 @@ class _Run:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._facts = self._steps = self._commands = self._changes = self._failures = 0
+        self._facts = self._steps = self._commands = self._changes = self._failures = self._questions = 0
         self._at: Fact | StepView | None = None
         """The fact or view given last."""
         self._planned: StepPlan | None = None
@@ -120,13 +126,15 @@ class _Run:
             self._configure(number, record)
         elif isinstance(record, Hinted):
             self._hint(number, record)
+        elif isinstance(record, (LeftToEngine, ReadsDue)):
+            return self._ask(number, record)
         else:
             self._give(record)
         return None
 
     def replayed(self, difference: Difference | None) -> Replayed:
         """What it went through so far."""
-        return Replayed(self._facts, self._steps, self._commands, difference, self._changes, self._failures)
+        return Replayed(self._facts, self._steps, self._commands, difference, self._changes, self._failures, self._questions)
 
     def _give(self, record: Fact | StepView) -> None:
         self._at, self._planned = record, None
@@ -168,6 +176,18 @@ class _Run:
         if hint is None:
             raise TraceError(f"line {number}: a client's hint was passed in here, which this planner has no way to take")
         hint(record.session, record.hint, record.now)
+
+
+    def _ask(self, number: int, record: LeftToEngine | ReadsDue) -> Difference | None:
+        if not isinstance(self._planner, KVTierPlanner):
+            raise TraceError(f"line {number}: the planner was asked what this one has no way to answer")
+        self._questions += 1
+        planned: LeftToEngine | ReadsDue
+        if isinstance(record, LeftToEngine):
+            planned = LeftToEngine(record.offer, record.view, self._planner.left_to_engine(record.offer, record.view))
+        else:
+            planned = ReadsDue(record.queue, record.room, tuple(self._planner.reads_due(record.queue, record.room)))
+        return None if planned == record else Difference(number, self._at, record, planned)
 
 
 def _commands(plan: StepPlan) -> int:

@@ -10,15 +10,17 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
     Header,
+    LeftToEngine,
     LinesDropped,
     PlannerFailed,
     PolicyChanged,
+    ReadsDue,
     Record,
     decode,
     encode,
     encode_header,
 )
-from sgl_kvtier.policy.messages import Fact, Mode, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.sim.replay import replay
@@ -99,6 +101,38 @@ def test_a_planner_that_fails_only_now_is_a_difference() -> None:
     assert isinstance(replayed.difference.planned, PlannerFailed)
 
 
-@pytest.mark.parametrize("record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2)])
+QUEUE = (Queued("a", 3, True), Queued("b", 4, False), Queued("c", 5, True))
+
+
+def questions() -> list[Record]:
+    """What was asked between two steps, with the answers of a planner of its own; the last two have others."""
+    config = replace(CONFIG, restore="auto")
+    planner = make_planner(config, ENGINE)
+    planner.configure(config)
+    view = StepView(1.0, ("a",), free_pages={Tier.HBM: 1})
+    why = planner.left_to_engine(offer("a", 1.0), view)
+    assert why == "no room"
+    return [
+        PolicyChanged(config),
+        LeftToEngine(offer("a", 1.0), view, why),
+        ReadsDue(QUEUE, 12, ("a", "c")),
+        ReadsDue(QUEUE, 11, ("a",)),
+        LeftToEngine(offer("a", 1.0), view),
+        ReadsDue(QUEUE, 11, ("a", "c")),
+    ]
+
+
+def test_answers_between_steps_must_be_the_same() -> None:
+    *same, other_reason, other_reads = questions()
+    replayed = replay(log_of(*same))
+    assert (replayed.difference, replayed.questions) == (None, 3)
+    for other in (other_reason, other_reads):
+        difference = replay(log_of(*same, other)).difference
+        assert difference is not None
+        assert difference.line == 6
+        assert '"no room"' in str(difference) or '"due":["a"]' in str(difference)
+
+
+@pytest.mark.parametrize("record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2), *questions()])
 def test_the_lines_of_a_server_are_read_as_they_were_written(record: Record) -> None:
     assert decode(encode(record)) == record

@@ -5,15 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.read_turns import Waiting, due
+from sgl_kvtier.policy.messages import Queued
+from sgl_kvtier.policy.read_turns import due
 
 QUEUES = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=12).map(
-    lambda entries: [Waiting(f"r{place}", pages, unread) for place, (pages, unread) in enumerate(entries)]
+    lambda entries: [Queued(f"r{place}", pages, unread) for place, (pages, unread) in enumerate(entries)]
 )
 
 
 @given(QUEUES, st.integers(0, 400))
-def test_what_is_due_fits_with_all_before_it_and_nothing_that_fits_is_kept_back(queue: list[Waiting], room: int):
+def test_what_is_due_fits_with_all_before_it_and_nothing_that_fits_is_kept_back(queue: list[Queued], room: int):
     found = due(queue, room)
     taken, fits = 0, True
     for place, request in enumerate(queue):
@@ -24,11 +25,11 @@ def test_what_is_due_fits_with_all_before_it_and_nothing_that_fits_is_kept_back(
 
 
 @given(QUEUES, st.integers(0, 400), st.integers(0, 100))
-def test_more_room_never_takes_a_turn_away(queue: list[Waiting], room: int, more: int):
+def test_more_room_never_takes_a_turn_away(queue: list[Queued], room: int, more: int):
     assert set(due(queue, room)) <= set(due(queue, room + more))
 
 
 def test_the_first_in_the_queue_is_never_kept_waiting():
-    assert due([Waiting("large", 50, True), Waiting("small", 1, True)], 0) == ["large"]
-    assert due([Waiting("running soon", 50, False), Waiting("small", 1, True)], 0) == []
+    assert due([Queued("large", 50, True), Queued("small", 1, True)], 0) == ["large"]
+    assert due([Queued("running soon", 50, False), Queued("small", 1, True)], 0) == []
     assert due([], 10) == []

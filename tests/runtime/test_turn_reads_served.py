@@ -11,6 +11,8 @@ from ahead_lab import AHEAD, check_map, counts, looking_ahead
 from restore_lab import counts as restore_counts
 from serving import ADMIN, Served, prompts
 
+from sgl_kvtier.sim.replay import replay
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 LENGTH, PAGE = 1000, 16
@@ -38,7 +40,8 @@ def pages_read(served: Served, expected: int) -> float:
 
 def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
     asked = prompts(8, LENGTH, seed=11)
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **POOLS) as served:
+    log = tmp_path / "decisions.jsonl"
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "off", "decision_log": str(log)}, **POOLS) as served:
         first = [served.ask(prompt, 6).tokens for prompt in asked]
         for again in range(2):
             served.flush()
@@ -48,6 +51,9 @@ def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
         found = check_map(served)
         assert found["drift_total"] == 0 and found["failures_total"] == 0
         assert restore_counts(served)["turn_reads_total kept back"] > 0
+    replayed = replay(log.read_text().splitlines())
+    assert replayed.difference is None
+    assert replayed.questions > 2 * len(asked), "whose pages are read is decided again from the log"
 
 
 def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
