@@ -9,6 +9,7 @@ from typing import Any
 from sgl_kvtier.bench.compare import CompareOptions, Outcome
 from sgl_kvtier.bench.lookahead_arms import AHEAD, ORACLE, Pools
 from sgl_kvtier.bench.measures import Round, arm_figures, ratios, sample_rows
+from sgl_kvtier.report import summary
 
 _UP = ("ssd-dram", "dram-hbm", "ssd-hbm")
 _QUANTILES = ("p50", "p90", "p99")
@@ -49,6 +50,8 @@ def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
 def figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> dict[str, Any]:
     """An arm's figures as in `kvtier compare`, with what was moved ahead for nothing and read for nothing."""
     found = arm_figures(arm, rounds, rows)
+    later = (row["ttft_ms"] for row in rows if row["arm"] == arm and row["turn"] > 1 and row["error"] is None)
+    found["ttft_later_ms"] = summary(later)
     moved = sum(found["moved_bytes"].get(link, 0.0) for link in _UP)
     found["wasted_fraction"] = found["wasted_bytes"] / moved if moved and found["wasted_bytes"] is not None else None
     found["storage_read_bytes"] = _read(found, cells[0].options.setup.page_size)

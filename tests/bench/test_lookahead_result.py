@@ -87,6 +87,12 @@ def test_the_distance_to_the_oracle_is_that_of_the_same_cell() -> None:
     assert "oracle" not in cell["over_oracle"]
 
 
+def test_first_turns_of_sessions_are_told_from_later_ones() -> None:
+    found = result(counted(1, 0, 0))["cells"][0]["arms"]["kvtier"]
+    assert (found["ttft_ms"]["n"], found["ttft_ms"]["p50"]) == (3, pytest.approx(400.0))
+    assert (found["ttft_later_ms"]["n"], found["ttft_later_ms"]["p50"]) == (2, pytest.approx(500.0))
+
+
 def test_an_arm_that_moved_nothing_and_one_that_counts_nothing_are_named() -> None:
     assert "kvtier: its server moved no page ahead." in result(counted(0, 0, 0))["notes"]
     assert "kvtier: its server counts nothing of looking ahead, so nothing shows that it did." in result(BEFORE)["notes"]
