@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from sgl_kvtier.types import Link
 
-_KEEP = 0.9
+_KEEP: Final = 0.9
 """Weight an earlier transfer keeps when another of the same size ends: about the last ten transfers count."""
-_UNKNOWN = 1e9
-_NEWS = 4
+_UNKNOWN: Final = 1e9
+_NEWS: Final = 4
 """So many transfers in a row that are all faster, or all slower, than known mean that the link has changed."""
-_CHANGED = 1.25
+_CHANGED: Final = 1.25
 """By this factor at least."""
 
 

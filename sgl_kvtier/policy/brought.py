@@ -7,14 +7,16 @@ not brought there any more; and guesses are made as far as the ledger allows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from sgl_kvtier.policy.flights import Flights
 from sgl_kvtier.policy.ledger import Ledger
 from sgl_kvtier.types import PageKey, Tier
 
-_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
+_PAUSE_S: Final = 0.05
+_LONGEST_PAUSE_S: Final = 5.0
 """After a failed move nothing is moved for its owner for so long, twice as long after each further one up to the longest."""
-_LIKELY = 0.5
+_LIKELY: Final = 0.5
 """Nothing is brought for a session that is more likely to stay away."""
 
 

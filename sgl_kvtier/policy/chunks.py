@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
 from sgl_kvtier.policy.outlook import Outlook
@@ -10,7 +11,7 @@ from sgl_kvtier.policy.restore import Restoration, chunk_tokens
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Span
 
-_WORTH_ASKING = 2
+_WORTH_ASKING: Final = 2
 """So many of the shortest chunks have to be gained by asking loads back, or else compute waits for them."""
 
 

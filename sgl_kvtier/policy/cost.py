@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
-_KEEP = 0.985
+_KEEP: Final = 0.985
 """Weight an earlier chunk keeps per later one: about the last 70 chunks count."""
-_GUESS_WEIGHT = 0.01
+_GUESS_WEIGHT: Final = 0.01
 """A first guess weighs as much as this share of a measured chunk at each of its points."""
 
 
@@ -42,7 +43,7 @@ class PrefillCost:
         return math.ceil(tokens / chunk_tokens) * self.fixed_s + self.work_seconds(start, tokens)
 
 
-GUESS = PrefillCost(0.01, 1 / 4000)
+GUESS: Final = PrefillCost(0.01, 1 / 4000)
 """Where nothing is known yet: it only has to be sane until a few chunks have run."""
 
 

@@ -165,17 +165,22 @@ class Shelves:
 
     def move(self, slot: int, shelf: int) -> None:
         """Takes a slot off its shelf and puts it on this one as the most recently used one."""
+        if self.shelf[slot] == shelf and self._oldest[shelf] == slot:
+            # Where a ring begins decides who is the oldest: the next one is, and this one the newest.
+            self._oldest[shelf] = self._after[slot]
+            return
         self.take(slot)
         self.shelf[slot] = shelf
         self.put(slot)
 
-    def walk(self, shelf: int) -> Iterator[int]:
-        """Its slots from the least recently used on. Nothing may be put or taken meanwhile."""
+    def walk(self, shelf: int, most: int) -> list[int]:
+        """Up to so many of its slots from the least recently used on."""
         first = self._oldest.get(shelf)
-        if first is None:
-            return
-        yield first
-        slot = self._after[first]
-        while slot != first:
-            yield slot
-            slot = self._after[slot]
+        if first is None or most <= 0:
+            return []
+        slots, after = [first], self._after
+        slot = after[first]
+        while slot != first and len(slots) < most:
+            slots.append(slot)
+            slot = after[slot]
+        return slots

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from array import array
+from typing import Final
 
-_LOW_S = 1e-3
-_PER_DECADE = 8
-_BUCKETS = 64
+_LOW_S: Final = 1e-3
+_PER_DECADE: Final = 8
+_BUCKETS: Final = 64
 """1 ms to 10^5 s in steps of a third: 256 bytes."""
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 from sgl_kvtier.types import PageKey, Tier
 
-_TRIED = 0.02
+_TRIED: Final = 0.02
 """What a page earns on which a request ran."""
 _START, _MOST = 0.1, 0.2
 """The balance at first and at most, as shares of HBM's pages."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from sgl_kvtier.policy.chunks import Chunks, in_run_order
 from sgl_kvtier.policy.meeting import Split
@@ -12,16 +13,17 @@ from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
-_STEP_COVER, _STEP_COVER_ALONE = 1.5, 3.0
+_STEP_COVER: Final = 1.5
+_STEP_COVER_ALONE: Final = 3.0
 """Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. A restoration that
 is alone gets as many as a link needs that has become so much faster: those that compute reaches first are asked back."""
-_LOAD_S = 0.02
+_LOAD_S: Final = 0.02
 """The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
-_NEAR = 4
+_NEAR: Final = 4
 """A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
-_PROBES = 2
+_PROBES: Final = 2
 """Transfers handed out on a link that was never measured."""
-_UNBOUNDED = 1 << 40
+_UNBOUNDED: Final = 1 << 40
 """Pages of a tier the view does not count."""
 
 

@@ -17,7 +17,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
@@ -43,13 +43,13 @@ from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.policy.turns import Turn
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
-_KEEP = 0.8
-_STEADY = 0.1
+_KEEP: Final = 0.8
+_STEADY: Final = 0.1
 """A turn is only moved in the map when its prediction has changed by more than this share of the time left."""
-_ROUNDS = 4
+_ROUNDS: Final = 4
 """Every so many steps victims are named for what prefill will claim until the next time, and each turn reaches the map."""
-_MOST_IDLE = 10_000
-_MOST_LOST = 100_000
+_MOST_IDLE: Final = 10_000
+_MOST_LOST: Final = 100_000
 """Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
 
 

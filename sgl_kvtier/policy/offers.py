@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
 from sgl_kvtier.policy.outlook import Outlook
 from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, choose_mode, leave
@@ -9,7 +11,7 @@ from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
-_LOOK_AGAIN = 16
+_LOOK_AGAIN: Final = 16
 """Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from sgl_kvtier.policy.meeting import Open, Pace, Split, best_split, open_of
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.policy.restore import Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 
-_MOST_BEHIND = 8
+_MOST_BEHIND: Final = 8
 """So many waiting requests are charged for at most."""
 
 

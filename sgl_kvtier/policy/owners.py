@@ -10,8 +10,9 @@ import math
 from array import array
 from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
-UNOWNED = 0
+UNOWNED: Final = 0
 """The group of pages without an owner."""
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 from sgl_kvtier.types import Span, Tier
 
-RESIDENT, MOVING = 0x0F, 0xF0
-IN_HBM, IN_DRAM = 1 << Tier.HBM, 1 << Tier.DRAM
-TIERS = tuple(Tier)
+RESIDENT: Final = 0x0F
+MOVING: Final = 0xF0
+IN_HBM: Final = 0x01
+IN_DRAM: Final = 0x02
+TIERS: Final = tuple(Tier)
 
 
 def _letter(state: int) -> int:
@@ -25,9 +28,9 @@ def _letter(state: int) -> int:
     return ord(".")
 
 
-_LETTERS = bytes(_letter(state) for state in range(256))
-_RUNS = re.compile(rb"D+|d+|S+|R+")
-_TIER_OF = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOTE, ord("d"): None}
+_LETTERS: Final = bytes(_letter(state) for state in range(256))
+_RUNS: Final = re.compile(rb"D+|d+|S+|R+")
+_TIER_OF: Final = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOTE, ord("d"): None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
@@ -37,20 +38,20 @@ from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.policy.turns import Turn
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
-SCOPE = 32
+SCOPE: Final = 32
 """Turns that lack pages, looked at in one step. What lies further back comes nearer before it matters."""
-_EARLY = 0.5
+_EARLY: Final = 0.5
 """With K from measured speeds a turn is expected to come after this share of the predicted time."""
-_SOON = 2.0
+_SOON: Final = 2.0
 """With K from measured speeds, transfers begin when they would have to within so many iterations."""
-_COVER = 1.5
+_COVER: Final = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
-_REFILL = 0.5
+_REFILL: Final = 0.5
 """Links with more than this share of their horizon to do are left alone, so that most steps have nothing to plan."""
-_SPREAD = 2.0
+_SPREAD: Final = 2.0
 """Pages of a session that is expected back take the place only of what is not used before so many times its predicted wait: with less
 between them, either may come first, and they would push out each other's pages."""
-_LATE = 4.0
+_LATE: Final = 4.0
 """A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
 
 
@@ -64,7 +65,7 @@ class Prefetch:
     lookahead: int = 0
 
 
-_NOTHING = Prefetch()
+_NOTHING: Final = Prefetch()
 
 
 class Prefetcher:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
@@ -19,7 +20,7 @@ from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span, Tier
 
-LINK_OF: Mapping[Tier, Link] = {Tier.DRAM: Link.DRAM_TO_HBM, Tier.SSD: Link.SSD_TO_HBM, Tier.REMOTE: Link.SSD_TO_HBM}
+LINK_OF: Final[Mapping[Tier, Link]] = {Tier.DRAM: Link.DRAM_TO_HBM, Tier.SSD: Link.SSD_TO_HBM, Tier.REMOTE: Link.SSD_TO_HBM}
 """The link a restoration loads over, by where the page lies."""
 
 
@@ -49,7 +50,7 @@ class Rule:
     io_order: str
 
 
-RULES: Mapping[str, Rule] = {
+RULES: Final[Mapping[str, Rule]] = {
     "kvtier": Rule(balanced_chunks=True, fallback=True, io_order="arrival"),
     "cake": Rule(balanced_chunks=False, fallback=False, io_order="arrival"),
     "cacheflow": Rule(balanced_chunks=False, fallback=False, io_order="longest"),
@@ -197,7 +198,7 @@ class Forecast:
         return source.stop if copied_s < self.compute_seconds(start, len(source)) - self._compute_at_s else start
 
 
-_OWN_COST_S = 0.02
+_OWN_COST_S: Final = 0.02
 """A restoration has to save this much over an engine's own load: in a server on a CPU it ended 20 ms or more above the best split
 (docs/results/restore.md, section 1), and with less than this it lost at fast links."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-_KEEP = 0.99
-_PRIOR = 2.0
+from typing import Final
+
+_KEEP: Final = 0.99
+_PRIOR: Final = 2.0
 """What all sessions did counts as much as so many sessions of the class."""
-_CLASSES = 8
+_CLASSES: Final = 8
 
 
 def class_of(turns: int) -> int:

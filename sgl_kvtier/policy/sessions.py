@@ -10,20 +10,21 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from sgl_kvtier.policy.gaps import Gaps, longer, quantile
 from sgl_kvtier.policy.returns import Returns
 
-_PRIOR = 2.0
+_PRIOR: Final = 2.0
 """What others did counts as much as so many gaps of the session's own."""
 _EARLY, _MIDDLE, _LATE = 0.1, 0.5, 0.98
-_MOST_TOOLS = 256
-_DISTRUST = 3
+_MOST_TOOLS: Final = 256
+_DISTRUST: Final = 3
 """So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until it is right again."""
-_FAR = 4.0
-_BELIEVED = 0.95
+_FAR: Final = 4.0
+_BELIEVED: Final = 0.95
 """The chance of a session whose client said when it comes."""
-_ALL = ""
+_ALL: Final = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import repeat
+from typing import Final
 
 from sgl_kvtier.policy.eviction import LRU, Rule, Shelves
 from sgl_kvtier.policy.owners import UNOWNED, Owners
@@ -24,17 +25,18 @@ from sgl_kvtier.policy.page_state import (
 )
 from sgl_kvtier.types import PageKey, Span, Tier
 
-_COLD = 4
+_SHELVED: Final = IN_HBM | IN_DRAM
+_COLD: Final = 4
 """Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by nobody."""
-_LISTING = bytes(
-    0 if state & MOVING or not state else state & (IN_HBM | IN_DRAM) or _COLD for state in range(256)
+_LISTING: Final = bytes(
+    0 if state & MOVING or not state else state & _SHELVED or _COLD for state in range(256)
 )
-_COLD_SHELF = -1
-_NOWHERE = 0
+_COLD_SHELF: Final = -1
+_NOWHERE: Final = 0
 """The slot of pages the map has no room for. It is never used for a page."""
-_NO_KEY = PageKey(b"")
-_GROW = 4096
-_TICKS_PER_S = 100.0
+_NO_KEY: Final = PageKey(b"")
+_GROW: Final = 4096
+_TICKS_PER_S: Final = 100.0
 
 
 class TierMap:
@@ -162,8 +164,12 @@ class TierMap:
     def victims_of(self, tier: Tier, classes: Iterable[int], count: int) -> tuple[PageKey, ...]:
         """The same from these classes only."""
         shelves, _ = self._shelves(tier)
-        slots = islice(chain.from_iterable(map(shelves.walk, classes)), count)
-        return tuple(map(self._keys.__getitem__, slots))
+        slots: list[int] = []
+        for shelf in classes:
+            slots += shelves.walk(shelf, count - len(slots))
+            if len(slots) >= count:
+                break
+        return tuple([self._keys[slot] for slot in slots])
 
     def resident(self, tier: Tier) -> Iterator[PageKey]:
         """Every key said to be in a tier, to compare with the truth. O(known pages)."""
@@ -176,20 +182,32 @@ class TierMap:
         """Pages are in a tier from now on; if they were on their way there, they have arrived."""
         stamp = self._stamp(now)
         bit, landed = 1 << tier, ~(16 << tier) & 255
-        state = self._state
+        slots, state, used = self._slot_of, self._state, self._used
+        came = 0
         for key in reversed(keys):
-            slot = self._slot_of.get(key) or self._add(key)
+            slot = slots.get(key) or self._add(key)
             if slot != _NOWHERE:
-                self._used[slot] = stamp
-                self._set(slot, (state[slot] | bit) & landed)
+                used[slot] = stamp
+                old = state[slot]
+                new = (old | bit) & landed
+                if new != old:
+                    came += not old & bit
+                    self._set(slot, old, new)
+        self._resident[tier] += came
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier) -> None:
         """Pages are no longer in a tier, and not on their way there either."""
-        keep = ~(17 << tier) & 255
+        bit, keep = 1 << tier, ~(17 << tier) & 255
+        slots, state = self._slot_of, self._state
+        left = 0
         for key in reversed(keys):
-            slot = self._slot_of.get(key)
-            if slot is not None:
-                self._set(slot, self._state[slot] & keep)
+            slot = slots.get(key, _NOWHERE)
+            old = state[slot]
+            new = old & keep
+            if new != old:
+                left += old & bit != 0
+                self._set(slot, old, new)
+        self._resident[tier] -= left
 
     def moving(self, keys: Iterable[PageKey], tier: Tier) -> None:
         """Pages are on their way to a tier, until `placed` or `dropped` there. Keys it does not know are passed over."""
@@ -197,15 +215,17 @@ class TierMap:
         state = self._state
         for key in keys:
             slot = self._slot_of.get(key)
-            if slot is None or state[slot] & bit:
+            if slot is None:
                 continue
-            before = self._listing(slot)
+            old, group = state[slot], self._group[slot]
+            if old & bit:
+                continue
+            before = 0 if self._pins[slot] else _LISTING[old]
             if before & IN_HBM:
                 self._hbm.take(slot)
-            if before & (IN_DRAM | _COLD):
+            if before & IN_DRAM or (before == _COLD and group == UNOWNED):
                 self._low.take(slot)
-            state[slot] |= bit
-            group = self._group[slot]
+            state[slot] = old | bit
             if group != UNOWNED:
                 self._changed[group] = None
 
@@ -217,14 +237,15 @@ class TierMap:
             if slot is None:
                 continue
             self._used[slot] = stamp
-            state, listing = self._state[slot], self._listing(slot)
+            state = self._state[slot]
+            listing = 0 if self._pins[slot] else _LISTING[state]
             if state & IN_HBM:
                 shelf = self._hbm_rule.used(self._hbm.shelf[slot], self._group[slot])
                 self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
             if state & IN_DRAM:
                 shelf = self._dram_rule.used(self._low.shelf[slot], self._group[slot])
                 self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
-            elif listing & _COLD:
+            elif listing & _COLD and self._group[slot] == UNOWNED:
                 self._low.move(slot, _COLD_SHELF)
 
     def pin(self, keys: Iterable[PageKey]) -> None:
@@ -234,7 +255,7 @@ class TierMap:
             if slot is not None and self._pins[slot] < 65535:
                 before = self._listing(slot)
                 self._pins[slot] += 1
-                self._relist(slot, before)
+                self._relist(slot, before, 0)
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
         """Takes one pin each back, where there is one. A page without pins counts as just used."""
@@ -242,7 +263,7 @@ class TierMap:
             slot = self._slot_of.get(key)
             if slot is not None and self._pins[slot]:
                 self._pins[slot] -= 1
-                self._relist(slot, 0)
+                self._relist(slot, 0, self._listing(slot))
                 self._forget_if_empty(slot)
 
     def clear(self, tier: Tier) -> None:
@@ -296,7 +317,8 @@ class TierMap:
             if old not in into:
                 into[old] = self.owners.with_owner(old, number)
             pages[old] = pages.get(old, 0) + 1
-            self._regroup(slot, old, into[old])
+            if into[old] != old:
+                self._regroup(slot, old, into[old])
         for old, count in pages.items():
             if old != into[old]:
                 self.owners.moved(old, into[old], count)
@@ -313,51 +335,46 @@ class TierMap:
             if old not in into:
                 into[old] = self.owners.without_owner(old, number)
             pages[old] = pages.get(old, 0) + 1
-            self._regroup(slot, old, into[old])
-            self._forget_if_empty(slot)
+            if into[old] != old:
+                self._regroup(slot, old, into[old])
+            if into[old] == UNOWNED:
+                self._forget_if_empty(slot)
         for old, count in pages.items():
             if old != into[old]:
                 self.owners.moved(old, into[old], count)
 
     def _regroup(self, slot: int, old: int, new: int) -> None:
-        if old == new:
-            return
-        before, state = self._listing(slot), self._state[slot]
+        state = self._state[slot]
         self._group[slot] = new
-        if state & IN_HBM:
-            shelf = self._hbm_rule.regrouped(self._hbm.shelf[slot], new)
-            self._hbm.move(slot, shelf) if before & IN_HBM else self._hbm.assign(slot, shelf)
-        if state & IN_DRAM:
-            shelf = self._dram_rule.regrouped(self._low.shelf[slot], new)
-            self._low.move(slot, shelf) if before & IN_DRAM else self._low.assign(slot, shelf)
-        self._relist(slot, before)
+        if state:
+            listing = 0 if self._pins[slot] else _LISTING[state]
+            if state & IN_HBM:
+                shelf = self._hbm_rule.regrouped(self._hbm.shelf[slot], new)
+                self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
+            if state & IN_DRAM:
+                shelf = self._dram_rule.regrouped(self._low.shelf[slot], new)
+                self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
+            if listing == _COLD and UNOWNED in (old, new):
+                self._relist(slot, 0 if new == UNOWNED else _COLD, listing if new == UNOWNED else 0)
         if old in self._changed:
             self._changed[new] = None
 
-    def _set(self, slot: int, new: int) -> None:
-        """Gives a page another state, and keeps shelves, counts and the note of what changed in step with it."""
-        old = self._state[slot]
-        if new == old:
-            return
+    def _set(self, slot: int, old: int, new: int) -> None:
+        """Gives a page another state, and keeps shelves and the note of what changed in step with it; the caller counts."""
         group = self._group[slot]
         if group != UNOWNED:
             self._changed[group] = None
-        before = self._listing(slot)
         self._state[slot] = new
-        if (new ^ old) & RESIDENT:
-            self._count(new & ~old & RESIDENT, 1)
-            self._count(old & ~new & RESIDENT, -1)
-        self._relist(slot, before, new & ~old)
+        entered = new & ~old & _SHELVED
+        before, after = _LISTING[old], _LISTING[new]
+        if group != UNOWNED:
+            before, after = before & _SHELVED, after & _SHELVED
+        if entered or before != after:
+            if self._pins[slot]:
+                before = after = 0
+            self._relist(slot, before, after, entered)
         if not new:
             self._forget_if_empty(slot)
-
-    def _count(self, bits: int, by: int) -> None:
-        tier = 0
-        while bits:
-            if bits & 1:
-                self._resident[tier] += by
-            bits >>= 1
-            tier += 1
 
     def _listing(self, slot: int) -> int:
         """On which shelves a page stands: bits of HBM and DRAM, or _COLD."""
@@ -366,9 +383,8 @@ class TierMap:
         bits = _LISTING[self._state[slot]]
         return 0 if bits == _COLD and self._group[slot] != UNOWNED else bits
 
-    def _relist(self, slot: int, before: int, entered: int = 0) -> None:
+    def _relist(self, slot: int, before: int, after: int, entered: int = 0) -> None:
         """Brings a page from the shelves it stood on to those it belongs on. Its place on others stays what it was."""
-        after = self._listing(slot)
         gone, came = before & ~after, after & ~before
         if gone & IN_HBM:
             self._hbm.take(slot)
@@ -397,7 +413,10 @@ class TierMap:
                 self.unrecorded += 1
                 return _NOWHERE
             self.forgotten += 1
-            self._set(coldest, 0)
+            old = self._state[coldest]
+            for tier in TIERS:
+                self._resident[tier] -= old >> tier & 1
+            self._set(coldest, old, 0)
         if not self._free:
             self._grow()
         slot = self._free.pop()

@@ -8,11 +8,19 @@ are still of use: the front computes the hole and steps over what has landed beh
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from sgl_kvtier.types import Span
 
-_FREE, _LOST, _TAKEN, _COMPUTED, _LOADING, _LANDED, _SPLICED = (bytes([code]) for code in range(7))
-_FREE_RUN, _UNLANDED_RUN = re.compile(_FREE + b"+"), re.compile(b"[" + _FREE + _LOADING + b"]+")
+_FREE: Final = b"\0"
+_LOST: Final = b"\1"
+_TAKEN: Final = b"\2"
+_COMPUTED: Final = b"\3"
+_LOADING: Final = b"\4"
+_LANDED: Final = b"\5"
+_SPLICED: Final = b"\6"
+_FREE_RUN: Final = re.compile(_FREE + b"+")
+_UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
 class TwoPointer:
