@@ -34,16 +34,13 @@ from sgl_kvtier.policy.flights import Flights
 from sgl_kvtier.policy.messages import Evict, Move
 from sgl_kvtier.policy.overlap import Overlap, Overlaps
 from sgl_kvtier.policy.page_state import Missing
+from sgl_kvtier.policy.reach import SOON, Step, in_dram, reach
 from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.policy.turns import Turn
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 SCOPE: Final = 32
 """Turns that lack pages, looked at in one step. What lies further back comes nearer before it matters."""
-_EARLY: Final = 0.5
-"""With K from measured speeds a turn is expected to come after this share of the predicted time."""
-_SOON: Final = 2.0
-"""With K from measured speeds, transfers begin when they would have to within so many iterations."""
 _COVER: Final = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL: Final = 0.5
@@ -181,7 +178,7 @@ class Prefetcher:
             return _NOTHING
         if off or (not turns and self._config.prefetch == "kvtier"):
             return self._make_room(now, free, step_pages, ahead_pages, empty or {})
-        step = _Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free, empty or {}))
+        step = Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free, empty or {}))
         step.rooms[Tier.HBM].take(step_pages, now)
         step.rooms[Tier.HBM].pass_over(owed_pages)
         step.rooms[Tier.HBM].claim(ahead_pages)
@@ -191,7 +188,7 @@ class Prefetcher:
             self._ours(step, turns)
         if turns and not step.moves and self._config.prefetch == "kvtier" and self._config.lookahead < 0:
             # What is due within two iterations was looked for, so the next look may wait as long.
-            self._rest_until = now + _SOON * step.iteration_s
+            self._rest_until = now + SOON * step.iteration_s
         return Prefetch(tuple(step.moves), _evictions(step.rooms), tuple(step.tests), step.lookahead)
 
     def _make_room(
@@ -249,7 +246,7 @@ class Prefetcher:
     def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:
         return {tier: Room(self._map, tier, free.get(tier, 0), empty.get(tier), self._flights.coming(tier)) for tier in (Tier.HBM, Tier.DRAM)}
 
-    def _emit(self, step: _Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
+    def _emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
         keys = tuple(key for key in self._map.keys_of(turn.owner, span) if key not in self._flights)
         if not keys:
             return
@@ -268,7 +265,7 @@ class Prefetcher:
 
     # --- the paper's rule -------------------------------------------------------------------------------------------
 
-    def _paper(self, step: _Step, turns: Sequence[Turn]) -> None:
+    def _paper(self, step: Step, turns: Sequence[Turn]) -> None:
         """Algorithm 1: requests of the next K iterations, block by block; blocks of one run differ in nothing, so a run
         is one test. Free pages are the hardware's, so this rule has to respect them too."""
         near = max(1, self._config.lookahead)
@@ -289,24 +286,29 @@ class Prefetcher:
                     if pages:
                         self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
 
-    def _test(self, step: _Step, test: Overlap) -> None:
+    def _test(self, step: Step, test: Overlap) -> None:
         if self.overlaps.tested(test):
             step.tests.append(test)
 
     # --- our rule ---------------------------------------------------------------------------------------------------
 
-    def _ours(self, step: _Step, turns: Sequence[Turn]) -> None:
+    def _ours(self, step: Step, turns: Sequence[Turn]) -> None:
         horizon_s = self._horizon(step.iteration_s)
         if self._busy(step.links, step.iteration_s):
             return
         known = [self.missing(turn.owner) for turn in turns]
-        near, far = self._reach(step, turns, known)
+        near, far = reach(self._config, step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
         hbm = step.rooms[Tier.HBM]
         self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
         budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self.brought.unused[Tier.HBM])
-        for turn, missing in zip(turns[:near], known, strict=False):
-            missing = self.missing(turn.owner) if step.moves else missing
+        from_dram = in_dram(known[:near])
+        for place in range(near):
+            turn = turns[place]
+            if step.spent(budget, horizon_s, place < from_dram):
+                self._judge_others(step, turns[place:near])
+                break
+            missing = self.missing(turn.owner) if step.moves else known[place]
             if turn.before:
                 hbm.take(turn.before, step.now + turn.window_s)
             if missing.runs:
@@ -330,7 +332,7 @@ class Prefetcher:
                 self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
             dram.take(missing.pages - missing.reach + self.missing(turn.owner).below, step.now + turn.window_s)
 
-    def _needed_at(self, step: _Step, turn: Turn) -> float:
+    def _needed_at(self, step: Step, turn: Turn) -> float:
         """Whose next use is not later than this does not give way to pages of this turn: by the map's clock as well, which
         orders all others, so that of two turns at most one can push out the other's pages."""
         number = self._map.owners.number(turn.owner)
@@ -339,36 +341,15 @@ class Prefetcher:
             at = max(at, self._map.owners.turn(number))
         return at if turn.rid is not None else step.now + _SPREAD * (at - step.now)
 
-    def _reach(self, step: _Step, turns: Sequence[Turn], known: Sequence[Missing]) -> tuple[int, int]:
-        """How many turns ahead pages are brought to HBM, and to DRAM.
+    def _judge_others(self, step: Step, turns: Sequence[Turn]) -> None:
+        """The same test for turns for which nothing can be brought in this step."""
+        for turn in turns:
+            if turn.owner not in self.overlaps:
+                missing = self.missing(turn.owner)
+                if missing.runs:
+                    self._judge(step, turn, missing)
 
-        With K given: turns within K iterations. From measured speeds: up to the last turn whose transfers, with all
-        before them, have to begin before the next step but one (the latest start of earliest-deadline-first).
-        """
-        config = self._config
-        near = sum(turn.steps <= config.lookahead for turn in turns) if config.lookahead >= 0 else 0
-        far = sum(turn.steps <= config.lookahead_ssd for turn in turns) if config.lookahead_ssd >= 0 else 0
-        if config.lookahead >= 0 and config.lookahead_ssd >= 0:
-            return near, max(near, far)
-        ssd, pcie = (step.links[link] for link in TWO_HOPS)
-        soon_pcie, soon_ssd = _SOON * step.iteration_s + pcie.end_s, _SOON * step.iteration_s + ssd.end_s
-        latest_ssd = latest_pcie = math.inf
-        auto_near = auto_far = 0
-        for place in range(len(turns) - 1, -1, -1):
-            missing = known[place]
-            if not missing.lacking:
-                continue
-            latest_pcie = min(latest_pcie, turns[place].window_s * _EARLY) - missing.lacking * pcie.page_s
-            if latest_pcie <= soon_pcie and not auto_near:
-                auto_near = place + 1
-            if missing.below:
-                latest_ssd = min(latest_ssd, latest_pcie) - missing.below * ssd.page_s
-                if latest_ssd <= soon_ssd and not auto_far:
-                    auto_far = place + 1
-        near = auto_near if config.lookahead < 0 else near
-        return near, max(near, auto_far if config.lookahead_ssd < 0 else far)
-
-    def _judge(self, step: _Step, turn: Turn, missing: Missing) -> None:
+    def _judge(self, step: Step, turn: Turn, missing: Missing) -> None:
         """Eq. 1 for all that is missing, behind what is charged already."""
         if turn.owner in self.overlaps:
             return
@@ -379,7 +360,7 @@ class Prefetcher:
         window_s = turn.window_s + self._config.scheduling_slack_s
         self._test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
 
-    def _promote(self, step: _Step, turn: Turn, missing: Missing, budget: int, horizon_s: float) -> int:
+    def _promote(self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float) -> int:
         """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its first gap."""
         ssd, pcie = step.links[Link.SSD_TO_DRAM], step.links[Link.DRAM_TO_HBM]
         if budget <= 0 or not step.rooms[Tier.HBM].left or (ssd.closed and missing.runs[0][1] is not Tier.DRAM):
@@ -405,7 +386,7 @@ class Prefetcher:
                 break
         return brought
 
-    def _stage(self, step: _Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
+    def _stage(self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
         """Brings to DRAM what lies below; where that is not due yet, only into empty pages."""
         ssd = step.links[Link.SSD_TO_DRAM]
         needed_at = self._needed_at(step, turn) if due else math.inf
@@ -424,16 +405,3 @@ class Prefetcher:
 def _evictions(rooms: Mapping[Tier, Room]) -> tuple[Evict, ...]:
     victims = [(rooms[tier].victims(), tier) for tier in (Tier.HBM, Tier.DRAM)]
     return tuple(Evict(keys, tier) for keys, tier in victims if keys)
-
-
-class _Step:
-    """One planning step under way."""
-
-    def __init__(self, now: float, iteration_s: float, links: dict[Link, LinkTime], rooms: dict[Tier, Room]) -> None:
-        self.now = now
-        self.iteration_s = iteration_s
-        self.links = links
-        self.rooms = rooms
-        self.moves: list[Move] = []
-        self.tests: list[Overlap] = []
-        self.lookahead = 0

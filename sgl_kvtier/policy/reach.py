@@ -1,0 +1,79 @@
+"""How far one planning step of the prefetcher looks: for how many turns pages are brought, and when nothing more can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.messages import Move
+from sgl_kvtier.policy.overlap import Overlap
+from sgl_kvtier.policy.page_state import Missing
+from sgl_kvtier.policy.turns import Turn
+from sgl_kvtier.types import Link, Tier
+
+_EARLY: Final = 0.5
+"""With K from measured speeds a turn is expected to come after this share of the predicted time."""
+SOON: Final = 2.0
+"""With K from measured speeds, transfers begin when they would have to within so many iterations."""
+
+
+class Step:
+    """One planning step under way."""
+
+    def __init__(self, now: float, iteration_s: float, links: dict[Link, LinkTime], rooms: dict[Tier, Room]) -> None:
+        self.now = now
+        self.iteration_s = iteration_s
+        self.links = links
+        self.rooms = rooms
+        self.moves: list[Move] = []
+        self.tests: list[Overlap] = []
+        self.lookahead = 0
+
+    def spent(self, budget: int, horizon_s: float, from_dram: bool) -> bool:
+        """Whether nothing more can be brought to HBM, for no turn: there is no room, or links have enough to do until the
+        horizon. `from_dram`: some turn has pages that the second link alone would bring."""
+        ssd, pcie = self.links[Link.SSD_TO_DRAM], self.links[Link.DRAM_TO_HBM]
+        if budget <= 0 or not self.rooms[Tier.HBM].left or not pcie.fit(horizon_s + pcie.page_s):
+            return True
+        return not from_dram and not ssd.fit(horizon_s + ssd.page_s)
+
+
+def reach(config: PolicyConfig, step: Step, turns: Sequence[Turn], known: Sequence[Missing]) -> tuple[int, int]:
+    """How many turns ahead pages are brought to HBM, and to DRAM. `known`: what each turn lacks.
+
+    With K given: turns within K iterations. From measured speeds: up to the last turn whose transfers, with all
+    before them, have to begin before the next step but one (the latest start of earliest-deadline-first).
+    """
+    near = sum(turn.steps <= config.lookahead for turn in turns) if config.lookahead >= 0 else 0
+    far = sum(turn.steps <= config.lookahead_ssd for turn in turns) if config.lookahead_ssd >= 0 else 0
+    if config.lookahead >= 0 and config.lookahead_ssd >= 0:
+        return near, max(near, far)
+    ssd, pcie = (step.links[link] for link in TWO_HOPS)
+    soon_pcie, soon_ssd = SOON * step.iteration_s + pcie.end_s, SOON * step.iteration_s + ssd.end_s
+    latest_ssd = latest_pcie = math.inf
+    auto_near = auto_far = 0
+    for place in range(len(turns) - 1, -1, -1):
+        missing = known[place]
+        if not missing.lacking:
+            continue
+        latest_pcie = min(latest_pcie, turns[place].window_s * _EARLY) - missing.lacking * pcie.page_s
+        if latest_pcie <= soon_pcie and not auto_near:
+            auto_near = place + 1
+        if missing.below:
+            latest_ssd = min(latest_ssd, latest_pcie) - missing.below * ssd.page_s
+            if latest_ssd <= soon_ssd and not auto_far:
+                auto_far = place + 1
+    near = auto_near if config.lookahead < 0 else near
+    return near, max(near, auto_far if config.lookahead_ssd < 0 else far)
+
+
+def in_dram(known: Sequence[Missing]) -> int:
+    """How many of the turns that lack this have pages in DRAM, or come before one that has."""
+    for place in range(len(known) - 1, -1, -1):
+        for _, tier in known[place].runs:
+            if tier is Tier.DRAM:
+                return place + 1
+    return 0
