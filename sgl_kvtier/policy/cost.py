@@ -112,12 +112,12 @@ def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
         values = _solve_subset(matrix, right, used)
         if values is None or min(values) < 0:
             continue
+        if used == (0, 1, 2):
+            return PrefillCost(*values)
         # Up to a constant: |A x - y|^2 = x'Mx - 2 r'x
         error = sum(values[i] * (sum(matrix[i][j] * values[j] for j in range(3)) - 2 * right[i]) for i in range(3))
         if best is None or error < best[0] - 1e-12 * abs(best[0]):
             best = (error, values)
-        if used == (0, 1, 2):
-            break
     return PrefillCost(*best[1]) if best else None
 
 
@@ -132,15 +132,21 @@ def _solve_subset(matrix: list[list[float]], right: list[float], used: tuple[int
     ]
     size = len(used)
     for a in range(size):
-        pivot = max(range(a, size), key=lambda row: (abs(rows[row][a]), -row))
-        if abs(rows[pivot][a]) < 1e-9:
+        pivot = a
+        for row in range(a + 1, size):
+            if abs(rows[row][a]) > abs(rows[pivot][a]):
+                pivot = row
+        top = rows[pivot]
+        if abs(top[a]) < 1e-9:
             return None
-        rows[a], rows[pivot] = rows[pivot], rows[a]
+        rows[a], rows[pivot] = top, rows[a]
         for row in range(size):
             if row != a:
-                factor = rows[row][a] / rows[a][a]
-                rows[row] = [value - factor * top for value, top in zip(rows[row], rows[a], strict=True)]
-    values = [0.0, 0.0, 0.0]
+                values = rows[row]
+                factor = values[a] / top[a]
+                for column in range(size + 1):
+                    values[column] -= factor * top[column]
+    solution = [0.0, 0.0, 0.0]
     for a, i in enumerate(used):
-        values[i] = rows[a][size] / rows[a][a] / scale[a]
-    return tuple(values)
+        solution[i] = rows[a][size] / rows[a][a] / scale[a]
+    return tuple(solution)

@@ -263,14 +263,14 @@ class Lookahead:
         ahead, before = view.owed_pages * page, 0
         if not wanting:
             return turns, 0, 0
-        requests = self._requests
-        queue = [(rid, requests[rid]) for rid in view.waiting if rid not in restoring and rid in requests]
-        # Whoever else is wanting is restored, runs, or is a session: behind the last of these nobody is looked at.
-        most = min(SCOPE, sum([request.owner in wanting for _, request in queue]))
-        for rid, request in queue:
-            if len(turns) >= most and not self._due:
+        requests, due = self._requests, bool(self._due)
+        # Not more of them lack pages than are wanting; others of these are restored, run, or are sessions.
+        most = min(SCOPE, len(wanting))
+        for rid in view.waiting:
+            if len(turns) >= most and not due:
                 break
-            if request.running:
+            request = requests.get(rid)
+            if request is None or request.running or rid in restoring:
                 continue
             missing = known.get(request.owner) or self.prefetcher.missing(request.owner)
             if missing.runs and len(turns) < most:

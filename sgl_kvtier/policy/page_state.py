@@ -29,7 +29,8 @@ def _letter(state: int) -> int:
 
 
 _LETTERS: Final = bytes(_letter(state) for state in range(256))
-_RUNS: Final = re.compile(rb"D+|d+|S+|R+")
+_RUNS: Final = re.compile(rb"DD*|dd*|SS*|RR*")
+"""Letters first, so that what lies between runs is skipped and not tried."""
 _TIER_OF: Final = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOTE, ord("d"): None}
 
 
@@ -68,7 +69,10 @@ def missing_of(states: bytes) -> Missing:
     letters = states.translate(_LETTERS)
     reach = letters.find(b".")
     reach = len(letters) if reach < 0 else reach
-    runs = tuple((Span(*run.span()), _TIER_OF[letters[run.start()]]) for run in _RUNS.finditer(letters, 0, reach))
+    runs = []
+    for run in _RUNS.finditer(letters, 0, reach):
+        start, stop = run.span()
+        runs.append((Span(start, stop), _TIER_OF[letters[start]]))
     below = letters.count(b"S", 0, reach) + letters.count(b"R", 0, reach)
     lacking = below + letters.count(b"D", 0, reach) + letters.count(b"d", 0, reach)
-    return Missing(runs, reach, len(letters), lacking, below)
+    return Missing(tuple(runs), reach, len(letters), lacking, below)

@@ -308,18 +308,16 @@ class Prefetcher:
             if step.spent(budget, horizon_s, place < from_dram):
                 self._judge_others(step, turns[place:near])
                 break
-            missing = self.missing(turn.owner) if step.moves else known[place]
+            missing, claimed = self.missing(turn.owner) if step.moves else known[place], hbm.claimed
             if turn.before:
                 hbm.take(turn.before, step.now + turn.window_s)
             if missing.runs:
                 self._judge(step, turn, missing)
                 if self.brought.may_move(turn.owner, turn.chance, Tier.HBM, step.now):
-                    brought = self._promote(step, turn, missing, budget, horizon_s)
-                    if brought:
-                        budget -= brought
-                        missing = self.missing(turn.owner)
+                    budget -= self._promote(step, turn, missing, budget, horizon_s)
             # What it will claim when it runs is not for those behind it.
-            hbm.take(missing.pages - missing.reach + missing.lacking, step.now + turn.window_s)
+            lacking = missing.lacking - (hbm.claimed - claimed)
+            hbm.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
         ssd = step.links[Link.SSD_TO_DRAM]
         dram = step.rooms[Tier.DRAM]
         ahead = self._config.lookahead_ssd < 0 and dram.empty > 0
