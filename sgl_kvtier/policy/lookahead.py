@@ -269,8 +269,10 @@ class Lookahead:
         for rid in view.waiting:
             if len(turns) >= most and not due:
                 break
+            if rid in restoring:
+                continue
             request = requests.get(rid)
-            if request is None or request.running or rid in restoring:
+            if request is None or request.running:
                 continue
             missing = known.get(request.owner) or self.prefetcher.missing(request.owner)
             if missing.runs and len(turns) < most:
