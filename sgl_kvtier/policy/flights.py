@@ -34,6 +34,10 @@ class Flights:
     def __contains__(self, key: PageKey) -> bool:
         return key in self._of
 
+    def others(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
+        """Those of these pages that are not in flight."""
+        return keys if self._of.keys().isdisjoint(keys) else tuple(key for key in keys if key not in self._of)
+
     def pages(self, link: Link) -> int:
         """Pages that have yet to come over a link."""
         return self._pages.get(link, 0)
@@ -44,6 +48,8 @@ class Flights:
 
     def owners(self, keys: Sequence[PageKey], target: Tier) -> tuple[str, ...]:
         """For whose sake those of these pages are moved that are on their way to a tier."""
+        if self._of.keys().isdisjoint(keys):
+            return ()
         moves = (self._of.get(key) for key in keys)
         return tuple(dict.fromkeys(move.owner for move in moves if move is not None and move.target is target))
 
@@ -55,9 +61,8 @@ class Flights:
         self._coming[target] += len(keys)
         self._serial += 1
         self._moves[self._serial] = move
-        for key in keys:
-            assert key not in self._of, "a page in flight is not moved again"
-            self._of[key] = move
+        assert self._of.keys().isdisjoint(keys), "a page in flight is not moved again"
+        self._of.update(dict.fromkeys(keys, move))
         for link in links:
             if not self._pages.get(link):
                 self._since[link] = now
@@ -66,6 +71,8 @@ class Flights:
     def ended(self, keys: Sequence[PageKey], target: Tier, now: float) -> int:
         """Pages have come to a tier, or will not. Returns how many of them were in flight to it."""
         count = 0
+        if self._of.keys().isdisjoint(keys):
+            return count
         for key in keys:
             move = self._of.get(key)
             if move is None or move.target is not target:

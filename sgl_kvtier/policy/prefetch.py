@@ -223,14 +223,14 @@ class Prefetcher:
     def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
         """Copies to a lower tier, of an owner's pages that have none at or below it; at most so many."""
         link = Link.HBM_TO_DRAM if source is Tier.HBM else Link.DRAM_TO_SSD
-        keys = [key for key in self._map.without_copy(owner, source, target) if key not in self._flights][:most]
+        keys = self._flights.others(self._map.without_copy(owner, source, target))[:most]
         if not keys:
             return None
         late_at = now + _LATE * self._bandwidth.seconds(link, len(keys) * self._page_bytes)
         self._flights.begin(keys, target, (link,), now, late_at + self._config.load_deadline_s)
         self._map.moving(keys, target)
         self.moved[target] = self.moved.get(target, 0) + len(keys)
-        return Move(tuple(keys), source, target)
+        return Move(keys, source, target)
 
     def _links(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkTime]:
         factor = 1 + self._config.prefetch_margin if self._config.prefetch == "kvtier" else 1.0
@@ -247,7 +247,7 @@ class Prefetcher:
         return {tier: Room(self._map, tier, free.get(tier, 0), empty.get(tier), self._flights.coming(tier)) for tier in (Tier.HBM, Tier.DRAM)}
 
     def _emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
-        keys = tuple(key for key in self._map.keys_of(turn.owner, span) if key not in self._flights)
+        keys = self._flights.others(self._map.keys_of(turn.owner, span))
         if not keys:
             return
         if target is Tier.DRAM:
