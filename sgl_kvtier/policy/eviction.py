@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
 from sgl_kvtier.policy.owners import UNOWNED, Owners
 
@@ -95,6 +95,13 @@ RULES: Mapping[str, Callable[[], Rule]] = {"lru": LRU, "lfu": LFU, "next-use": N
 """By their names in kvtier.json."""
 
 
+class _Row(Protocol):
+    """An array of whole numbers, read and written as objects: compiled code would unbox and box an int at every access."""
+
+    def __getitem__(self, slot: object, /) -> object: ...
+    def __setitem__(self, slot: object, value: object, /) -> None: ...
+
+
 class Shelves:
     """Pages (slots of the map) on numbered shelves, each a ring from the least to the most recently used one.
 
@@ -103,22 +110,22 @@ class Shelves:
 
     def __init__(self) -> None:
         self.shelf = array("i")
-        self._before = array("I")
-        self._after = array("I")
-        self._oldest: dict[int, int] = {}
-        self._pages: dict[int, int] = {}
+        self._rings = array("I"), array("I")
+        self._shelf = cast(_Row, self.shelf)
+        self._before, self._after = cast(_Row, self._rings[0]), cast(_Row, self._rings[1])
+        self._oldest: dict[object, object] = {}
+        self._pages: dict[object, int] = {}
         self.total = 0
 
     def grow(self, slots: int) -> None:
         """Makes room for so many more slots."""
-        self.shelf.extend([0] * slots)
-        self._before.extend([0] * slots)
-        self._after.extend([0] * slots)
+        for row in (self.shelf, *self._rings):
+            row.extend([0] * slots)
 
     @property
     def names(self) -> KeysView[int]:
         """Shelves that hold pages."""
-        return self._oldest.keys()
+        return cast(KeysView[int], self._oldest.keys())
 
     def pages(self, shelf: int) -> int:
         """How many stand there."""
@@ -126,37 +133,37 @@ class Shelves:
 
     def oldest(self, shelf: int) -> int | None:
         """The least recently used slot."""
-        return self._oldest.get(shelf)
+        return cast("int | None", self._oldest.get(shelf))
 
     def put(self, slot: int) -> None:
         """Puts a slot that stands nowhere on its shelf as the most recently used one."""
-        shelf = self.shelf[slot]
+        this: object = slot
+        shelf, before, after = self._shelf[this], self._before, self._after
         self.total += 1
         first = self._oldest.get(shelf)
         if first is None:
-            self._oldest[shelf] = self._before[slot] = self._after[slot] = slot
+            self._oldest[shelf] = before[this] = after[this] = this
             self._pages[shelf] = 1
             return
-        last = self._before[first]
-        self._after[last] = slot
-        self._before[slot] = last
-        self._after[slot] = first
-        self._before[first] = slot
+        last = before[first]
+        after[last] = before[first] = this
+        before[this] = last
+        after[this] = first
         self._pages[shelf] += 1
 
     def take(self, slot: int) -> None:
         """Takes a slot off the shelf it stands on."""
-        shelf = self.shelf[slot]
+        this: object = slot
+        shelf, after = self._shelf[this], self._after[this]
         self.total -= 1
-        after = self._after[slot]
-        if after == slot:
+        if after == this:
             del self._oldest[shelf], self._pages[shelf]
             return
-        before = self._before[slot]
+        before = self._before[this]
         self._after[before] = after
         self._before[after] = before
         self._pages[shelf] -= 1
-        if self._oldest[shelf] == slot:
+        if self._oldest[shelf] == this:
             self._oldest[shelf] = after
 
     def assign(self, slot: int, shelf: int) -> None:
@@ -183,4 +190,4 @@ class Shelves:
         while slot != first and len(slots) < most:
             slots.append(slot)
             slot = after[slot]
-        return slots
+        return cast(list[int], slots)

@@ -12,6 +12,8 @@ from bisect import insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+NOWHERE: Final = 0
+"""The slot of pages the map has no room for. It is never used for a page."""
 UNOWNED: Final = 0
 """The group of pages without an owner."""
 
@@ -206,3 +208,10 @@ class _Begun:
             if more is None:
                 return
             self._read.append(more)
+
+
+def common(old: tuple[int, ...], new: tuple[int, ...]) -> int:
+    """How many leading slots are the same page."""
+    if new[: len(old)] == old and NOWHERE not in old:
+        return len(old)
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b or a == NOWHERE), min(len(old), len(new)))

@@ -15,6 +15,11 @@ RESIDENT: Final = 0x0F
 MOVING: Final = 0xF0
 IN_HBM: Final = 0x01
 IN_DRAM: Final = 0x02
+SHELVED: Final = 0x03
+"""Bits of the tiers whose pages are kept in the order in which they give way."""
+COLD: Final = 4
+"""Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by nobody."""
+LISTING: Final = bytes(0 if state & MOVING or not state else state & SHELVED or COLD for state in range(256))
 TIERS: Final = tuple(Tier)
 
 

@@ -13,12 +13,15 @@ from operator import itemgetter
 from typing import Final
 
 from sgl_kvtier.policy.eviction import LRU, Rule, Shelves
-from sgl_kvtier.policy.owners import UNOWNED, Owners
+from sgl_kvtier.policy.owners import NOWHERE, UNOWNED, Owners, common
 from sgl_kvtier.policy.page_state import (
+    COLD,
     IN_DRAM,
     IN_HBM,
+    LISTING,
     MOVING,
     RESIDENT,
+    SHELVED,
     TIERS,
     Missing,
     PageInfo,
@@ -26,15 +29,7 @@ from sgl_kvtier.policy.page_state import (
 )
 from sgl_kvtier.types import PageKey, Span, Tier
 
-_SHELVED: Final = IN_HBM | IN_DRAM
-_COLD: Final = 4
-"""Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by nobody."""
-_LISTING: Final = bytes(
-    0 if state & MOVING or not state else state & _SHELVED or _COLD for state in range(256)
-)
 _COLD_SHELF: Final = -1
-_NOWHERE: Final = 0
-"""The slot of pages the map has no room for. It is never used for a page."""
 _NO_KEY: Final = PageKey(b"")
 _GROW: Final = 4096
 _TICKS_PER_S: Final = 100.0
@@ -57,6 +52,8 @@ class TierMap:
         self._free: list[int] = []
         self._state = bytearray(1)
         self._pins = array("H", [0])
+        self._pinned = 0
+        """All pins: mostly none, and then no page is asked for its own."""
         self._used = array("I", [0])
         self._group = array("I", [0])
         self._base: float | None = None
@@ -121,7 +118,7 @@ class TierMap:
         """Keys of a range of an owner's pages, as far as they are recorded."""
         number = self.owners.number(owner)
         slots = () if number is None else self.owners.slots[number][span.start : span.stop]
-        return tuple(self._keys[slot] for slot in slots if slot != _NOWHERE)
+        return tuple(self._keys[slot] for slot in slots if slot != NOWHERE)
 
     def without_copy(self, owner: str, source: Tier, target: Tier) -> tuple[PageKey, ...]:
         """An owner's pages that are in `source` and neither in `target` or below it nor on their way to any tier."""
@@ -190,7 +187,7 @@ class TierMap:
         came = 0
         for key in reversed(keys):
             slot = slots.get(key) or self._add(key)
-            if slot != _NOWHERE:
+            if slot != NOWHERE:
                 used[slot] = stamp
                 old = state[slot]
                 new = (old | bit) & landed
@@ -205,7 +202,7 @@ class TierMap:
         slots, state = self._slot_of, self._state
         left = 0
         for key in reversed(keys):
-            slot = slots.get(key, _NOWHERE)
+            slot = slots.get(key, NOWHERE)
             old = state[slot]
             new = old & keep
             if new != old:
@@ -224,10 +221,10 @@ class TierMap:
             old, group = state[slot], self._group[slot]
             if old & bit:
                 continue
-            before = 0 if self._pins[slot] else _LISTING[old]
+            before = 0 if self._pinned and self._pins[slot] else LISTING[old]
             if before & IN_HBM:
                 self._hbm.take(slot)
-            if before & IN_DRAM or (before == _COLD and group == UNOWNED):
+            if before & IN_DRAM or (before == COLD and group == UNOWNED):
                 self._low.take(slot)
             state[slot] = old | bit
             if group != UNOWNED:
@@ -242,14 +239,14 @@ class TierMap:
                 continue
             self._used[slot] = stamp
             state = self._state[slot]
-            listing = 0 if self._pins[slot] else _LISTING[state]
+            listing = 0 if self._pinned and self._pins[slot] else LISTING[state]
             if state & IN_HBM:
                 shelf = self._hbm_rule.used(self._hbm.shelf[slot], self._group[slot])
                 self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
             if state & IN_DRAM:
                 shelf = self._dram_rule.used(self._low.shelf[slot], self._group[slot])
                 self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
-            elif listing & _COLD and self._group[slot] == UNOWNED:
+            elif listing & COLD and self._group[slot] == UNOWNED:
                 self._low.move(slot, _COLD_SHELF)
 
     def pin(self, keys: Iterable[PageKey]) -> None:
@@ -259,6 +256,7 @@ class TierMap:
             if slot is not None and self._pins[slot] < 65535:
                 before = self._listing(slot)
                 self._pins[slot] += 1
+                self._pinned += 1
                 self._relist(slot, before, 0)
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
@@ -267,6 +265,7 @@ class TierMap:
             slot = self._slot_of.get(key)
             if slot is not None and self._pins[slot]:
                 self._pins[slot] -= 1
+                self._pinned -= 1
                 self._relist(slot, 0, self._listing(slot))
                 self._forget_if_empty(slot)
 
@@ -284,8 +283,8 @@ class TierMap:
         keys = tuple(dict.fromkeys(keys))
         number = self.owners.open(owner)
         old = self.owners.slots[number]
-        found = tuple(map(self._slot_of.get, keys, repeat(_NOWHERE)))
-        same = _common(old, found)
+        found = tuple(map(self._slot_of.get, keys, repeat(NOWHERE)))
+        same = common(old, found)
         self._leave(number, old[same:])
         fresh = self._join(number, keys[same:])
         self.owners.slots[number] = old[:same] + fresh
@@ -315,7 +314,7 @@ class TierMap:
         for key in reversed(keys):
             slot = self._slot_of.get(key) or self._add(key)
             slots.append(slot)
-            if slot == _NOWHERE:
+            if slot == NOWHERE:
                 continue
             old = self._group[slot]
             if old not in into:
@@ -334,7 +333,7 @@ class TierMap:
         pages: dict[int, int] = {}
         for slot in reversed(slots):
             old = self._group[slot]
-            if slot == _NOWHERE or (old in into and into[old] == old):
+            if slot == NOWHERE or (old in into and into[old] == old):
                 continue
             if old not in into:
                 into[old] = self.owners.without_owner(old, number)
@@ -351,15 +350,15 @@ class TierMap:
         state = self._state[slot]
         self._group[slot] = new
         if state:
-            listing = 0 if self._pins[slot] else _LISTING[state]
+            listing = 0 if self._pinned and self._pins[slot] else LISTING[state]
             if state & IN_HBM:
                 shelf = self._hbm_rule.regrouped(self._hbm.shelf[slot], new)
                 self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
             if state & IN_DRAM:
                 shelf = self._dram_rule.regrouped(self._low.shelf[slot], new)
                 self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
-            if listing == _COLD and UNOWNED in (old, new):
-                self._relist(slot, 0 if new == UNOWNED else _COLD, listing if new == UNOWNED else 0)
+            if listing == COLD and UNOWNED in (old, new):
+                self._relist(slot, 0 if new == UNOWNED else COLD, listing if new == UNOWNED else 0)
         if old in self._changed:
             self._changed[new] = None
 
@@ -369,30 +368,30 @@ class TierMap:
         if group != UNOWNED:
             self._changed[group] = None
         self._state[slot] = new
-        entered = new & ~old & _SHELVED
-        before, after = _LISTING[old], _LISTING[new]
+        entered = new & ~old & SHELVED
+        before, after = LISTING[old], LISTING[new]
         if group != UNOWNED:
-            before, after = before & _SHELVED, after & _SHELVED
+            before, after = before & SHELVED, after & SHELVED
         if entered or before != after:
-            if self._pins[slot]:
+            if self._pinned and self._pins[slot]:
                 before = after = 0
             self._relist(slot, before, after, entered)
         if not new:
             self._forget_if_empty(slot)
 
     def _listing(self, slot: int) -> int:
-        """On which shelves a page stands: bits of HBM and DRAM, or _COLD."""
+        """On which shelves a page stands: bits of HBM and DRAM, or COLD."""
         if self._pins[slot]:
             return 0
-        bits = _LISTING[self._state[slot]]
-        return 0 if bits == _COLD and self._group[slot] != UNOWNED else bits
+        bits = LISTING[self._state[slot]]
+        return 0 if bits == COLD and self._group[slot] != UNOWNED else bits
 
     def _relist(self, slot: int, before: int, after: int, entered: int = 0) -> None:
         """Brings a page from the shelves it stood on to those it belongs on. Its place on others stays what it was."""
         gone, came = before & ~after, after & ~before
         if gone & IN_HBM:
             self._hbm.take(slot)
-        if gone & (IN_DRAM | _COLD):
+        if gone & (IN_DRAM | COLD):
             self._low.take(slot)
         if entered & IN_HBM:
             self._hbm.assign(slot, self._hbm_rule.entered(self._group[slot]))
@@ -400,9 +399,9 @@ class TierMap:
             self._low.assign(slot, self._dram_rule.entered(self._group[slot]))
         if came & IN_HBM:
             self._hbm.put(slot)
-        if came & _COLD:
+        if came & COLD:
             self._low.assign(slot, _COLD_SHELF)
-        if came & (IN_DRAM | _COLD):
+        if came & (IN_DRAM | COLD):
             self._low.put(slot)
 
     def _stamp(self, now: float) -> int:
@@ -415,7 +414,7 @@ class TierMap:
             coldest = self._low.oldest(_COLD_SHELF)
             if coldest is None:
                 self.unrecorded += 1
-                return _NOWHERE
+                return NOWHERE
             self.forgotten += 1
             old = self._state[coldest]
             for tier in TIERS:
@@ -452,10 +451,3 @@ class TierMap:
         if tier is Tier.DRAM:
             return self._low, self._dram_rule
         raise ValueError(f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages does that itself")
-
-
-def _common(old: tuple[int, ...], new: tuple[int, ...]) -> int:
-    """How many leading slots are the same page."""
-    if new[: len(old)] == old and _NOWHERE not in old:
-        return len(old)
-    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b or a == _NOWHERE), min(len(old), len(new)))
