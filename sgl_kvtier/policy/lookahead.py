@@ -13,7 +13,6 @@ a PagesDropped in the target tier.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Any, Final
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.behind import Behind
 from sgl_kvtier.policy.eviction import RULES
+from sgl_kvtier.policy.idle import MOST_IDLE, IdleSessions, owner_of
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
     Evict,
@@ -38,19 +37,16 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.page_state import Missing
 from sgl_kvtier.policy.prefetch import SCOPE, Prefetch, Prefetcher
 from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.sessions import Hint, HintAnswer, Return, Sessions
+from sgl_kvtier.policy.sessions import Hint, HintAnswer, Sessions
 from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.policy.turns import Turn
-from sgl_kvtier.types import Link, PageKey, Span, Tier
+from sgl_kvtier.types import Link, PageKey
 
 _KEEP: Final = 0.8
 _STEADY: Final = 0.1
 """A turn is only moved in the map when its prediction has changed by more than this share of the time left."""
 _ROUNDS: Final = 4
 """Every so many steps victims are named for what prefill will claim until the next time, and each turn reaches the map."""
-_MOST_IDLE: Final = 10_000
-_MOST_LOST: Final = 100_000
-"""Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
 
 
 @dataclass(slots=True)
@@ -71,19 +67,12 @@ class Lookahead:
         self._bandwidth = bandwidth
         self.map = TierMap(config.map_pages, RULES[config.eviction](), RULES[config.eviction]())
         self.prefetcher = Prefetcher(config, self.map, bandwidth, engine.page_bytes)
-        self.sessions = Sessions(config.session_idle_s, config.hint_limit_s, _MOST_IDLE)
+        self.sessions = Sessions(config.session_idle_s, config.hint_limit_s, MOST_IDLE)
         self.last = Prefetch()
         """What the last step decided, with its overlap tests: for logs and reports."""
         self._requests: dict[str, _Request] = {}
         self._active: dict[str, None] = {}
-        self._idle: dict[str, Return] = {}
-        self._behind = Behind(self.map)
-        self._soon_at: dict[str, float] = {}
-        self._soon: list[tuple[float, str]] = []
-        self._due: dict[str, None] = {}
-        self._demote: dict[str, None] = {}
-        self._lost: dict[str, tuple[PageKey, ...]] = {}
-        self._lost_pages = 0
+        self._idle = IdleSessions(config, engine, bandwidth, self.map, self.prefetcher)
         self._iteration_s = 0.0
         self._round = 0
         self._observers: dict[type, Callable[[Any], None]] = {
@@ -98,7 +87,7 @@ class Lookahead:
     @property
     def active(self) -> bool:
         """Whether it knows of a request or a session at all: without RequestArrived there is nothing to look ahead to."""
-        return bool(self._requests or self._idle)
+        return bool(self._requests) or len(self._idle) > 0
 
     def observe(self, fact: Fact) -> None:
         """Takes note of what happened."""
@@ -113,12 +102,10 @@ class Lookahead:
         if not answer.accepted or expected is None:
             return answer
         if session in self._idle:
-            self._expect(expected, now)
-        elif expected.at < math.inf and session in self._lost:
+            self._idle.expect(expected, now, self._iteration())
+        elif expected.at < math.inf and self._idle.gave_up(session):
             # Nobody knew when it would return, so its pages had become nobody's.
-            owner = f"session {session}"
-            self.map.claim(owner, self._find(session), expected.next_use)
-            self._expect(expected, now)
+            self._idle.find(expected, now, self._iteration())
         return answer
 
     def sessions_with(self, key: PageKey) -> tuple[str, ...]:
@@ -126,7 +113,7 @@ class Lookahead:
         page = self.map.page(key)
         owners = () if page is None else page.owners
         known = [owner.removeprefix("session ") for owner in owners if owner.startswith("session ")]
-        return tuple(dict.fromkeys([*known, *(session for session, keys in self._lost.items() if key in keys)]))
+        return tuple(dict.fromkeys([*known, *self._idle.lost_with(key)]))
 
     def step(
         self, view: StepView, busy_s: Mapping[Link, float] | None = None, restoring: Collection[str] = ()
@@ -134,10 +121,8 @@ class Lookahead:
         """What to give up first, and what to move. `restoring` requests get their pages another way."""
         for expected in self.sessions.changed(view.now):
             if expected.session in self._idle:
-                self._expect(expected, view.now)
-        self._look_for_sessions(view.now)
-        if self._idle:
-            self._behind.queue(view.now, self._queue_s(view, restoring))
+                self._idle.expect(expected, view.now, self._iteration())
+        self._idle.look(view.now, self._queue_s(view, restoring) if len(self._idle) else 0.0)
         idle = self.prefetcher.idle(view.now, self._iteration(), busy_s)
         turns = [] if idle else self._turns(view, restoring)
         self._round = (self._round + 1) % _ROUNDS
@@ -147,7 +132,7 @@ class Lookahead:
         self.last = self.prefetcher.plan(
             view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead, view.empty_pages, max(0, view.owed_pages - claimed)
         )
-        return self.last.evictions, self.last.moves + self._demotions(view)
+        return self.last.evictions, self.last.moves + self._idle.demotions(view)
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
@@ -156,9 +141,9 @@ class Lookahead:
         session = fact.session if self._config.sessions else None
         if session is not None and session not in self._active:
             # A session's pages stay its own from turn to turn: only the new ones are claimed.
-            owner = f"session {session}"
+            owner = owner_of(session)
             self.sessions.returned(session, fact.now)
-            self._not_idle(session)
+            self._idle.back(session)
             self._active[session] = None
         else:
             session = None
@@ -190,9 +175,7 @@ class Lookahead:
             self.map.release(request.owner)
             return
         del self._active[request.session]
-        self._expect(self.sessions.left(request.session, fact.now), fact.now)
-        if len(self._idle) > _MOST_IDLE:
-            self._give_up(next(iter(self._idle)))
+        self._idle.expect(self.sessions.left(request.session, fact.now), fact.now, self._iteration())
 
     def _stepped(self, fact: StepDone) -> None:
         if fact.prefill_tokens > 0:
@@ -214,7 +197,7 @@ class Lookahead:
     def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
         """The next runs in the order of their windows: waiting requests as they will run, sessions as they should return."""
         turns, queued_tokens, behind = self._waiting_turns(view, restoring)
-        if not self._due:
+        if not self._idle.due:
             return turns
         iteration_s, page = self._iteration(), self._engine.page_tokens
         for missing, tokens in self._restored(restoring):
@@ -222,11 +205,10 @@ class Lookahead:
             behind += missing.pages - missing.reach
         queue_s = queued_tokens // (view.prefill_tokens or self._engine.chunk_tokens) * iteration_s
         due: list[Turn] = []
-        for session in self._due:
-            expected, owner = self._idle[session], f"session {session}"
+        for session, expected in self._idle.due.items():
             # Whoever waits now runs before a request that is still to come, and has its room before it.
             window_s = max(iteration_s, queue_s, expected.early - view.now)
-            due.append(Turn(owner, None, int(window_s / iteration_s), window_s, chance=expected.chance))
+            due.append(Turn(owner_of(session), None, int(window_s / iteration_s), window_s, chance=expected.chance))
         due.sort(key=lambda turn: turn.window_s)
         due[0] = due[0]._replace(before=behind)
         return turns + due
@@ -238,14 +220,6 @@ class Lookahead:
         if view.waiting:
             tokens += view.fresh_tokens + sum(tokens - missing.reach * page for missing, tokens in self._restored(restoring))
         return tokens / (view.prefill_tokens or self._engine.chunk_tokens) * self._iteration()
-
-    def _look_for_sessions(self, now: float) -> None:
-        """Idle sessions whose pages have to be thought of from now on."""
-        while self._soon and self._soon[0][0] <= now:
-            at, session = heapq.heappop(self._soon)
-            if self._soon_at.get(session) == at:
-                self._due[session] = None
-                self.prefetcher.watch(f"session {session}")
 
     def _restored(self, restoring: Collection[str]) -> list[tuple[Missing, int]]:
         """What requests that are being restored lack, and their prompts' tokens. Their loads have their pages already."""
@@ -263,7 +237,7 @@ class Lookahead:
         ahead, before = view.owed_pages * page, 0
         if not wanting:
             return turns, 0, 0
-        requests, due = self._requests, bool(self._due)
+        requests, due = self._requests, bool(self._idle.due)
         # Not more of them lack pages than are wanting; others of these are restored, run, or are sessions.
         most = min(SCOPE, len(wanting))
         for rid in view.waiting:
@@ -290,64 +264,3 @@ class Lookahead:
         number = self.map.owners.number(owner)
         if number is not None and abs(self.map.owners.turn(number) - now - window_s) > _STEADY * window_s + self._iteration():
             self.map.owners.expect(number, now + window_s)
-
-    # --- sessions -----------------------------------------------------------------------------------------------------
-
-    def _expect(self, expected: Return, now: float) -> None:
-        """An idle session is expected at another time than before, or for the first time."""
-        session = expected.session
-        if expected.at == math.inf:
-            self._idle.setdefault(session, expected)
-            self._give_up(session)
-            return
-        first = session not in self._idle
-        self._idle[session] = expected
-        self._behind.expect(session, expected.next_use)
-        pages = self.prefetcher.missing(f"session {session}").pages
-        lead_s = 2 * (self._iteration() + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes))
-        self._soon_at[session] = soon_at = expected.early - lead_s
-        if soon_at > now and self._due.pop(session, self) is None:
-            self.prefetcher.unwatch(f"session {session}")
-        heapq.heappush(self._soon, (soon_at, session))
-        if first and expected.at - now > self._config.demote_after_s:
-            self._demote[session] = None
-
-    def _not_idle(self, session: str) -> None:
-        self._find(session)
-        self._idle.pop(session, None)
-        self._behind.gone(session)
-        self._soon_at.pop(session, None)
-        if self._due.pop(session, self) is None:
-            self.prefetcher.unwatch(f"session {session}")
-        self._demote.pop(session, None)
-
-    def _give_up(self, session: str) -> None:
-        """It is not expected any more: its pages are nobody's, unless a hint says otherwise later."""
-        self._not_idle(session)
-        keys = self.map.keys_of(f"session {session}", Span(0, len(self.map)))
-        self._lost[session] = keys
-        self._lost_pages += len(keys)
-        while self._lost_pages > _MOST_LOST or len(self._lost) > _MOST_IDLE:
-            self._find(next(iter(self._lost)))
-        self.map.release(f"session {session}")
-        self.prefetcher.forget(f"session {session}")
-
-    def _find(self, session: str) -> tuple[PageKey, ...]:
-        """The pages of a session that was given up, which it is no longer."""
-        keys = self._lost.pop(session, ())
-        self._lost_pages -= len(keys)
-        return keys
-
-    def _demotions(self, view: StepView) -> tuple[Move, ...]:
-        """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can leave at once later."""
-        if not self._demote or self._config.prefetch == "off":
-            return ()
-        session = next(iter(self._demote))
-        del self._demote[session]
-        owner = f"session {session}"
-        room = max(0, view.free_pages.get(Tier.DRAM, 0) - self.map.evictable(Tier.DRAM))
-        moves = (
-            self.prefetcher.demote(owner, Tier.HBM, Tier.DRAM, room, view.now),
-            self.prefetcher.demote(owner, Tier.DRAM, Tier.SSD, len(self.map), view.now),
-        )
-        return tuple(move for move in moves if move is not None)

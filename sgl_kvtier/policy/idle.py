@@ -1,0 +1,147 @@
+"""Idle sessions: whose pages have to be thought of from when on, whose get a copy below, and whose are nobody's any more.
+
+When a session returns is `sessions.py`'s to say; here is what follows for its pages while it is idle. It owns its pages in
+the map as "session NAME", from turn to turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import Final
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.behind import Behind
+from sgl_kvtier.policy.messages import Move, StepView
+from sgl_kvtier.policy.prefetch import Prefetcher
+from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.sessions import Return
+from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+MOST_IDLE: Final = 10_000
+"""Idle sessions that are kept track of."""
+_MOST_LOST: Final = 100_000
+"""Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
+
+
+def owner_of(session: str) -> str:
+    """The session's name as an owner of pages."""
+    return f"session {session}"
+
+
+class IdleSessions:
+    """Sessions between two turns, by name. Seconds of the hands' clock."""
+
+    def __init__(
+        self, config: PolicyConfig, engine: EngineShape, bandwidth: Bandwidth, tier_map: TierMap, prefetcher: Prefetcher
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._bandwidth = bandwidth
+        self._map = tier_map
+        self._prefetcher = prefetcher
+        self._behind = Behind(tier_map)
+        self._expected: dict[str, Return] = {}
+        self.due: dict[str, Return] = {}
+        """Those whose pages have to be thought of by now."""
+        self._soon_at: dict[str, float] = {}
+        self._soon: list[tuple[float, str]] = []
+        self._demote: dict[str, None] = {}
+        self._lost: dict[str, tuple[PageKey, ...]] = {}
+        self._lost_pages = 0
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def __contains__(self, session: object) -> bool:
+        return session in self._expected
+
+    def gave_up(self, session: str) -> bool:
+        """Whether its pages have become nobody's, but are remembered."""
+        return session in self._lost
+
+    def lost_with(self, key: PageKey) -> list[str]:
+        """Sessions given up that had this page. O(their pages)."""
+        return [session for session, keys in self._lost.items() if key in keys]
+
+    def expect(self, expected: Return, now: float, iteration_s: float) -> None:
+        """A session is expected at another time than before, or for the first time."""
+        session = expected.session
+        if expected.at == math.inf:
+            self._expected.setdefault(session, expected)
+            self._give_up(session)
+            return
+        first = session not in self._expected
+        self._expected[session] = expected
+        self._behind.expect(session, expected.next_use)
+        pages = self._prefetcher.missing(owner_of(session)).pages
+        lead_s = 2 * (iteration_s + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes))
+        self._soon_at[session] = soon_at = expected.early - lead_s
+        if session in self.due:
+            if soon_at > now:
+                del self.due[session]
+                self._prefetcher.unwatch(owner_of(session))
+            else:
+                self.due[session] = expected
+        heapq.heappush(self._soon, (soon_at, session))
+        if first and expected.at - now > self._config.demote_after_s:
+            self._demote[session] = None
+        if len(self._expected) > MOST_IDLE:
+            self._give_up(next(iter(self._expected)))
+
+    def find(self, expected: Return, now: float, iteration_s: float) -> None:
+        """One that was given up is expected after all: its pages are its own again."""
+        self._map.claim(owner_of(expected.session), self._forget_lost(expected.session), expected.next_use)
+        self.expect(expected, now, iteration_s)
+
+    def back(self, session: str) -> None:
+        """It is not idle any more."""
+        self._forget_lost(session)
+        self._expected.pop(session, None)
+        self._behind.gone(session)
+        self._soon_at.pop(session, None)
+        if self.due.pop(session, None) is not None:
+            self._prefetcher.unwatch(owner_of(session))
+        self._demote.pop(session, None)
+
+    def look(self, now: float, queue_s: float) -> None:
+        """Time has gone on, and what waits now is done in so many seconds."""
+        while self._soon and self._soon[0][0] <= now:
+            at, session = heapq.heappop(self._soon)
+            if self._soon_at.get(session) == at:
+                self.due[session] = self._expected[session]
+                self._prefetcher.watch(owner_of(session))
+        if self._expected:
+            self._behind.queue(now, queue_s)
+
+    def demotions(self, view: StepView) -> tuple[Move, ...]:
+        """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can leave at once later."""
+        if not self._demote or self._config.prefetch == "off":
+            return ()
+        session = next(iter(self._demote))
+        del self._demote[session]
+        room = max(0, view.free_pages.get(Tier.DRAM, 0) - self._map.evictable(Tier.DRAM))
+        moves = (
+            self._prefetcher.demote(owner_of(session), Tier.HBM, Tier.DRAM, room, view.now),
+            self._prefetcher.demote(owner_of(session), Tier.DRAM, Tier.SSD, len(self._map), view.now),
+        )
+        return tuple(move for move in moves if move is not None)
+
+    def _give_up(self, session: str) -> None:
+        """It is not expected any more: its pages are nobody's, unless a hint says otherwise later."""
+        self.back(session)
+        keys = self._map.keys_of(owner_of(session), Span(0, len(self._map)))
+        self._lost[session] = keys
+        self._lost_pages += len(keys)
+        while self._lost_pages > _MOST_LOST or len(self._lost) > MOST_IDLE:
+            self._forget_lost(next(iter(self._lost)))
+        self._map.release(owner_of(session))
+        self._prefetcher.forget(owner_of(session))
+
+    def _forget_lost(self, session: str) -> tuple[PageKey, ...]:
+        """The pages of a session that was given up, which it is no longer."""
+        keys = self._lost.pop(session, ())
+        self._lost_pages -= len(keys)
+        return keys
