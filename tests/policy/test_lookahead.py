@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
@@ -272,24 +275,34 @@ def test_when_nobody_waits_any_more_a_session_is_expected_when_it_was_before():
     assert ahead.map.page(named(1)[0]).next_use == before
 
 
-def test_sessions_behind_the_queue_keep_their_order():
+@settings(max_examples=examples(200), deadline=None)
+@given(st.data())
+def test_sessions_behind_the_queue_keep_their_order_and_stay_close_together(data):
     tier_map = TierMap(1000, NextUse(), NextUse())
-    behind = Behind(tier_map)
-    for number, name in enumerate(("a", "b", "c", "late")):
-        tier_map.claim(f"session {name}", named(1, number), 0.0)
-        behind.expect(name, 0.5 + number / 10 if name != "late" else 100.0)
-    for now in (0.0, 0.2, 0.4, 3.0):
-        behind.queue(now, 4.0)
-        uses = [tier_map.page(named(1, number)[0]).next_use for number in range(4)]
-        assert now + 4.0 <= uses[0] <= uses[1] <= uses[2] < uses[3] == 100.0
-        assert uses[0] < uses[1] or now >= 0.5
-    for _ in range(1000):
-        behind.expect("a", 0.5)
-    behind.queue(3.1, 4.0)
-    assert tier_map.page(named(1)[0]).next_use >= 7.1
-    behind.gone("a")
-    behind.queue(20.0, 4.0)
-    assert tier_map.page(named(1)[0]).next_use < 20.0
+    behind, expected, now = Behind(tier_map), {}, 0.0
+    seconds = st.floats(0.0, 10.0, allow_nan=False, width=16)
+    for _ in range(data.draw(st.integers(1, 30))):
+        now += data.draw(seconds) / 10
+        number = data.draw(st.integers(0, 5))
+        match data.draw(st.sampled_from(["expect", "expect", "gone", "look"])):
+            case "expect":
+                expected[number] = now + data.draw(seconds)
+                tier_map.claim(f"session {number}", named(1, number))
+                behind.expect(str(number), expected[number])
+            case "gone":
+                expected.pop(number, None)
+                behind.gone(str(number))
+        queue_s = data.draw(seconds)
+        behind.queue(now, queue_s)
+        told = {number: tier_map.page(named(1, number)[0]).next_use for number in expected}
+        for number, use in told.items():
+            assert use >= max(expected[number], now + queue_s if queue_s else 0.0) - 1e-4
+            if queue_s == 0 or expected[number] >= now + 2 * queue_s:
+                assert use == expected[number], "no farther than need be"
+            for other, use_of_other in told.items():
+                if expected[number] < expected[other]:
+                    assert use < use_of_other
+                    assert use_of_other - use <= max(expected[other] - expected[number], 1e-4)
 
 
 @pytest.mark.parametrize(("owed", "brought"), [(0, 20), (40, 8), (48, 0)])
