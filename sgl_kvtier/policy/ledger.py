@@ -16,9 +16,9 @@ from typing import Final
 
 from sgl_kvtier.types import PageKey, Tier
 
-_TRIED: Final = 0.02
+_TRIED: Final = 0.01
 """What a page earns on which a request ran."""
-_START, _MOST = 0.1, 0.2
+_START, _MOST = 0.05, 0.1
 """The balance at first and at most, as shares of HBM's pages."""
 
 

@@ -90,7 +90,7 @@ def test_after_wasted_moves_nothing_is_brought_until_something_was_used_or_ran()
         ledger.wasted(key, Tier.HBM)
     assert not ledger.allows(0.99)
     assert ledger.allows(1.0)  # a request that waits is no guess
-    ledger.ran(int(100 / _TRIED) + 1)
+    ledger.ran(int((200 - _START * CAPACITY) / _TRIED) + 1)
     assert ledger.allows(0.9)
 
 
