@@ -317,7 +317,7 @@ def test_what_a_running_prompt_will_claim_is_not_given_to_who_is_still_to_come(o
 
 
 def test_of_two_sessions_the_first_to_come_has_its_room_first():
-    ahead = look(demote_after_s=1000.0)
+    ahead = look(demote_after_s=1000.0, prefetch_waste=1.0)
     early, late = named(30), named(30, 100)
     first = teach(ahead, "early", early, 6, 9.5)
     teach(ahead, "late", late, 6, 9.5, now=0.3)
