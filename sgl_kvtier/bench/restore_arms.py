@@ -72,7 +72,7 @@ class ArmSwitch:
         self._restore: str | None = None
         self._prefetch: str | None = None
         self._gbps: float | None = None
-        self._fixed_split = -1.0
+        self._fixed_split: float | None = None
 
     async def use(self, arm: str, read_gbps: float, fixed_split: float | None = None) -> None:
         """From the next request on; `fixed_split` is the computed share of a prefix, where it is not decided on the way.

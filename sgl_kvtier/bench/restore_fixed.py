@@ -29,6 +29,8 @@ class FixedSplits:
 
     by_share: dict[float, list[Trial]] = field(default_factory=dict)
     ours: list[Trial] = field(default_factory=list)
+    finalists: tuple[float, ...] = ()
+    """Shares measured in turns with our planner; before there are any, all of them."""
 
     def middle(self, share: float) -> float | None:
         """The median time to first token in seconds; None where every trial failed."""
@@ -36,10 +38,8 @@ class FixedSplits:
 
     @property
     def best(self) -> float:
-        """The share with the least median, of those measured most often."""
-        most = max(map(len, self.by_share.values()))
-        often = [share for share, trials in self.by_share.items() if len(trials) == most]
-        return min(often, key=lambda share: (self.middle(share) or math.inf, share))
+        """The share with the least median, of the finalists."""
+        return min(self.finalists or self.by_share, key=lambda share: (self.middle(share) or math.inf, share))
 
     @property
     def trials(self) -> list[Trial]:
@@ -60,9 +60,8 @@ async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
         for each in _turned([*fine, None], number):
             same = found.ours if each is None else found.by_share.setdefault(each, [])
             same.append(await measure(each))
-    finalists = {share: found.by_share[share][-rounds:] for share in fine}
-    others = {share: trials for share, trials in found.by_share.items() if share not in finalists}
-    return FixedSplits({**others, **finalists}, found.ours)
+    last = {share: found.by_share[share][-rounds:] for share in fine}
+    return FixedSplits({**found.by_share, **last}, found.ours, tuple(fine))
 
 
 def _turned(shares: Sequence[_Share], number: int) -> list[_Share]:

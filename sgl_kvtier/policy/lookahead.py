@@ -46,7 +46,8 @@ _KEEP: Final = 0.8
 _STEADY: Final = 0.1
 """A turn is only moved in the map when its prediction has changed by more than this share of the time left."""
 _ROUNDS: Final = 4
-"""Every so many steps victims are named for what prefill will claim until the next time, and each turn reaches the map."""
+"""Every so many steps victims are named for what prefill will claim until the next time, each turn reaches the map, and the queue is
+measured."""
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class Lookahead:
         self._idle = IdleSessions(config, engine, bandwidth, self.map, self.prefetcher)
         self._iteration_s = 0.0
         self._round = 0
+        self._queued_s = 0.0
         self._observers: dict[type, Callable[[Any], None]] = {
             RequestArrived: self._arrived,
             RequestFinished: self._finished,
@@ -122,7 +124,11 @@ class Lookahead:
         for expected in self.sessions.changed(view.now):
             if expected.session in self._idle:
                 self._idle.expect(expected, view.now, self._iteration())
-        self._idle.look(view.now, self._queue_s(view, restoring) if len(self._idle) else 0.0)
+        if not view.waiting and not view.owed_pages and view.slot is None:
+            self._queued_s = 0.0
+        elif len(self._idle) and (not self._round or not self._queued_s):
+            self._queued_s = self._queue_s(view, restoring)
+        self._idle.look(view.now, self._queued_s)
         idle = self.prefetcher.idle(view.now, self._iteration(), busy_s)
         turns = [] if idle else self._turns(view, restoring)
         self._round = (self._round + 1) % _ROUNDS
@@ -130,7 +136,7 @@ class Lookahead:
         claimed = view.prefill_tokens // self._engine.page_tokens if busy else 0
         ahead = 0 if self._round else _ROUNDS * claimed
         self.last = self.prefetcher.plan(
-            view.now, turns, view.free_pages, self._iteration(), busy_s, claimed, ahead, view.empty_pages, max(0, view.owed_pages - claimed)
+            view.now, turns, view.free_pages, self._iteration(), busy_s, max(0, claimed - view.owed_pages), ahead, view.empty_pages, view.owed_pages
         )
         return self.last.evictions, self.last.moves + self._idle.demotions(view)
 
@@ -214,11 +220,14 @@ class Lookahead:
         return turns + due
 
     def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
-        """Until what runs and what waits now has been computed."""
+        """Until what runs and what waits now has been computed, but for what is restored and could be loaded as well."""
         page = self._engine.page_tokens
         tokens = view.owed_pages * page
         if view.waiting:
             tokens += view.fresh_tokens + sum(tokens - missing.reach * page for missing, tokens in self._restored(restoring))
+        holder = self._requests.get(view.slot or "")
+        if holder is not None:
+            tokens += max(0, holder.prompt_tokens - self.prefetcher.missing(holder.owner).reach * page)
         return tokens / (view.prefill_tokens or self._engine.chunk_tokens) * self._iteration()
 
     def _restored(self, restoring: Collection[str]) -> list[tuple[Missing, int]]:

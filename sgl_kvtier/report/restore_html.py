@@ -46,8 +46,11 @@ def statements(result: dict) -> list[tuple[str, bool]]:
         found.append(("Every restored answer has the tokens of the computed one.", False) if summary["equal_tokens"] else
                      ("Not every restored answer has the tokens of the computed one.", True))  # fmt: skip
     if result.get("fluctuation"):
-        worst = max((cell.get("over_fixed") or 0 for cell in result["fluctuation"]["cells"]), default=0)
-        found.append((f"Fluctuation: at most {worst:.2f} times the best fixed split in hindsight.", worst > result["fluctuation"]["aim"]))
+        cells = result["fluctuation"]["cells"]
+        over = [cell["over_fixed"] for cell in cells if cell.get("over_fixed") is not None]
+        if over:
+            text = f"Fluctuation: at most {max(over):.2f} times the best fixed split in hindsight"
+            found.append((f"{text}, in {len(over)} of {len(cells)} traces.", max(over) > result["fluctuation"]["aim"]))
     if result.get("interrupted"):
         found.append(("Interrupted: figures are from what had been measured.", True))
     return found

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -139,10 +139,16 @@ class Recorded:
         return why
 
     def reads_due(self, queue: Iterable[Queued], room: int) -> list[str]:
-        """The same."""
-        queue = tuple(queue)
-        found = self._inner.reads_due(queue, room)
-        self._write(ReadsDue(queue, room, tuple(found)))
+        """The same, with as much of the queue as was looked at."""
+        seen: list[Queued] = []
+
+        def looked_at() -> Iterator[Queued]:
+            for one in queue:
+                seen.append(one)
+                yield one
+
+        found = self._inner.reads_due(looked_at(), room)
+        self._write(ReadsDue(tuple(seen), room, tuple(found)))
         return found
 
     @property

@@ -22,7 +22,7 @@ from sgl_kvtier.policy.decision_log import (
     encode_header,
 )
 from sgl_kvtier.policy.messages import Fact, Planner, StepPlan, StepView
-from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.planner import make_planner
 
 
 class Recording:
@@ -179,14 +179,18 @@ class _Run:
 
 
     def _ask(self, number: int, record: LeftToEngine | ReadsDue) -> Difference | None:
-        if not isinstance(self._planner, KVTierPlanner):
+        ask = getattr(self._planner, "left_to_engine" if isinstance(record, LeftToEngine) else "reads_due", None)
+        if ask is None:
             raise TraceError(f"line {number}: the planner was asked what this one has no way to answer")
         self._questions += 1
         planned: LeftToEngine | ReadsDue
-        if isinstance(record, LeftToEngine):
-            planned = LeftToEngine(record.offer, record.view, self._planner.left_to_engine(record.offer, record.view))
-        else:
-            planned = ReadsDue(record.queue, record.room, tuple(self._planner.reads_due(record.queue, record.room)))
+        try:
+            if isinstance(record, LeftToEngine):
+                planned = LeftToEngine(record.offer, record.view, ask(record.offer, record.view))
+            else:
+                planned = ReadsDue(record.queue, record.room, tuple(ask(record.queue, record.room)))
+        except Exception as error:
+            return Difference(number, self._at, record, PlannerFailed(repr(error)))
         return None if planned == record else Difference(number, self._at, record, planned)
 
 

@@ -205,6 +205,17 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
     assert len(log.fluctuations) == 3, "traces that are in the log are not measured again"
 
 
+def test_traces_of_an_earlier_version_are_measured_again_and_hide_nothing() -> None:
+    server, log = RestoringServer(), RestoreLog()
+    measure(server, SMALL, log, traces=1)
+    whole = log.fluctuations[1]
+    log.fluctuations[1] = {key: value for key, value in whole.items() if "fixed" not in key}
+    result = make_result(log, {}, interrupted=False, notes=[], extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}})
+    assert "in 2 of 3 traces" in restore_html(result)
+    measure(server, SMALL, log, traces=1)
+    assert [(c["kind"], "over_fixed" in c) for c in log.fluctuations] == [("bandwidth", True), ("both", True), ("compute", True)]
+
+
 def test_tables_and_page_are_made_from_the_result_alone() -> None:
     log = RestoreLog()
     measure(RestoringServer(), SMALL, log, traces=1)

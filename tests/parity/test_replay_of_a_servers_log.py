@@ -133,6 +133,23 @@ def test_answers_between_steps_must_be_the_same() -> None:
         assert '"no room"' in str(difference) or '"due":["a"]' in str(difference)
 
 
+class FailsToAnswer(Raises):
+    """And it raises when it is asked for reads."""
+
+    def reads_due(self, queue: object, room: int) -> list[str]:
+        raise ValueError("another defect")
+
+
+def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends_the_replay() -> None:
+    lines = log_of(ReadsDue(QUEUE, 12, ("a", "c")))
+    difference = replay(lines, lambda header: FailsToAnswer()).difference
+    assert difference is not None
+    assert isinstance(difference.planned, PlannerFailed)
+    assert "at the beginning" in str(difference)
+    with pytest.raises(TraceError, match="no way to answer"):
+        replay(lines, lambda header: Raises())
+
+
 @pytest.mark.parametrize("record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2), *questions()])
 def test_the_lines_of_a_server_are_read_as_they_were_written(record: Record) -> None:
     assert decode(encode(record)) == record
