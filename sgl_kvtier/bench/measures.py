@@ -16,6 +16,7 @@ from sgl_kvtier.report import pair_ratios, percentile, summary
 TIERS = ("device", "host", "storage")
 TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
 _BESIDE = (("ttft_ms", "mean"), ("ttft_ms", "p90"), ("e2e_ms", "mean"))
+"""Figures of a round whose ratios stand beside those of its medians."""
 
 
 @dataclass

@@ -31,6 +31,8 @@ class FixedSplits:
     ours: list[Trial] = field(default_factory=list)
     finalists: tuple[float, ...] = ()
     """Shares measured in turns with our planner; before there are any, all of them."""
+    trials: list[Trial] = field(default_factory=list)
+    """Every one with a fixed split, also those before the finalists' turns."""
 
     def middle(self, share: float) -> float | None:
         """The median time to first token in seconds; None where every trial failed."""
@@ -40,11 +42,6 @@ class FixedSplits:
     def best(self) -> float:
         """The share with the least median, of the finalists."""
         return min(self.finalists or self.by_share, key=lambda share: (self.middle(share) or math.inf, share))
-
-    @property
-    def trials(self) -> list[Trial]:
-        """Those with a fixed split."""
-        return [trial for trials in self.by_share.values() for trial in trials]
 
 
 async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
@@ -60,8 +57,11 @@ async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
         for each in _turned([*fine, None], number):
             same = found.ours if each is None else found.by_share.setdefault(each, [])
             same.append(await measure(each))
-    last = {share: found.by_share[share][-rounds:] for share in fine}
-    return FixedSplits({**found.by_share, **last}, found.ours, tuple(fine))
+    found.finalists = tuple(fine)
+    found.trials = [trial for trials in found.by_share.values() for trial in trials]
+    for share in fine:
+        found.by_share[share] = found.by_share[share][-rounds:]
+    return found
 
 
 def _turned(shares: Sequence[_Share], number: int) -> list[_Share]:

@@ -76,11 +76,9 @@ class Fluctuation:
 
     def _known(self, kind: str, number: int) -> bool:
         place = (self._scale.model, self._scale.length, kind, number)
-        cells = [c for c in self._log.fluctuations if (c["model"], c["length"], c["kind"], c["trace"]) == place]
-        if cells and "over_fixed" not in cells[-1]:  # of an earlier version, which measured no fixed split
-            self._log.fluctuations.remove(cells[-1])
-            return False
-        return bool(cells)
+        # An earlier version measured no fixed split.
+        cells = [c for c in self._log.fluctuations if "over_fixed" in c]
+        return any((c["model"], c["length"], c["kind"], c["trace"]) == place for c in cells)
 
     async def _trace(self, kind: str, number: int) -> dict[str, Any]:
         scale, seed = self._scale, 1000 * self._options.seed + number

@@ -71,7 +71,7 @@ class RestoreLog:
         if "scale" in data:
             self.scales.append(Scale(**data["scale"]))
         elif "fluctuation" in data:
-            self.fluctuations.append(dict(data["fluctuation"]))
+            self._take_fluctuation(dict(data["fluctuation"]))
         else:
             self.trials.append(Trial.from_json(data["trial"]))
 
@@ -86,9 +86,13 @@ class RestoreLog:
         self._write({"scale": dataclasses.asdict(scale)})
 
     def keep_fluctuation(self, cell: dict[str, Any]) -> None:
-        """Adds a finished cell of the fluctuation part."""
-        self.fluctuations.append(cell)
+        """Adds a finished cell of the fluctuation part, in place of an earlier one of the same trace."""
+        self._take_fluctuation(cell)
         self._write({"fluctuation": cell})
+
+    def _take_fluctuation(self, cell: dict[str, Any]) -> None:
+        place = _trace_of(cell)
+        self.fluctuations[:] = [*(one for one in self.fluctuations if _trace_of(one) != place), cell]
 
     def scale(self, model: str, length: int) -> Scale | None:
         """What this length was measured with; None when it was not yet."""
@@ -112,6 +116,10 @@ class RestoreLog:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise BenchError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+def _trace_of(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return cell["model"], cell["length"], cell["kind"], cell["trace"]
 
 
 def _key(trial: Trial) -> tuple[Any, ...]:

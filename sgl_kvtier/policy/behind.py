@@ -11,6 +11,7 @@ import heapq
 import math
 from typing import Final
 
+from sgl_kvtier.policy.owners import owner_of
 from sgl_kvtier.policy.tier_map import TierMap
 
 _SPARE: Final = 1.25
@@ -37,7 +38,7 @@ class Behind:
         """An idle session is expected to use its pages then, if it need not wait."""
         self._expected[session] = next_use
         self._put_off.pop(session, None)
-        self._map.expect(f"session {session}", next_use)
+        self._map.expect(owner_of(session), next_use)
         heapq.heappush(self._order, (next_use, session))
         if len(self._order) > 64 + 4 * len(self._expected):
             self._order[:] = [(told, name) for name, told in self._expected.items() if name not in self._put_off]
@@ -66,4 +67,4 @@ class Behind:
 
     def _put(self, session: str) -> None:
         self._put_off[session] = None
-        self._map.expect(f"session {session}", self._until - _APART * (self._until - self._expected[session]))
+        self._map.expect(owner_of(session), self._until - _APART * (self._until - self._expected[session]))

@@ -67,22 +67,13 @@ class Room:
         """Sets aside up to `pages`, displacing only what is needed later than `needed_at`; returns how many."""
         if not self.left:
             return 0
-        pages = min(pages, self.left)
-        while self._have < pages:
-            more = self._draw(needed_at)
-            if not more:
-                break
-            self._have += more
-        granted = max(0, min(pages, self._have))
-        self._have -= granted
+        granted = self._gather(min(pages, self.left), needed_at)
         self.left -= granted
         return granted
 
     def pass_over(self, pages: int) -> None:
         """So many pages are somebody's already who has not claimed them yet: the first to give way are for them."""
-        while self._have < pages and (more := self._draw()):
-            self._have += more
-        self._have = max(0, self._have - pages)
+        self._gather(pages, -math.inf)
 
     def claim(self, pages: int) -> None:
         """So many of the pages set aside are filled in this step."""
@@ -96,6 +87,14 @@ class Room:
         while self._drawn_pages < missing and self._draw():
             pass
         return self._map.victims_of(self._tier, self._drawn, missing)
+
+    def _gather(self, pages: int, needed_at: float) -> int:
+        """Takes so many pages out of those at hand and those that give way; returns how many there were."""
+        while self._have < pages and (more := self._draw(needed_at)):
+            self._have += more
+        granted = max(0, min(pages, self._have))
+        self._have -= granted
+        return granted
 
     def _draw(self, needed_at: float = -math.inf) -> int:
         """Takes in the next class, unless it is needed too soon; returns its pages."""

@@ -1,7 +1,7 @@
 """Idle sessions: whose pages have to be thought of from when on, whose get a copy below, and whose are nobody's any more.
 
 When a session returns is `sessions.py`'s to say; here is what follows for its pages while it is idle. It owns its pages in
-the map as "session NAME", from turn to turn.
+the map from turn to turn, under the name `owners.owner_of` gives it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.behind import Behind
 from sgl_kvtier.policy.messages import Move, StepView
+from sgl_kvtier.policy.owners import owner_of
 from sgl_kvtier.policy.prefetch import Prefetcher
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.policy.sessions import Return
@@ -24,11 +25,6 @@ MOST_IDLE: Final = 10_000
 """Idle sessions that are kept track of."""
 _MOST_LOST: Final = 100_000
 """Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
-
-
-def owner_of(session: str) -> str:
-    """The session's name as an owner of pages."""
-    return f"session {session}"
 
 
 class IdleSessions:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.bandwidth import Bandwidth
 from sgl_kvtier.policy.eviction import RULES
-from sgl_kvtier.policy.idle import MOST_IDLE, IdleSessions, owner_of
+from sgl_kvtier.policy.idle import MOST_IDLE, IdleSessions
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
     Evict,
@@ -34,6 +34,7 @@ from sgl_kvtier.policy.messages import (
     StepDone,
     StepView,
 )
+from sgl_kvtier.policy.owners import owner_of, session_of
 from sgl_kvtier.policy.page_state import Missing
 from sgl_kvtier.policy.prefetch import SCOPE, Prefetch, Prefetcher
 from sgl_kvtier.policy.restore import EngineShape
@@ -114,7 +115,7 @@ class Lookahead:
         """The sessions whose prompts have this page, those given up as well. O(pages of those)."""
         page = self.map.page(key)
         owners = () if page is None else page.owners
-        known = [owner.removeprefix("session ") for owner in owners if owner.startswith("session ")]
+        known = [session for owner in owners if (session := session_of(owner)) is not None]
         return tuple(dict.fromkeys([*known, *self._idle.lost_with(key)]))
 
     def step(

@@ -18,6 +18,19 @@ UNOWNED: Final = 0
 """The group of pages without an owner."""
 
 
+_SESSION: Final = "session "
+
+
+def owner_of(session: str) -> str:
+    """An idle session's name as an owner."""
+    return _SESSION + session
+
+
+def session_of(owner: str) -> str | None:
+    """The session behind such a name; None: it is a request's."""
+    return owner.removeprefix(_SESSION) if owner.startswith(_SESSION) else None
+
+
 class Owners:
     """Owners by name and by small number, and the groups of pages they share. Numbers are used again after `close`.
 

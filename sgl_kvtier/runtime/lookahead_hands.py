@@ -27,6 +27,7 @@ from sgl_kvtier.policy.messages import (
     StepPlan,
     StepView,
 )
+from sgl_kvtier.policy.owners import owner_of, session_of
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
 from sgl_kvtier.runtime.page_names import SessionNames, keys_of
@@ -259,7 +260,7 @@ class LookaheadHands:
         owners, claiming = self.ahead.map.owners, self.promotions.claiming_for
         due: list[tuple[float, Path]] = []
         for session, path in self._idle.items():
-            number = owners.number(f"session {session}")
+            number = owners.number(owner_of(session))
             if number is not None:
                 due.append((owners.turn(number), path))
         due.sort(key=lambda entry: entry[0])
@@ -315,7 +316,7 @@ class LookaheadHands:
             return Path(req.full_untruncated_fill_ids, known.keys, req.extra_key, req.cache_salt)
         page = self.ahead.map.page(move.keys[-1])
         owners = page.owners if page is not None else ()
-        return next((self._idle[name] for name in (o.removeprefix("session ") for o in owners) if name in self._idle), None)
+        return next((self._idle[name] for name in map(session_of, owners) if name is not None and name in self._idle), None)
 
     def _look_at_store(self) -> None:
         """What was written to the store, or found there, since the last tick; and what it has dropped."""

@@ -177,7 +177,6 @@ class _Run:
             raise TraceError(f"line {number}: a client's hint was passed in here, which this planner has no way to take")
         hint(record.session, record.hint, record.now)
 
-
     def _ask(self, number: int, record: LeftToEngine | ReadsDue) -> Difference | None:
         ask = getattr(self._planner, "left_to_engine" if isinstance(record, LeftToEngine) else "reads_due", None)
         if ask is None:

@@ -205,6 +205,14 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
     assert len(log.fluctuations) == 3, "traces that are in the log are not measured again"
 
 
+def test_of_a_trace_measured_twice_the_log_gives_the_last(tmp_path: Path) -> None:
+    log = RestoreLog(tmp_path / "log")
+    for kind, ms in (("compute", 1.0), ("both", 2.0), ("compute", 3.0)):
+        log.keep_fluctuation({"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms})
+    for one in (log, RestoreLog.open(log.path)):
+        assert [(cell["kind"], cell["hindsight_ms"]) for cell in one.fluctuations] == [("both", 2.0), ("compute", 3.0)]
+
+
 def test_traces_of_an_earlier_version_are_measured_again_and_hide_nothing() -> None:
     server, log = RestoringServer(), RestoreLog()
     measure(server, SMALL, log, traces=1)
