@@ -67,7 +67,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "sgl_kvtier.runtime.benchmarks",
-        "measure one part: attention, store, torture",
+        "measure one part: attention, store, torture, restore, restore-fuzz, restore-overhead, restore-timeline",
         "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
     ),
     "profile": Command(

@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--strict", action="store_true", help="with SGLang's own memory checks in every step; slower")
     server.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for the server; repeat as needed")
     server.add_argument("--folder", type=Path, metavar="DIR", help="for its log and store (default: a temporary folder)")
-    server.add_argument("--url", help="measure a running server instead: kvtier backend, a throttle section, --enable-metrics, --enable-cache-report, --admin-api-key")
+    server.add_argument("--decision-log", type=Path, metavar="FILE", help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name")
+    server.add_argument("--url", help="measure a running server instead: kvtier backend, a throttle section, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)")
     server.add_argument("--admin-key", help="with --url: its admin key")
     server.add_argument("--pid", type=int, help="with --url: its process, to tell its processor use from that of others")
 
@@ -123,6 +124,10 @@ def _check(args: argparse.Namespace) -> None:
         raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
     if args.url is None and missing_packages():
         raise BenchError(f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'")
+    if args.decision_log is not None:
+        if args.url is not None:
+            raise BenchError("--decision-log: the server at --url names its own, policy.decision_log of its settings")
+        check_target(str(args.decision_log))
     page = args.page_size or 16
     if any(length % page for length in args.lengths or ()):
         raise BenchError(f"--lengths: must be whole pages of {page} tokens")
@@ -145,6 +150,15 @@ def _options(args: argparse.Namespace, model: str, page: int, chunk: int) -> Gri
     )
 
 
+def _decision_log(args: argparse.Namespace, model: str) -> str:
+    if args.decision_log is None:
+        return ""
+    path: Path = args.decision_log.absolute()
+    if len(args.models or ()) > 1:
+        path = path.with_name(f"{path.stem}-{Path(model).name}{path.suffix}")
+    return str(path)
+
+
 @contextlib.contextmanager
 def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
     device = args.device or detect_device()
@@ -164,6 +178,7 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
         strict=args.strict,
         seed=args.seed,
         extra=tuple(args.server_arg),
+        decision_log=_decision_log(args, model),
     )
     own = args.folder or Path(tempfile.mkdtemp(prefix="kvtier-restore-"))
     folder = own / Path(model).name

@@ -33,7 +33,8 @@ class Target:
 
 @dataclass(frozen=True)
 class LabServer:
-    """What to start. `longest` is the longest prefix that will be restored; `strict` turns SGLang's own checks on."""
+    """What to start. `longest` is the longest prefix that will be restored; `strict` turns SGLang's own checks on;
+    `decision_log` is the file of that name in the server's settings, or empty."""
 
     model: str
     longest: int
@@ -45,6 +46,7 @@ class LabServer:
     strict: bool = False
     seed: int = 0
     extra: tuple[str, ...] = ()
+    decision_log: str = ""
 
     @property
     def model_path(self) -> str:
@@ -72,7 +74,7 @@ class LabServer:
             seed=self.seed,
             threads=self.threads,
             # A throttle has to be there to be changed; so much is none. A mode named at the start is restored in anywhere.
-            sections={"throttle": {"read_gbps": 1000.0}, "policy": {"restore": "both"}},
+            sections={"throttle": {"read_gbps": 1000.0}, "policy": {"restore": "both", "decision_log": self.decision_log}},
             extra=("--admin-api-key", admin_key, *dummy, *self.extra),
         )
 

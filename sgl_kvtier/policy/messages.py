@@ -2,7 +2,7 @@
 
 A planner is told what happened (`observe(fact)`) and asked what to do next (`step(view) -> StepPlan`), both from one
 thread and once per scheduler step. The hands are `runtime/` (SGLang) or `sim/` (virtual time); they carry out a plan and
-report, and never choose. Everything is a frozen dataclass. Seconds are floats of whatever clock the hands keep; with
+report, and never choose. Everything is a `message`, which nobody changes once it is made. Seconds are floats of whatever clock the hands keep; with
 several ranks, only values all ranks agree on may be put into a fact or a view.
 
 A restoration covers pages [0, pages) of one request: [0, resident) are in HBM already, the rest lies in lower tiers.
@@ -16,9 +16,23 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
 
 from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
+    _T = TypeVar("_T")
+
+    @dataclass_transform(frozen_default=True, field_specifiers=(field,))
+    def message(cls: type[_T]) -> type[_T]: ...
+
+else:
+
+    def message(cls):
+        """A dataclass that is frozen for the type checker alone: a step makes many, and freezing makes each four times as slow."""
+        return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 class Mode(enum.Enum):
@@ -36,7 +50,7 @@ CANCELLED = "cancelled"
 """Why pages are lost that a Cancel asked for: they were not begun, and may be loaded or computed."""
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class RequestArrived:
     """A request is waiting. `keys` name its full prompt pages in order; `session` groups the turns of one client."""
 
@@ -47,7 +61,7 @@ class RequestArrived:
     session: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class RequestFinished:
     """A request has left, finished or aborted. Its restoration, if any, is over; loads begun may still end. `keys` name the
     full pages of prompt and output, which its session's next turn will begin with; empty where that is not known.
@@ -60,7 +74,7 @@ class RequestFinished:
     restoration_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class RestoreOffered:
     """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending page spans
     with the tier each lies in, and cover that range."""
@@ -73,7 +87,7 @@ class RestoreOffered:
     sources: tuple[tuple[Span, Tier], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class TransferDone:
     """A transfer ended. `span` are pages of `rid`'s prompt (empty for a move of pages that belong to no request);
     `seconds` is the time the link was busy with it, queueing not included."""
@@ -86,7 +100,7 @@ class TransferDone:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PagesLost:
     """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front must compute them, but for
     those that were cancelled: a Cancel asked for them back, and they are open again."""
@@ -97,7 +111,7 @@ class PagesLost:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ChunkStarted:
     """Prefill of tokens [start, stop) of a request was launched. It may be less than a Compute granted, never more."""
 
@@ -106,7 +120,7 @@ class ChunkStarted:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ChunkDone:
     """That prefill has ended; `seconds` is its forward time, `shared_tokens` what else was in the same batch."""
 
@@ -117,7 +131,7 @@ class ChunkDone:
     shared_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class StepDone:
     """One engine iteration ended: its time and how many tokens of which kind it held."""
 
@@ -127,7 +141,7 @@ class StepDone:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PagesPlaced:
     """Pages are resident in a tier from now on."""
 
@@ -136,7 +150,7 @@ class PagesPlaced:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PagesDropped:
     """Pages are no longer in a tier."""
 
@@ -161,7 +175,7 @@ Fact: TypeAlias = (
 # --- the view: what could be done now ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class StepView:
     """The moment of decision.
 
@@ -187,7 +201,7 @@ class StepView:
     owed_pages: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Queued:
     """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below the device: there, on their
     way, or stored; `unread`: some are stored and neither there nor on their way."""
@@ -200,7 +214,7 @@ class Queued:
 # --- the plan: what to do next ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class RestoreStart:
     """The answer to a RestoreOffered. COMPUTE: forget the offer. LOAD: keep the request waiting until its pages are in."""
 
@@ -209,7 +223,7 @@ class RestoreStart:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Load:
     """Read pages `span` of `rid` into HBM over `link`, highest page first. Late after `deadline_s` seconds from now."""
 
@@ -220,7 +234,7 @@ class Load:
     deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Cancel:
     """Take back loads of these pages where they were not begun; each comes back as landed or as PagesLost(CANCELLED)."""
 
@@ -228,7 +242,7 @@ class Cancel:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Compute:
     """What the request in the slot does now: first make the landed pages `splice` part of its prefix (its front is
     `splice.start`), then prefill `tokens`. 0 waits in this step; None leaves the size to the engine (nothing more to
@@ -239,7 +253,7 @@ class Compute:
     tokens: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Move:
     """Copy pages one or two tiers up (prefetch) or down (demotion), for `rid`'s sake where that is known."""
 
@@ -249,7 +263,7 @@ class Move:
     rid: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Evict:
     """Give up these pages' copies in a tier, in this order, as far as room is needed."""
 
@@ -257,7 +271,7 @@ class Evict:
     tier: Tier
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class StepPlan:
     """Commands of one step, each tuple in the order to be carried out. An empty plan is always safe to carry out."""
 

@@ -21,7 +21,7 @@ _DOC = {
     "drift": "pages that the map had in another place than they were",
     "overlap": "turns by whether their transfers were predicted to be hidden (held, failed), and whether that was right when they ran",
     "checks": "times the whole map was compared with the truth",
-    "failures": "times looking ahead failed and was given up",
+    "failures": "times choosing victims raised, or looking ahead was given up",
 }
 TIERS = {Tier.HBM: "hbm", Tier.DRAM: "dram", Tier.SSD: "ssd", None: "none"}
 """As labels; None: in no tier, so it had to be computed."""

@@ -22,7 +22,7 @@ _RESTORE_DOC = {
     "loaded_tokens": "tokens of restored prefixes that were loaded",
     "loaded_bytes": "bytes that landed on the device",
     "lost_pages": "pages asked for that did not come",
-    "turn_reads": "stored prefixes read at a waiting request's turn, not on arrival",
+    "turn_reads": "stored prefixes left to SGLang that were kept back, read again, or given up",
     "unused_pages": "pages that were loaded for nothing",
     "jumps": "times a front stepped over what had landed",
     "parks": "times a request in the slot waited for loads",

@@ -1,8 +1,9 @@
 """Moves pages of running loads: the store's reads into host pages, and copies from host pages into device slots.
 
-One thread beside the scheduler's. A page that the store has read is copied at once, so a load's last page lands a copy
-later than it was read. The scheduler never waits for a copy: it reads `Load.local` in its tick, and what it does with it
-is `restore_engine`'s business.
+One thread beside the scheduler's. Pages that the store has read are copied when their load has none left to read, or after
+`_GATHER_S`: a load's last page lands a copy later than it was read. Every copy begun takes time of the interpreter that a forward's
+launches need too, about as long for a load as for a page. The scheduler never waits for a copy: it reads `Load.local` in its tick,
+and what it does with it is `restore_engine`'s business.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from sgl_kvtier.store.base import ReadOutcome
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.0002
+_GATHER_S = 0.01
+"""Longest that a page which was read waits for the others of its load."""
 
 
 class Copy(Protocol):
@@ -48,6 +51,8 @@ class PageMover:
         self._page = page_tokens
         self._changed = threading.Condition()
         self._ended: deque[tuple[Load, Any, int, ReadOutcome]] = deque()
+        self._gathering_since = 0.0
+        self._load_is_read = False
         self._news = threading.Event()
         self._closing = False
         self._copies: list[tuple[Copy, Load, list[int]]] = []
@@ -86,20 +91,47 @@ class PageMover:
         self._thread.join()
 
     def _put(self, ended: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
+        """Any thread. Wakes the mover when it has to watch the time from now on, or a load is read: not for every page."""
         with self._changed:
+            begins = not self._ended
+            if begins:
+                self._gathering_since = time.monotonic()
             self._ended.extend(ended)
-            self._changed.notify()
+            for load, _, _, _ in ended:
+                load.unread -= 1
+                self._load_is_read |= load.unread == 0
+            if begins or self._load_is_read:
+                self._changed.notify()
+
+    def _gatherable(self) -> bool:
+        """Locked. Whether there are pages to be copied now."""
+        if not self._ended:
+            return False
+        return self._load_is_read or self._closing or time.monotonic() >= self._gathering_since + _GATHER_S
+
+    def _gathered(self) -> list[tuple[Load, Any, int, ReadOutcome]]:
+        """Locked. The pages to be copied now."""
+        batch = list(self._ended) if self._gatherable() else []
+        if batch:
+            self._ended.clear()
+            self._load_is_read = False
+        return batch
+
+    def _patience_s(self) -> float | None:
+        """Locked. How long there is nothing to do but for news."""
+        if self._copies:
+            return _POLL_S
+        return max(0.0, self._gathering_since + _GATHER_S - time.monotonic()) if self._ended else None
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
         while True:
             with self._changed:
-                if not self._ended:
-                    if self._closing and not self._copies:
-                        return
-                    self._changed.wait(_POLL_S if self._copies else None)
-                batch = list(self._ended)
-                self._ended.clear()
+                if self._closing and not self._ended and not self._copies:
+                    return
+                if not self._gatherable():
+                    self._changed.wait(self._patience_s())
+                batch = self._gathered()
             try:
                 self._begin_copies(batch)
                 self._reap()

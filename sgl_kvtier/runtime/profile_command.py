@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if not profiles:
         damaged = f" ({len(found)} files cannot be read)" if found else ""
         raise KVTierError(
-            f"nothing was learned in {args.store}{damaged}: start a server on it with policy.restore other than off, send a "
-            "few requests of more than one chunk, flush its caches and send some of them again; --measure URL does that"
+            f"nothing was learned in {args.store}{damaged}: start a server on it with policy.restore other than off (on an "
+            "accelerator or with several ranks also other than auto), send a few requests of more than one chunk, flush its caches and send some of them again; --measure URL does that"
         )
     rows = [described(name, profile, args.lengths) for name, profile in profiles.items()]
     if args.json:
@@ -77,7 +77,7 @@ def _measure(args: argparse.Namespace) -> None:
         shown.describe("computing")
         answered = run.run(args.lengths, args.repeats)
         if not any(one.cached for one in answered):
-            raise KVTierError("no prompt came back from storage: were its pages stored (kvtier stat), and is policy.restore other than off?")
+            raise KVTierError("no prompt came back from storage: were its pages stored (kvtier stat), and is policy.restore other than off (and than auto, on an accelerator or with several ranks)?")
         shown.describe("waiting until the server has written it")
         time.sleep(PERIOD_S)
         before = _written(args.store)
@@ -87,7 +87,7 @@ def _measure(args: argparse.Namespace) -> None:
             if time.monotonic() > end:
                 raise KVTierError(
                     f"the server at {args.measure} wrote nothing into {args.store}: is that its store, is policy.restore other than "
-                    "off there, and is its disk not slowed down on purpose?"
+                    "off there (and than auto, on an accelerator or with several ranks), and is its disk not slowed down on purpose?"
                 )
             time.sleep(0.2)
 

@@ -54,6 +54,8 @@ class Load:
     cancelled: bool = False
     written_off: bool = False
     """It hung: its restoration goes on without it, and what it reports is of no interest any more."""
+    unread: int = 0
+    """Pages whose reading has not ended; the mover's."""
     ended_at: list[float] = field(default_factory=list)
     local: bytearray = field(default_factory=bytearray)
     seen: bytearray = field(default_factory=bytearray)
@@ -63,6 +65,7 @@ class Load:
         pages = len(self.span)
         self.local, self.seen, self.held = bytearray(pages), bytearray(pages), bytearray(b"\1" * pages)
         self.ended_at = [0.0] * pages
+        self.unread = pages
 
     @property
     def ended(self) -> bool:

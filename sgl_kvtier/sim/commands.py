@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running = actions.add_parser("run", help="a workload on a simulated machine, policy by policy")
     running.add_argument("--trace", required=True, metavar="SOURCE", help="a trace file, its short name, or generated:PRESET")
     running.add_argument("--policy", default=_QUICK_POLICIES, metavar="A,B", help=f"of {','.join(POLICIES)} (default %(default)s)")
-    running.add_argument("--config", metavar="FILE", help="kvtier.json; its policy section steers kvtier, cake and cacheflow")
+    running.add_argument("--config", metavar="FILE", help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix")
     running.add_argument("--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)")
     running.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the first N sessions")
     running.add_argument("--seed", type=int, default=0, help="of session starts and generated sessions (default 0)")

@@ -14,6 +14,8 @@ from sgl_kvtier.store.jobs import OrderedJob
 
 _AHEAD_S = 0.01
 """Pages are asked of the store so long before the link delivers them, that the disk's own latency is hidden."""
+_AGAIN_S = _AHEAD_S / 2
+"""More are asked for when no more than this is left of it: several at once, for each request costs the processor that a device spares."""
 _AHEAD_PAGES = 64
 
 
@@ -109,6 +111,8 @@ class Link:
         """Locked. Gives the next pages their time on the link."""
         now = time.monotonic()
         begun: list[tuple[LinkJob, list[int]]] = []
+        if self._free_at > now + _AGAIN_S:
+            return begun
         self._queue = [entry for entry in self._queue if not entry[2].exhausted]
         heapq.heapify(self._queue)
         for _, _, job in sorted(entry for entry in self._queue if entry[2].ready_at <= now):
@@ -133,7 +137,8 @@ class Link:
         def landed(position: int, outcome: ReadOutcome) -> None:
             with self._changed:
                 job.landed[indexes[position]] = outcome
-                self._changed.notify()
+                if self._deliverable():
+                    self._changed.notify()
 
         self._store.read([job.pages[i] for i in indexes], on_page=landed)
 
@@ -154,9 +159,10 @@ class Link:
 
     def _until_next(self) -> float | None:
         """Locked. Seconds until something is due by the clock alone; None when only an event can bring it."""
-        times = [job.deadline for _, _, job in self._queue if job.deadline is not None]
+        now = time.monotonic()
+        times = [job.deadline for _, _, job in self._queue if job.deadline is not None and not job.exhausted]
         if self._queue and len(self._under_way) < _AHEAD_PAGES:
-            times.append(max(self._free_at - _AHEAD_S, min(job.ready_at for _, _, job in self._queue)))
-        if self._under_way and self._under_way[0][1] in self._under_way[0][0].landed:
+            times.append(max(self._free_at - _AGAIN_S, min(job.ready_at for _, _, job in self._queue)))
+        if self._under_way and (self._under_way[0][2] > now or self._deliverable()):
             times.append(self._under_way[0][2])
-        return max(1e-4, min(times) - time.monotonic()) if times else None
+        return max(1e-4, min(times) - now) if times else None

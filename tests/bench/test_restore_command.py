@@ -39,8 +39,11 @@ def restore(tmp_path: Path, *extra: str, task: str = "") -> tuple[subprocess.Com
 
 def test_a_grid_becomes_a_table_a_result_and_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done, result = restore(tmp_path, "--load-over-compute", "1/2,1", "--rounds", "2", "--fluctuate", "1", "--html", str(page))
+    decisions = tmp_path / "decisions.jsonl"
+    options = ["--rounds", "2", "--fluctuate", "1", "--html", str(page), "--decision-log", str(decisions)]
+    done, result = restore(tmp_path, "--load-over-compute", "1/2,1", *options)
     assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "work/tiny-qwen3/storage.json").read_text())["policy"]["decision_log"] == str(decisions)
     assert [(cell["length"], cell["load_over_compute"]) for cell in result["cells"]] == [(512, 0.5), (512, 1.0)]
     assert set(result["cells"][0]["ttft_ms"]) == {"compute", "load", "stock_timeout", "kvtier"}
     assert len(result["fluctuation"]["cells"]) == 3
@@ -85,6 +88,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(tmp_path: Path)
         (["--lengths", "1000"], "whole pages"),
         (["--arms", "kvtier"], "must be among them"),
         (["--no-grid"], "add --fluctuate"),
+        (["--url", "http://127.0.0.1:1", "--decision-log", "d.jsonl"], "names its own"),
     ],
 )
 def test_a_mistake_is_told_before_any_server_starts(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -1,0 +1,135 @@
+"""Pages of a load are copied together once it is read, and by themselves only when the others are slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvtier.runtime import page_mover
+from sgl_kvtier.runtime.page_mover import PageMover
+from sgl_kvtier.runtime.restoration import LANDED, LOST, OPEN, Load
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Link, Span
+
+PAGE = 4
+
+
+class Device:
+    """Copies are done when they begin. `copied` has the host slots of each."""
+
+    def __init__(self) -> None:
+        self.copied: list[list[int]] = []
+
+    def fence(self) -> None:
+        return None
+
+    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
+        assert len(host_slots) == len(device_slots)
+        self.copied.append(host_slots[::PAGE].tolist())
+        return SimpleNamespace(done=lambda: True)
+
+
+class Storage:
+    """Reads end when the test says so, in the order asked for."""
+
+    def __init__(self) -> None:
+        self.on_page: list[Callable[[int, ReadOutcome], None]] = []
+
+    def begin_read(self, keys: Any, slots: Any, deadline_s: float, on_page: Callable[[int, ReadOutcome], None]) -> Any:
+        self.on_page.append(on_page)
+        return SimpleNamespace(cancel=lambda: None)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def mover(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageMover]:
+    monkeypatch.setattr(page_mover, "_GATHER_S", 60.0)
+    moving = PageMover(device, PAGE)
+    yield moving
+    moving.close()
+
+
+def load_of(pages: int, owns_host: bool = True) -> Load:
+    slots = torch.arange(pages * PAGE)
+    restoration: Any = SimpleNamespace(keys_of=lambda span: [b""] * len(span), closed=False)
+    return Load(restoration, Span(0, pages), Link.SSD_TO_HBM, slots, slots, owns_host, 0.0, 0.0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_load_that_is_read_page_by_page_is_one_copy(mover: PageMover, device: Device) -> None:
+    storage, load = Storage(), load_of(5)
+    mover.submit(load, storage, 1.0)
+    for index in range(4):
+        storage.on_page[0](index, ReadOutcome.OK)
+    time.sleep(0.05)
+    assert (device.copied, load.local) == ([], bytearray([OPEN] * 5))
+    storage.on_page[0](4, ReadOutcome.OK)
+    until(lambda: load.local == bytearray([LANDED] * 5))
+    assert device.copied == [[0, 4, 8, 12, 16]]
+
+
+def test_a_page_that_failed_keeps_the_others_waiting_no_longer(mover: PageMover, device: Device) -> None:
+    storage, load = Storage(), load_of(3)
+    mover.submit(load, storage, 1.0)
+    for index, outcome in enumerate([ReadOutcome.OK, ReadOutcome.CORRUPT, ReadOutcome.OK]):
+        storage.on_page[0](index, outcome)
+    until(lambda: OPEN not in load.local)
+    # Read from the back: the second page asked for is the middle one, and what is left lies apart.
+    assert load.local == bytearray([LANDED, LOST[ReadOutcome.CORRUPT], LANDED])
+    assert device.copied == [[0, 8]]
+
+
+def test_a_load_that_is_read_takes_along_what_others_have(mover: PageMover, device: Device) -> None:
+    storage, first, second = Storage(), load_of(2), load_of(2)
+    mover.submit(first, storage, 1.0)
+    mover.submit(second, storage, 1.0)
+    storage.on_page[1](0, ReadOutcome.OK)
+    for index in range(2):
+        storage.on_page[0](index, ReadOutcome.OK)
+    until(lambda: OPEN not in first.local and second.local[1] == LANDED)
+    assert second.local[0] == OPEN
+    storage.on_page[1](1, ReadOutcome.OK)
+    until(lambda: OPEN not in second.local)
+
+
+def test_pages_in_host_memory_are_copied_at_once(mover: PageMover, device: Device) -> None:
+    load = load_of(3, owns_host=False)
+    mover.submit(load, None, 1.0)
+    until(lambda: load.local == bytearray([LANDED] * 3))
+    assert device.copied == [[0, 4, 8]]
+
+
+def test_a_page_does_not_wait_for_a_slow_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_mover, "_GATHER_S", 0.001)
+    moving, storage, load = PageMover(device, PAGE), Storage(), load_of(2)
+    moving.submit(load, storage, 1.0)
+    storage.on_page[0](0, ReadOutcome.OK)
+    until(lambda: load.local[1] == LANDED)
+    assert (load.local[0], device.copied) == (OPEN, [[4]])
+    storage.on_page[0](1, ReadOutcome.OK)
+    until(lambda: load.local[0] == LANDED)
+    moving.close()
+
+
+def test_closing_copies_what_was_read(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_mover, "_GATHER_S", 60.0)
+    moving, storage, load = PageMover(device, PAGE), Storage(), load_of(2)
+    moving.submit(load, storage, 1.0)
+    storage.on_page[0](0, ReadOutcome.OK)
+    moving.close()
+    assert load.local == bytearray([OPEN, LANDED])
