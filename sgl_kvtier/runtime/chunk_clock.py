@@ -81,7 +81,8 @@ class ChunkClock:
     def processed(self, batch: Any) -> None:
         """After a batch's result was processed: its forward has ended."""
         timed = self._under_way.pop(batch.forward_iter, None)
-        if timed is not None and timed.events is not None:
+        # A stage that does not wait for the result of a chunk in the middle has not waited for its forward either.
+        if timed is not None and timed.events is not None and timed.events[1].query():
             self._end(timed, time.monotonic(), timed.events[0].elapsed_time(timed.events[1]) / 1e3)
 
     def _end(self, timed: _Timed, now: float, seconds: float) -> None:

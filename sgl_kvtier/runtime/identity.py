@@ -1,7 +1,7 @@
 """Whose pages these are: everything about a server that changes what a KV page's bytes mean.
 
 Two servers share pages if and only if all fields are equal; anything else is a different namespace of the store and gives
-no hits. SGLang's page hashes cover tokens, cache salt and LoRA only, so all the rest stands here.
+no hits. SGLang's page hashes cover tokens, cache salt and the names and paths of LoRA adapters only, so all the rest stands here.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
         "pp_layer_partition": os.environ.get("SGLANG_PP_LAYER_PARTITION"),
         "pools": {name: _pool_fields(pool) for name, pool in sorted(pools.items())},
     }
+    adapters = adapter_digests(server_args)
+    if adapters:
+        fields["adapters"] = adapters
     return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
 
 
@@ -61,15 +64,29 @@ def rank_name(storage_config: Any, replica: int | None = None) -> str:
     return name + (f"-copy{replica}" if replica else "")
 
 
-def model_folder(model_path: str, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under its name."""
+def adapter_digests(server_args: Any) -> dict[str, str]:
+    """Digests of the LoRA adapters a server is started with, by name and path. Those that are loaded later get an id of their own
+    from SGLang each time, so that their pages are never found again."""
+    digests = {}
+    for adapter in getattr(server_args, "lora_paths", None) or ():
+        name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None) or str(adapter)
+        folder = model_folder(path, download_dir=getattr(server_args, "download_dir", None), config="adapter_config.json")
+        digests[f"{name} {path}"] = weights_digest(folder)
+    return digests
+
+
+def model_folder(
+    model_path: str, revision: str | None = None, download_dir: str | None = None, config: str = "config.json"
+) -> Path:
+    """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under its name. `config` is a file
+    that every such folder has."""
     folder = Path(model_path)
     if folder.exists():
         return folder
     try:
         from huggingface_hub import try_to_load_from_cache  # comes with SGLang; not needed for local folders
 
-        found = try_to_load_from_cache(model_path, "config.json", cache_dir=download_dir, revision=revision)
+        found = try_to_load_from_cache(model_path, config, cache_dir=download_dir, revision=revision)
     except (ImportError, ValueError):  # ValueError: not a name a hub could have
         return folder
     return Path(found).parent if isinstance(found, str) else folder
@@ -90,7 +107,7 @@ def weights_digest(model_path: Path) -> str:
         digest.update(f"path {model_path}".encode())
         return digest.hexdigest()
     for path in sorted(model_path.iterdir()):
-        if path.name in ("config.json", "quantize_config.json", "hf_quant_config.json"):
+        if path.name in ("config.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json"):
             digest.update(path.read_bytes())
         elif path.suffix in _WEIGHT_SUFFIXES:
             _add_weight_file(digest, path)

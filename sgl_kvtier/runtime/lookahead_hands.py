@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import zlib
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +29,12 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.owners import owner_of, session_of
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
-from sgl_kvtier.runtime.page_names import SessionNames, keys_of
+from sgl_kvtier.runtime.page_names import SessionNames, compact, keys_of
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.promotions import Path, Promotions
 from sgl_kvtier.runtime.restoration import Restoration
 from sgl_kvtier.runtime.restore_counters import Count
-from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore_engine import RestoreEngine, store_of
 from sgl_kvtier.runtime.store_votes import StoreVotes
 from sgl_kvtier.runtime.tier_check import TierCheck
 from sgl_kvtier.runtime.tier_facts import TierFacts
@@ -128,8 +127,7 @@ class LookaheadHands:
         self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
         self.sessions.ended(known.session, keys)
         if self._config.sessions and keys:
-            tokens = array("i", req.full_untruncated_fill_ids[: len(keys) * page])
-            self._park(known.session, Path(tokens, keys, req.extra_key, req.cache_salt, known.node))
+            self._park(known.session, Path(compact(req.full_untruncated_fill_ids[: len(keys) * page]), keys, req.extra_key, req.cache_salt, known.node))
 
     def gone(self, rid: str) -> None:
         """A waiting request was aborted."""
@@ -227,7 +225,9 @@ class LookaheadHands:
 
     def carry_out(self, plan: StepPlan, view: StepView) -> None:
         """Begins the plan's moves. Its evictions are not needed: room is made by the map's order when it is asked for."""
-        if plan.moves:
+        if plan.moves and self.engine.scheduler.weight_updater.offload_tags:
+            self.promotions.refuse(plan.moves, "released")  # the device's memory, until it is taken again
+        elif plan.moves:
             self.promotions.carry_out(plan.moves, self._path_of, view.free_pages.get(Tier.HBM, 0), self._config.load_deadline_s)
 
     def compare(self, scheduler: Any) -> None:
@@ -321,7 +321,7 @@ class LookaheadHands:
     def _look_at_store(self) -> None:
         """What was written to the store, or found there, since the last tick; and what it has dropped."""
         controller = self.engine.tree.cache_controller
-        backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+        backend = store_of(controller)
         if backend is not self._backend:
             self._backend = backend
             self._forget_stored()

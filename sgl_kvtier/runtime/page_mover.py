@@ -40,7 +40,7 @@ class CopyDevice(Protocol):
         """Scheduler's thread, after slots were allocated: a mark behind everything that may still use them."""
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
-        """Mover's thread: begins a copy that waits for the fence on the device."""
+        """Mover's thread: begins a copy that waits for the fence on the device, and for the copies begun before it."""
 
 
 class PageMover:
@@ -55,14 +55,23 @@ class PageMover:
         self._load_is_read = False
         self._news = threading.Event()
         self._closing = False
-        self._copies: list[tuple[Copy, Load, list[int]]] = []
+        self._copies: deque[tuple[Copy, Load, list[int]]] = deque()
         self._thread = threading.Thread(target=self._run, name="kvtier-mover", daemon=True)
         self._thread.start()
 
     def submit(self, load: Load, storage: Any, deadline_s: float) -> None:
         """Begins a load, the highest page first. Its pages end one by one, whatever happens."""
-        fence = self._device.fence()
-        pages = len(load.span)
+        pages, before = len(load.span), load.unread
+        try:
+            self._submit(load, storage, deadline_s)
+        except Exception:
+            # Whatever a driver or a store raises: the load is known to the scheduler, so it has to end.
+            logger.exception("kvtier: a load could not be begun")
+            if load.unread == before:
+                self._put([(load, None, offset, ReadOutcome.FAILED) for offset in range(pages)])
+
+    def _submit(self, load: Load, storage: Any, deadline_s: float) -> None:
+        fence, pages = self._device.fence(), len(load.span)
         if not load.owns_host:
             self._put([(load, fence, offset, ReadOutcome.OK) for offset in reversed(range(pages))])
             return
@@ -150,28 +159,24 @@ class PageMover:
             else:
                 ready.setdefault(id(load), (load, fence, []))[2].append(offset)
         for load, fence, offsets in ready.values():
-            host, device = self._slots(load.host_slots, offsets), self._slots(load.device_slots, offsets)
-            self._copies.append((self._device.begin(host, device, fence), load, offsets))
-
-    def _slots(self, slots: torch.Tensor, offsets: list[int]) -> torch.Tensor:
-        first, last = min(offsets), max(offsets)
-        if last - first + 1 == len(offsets):
-            return slots[first * self._page : (last + 1) * self._page]
-        return torch.cat([slots[o * self._page : (o + 1) * self._page] for o in sorted(offsets)])
+            for first, stop in _runs(offsets):
+                # Slices only: on an accelerator the slots may not be there before the fence, so nothing may read them here.
+                host, device = (slots[first * self._page : stop * self._page] for slots in (load.host_slots, load.device_slots))
+                self._copies.append((self._device.begin(host, device, fence), load, list(range(first, stop))))
 
     def _reap(self) -> None:
-        copies, self._copies = self._copies, []
-        for copy, load, offsets in copies:
+        """Copies end in the order in which they were begun."""
+        while self._copies:
+            copy, load, offsets = self._copies[0]
             try:
-                done = copy.done()
+                if not copy.done():
+                    return
+                state = LANDED
             except Exception:
                 logger.exception("kvtier: a copy to the device failed")
-                self._end(load, offsets, LOST[ReadOutcome.FAILED])
-                continue
-            if done:
-                self._end(load, offsets, LANDED)
-            else:
-                self._copies.append((copy, load, offsets))
+                state = LOST[ReadOutcome.FAILED]
+            self._copies.popleft()
+            self._end(load, offsets, state)
 
     def _fail(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
         copying = {(id(load), offset) for _, load, offsets in self._copies for offset in offsets}
@@ -184,3 +189,14 @@ class PageMover:
         for offset in offsets:
             load.mark(offset, state, now)
         self._news.set()
+
+
+def _runs(offsets: list[int]) -> list[tuple[int, int]]:
+    """Pages as runs [first, stop) of neighbours, ascending."""
+    runs: list[tuple[int, int]] = []
+    for offset in sorted(offsets):
+        if runs and runs[-1][1] == offset:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 from sgl_kvtier.runtime.hints_session import session_of
@@ -27,6 +28,14 @@ def keys_of(tokens: Any, req: Any, page: int, known: tuple[PageKey, ...] = ()) -
 def from_hex(hashes: Any) -> tuple[PageKey, ...]:
     """SGLang writes page hashes as hexadecimal text."""
     return tuple(PageKey(bytes.fromhex(text)) for text in hashes)
+
+
+def compact(tokens: Any) -> array[int]:
+    """Token ids in 4 bytes each; in 8 where images have names of their own among them, which are longer."""
+    try:
+        return array("i", tokens)
+    except OverflowError:
+        return array("q", tokens)
 
 
 class SessionNames:

@@ -22,9 +22,12 @@ ATTACH = "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_
 STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 PREFETCH = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer"
 REDUCE = "sglang.srt.managers.cache_controller.HiCacheController._reduce_prefetch_ack"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 WEIGHTS = (
-    "sglang.srt.managers.scheduler_components.weight_updater."
-    "SchedulerWeightUpdaterManager.record_weight_version_after_update"
+    _UPDATER + "record_weight_version_after_update",
+    _UPDATER + "begin_weight_update",
+    _UPDATER + "end_weight_update",
+    _UPDATER + "flush_cache_after_weight_update",
 )
 COMMAND_LINE = "sglang.srt.server_args.ServerArgs.add_cli_args"
 ARGUMENTS = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
@@ -46,7 +49,8 @@ def register() -> None:
         HookRegistry.register(STOP, _cut_reads_short, HookType.AROUND)
         HookRegistry.register(PREFETCH, _read_ahead, HookType.AROUND)
         HookRegistry.register(REDUCE, _note_reduction, HookType.AROUND)
-        HookRegistry.register(WEIGHTS, _leave_old_weights, HookType.AFTER)
+        for target in WEIGHTS:
+            HookRegistry.register(target, _leave_old_weights, HookType.AFTER)
         restore_hooks.register()
         HookRegistry.register(control.TARGET, control.set_internal_state, HookType.AROUND)
         HookRegistry.register(hints.TARGET, hints.get_internal_state, HookType.AROUND)
@@ -150,7 +154,8 @@ def _read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *
 
 
 def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
-    """After weights changed at run time: pages written so far belong to other weights and are not served any more."""
+    """After weights changed at run time, or may be changed from outside from now on: pages written so far belong to other weights
+    and are not served any more. Where several of these hooks see one change, the first does it."""
     del result, args, kwargs
     from sgl_kvtier.runtime import identity
     from sgl_kvtier.runtime.storage import KVTierStorage

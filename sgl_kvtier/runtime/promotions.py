@@ -23,7 +23,7 @@ from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restoration import LANDED, LOST
-from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore_engine import RestoreEngine, store_of
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -132,6 +132,11 @@ class Promotions:
             return -1
         return self._copying.counter
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a read goes to host pages although its time is over and it was cancelled."""
+        return any(self._engine.now > fetch.deadline_at for fetch in self._fetches)
+
     def polls(self) -> list[Poll]:
         """What is under way, in the order in which it began."""
         copying = self._copying
@@ -163,6 +168,11 @@ class Promotions:
                 loaded = loaded or pages > 0
         if loaded:
             self._begin_copies()
+
+    def refuse(self, moves: tuple[Move, ...], reason: str) -> None:
+        """Begins none of them."""
+        for move in moves:
+            self._fail(move.keys, move.target, reason)
 
     def _fail(self, keys: tuple[PageKey, ...], target: Tier, reason: str) -> None:
         """Counts it at once and reports it a little later, so that the same is not asked for again in every step."""
@@ -250,8 +260,7 @@ class Promotions:
     def _fetch(self, move: Move, path: Path, deadline_s: float) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-        backend = self._tree.cache_controller.storage_backend
-        storage = getattr(backend, "_backend", backend)
+        storage = store_of(self._tree.cache_controller)
         if storage is None or len(self._fetches) >= _MOST_FETCHES:
             self._fail(move.keys, move.target, "busy")
             return
@@ -333,18 +342,19 @@ class Promotions:
         return Span(result.prefix_len // page, pages)
 
     def reset(self) -> None:
-        """Before the pools are emptied: blocks until no read goes to host pages of ours."""
+        """Before the pools are emptied, or for good: blocks until no read goes to host pages of ours. Pages of a read that hangs all
+        the same are nobody's from then on."""
         end = time.monotonic() + _RESET_S
         jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
         for job in jobs:
             job.cancel()
-        for job in jobs:
-            if not job.wait(max(0.0, end - time.monotonic())):
-                logger.error("kvtier: a read into host memory is still under way after %.0f s", _RESET_S)
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
             self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
-            self._slots.put_back_host(fetch.host)
+            if fetch.job is None or fetch.job.wait(max(0.0, end - time.monotonic())):
+                self._slots.put_back_host(fetch.host)
+            else:
+                logger.error("kvtier: a read into host memory is still under way; its %d pages are not used again", len(fetch.keys))
             self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
         while self._failed:
             _, keys, target = self._failed.popleft()

@@ -6,6 +6,8 @@ runs on the scheduler's thread, and without an engine, or without `ahead`, each 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_kvtier.runtime import restore_setup
 from sgl_kvtier.runtime.host_pins import evict_others
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
-from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore_engine import RestoreEngine, store_of
 from sgl_kvtier.runtime.restore_tick import RestoreTick
 from sgl_kvtier.runtime.turn_reads import TurnReads
-from sgl_kvtier.types import Tier
+from sgl_kvtier.types import PageKey, Tier
+
+logger = logging.getLogger(__name__)
 
 
 class KVTierRadixCache(UnifiedRadixCache):
@@ -34,6 +38,10 @@ class KVTierRadixCache(UnifiedRadixCache):
     def init_hicache(self, server_args: Any, params: Any) -> None:
         """After SGLang built host pools and the storage backend: storage hits are offered to the engine from now on."""
         super().init_hicache(server_args, params)
+        reason = restore_setup.lacking(self)
+        if reason is not None:
+            logger.warning("kvtier: prefixes are restored SGLang's own way: %s", reason)
+            return
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.engine, self.tick = restore_setup.build(self, server_args)
@@ -70,8 +78,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     def _offer_or_allocate(self, operation: Any, hit_tokens: int, **how: Any) -> tuple[torch.Tensor | None, int]:
         """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer of what we restore, and of
         what is read later."""
-        if self.ahead is not None:
-            self.ahead.found(operation.hash_value[: hit_tokens // self.page_size])
+        self._tell_ahead(lambda ahead: ahead.found(operation.hash_value[: hit_tokens // self.page_size]))
         offered = self.engine is not None and self.engine.offer_hit(operation, hit_tokens)
         if offered or (self.turns is not None and self.turns.hit(operation, hit_tokens)):
             self.discard_storage_prefetch_accounting(operation.handle)  # neither fulfilled nor dropped: it is ours now
@@ -139,8 +146,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.engine.forget(req.rid)
         if self.turns is not None:
             self.turns.forget(req.rid)
-        if self.ahead is not None:
-            self.ahead.released(req)
+        self._tell_ahead(lambda ahead: ahead.released(req))
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, request: Any) -> None:
@@ -149,8 +155,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.engine.forget(request.rid)
         if self.turns is not None:
             self.turns.forget(request.rid)
-        if self.ahead is not None:
-            self.ahead.gone(request.rid)
+        self._tell_ahead(lambda ahead: ahead.gone(request.rid))
         super().release_aborted_request(request)
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
@@ -167,8 +172,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         """Before the pools are emptied: no transfer may be under way into them."""
         if self.engine is not None:
             self.engine.reset()
-        if self.ahead is not None:
-            self.ahead.reset()
+        self._tell_ahead(lambda ahead: ahead.reset())
         super().reset()
 
     # --- for lookahead ------------------------------------------------------------------------------------------------
@@ -176,16 +180,15 @@ class KVTierRadixCache(UnifiedRadixCache):
     def clear_storage_backend(self) -> bool:
         """An operator has emptied the store, on every rank in the same step."""
         cleared = super().clear_storage_backend()
-        if cleared and self.ahead is not None:
-            self.ahead.store_cleared()
+        if cleared:
+            self._tell_ahead(lambda ahead: ahead.store_cleared())
         return cleared
 
     def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """A request's tokens become the tree's."""
         before = int(req.kv.cache_protected_len)
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
-        if self.ahead is not None:
-            self.ahead.checkpointed(req, before)
+        self._tell_ahead(lambda ahead: ahead.checkpointed(req, before))
 
     def _evict_components(self, request_by_type: Any, tracker: Any, *args: Any, **kwargs: Any) -> None:
         """Room is made on the device: by the planner's order first, then by SGLang's own as far as it is not enough."""
@@ -195,16 +198,21 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
         """A node leaves the device; with write-back perhaps only after its backup, by `_demote`."""
-        keys = self.ahead.facts.node_keys(node_id) if self.ahead is not None else ()
+        keys: tuple[PageKey, ...] = ()
+
+        def note(ahead: LookaheadHands) -> None:
+            nonlocal keys
+            keys = ahead.facts.node_keys(node_id)
+
+        self._tell_ahead(note)
         backup = super()._evict_device_leaf(node_id, tracker)
-        if self.ahead is not None and backup is None:
-            self.ahead.facts.dropped(keys, Tier.HBM)
+        if backup is None:
+            self._tell_ahead(lambda ahead: ahead.facts.dropped(keys, Tier.HBM))
         return backup
 
     def _demote(self, node_id: int, tracker: Any) -> None:
         super()._demote(node_id, tracker)
-        if self.ahead is not None:
-            self.ahead.facts.dropped(self.ahead.facts.node_keys(node_id), Tier.HBM)
+        self._tell_ahead(lambda ahead: ahead.facts.dropped(ahead.facts.node_keys(node_id), Tier.HBM))
 
     def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:
         """Room is made in host memory: what was read for waiting requests, and paths of sessions that return soon, are held back
@@ -222,8 +230,7 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def _drain_host_frees(self, host_frees: Any) -> None:
         """Host pages of the tree are given back."""
-        if self.ahead is not None:
-            self.ahead.facts.host_freed(host_frees.get(BASE_COMPONENT_TYPE, ()))
+        self._tell_ahead(lambda ahead: ahead.facts.host_freed(host_frees.get(BASE_COMPONENT_TYPE, ())))
         super()._drain_host_frees(host_frees)
 
     def ready_to_load_host_cache(self) -> int:
@@ -232,8 +239,31 @@ class KVTierRadixCache(UnifiedRadixCache):
         own = super().ready_to_load_host_cache()
         return self.ahead.promotions.consumer if own < 0 and self.ahead is not None else own
 
+    def _tell_ahead(self, tell: Callable[[LookaheadHands], None]) -> None:
+        """Whoever looks ahead is told. Should that fail it costs the looking ahead, not the server."""
+        if self.ahead is None or self.tick is None:
+            return
+        try:
+            tell(self.ahead)
+        except Exception:
+            logger.exception("kvtier: looking ahead failed")
+            self.tick.stop_looking_ahead()
+
+    def release_host_resources(self) -> None:
+        """At a graceful end SGLang unmaps host memory: nothing may be read into it then, and what was learned is written."""
+        self._close_ours()
+        backend = None if self.cache_controller is None else store_of(self.cache_controller)
+        if backend is not None:
+            backend.close()
+        super().release_host_resources()
+
     def shutdown(self) -> None:
         """At the end of the process: the engine's thread first, then SGLang's."""
+        self._close_ours()
+        super().shutdown()
+
+    def _close_ours(self) -> None:
+        """Ends our threads. Idempotent."""
         if self.engine is not None:
             self.engine.close()
         if self.tick is not None:
@@ -242,4 +272,3 @@ class KVTierRadixCache(UnifiedRadixCache):
                 self.tick.notes.close()
         if self.ahead is not None:
             self.ahead.close()
-        super().shutdown()

@@ -44,6 +44,12 @@ _LATER = 0.0
 """The time in facts noted between two ticks; the tick puts the agreed one in."""
 
 
+def store_of(controller: Any) -> Any:
+    """Our storage backend, if the controller has it now: another one may have been attached. SGLang's fault injector wraps backends."""
+    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
+    return backend if hasattr(backend, "begin_read") else None
+
+
 class RestoreEngine:
     """Restorations, their loads and their slots. `facts` are what the next tick tells the planner."""
 
@@ -53,6 +59,8 @@ class RestoreEngine:
         self.slots = PrivateSlots(tree)
         self.page = int(tree.page_size)
         self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
+        self.agreed_page_bytes = self.page_bytes
+        """What the planner takes a page to have: pipeline stages with other numbers of layers have other pages, and plan the same."""
         self.min_tokens = min_tokens
         self.now = 0.0
         """The time of this tick, the same on every rank."""
@@ -172,6 +180,9 @@ class RestoreEngine:
         """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is restored by us."""
         keys = tuple(PageKey(bytes.fromhex(h)) for h in operation.hash_value[: hit_tokens // self.page])
         req = self.waiting(operation.handle)
+        if req is not None and store_of(self.tree.cache_controller) is None:
+            self.counters.declined["another backend"] += 1
+            return False
         return req is not None and self._offer(req, operation.storage_start // self.page, keys)
 
     def look_at(self, handle: Any) -> None:
@@ -257,8 +268,7 @@ class RestoreEngine:
         self.loads.append(load)
         for offset, page in enumerate(range(span.start, span.stop)):
             r.owner[page] = (load, offset)
-        backend = self.tree.cache_controller.storage_backend
-        self.mover.submit(load, getattr(backend, "_backend", backend), command.deadline_s)
+        self.mover.submit(load, store_of(self.tree.cache_controller), command.deadline_s)
 
     def cancel(self, command: messages.Cancel) -> None:
         """Takes loads back that lie in the span, as far as they were not begun."""
@@ -333,7 +343,8 @@ class RestoreEngine:
         if landed:
             nbytes = len(span) * self.page_bytes
             self.counters.bytes_loaded[load.link] += nbytes
-            self.facts.append(TransferDone(r.rid, load.link, span, nbytes, self._busy_seconds(load, ended), _LATER))
+            agreed = len(span) * self.agreed_page_bytes
+            self.facts.append(TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER))
             return
         for page in range(span.start, span.stop):
             r.owner.pop(page, None)

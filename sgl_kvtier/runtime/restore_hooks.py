@@ -115,10 +115,16 @@ def _time_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args:
     if tick is None or not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **kwargs)
     clock: ChunkClock = tick.clock
-    timed = clock.launch(batch, None if str(scheduler.device) == "cpu" else scheduler.forward_stream)
+    timed = clock.launch(batch, None if str(scheduler.device) == "cpu" else _forward_stream(scheduler))
     result = original(scheduler, batch, *args, **kwargs)
     clock.launched(timed, batch)
     return result
+
+
+def _forward_stream(scheduler: Any) -> Any:
+    """Where SGLang runs forwards: beside its own work, or with the overlap loop off in the same stream."""
+    apart = scheduler.enable_overlap or scheduler.tree_cache.pp_size > 1
+    return scheduler.forward_stream if apart else scheduler.schedule_stream
 
 
 def _time_result(result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +142,8 @@ def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **
         return idle
     if engine.holds_memory and scheduler._engine_paused:
         engine.reset()  # no step will come that could end them
-    return not engine.holds_memory
+    ahead = scheduler.tree_cache.ahead
+    return not engine.holds_memory and (ahead is None or not ahead.promotions.hangs)
 
 
 def _count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:

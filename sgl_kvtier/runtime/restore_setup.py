@@ -104,6 +104,13 @@ def unproven(args: Any, policy: PolicyConfig) -> str | None:
     return None if reason is None else f"{reason}: not proven under stress yet; policy.restore = both asks for it anyway"
 
 
+def lacking(tree: Any) -> str | None:
+    """Why this server restores SGLang's own way, by the pools that were built for its model, or None."""
+    if tree.sidecar_pool_specs:
+        return "the model keeps pages of another kind beside its KV pages"
+    return None
+
+
 def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     """The engine and its tick for a tree whose host pools and storage backend are there. Raises SeamError, and ConfigError
     when the decision log cannot be written."""
@@ -116,16 +123,17 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     controller = tree.cache_controller
     engine = RestoreEngine(tree, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
     engine.taking = policy.restore != "off"
+    ranks = tree.tp_world_size * tree.pp_size
+    first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
+    agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
+    engine.agreed_page_bytes = int(agreement.first_says([engine.page_bytes])[0])
     shape = EngineShape(
         page_tokens=engine.page,
-        page_bytes=engine.page_bytes,
+        page_bytes=engine.agreed_page_bytes,
         chunk_tokens=args.chunked_prefill_size,
         layers=controller.transfer_layer_id_max,
         staged=True,
     )
-    ranks = tree.tp_world_size * tree.pp_size
-    first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
-    agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
     unlike = looks_ahead(policy) and not agreement.same(int(controller.mem_pool_host.size))
     if unlike:
         policy = replace(policy, prefetch="off", eviction="lru")

@@ -105,12 +105,10 @@ class RestoreTick:
         return [check, -check, *self.agreement.packed(clock, states)]
 
     def answer(self, values: Sequence[int]) -> None:
-        """What came of it. Raises KVTierError on a later pipeline stage that has come apart from the first one."""
+        """What came of it. Ranks whose maps differ stop looking ahead, all in the next step."""
         asked = self._asked
         assert asked is not None, "who was asked is answered"
         least, most = values[0], -values[1]
-        if asked.check not in (least, most):
-            raise KVTierError("kvtier: this pipeline stage's map of pages is not the first one's")
         self._apart = self._apart or least != most
         self._heard = self.agreement.unpacked(values[2:], asked.times)
         self.engine.now = self._heard[0][0]
@@ -148,12 +146,23 @@ class RestoreTick:
 
     def run(self, scheduler: Any) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
+        self.engine.scheduler = scheduler
+        self.engine.computes = {}
+        try:
+            self._run(scheduler)
+        except Exception:
+            # What a wrong decision leaves behind is known and can be ended; the requests are computed as usual.
+            logger.exception("kvtier: the restore planner failed; restorations under way are given up")
+            self.engine.counters.planner_failures += 1
+            self.engine.facts.clear()
+            self.engine.abandon_all("planner failed")
+            self.stop_looking_ahead()
+
+    def _run(self, scheduler: Any) -> None:
         engine = self.engine
-        engine.scheduler = scheduler
-        engine.computes = {}
         if self._apart and self.ahead is not None:
             logger.error("kvtier: the ranks' maps of pages differ")
-            self._stop_looking_ahead()
+            self.stop_looking_ahead()
         if self.ahead is not None:
             self.hear()
             self.ahead.look(scheduler)
@@ -165,20 +174,17 @@ class RestoreTick:
         engine.look_for_offers()
         if not engine.busy and not engine.facts and not self.agreement.alone and not self.rides:
             return
-        try:
-            self._step(scheduler)
-        except Exception:
-            # What a wrong decision leaves behind is known and can be ended; the requests are computed as usual.
-            logger.exception("kvtier: the restore planner failed; restorations under way are given up")
-            engine.counters.planner_failures += 1
-            engine.facts.clear()
-            engine.abandon_all("planner failed")
-            self._stop_looking_ahead()
+        self._step(scheduler)
 
-    def _stop_looking_ahead(self) -> None:
-        if self.ahead is not None:
-            self.ahead.give_up()
-            self.ahead = self.engine.tree.ahead = None
+    def stop_looking_ahead(self) -> None:
+        """For good: from now on where pages are is SGLang's business alone."""
+        ahead, self.ahead, self.engine.tree.ahead = self.ahead, None, None
+        if ahead is None:
+            return
+        try:
+            ahead.give_up()
+        except Exception:
+            logger.exception("kvtier: what looking ahead has under way could not be ended")
 
     def _note_reads(self) -> None:
         """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:

@@ -53,7 +53,7 @@ class KVTierStorage(HiCacheStorage):
         seams.require("storage", "weights")
         extra = storage_config.extra_config or {}
         if "module_path" not in extra:
-            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.REDUCE, plugin.WEIGHTS])
+            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.REDUCE, *plugin.WEIGHTS])
         self.config = settings.from_extra_config(extra)
         if self.config.policy.restore != "off" or restore_setup.looks_ahead(self.config.policy):
             seams.require("restore")

@@ -21,6 +21,8 @@ _MOST_READS = 3
 """A request that has lost its pages is read for so often, then it is computed: something pushes them out again and again."""
 _MOST_IDLE_S = 2.0
 """So long nothing may run while requests are kept back, then the first of them runs with what it has: a device may hang."""
+_SWEEP = 256
+"""Every so many ticks requests that have vanished are looked for."""
 _MOST_IDLE_PASSES = 10_000
 """And so many passes of the scheduler, where ranks have no common clock."""
 
@@ -34,6 +36,8 @@ class _Stored:
     node: Any = None
     """The last node of the tree with pages that were read for it."""
     reads: int = 0
+    missed: bool = False
+    """It was not in the queue when it was last looked for."""
 
 
 class TurnReads:
@@ -48,6 +52,7 @@ class TurnReads:
         self._stored: dict[str, _Stored] = {}
         self._idle_since = 0.0
         self._idle_passes = 0
+        self._ticks = 0
 
     @property
     def active(self) -> bool:
@@ -102,6 +107,9 @@ class TurnReads:
 
     def look(self, scheduler: Any) -> None:
         """Has what was kept back and fits now read. Once per tick."""
+        self._ticks += 1
+        if self._stored and self._ticks % _SWEEP == 0:
+            self._sweep(scheduler)
         if not self.kept_back:
             return
         limited = self._tree.cache_controller.prefetch_rate_limited
@@ -149,6 +157,17 @@ class TurnReads:
             self._let_go(self._stored[kept[0]])
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, scheduler: Any) -> None:
+        """Forgets requests that have left the queue without a word; one that waits again is asked for again."""
+        there = {req.rid for req in scheduler.waiting_queue}
+        for rid, stored in list(self._stored.items()):
+            if rid in there:
+                stored.missed = False
+            elif stored.missed:
+                del self._stored[rid]
+            else:
+                stored.missed = True
 
     def _let_go(self, stored: _Stored) -> None:
         """It runs with what it has."""

@@ -35,6 +35,8 @@ class Victims:
         """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this eviction has freed."""
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
+        if self._tree.cache_controller.write_policy == "write_back":
+            return  # what leaves the device has to be copied first, which is SGLang's to do
         while tracker[FULL] < tokens:
             leaves = self._leaves(FULL)
             if not self._evict_some(leaves, tokens, tracker, FULL):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,6 +123,20 @@ def test_random_weights_differ_by_their_seed(model):
     dummy = {"load_format": "dummy"}
     assert fingerprint(model, **dummy, random_seed=1) != fingerprint(model, **dummy, random_seed=2)
     assert fingerprint(model, random_seed=1) == fingerprint(model, random_seed=2)
+
+
+def test_an_adapter_trained_again_in_its_folder_is_another_identity(model, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 8}')
+    save_file({"lora_A": np.arange(500.0)}, adapter / "adapter_model.safetensors")
+    paths = [SimpleNamespace(lora_name="support", lora_path=str(adapter))]
+    plain, before = fingerprint(model), fingerprint(model, lora_paths=paths)
+    assert plain == fingerprint(model, lora_paths=[]) != before == fingerprint(model, lora_paths=paths)
+    save_file({"lora_A": np.arange(500.0) + 1}, adapter / "adapter_model.safetensors")
+    again = fingerprint(model, lora_paths=paths)
+    (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
+    assert len({plain, before, again, fingerprint(model, lora_paths=paths)}) == 4
 
 
 def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):

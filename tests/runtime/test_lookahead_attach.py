@@ -62,7 +62,8 @@ def test_a_store_that_is_emptied_is_no_drift(tmp_path: Path) -> None:
 
 
 def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: Path) -> None:
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, sections=SLOW) as served:
+    files = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "files")}
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, sections=SLOW, env=files) as served:
         agents = Agents(1)
         with ThreadPoolExecutor(4) as pool:
             for turn in range(3):
@@ -87,5 +88,13 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
         found = check_map(served)
         print(found)
         assert found["drift_total"] == 0 and found["failures_total"] == 0
+        # Another backend instead of ours: the tree is ours still, and has nothing to do with what is stored.
+        when_idle(served, "DELETE", ROUTE)
+        served.call("PUT", ROUTE, {"hicache_storage_backend": "file"}, ADMIN)
+        for _ in range(2):
+            with ThreadPoolExecutor(4) as pool:
+                assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
+            when_idle(served, "POST", "/flush_cache")
+        assert on_the_map(served, "ssd") == 0
         said = (tmp_path / "server.log").read_text(errors="replace")
         assert "Traceback" not in said and "planner failed" not in said

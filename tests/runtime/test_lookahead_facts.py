@@ -54,7 +54,7 @@ class Lab:
         self.tree = tree = SimpleNamespace(
             tree_core=self.core,
             page_size=PAGE,
-            cache_controller=SimpleNamespace(mem_pool_host=pool),
+            cache_controller=SimpleNamespace(mem_pool_host=pool, write_policy="write_through"),
             _evict_device_leaf=self.evict_leaf,
         )
         self.map = TierMap(1000, NextUse(), NextUse())
@@ -134,6 +134,14 @@ def test_what_runs_latest_leaves_first_whatever_was_used_last():
     lab.victims.evict(64, {lab.full: 0})
     assert lab.evicted == [late, middle, soon]
     assert lab.map.count(Tier.HBM) == 0
+
+
+def test_a_server_that_was_switched_to_write_back_is_left_to_choose():
+    lab = Lab()
+    lab.insert("a", list(range(16)), 1.0)
+    lab.tree.cache_controller.write_policy = "write_back"
+    lab.victims.evict(16, {lab.full: 0})
+    assert not lab.evicted
 
 
 def test_a_shared_beginning_leaves_after_the_last_who_wants_it():

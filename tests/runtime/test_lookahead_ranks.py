@@ -10,7 +10,6 @@ import pytest
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepDone, StepPlan
 from sgl_kvtier.policy.tier_map import TierMap
 from sgl_kvtier.runtime.agreement import Agreement
@@ -138,12 +137,27 @@ def test_ranks_whose_maps_differ_stop_looking_ahead_in_the_same_step():
     assert all(rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.rides for rank in ranks)
 
 
-def test_a_later_stage_whose_map_is_not_the_firsts_ends_the_server():
-    first, stage = Rank(0), Rank(1)
-    stage.ahead.print = 8
-    stage.tick.ask()
-    with pytest.raises(KVTierError, match="not the first one's"):
-        stage.tick.answer(first.tick.ask())
+def test_of_three_ranks_whose_maps_all_differ_none_ends():
+    ranks = [Rank(0), Rank(1), Rank(1)]
+    for number, rank in enumerate(ranks):
+        rank.ahead.print = 7 + number
+    reduce(*ranks)
+    for rank in ranks:
+        rank.tick.run(SimpleNamespace())
+    assert all(rank.ahead.given_up and rank.tick.ahead is None for rank in ranks)
+
+
+def test_whoever_looks_ahead_and_raises_costs_no_server():
+    rank = Rank(0)
+
+    def raises(scheduler: Any) -> None:
+        raise OverflowError("a token id of an image")
+
+    rank.ahead.look = raises  # type: ignore[method-assign]
+    reduce(rank, Rank(1))
+    rank.tick.run(SimpleNamespace())
+    assert rank.ahead.given_up and rank.tick.ahead is None
+    rank.tick.run(SimpleNamespace())
 
 
 def test_a_tick_without_its_answer_gives_up_rather_than_guess():

@@ -150,6 +150,27 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
     assert [fact for fact in told[0] if isinstance(fact, RequestFinished)]
 
 
+def test_a_stage_with_fewer_layers_tells_its_planner_the_first_stages_bytes():
+    engine, _, mover = engine_with()
+    engine.agreed_page_bytes = 10 * engine.page_bytes
+    load(engine, Span(6, 8))
+    mover.wait_news(0.0)
+    (done,) = [fact for fact in settle(engine, 2.0) if isinstance(fact, messages.TransferDone)]
+    assert done.nbytes == 2 * 10 * engine.page_bytes
+    assert engine.counters.bytes_loaded[Link.SSD_TO_HBM] == 2 * engine.page_bytes
+
+
+def test_hits_of_another_backend_are_left_to_it():
+    engine, _, _ = engine_with()
+    engine.restorations.clear()
+    handle = object()
+    engine.scheduler = SimpleNamespace(waiting_queue=[SimpleNamespace(cache_request_handle=handle, rid="r")])
+    engine.tree.cache_controller.storage_backend = SimpleNamespace()
+    operation = SimpleNamespace(handle=handle, hash_value=["00" * 32] * 8, storage_start=0)
+    assert not engine.offer_hit(operation, 8 * PAGE)
+    assert engine.counters.declined == {"another backend": 1}
+
+
 def test_transfers_are_timed_by_the_agreed_clock_alone():
     engine, _, _ = engine_with()
     engine.now = 10.0

@@ -42,6 +42,11 @@ def test_what_restoration_cannot_serve_goes_sglangs_own_way(change):
     assert unsupported(**change) is not None
 
 
+def test_a_model_with_pages_of_another_kind_goes_sglangs_own_way():
+    assert restore_setup.lacking(SimpleNamespace(sidecar_pool_specs=[])) is None
+    assert "another kind" in (restore_setup.lacking(SimpleNamespace(sidecar_pool_specs=["indexer"])) or "")
+
+
 @pytest.mark.parametrize("change", [{"tp_size": 2}, {"pp_size": 2}, {"device": "cuda"}], ids=lambda c: next(iter(c)))
 def test_what_was_not_shown_under_stress_has_to_be_asked_for_by_name(change):
     args = SimpleNamespace(**{**SERVER, **change})

@@ -39,7 +39,7 @@ def test_every_function_in_the_manifest_has_a_digest():
 
 def test_every_hook_of_the_plugin_is_a_seam():
     symbols = {s.symbol for s in seams.load_manifest()}
-    assert {plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.REDUCE, plugin.WEIGHTS, plugin.ARGUMENTS, plugin.COMMAND_LINE} <= symbols
+    assert {plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.REDUCE, *plugin.WEIGHTS, plugin.ARGUMENTS, plugin.COMMAND_LINE} <= symbols
 
 
 def test_a_missing_symbol_is_missing(package):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvtier.runtime.restore_counters import RestoreCounters
-from sgl_kvtier.runtime.turn_reads import TurnReads
+from sgl_kvtier.runtime.turn_reads import _SWEEP, TurnReads
 
 PAGE, THRESHOLD = 16, 64
 
@@ -141,6 +141,19 @@ def test_what_was_read_is_to_be_held_until_it_runs():
     assert lab.turns.nodes() == [7]
     lab.queue.clear()
     assert lab.turns.nodes() == []
+
+
+def test_requests_that_left_without_a_word_are_forgotten():
+    lab = Lab()
+    for rid in ("a", "b"):
+        lab.arrives(rid, 512)
+    del lab.queue[0]
+    for _ in range(_SWEEP):
+        lab.turns.look(lab.scheduler)
+    assert set(lab.turns._stored) == {"a", "b"}, "it may be between the queue and a batch"
+    for _ in range(_SWEEP):
+        lab.turns.look(lab.scheduler)
+    assert set(lab.turns._stored) == {"b"}
 
 
 def test_a_device_that_hangs_keeps_nobody_waiting_for_long():

@@ -1,0 +1,53 @@
+"""Prefill chunks on an accelerator, by events that may not have come yet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
+from sgl_kvtier.runtime.restore_hooks import _forward_stream
+
+
+class Event:
+    """Elapsed time may only be asked for once it has come, as with torch."""
+
+    come = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: Any) -> None:
+        """On a stream."""
+
+    def query(self) -> bool:
+        return self.come
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.come, "device not ready"
+        return 250.0
+
+
+def test_a_chunk_whose_forward_still_runs_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    noted: list[Chunk] = []
+    clock = ChunkClock(lambda chunk, follows: noted.append(chunk) or True)  # type: ignore[func-returns-value]
+    stream = SimpleNamespace(device="cuda")
+    for number, come in enumerate([False, True]):
+        batch = SimpleNamespace(
+            extend_num_tokens=64, reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[64], forward_iter=number
+        )
+        clock.launched(clock.launch(batch, stream), batch)
+        monkeypatch.setattr(Event, "come", come)
+        clock.processed(batch)
+    assert [chunk.seconds for chunk in noted] == [None, None, 0.25]
+
+
+@pytest.mark.parametrize(("overlap", "stages", "stream"), [(True, 1, "forward"), (False, 2, "forward"), (False, 1, "schedule")])
+def test_forwards_are_timed_on_the_stream_they_run_on(overlap: bool, stages: int, stream: str) -> None:
+    tree = SimpleNamespace(pp_size=stages)
+    scheduler = SimpleNamespace(enable_overlap=overlap, tree_cache=tree, forward_stream="forward", schedule_stream="schedule")
+    assert _forward_stream(scheduler) == stream

@@ -1,0 +1,72 @@
+"""Moves of a plan where they cannot be carried out, and reads that hang."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_kvtier.policy.messages import Move, StepPlan, StepView
+from sgl_kvtier.runtime import promotions
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
+from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
+from sgl_kvtier.runtime.polls import Poll
+from sgl_kvtier.runtime.promotions import Path, Promotions, _Fetch
+from sgl_kvtier.types import PageKey, Tier
+
+PAGE = 4
+KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(2))
+
+
+def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
+    """Promotions of a small tree, the host slots that were given back, and the pages that were said not to come."""
+    given_back: list[torch.Tensor] = []
+    failed: list[Any] = []
+    host = SimpleNamespace(size=64 * PAGE, size_per_token=4)
+    tree = SimpleNamespace(
+        page_size=PAGE,
+        cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
+        token_to_kv_pool_allocator=SimpleNamespace(size=32 * PAGE),
+        dec_host_lock_ref=lambda anchor, pin: None,
+    )
+    engine: Any = SimpleNamespace(tree=tree, now=10.0, slots=SimpleNamespace(put_back_host=given_back.append))
+    facts: Any = SimpleNamespace(failed=lambda keys, target: failed.append((keys, target)))
+    return Promotions(engine, facts, lambda fact: None, LookaheadCounters()), given_back, failed
+
+
+def fetch(deadline_at: float, ended: bool) -> _Fetch:
+    job = SimpleNamespace(cancel=lambda: None, wait=lambda timeout_s: ended)
+    host = torch.arange(2 * PAGE)
+    return _Fetch(Path([], KEYS, None, None), KEYS, 0, host, 1, None, job, Poll(1, 2), 0.0, deadline_at, False)
+
+
+def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_RESET_S", 0.0)
+    moves, given_back, failed = made()
+    moves._fetches = [fetch(9.0, ended=False), fetch(11.0, ended=True)]
+    assert moves.hangs, "the first one's time was over a second ago"
+    moves.reset()
+    assert len(given_back) == 1 and not moves.hangs
+    assert failed == [(KEYS, Tier.DRAM)] * 2
+
+
+def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
+    moves, _, _ = made()
+    moves._fetches = [fetch(11.0, ended=False)]
+    assert not moves.hangs
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
+    moves, _, _ = made()
+    begun: list[Any] = []
+    moves.carry_out = lambda *how: begun.append(how)  # type: ignore[method-assign, assignment]
+    hands = object.__new__(LookaheadHands)
+    updater = SimpleNamespace(offload_tags={"kv_cache"} if released else set())
+    hands.engine = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))  # type: ignore[assignment]
+    hands.promotions, hands._config = moves, SimpleNamespace(load_deadline_s=1.0)  # type: ignore[assignment]
+    hands.carry_out(StepPlan(moves=(Move(KEYS, Tier.DRAM, Tier.HBM, "r"),)), StepView(0.0))
+    assert len(begun) == (0 if released else 1)
+    assert moves._counters.failed_moves == ({"released": 2} if released else {})
