@@ -11,6 +11,10 @@ from sgl_kvtier.policy.restore import Restoration, chunk_tokens
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Span
 
+_STEP_COVER: Final = 1.5
+_STEP_COVER_ALONE: Final = 3.0
+"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. A restoration that
+is alone gets as many as a link needs that has become so much faster: those that compute reaches first are asked back."""
 _WORTH_ASKING: Final = 2
 """So many of the shortest chunks have to be gained by asking loads back, or else compute waits for them."""
 
@@ -124,10 +128,30 @@ class Chunks:
         if run.start != reach:
             return []
         meet = self._outlook.meeting_if_taken_back(item, view, self._outlook.busy_s(view), front).meet
+        if tokens and not any(rid != item.rid for rid in view.waiting):
+            # While this chunk runs nothing can be handed out: a link that becomes faster meanwhile must not run out of work where
+            # there is nobody else to load for.
+            meet = min(meet, reach + self._spare_pages(item, front, tokens))
         if (meet - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
             return []
         item.cancelled = min(meet, run.stop)
         return [Cancel(item.rid, Span(run.start, item.cancelled))]
+
+    def _spare_pages(self, item: Restoration, front: int, tokens: int) -> int:
+        """Pages of it under way that are more than its links could bring while a chunk of `tokens` at page `front` runs, were they
+        so much faster as loads handed out to it allow for."""
+        known = self._under_way
+        chunk_s = known.cost.cost.chunk_seconds(front * known.engine.page_tokens, tokens)
+        spare = 0
+        for link, pages in item.in_flight.items():
+            spare += pages - int(step_cover(known) * chunk_s * known.bandwidth.bytes_per_second(link) / known.engine.page_bytes)
+        return spare
+
+
+def step_cover(under_way: UnderWay) -> float:
+    """How many times the time until the next step a link should have work for."""
+    alone = under_way.rule.balanced_chunks and len(under_way.items) == 1
+    return _STEP_COVER_ALONE if alone else _STEP_COVER
 
 
 def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sgl_kvtier.policy.chunks import Chunks, in_run_order
+from sgl_kvtier.policy.chunks import Chunks, in_run_order, step_cover
 from sgl_kvtier.policy.meeting import Split
 from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
 from sgl_kvtier.policy.outlook import Outlook
@@ -13,10 +13,6 @@ from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
-_STEP_COVER: Final = 1.5
-_STEP_COVER_ALONE: Final = 3.0
-"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. A restoration that
-is alone gets as many as a link needs that has become so much faster: those that compute reaches first are asked back."""
 _LOAD_S: Final = 0.02
 """The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
 _NEAR: Final = 4
@@ -44,8 +40,7 @@ class Loads:
         for compute in sized:
             if compute.tokens:
                 next_step_s = max(next_step_s, busy_s + known.cost.cost.chunk_seconds(0, compute.tokens))
-        cover = _STEP_COVER_ALONE if known.rule.balanced_chunks and len(known.items) == 1 else _STEP_COVER
-        horizon_s = max(known.config.load_horizon_s, cover * next_step_s)
+        horizon_s = max(known.config.load_horizon_s, step_cover(known) * next_step_s)
         readers = known.readers
         open_links = [link for link in readers if not self._full(link, now, horizon_s)]
         if not any(map(readers.__getitem__, open_links)):

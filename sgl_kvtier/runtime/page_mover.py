@@ -100,15 +100,16 @@ class PageMover:
         self._thread.join()
 
     def _put(self, ended: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
-        """Any thread. Wakes the mover when it has to watch the time from now on, or a load is read: not for every page."""
+        """Any thread. Wakes the mover when it has to watch the time from now on, when a load is read, or pages are lost: not for every page."""
         with self._changed:
             begins = not self._ended
             if begins:
                 self._gathering_since = time.monotonic()
             self._ended.extend(ended)
-            for load, _, _, _ in ended:
+            for load, _, _, outcome in ended:
                 load.unread -= 1
-                self._load_is_read |= load.unread == 0
+                # Compute may wait for pages that were asked back, or will not come.
+                self._load_is_read |= load.unread == 0 or outcome is not ReadOutcome.OK
             if begins or self._load_is_read:
                 self._changed.notify()
 
