@@ -177,6 +177,13 @@ class TierMap:
         bit = 1 << tier
         return (key for key, slot in self._slot_of.items() if self._state[slot] & bit)
 
+    def resident_part(self, tier: Tier, place: int, count: int) -> tuple[tuple[PageKey, ...], int | None]:
+        """The same a part at a time: keys among `count` places from `place` on, 0 the first, and where the next part begins; None
+        behind the last. A page that comes or goes between two parts may be among them or not. O(count)."""
+        states, bit = self._state[place : place + count], 1 << tier
+        keys = tuple([self._keys[place + at] for at, state in enumerate(states) if state & bit])
+        return keys, place + count if place + count < len(self._state) else None
+
     # --- facts --------------------------------------------------------------------------------------------------------
 
     def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:

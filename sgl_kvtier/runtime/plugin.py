@@ -158,11 +158,9 @@ def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> 
     and are not served any more. Where several of these hooks see one change, the first does it."""
     del result, args, kwargs
     from sgl_kvtier.runtime import identity
-    from sgl_kvtier.runtime.storage import KVTierStorage
 
     identity.weights_changed()
-    controller = getattr(updater.scheduler.tree_cache, "cache_controller", None)
-    backend = getattr(controller, "storage_backend", None)
-    backend = getattr(backend, "_backend", backend)
-    if isinstance(backend, KVTierStorage):
+    tree = getattr(updater.scheduler, "tree_cache", None)
+    backend = _backend_of(getattr(tree, "cache_controller", None))
+    if backend is not None:
         backend.leave_identity()

@@ -140,9 +140,12 @@ def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **
     engine = _engine(scheduler)
     if not idle or engine is None or kwargs.get("for_health_check") or (args and args[0]):
         return idle
-    if engine.holds_memory and scheduler._engine_paused:
-        engine.reset()  # no step will come that could end them
     ahead = scheduler.tree_cache.ahead
+    if scheduler._engine_paused:  # no step will come that could end them
+        if engine.holds_memory:
+            engine.reset()
+        if ahead is not None and ahead.promotions.hangs:
+            ahead.promotions.reset()
     return not engine.holds_memory and (ahead is None or not ahead.promotions.hangs)
 
 

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.policy.messages import Fact, Mode, Planner, RestoreOffered, StepDone, StepView, TransferDone
+from sgl_kvtier.policy.messages import (
+    Fact,
+    Load,
+    Mode,
+    PagesLost,
+    Planner,
+    RestoreOffered,
+    StepDone,
+    StepView,
+    TransferDone,
+)
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
@@ -64,6 +74,8 @@ class RestoreTick:
         self._asked: _Asked | None = None
         self._heard: tuple[list[float], bytes] | None = None
         self._apart = False
+        self._not_begun: list[Load] = []
+        """Loads of a plan that is being carried out."""
         self.turns = TurnReads(engine, lambda: time.monotonic() if agreement.alone else engine.now)
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
@@ -155,6 +167,9 @@ class RestoreTick:
             logger.exception("kvtier: the restore planner failed; restorations under way are given up")
             self.engine.counters.planner_failures += 1
             self.engine.facts.clear()
+            # It counts these among what is under way: they end as well.
+            self.engine.facts += [PagesLost(load.rid, load.span, "failed", _LATER) for load in self._not_begun]
+            self._not_begun = []
             self.engine.abandon_all("planner failed")
             self.stop_looking_ahead()
 
@@ -211,8 +226,10 @@ class RestoreTick:
             engine.start(start)
         for cancel in plan.cancels:
             engine.cancel(cancel)
-        for load in plan.loads:
-            engine.load(load)
+        self._not_begun = list(plan.loads)
+        while self._not_begun:
+            engine.load(self._not_begun[0])
+            del self._not_begun[0]
         for r in [r for r in engine.restorations.values() if r.mode is None]:
             engine.abandon(r, "unanswered")  # held back for an answer, it would wait for ever
         engine.computes = {compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations}

@@ -39,6 +39,8 @@ class StoreVotes:
         self._number = number
         self._writing: dict[int, tuple[PageKey, ...]] = {}
         self._todo: dict[PageKey, None] = {}
+        self._next: int | None = None
+        """Where on the map the next pages are that all ranks look up, since one has lost some; None: nowhere."""
         self._vote: tuple[Poll, tuple[PageKey, ...]] | None = None
         self._losses: Poll | None = None
         self._ask_at = 0.0
@@ -59,6 +61,7 @@ class StoreVotes:
         """Another store was attached, or none is any more."""
         self._writing.clear()
         self._todo.clear()
+        self._next = None
         self._vote = self._losses = None
         self._seen = (0, 0)
 
@@ -72,14 +75,17 @@ class StoreVotes:
         gone = 0
         if self._losses is not None and self._losses.over:
             if not self._losses.well:
-                self._todo.update(dict.fromkeys(self._map.resident(Tier.SSD)))
+                self._next = 0
             self._losses = None
         if self._vote is not None and self._vote[0].over:
             gone = self._take(*self._vote)
             self._vote = None
         for operation in [number for number in self._writing if number not in self._tree.ongoing_backup]:
             self._todo.update(dict.fromkeys(self._not_known(self._writing.pop(operation))))
-        if now >= self._ask_at and self._losses is None and not self._todo and self._vote is None:
+        if self._next is not None and not self._todo:
+            part, self._next = self._map.resident_part(Tier.SSD, self._next, _SLICE)
+            self._todo.update(dict.fromkeys(part))
+        if now >= self._ask_at and self._losses is None and not self._todo and self._vote is None and self._next is None:
             self._ask_at = now + _PERIOD_S
             self._losses = Poll(self._number(), 1)
             self._losses.mark(0, _NO if self._has_lost() else LANDED, time.monotonic())

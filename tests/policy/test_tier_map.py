@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from effort import examples
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -407,3 +407,18 @@ def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
         return tuple(seen)
 
     assert run(ask=True) == run(ask=False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from((Tier.DRAM, Tier.SSD)), st.booleans()), max_size=300), st.integers(1, 200))
+def test_pages_of_a_tier_are_found_a_part_at_a_time(changes: list[tuple[int, Tier, bool]], count: int) -> None:
+    known = TierMap(300)
+    for number, tier, placed in changes:
+        keys = (PageKey(number.to_bytes(32, "big")),)
+        known.placed(keys, tier, 0.0) if placed else known.dropped(keys, tier)
+    found: list[PageKey] = []
+    place: int | None = 0
+    while place is not None:
+        part, place = known.resident_part(Tier.SSD, place, count)
+        assert len(part) <= count
+        found += part
+    assert sorted(found) == sorted(known.resident(Tier.SSD))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sgl_kvtier.policy.messages import Move, StepPlan, StepView
-from sgl_kvtier.runtime import promotions
+from sgl_kvtier.runtime import promotions, restore_hooks
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.polls import Poll
@@ -56,6 +56,17 @@ def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
     moves, _, _ = made()
     moves._fetches = [fetch(11.0, ended=False)]
     assert not moves.hangs
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_a_server_with_a_read_that_hangs_is_idle_only_once_it_was_given_up(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_RESET_S", 0.0)
+    moves, given_back, _ = made()
+    moves._fetches = [fetch(9.0, ended=False)]
+    tree = SimpleNamespace(engine=SimpleNamespace(holds_memory=False), ahead=SimpleNamespace(promotions=moves))
+    scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=paused)
+    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler) is paused
+    assert not given_back
 
 
 @pytest.mark.parametrize("released", [True, False])

@@ -227,5 +227,28 @@ def test_the_end_of_the_last_restoration_is_told_on_several_ranks_too():
     assert [(type(fact), fact.rid) for fact in told] == [(RequestFinished, "r")]
 
 
+def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
+    """A planner that waits for them for ever would hand out no more."""
+    tick, _, told, _ = tick_of_two_ranks()
+    plan = StepPlan(loads=tuple(messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4, 2)))
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
+    tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
+    load, begun = tick.engine.load, []
+
+    def fails_at_the_second(command: messages.Load) -> None:
+        if begun:
+            raise RuntimeError("the device is gone")
+        begun.append(command)
+        load(command)
+
+    tick.engine.load = fails_at_the_second  # type: ignore[method-assign]
+    tick.run(SimpleNamespace())
+    tick.run(SimpleNamespace())
+    lost = [(fact.span, fact.reason) for fact in told if isinstance(fact, messages.PagesLost)]
+    assert lost == [(Span(4, 6), "failed"), (Span(2, 4), "failed")]
+    assert [fact.rid for fact in told if isinstance(fact, RequestFinished)] == ["r"]
+    assert tick.engine.counters.planner_failures == 1 and not tick.engine.restorations
+
+
 def test_a_read_that_was_taken_back_is_told_to_the_planner_as_such():
     assert REASON[LOST[ReadOutcome.CANCELLED]] == messages.CANCELLED

@@ -155,6 +155,18 @@ def test_after_new_weights_nothing_is_served_or_stored(make):
     assert backend.batch_set_v1(keys("b"), slots([1])) == [False]
 
 
+@pytest.mark.parametrize("name", ["begin_weight_update", "end_weight_update", "flush_cache_after_weight_update"])
+def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_pages(make, monkeypatch, name):
+    assert any(target.endswith("." + name) for target in plugin.WEIGHTS)
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    backend = make(host_pool())
+    backend.batch_set_v1(keys("a"), slots([0]))
+    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
+    plugin._leave_old_weights(None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
+    assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
+    plugin._leave_old_weights(None, SimpleNamespace(scheduler=None))
+
+
 def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):
     backend = make(host_pool())
     backend.batch_set_v1(keys("a"), slots([0]))
