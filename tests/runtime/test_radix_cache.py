@@ -1,0 +1,65 @@
+"""Our radix cache at its ends: a model it cannot serve, a failure of looking ahead, and a graceful stop."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_kvtier.runtime.radix_cache import KVTierRadixCache
+
+
+def bare() -> Any:
+    """The cache without a tree below it."""
+    return object.__new__(KVTierRadixCache)
+
+
+def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: order.append("unmapped"))
+    tree = bare()
+    backend = SimpleNamespace(begin_read=None, close=lambda: order.append("store"))
+    tree.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(_backend=backend))
+    tree.engine = SimpleNamespace(close=lambda: order.append("copies"))
+    notes = SimpleNamespace(close=lambda: order.append("notes"))
+    tree.tick = SimpleNamespace(agreement=SimpleNamespace(close=lambda: None), notes=notes)
+    tree.ahead = SimpleNamespace(close=lambda: order.append("ahead"))
+    tree.release_host_resources()
+    assert order == ["copies", "notes", "ahead", "store", "unmapped"]
+
+
+def test_a_server_without_our_parts_ends_as_stock_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
+    tree = bare()
+    tree.cache_controller = None
+    tree.release_host_resources()
+    assert ended == [1]
+
+
+def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(UnifiedRadixCache, "init_hicache", lambda self, server_args, params: None)
+    tree = bare()
+    tree.sidecar_pool_specs = ["indexer"]
+    with caplog.at_level(logging.WARNING):
+        tree.init_hicache(None, None)
+    assert tree.engine is None and tree.tick is None and tree.turns is None
+    assert "another kind" in caplog.text
+
+
+def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
+    tree = bare()
+    tree.ahead = SimpleNamespace()
+    stopped: list[int] = []
+    tree.tick = SimpleNamespace(stop_looking_ahead=lambda: stopped.append(1))
+
+    def fails(ahead: Any) -> None:
+        raise OverflowError("an id of an image")
+
+    tree._tell_ahead(fails)
+    assert stopped == [1] and "looking ahead failed" in caplog.text
