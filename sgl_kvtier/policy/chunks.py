@@ -7,7 +7,7 @@ from typing import Final
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
 from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import Restoration, chunk_tokens
+from sgl_kvtier.policy.restore import LINK_OF, Restoration, chunk_tokens
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Span
 
@@ -131,21 +131,20 @@ class Chunks:
         if tokens and not any(rid != item.rid for rid in view.waiting):
             # While this chunk runs nothing can be handed out: a link that becomes faster meanwhile must not run out of work where
             # there is nobody else to load for.
-            meet = min(meet, reach + self._spare_pages(item, front, tokens))
+            meet = min(meet, reach + self._spare_pages(item, reach, front, tokens))
         if (meet - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
             return []
         item.cancelled = min(meet, run.stop)
         return [Cancel(item.rid, Span(run.start, item.cancelled))]
 
-    def _spare_pages(self, item: Restoration, front: int, tokens: int) -> int:
-        """Pages of it under way that are more than its links could bring while a chunk of `tokens` at page `front` runs, were they
-        so much faster as loads handed out to it allow for."""
+    def _spare_pages(self, item: Restoration, reach: int, front: int, tokens: int) -> int:
+        """Pages of it under way, over the link that brings page `reach`, that are more than the link could bring while a chunk of
+        `tokens` at page `front` runs, were it so much faster as loads handed out to it allow for."""
         known = self._under_way
+        link = next(LINK_OF[tier] for source, tier in item.sources if reach in source)
         chunk_s = known.cost.cost.chunk_seconds(front * known.engine.page_tokens, tokens)
-        spare = 0
-        for link, pages in item.in_flight.items():
-            spare += pages - int(step_cover(known) * chunk_s * known.bandwidth.bytes_per_second(link) / known.engine.page_bytes)
-        return spare
+        could = step_cover(known) * chunk_s * known.bandwidth.bytes_per_second(link) / known.engine.page_bytes
+        return max(0, item.in_flight.get(link, 0) - int(could))
 
 
 def step_cover(under_way: UnderWay) -> float:

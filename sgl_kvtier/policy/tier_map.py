@@ -180,9 +180,9 @@ class TierMap:
     def resident_part(self, tier: Tier, place: int, count: int) -> tuple[tuple[PageKey, ...], int | None]:
         """The same a part at a time: keys among `count` places from `place` on, 0 the first, and where the next part begins; None
         behind the last. A page that comes or goes between two parts may be among them or not. O(count)."""
-        states, bit = self._state[place : place + count], 1 << tier
-        keys = tuple([self._keys[place + at] for at, state in enumerate(states) if state & bit])
-        return keys, place + count if place + count < len(self._state) else None
+        bit, stop = 1 << tier, min(place + count, len(self._state))
+        keys = tuple([self._keys[slot] for slot in range(place, stop) if self._state[slot] & bit])
+        return keys, stop if stop < len(self._state) else None
 
     # --- facts --------------------------------------------------------------------------------------------------------
 

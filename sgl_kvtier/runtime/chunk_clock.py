@@ -81,9 +81,11 @@ class ChunkClock:
     def processed(self, batch: Any) -> None:
         """After a batch's result was processed: its forward has ended."""
         timed = self._under_way.pop(batch.forward_iter, None)
-        # A stage that does not wait for the result of a chunk in the middle has not waited for its forward either.
-        if timed is not None and timed.events is not None and timed.events[1].query():
-            self._end(timed, time.monotonic(), timed.events[0].elapsed_time(timed.events[1]) / 1e3)
+        if timed is not None and timed.events is not None:
+            # A stage that does not wait for the result of a chunk in the middle has not waited for its forward either. The end is told
+            # all the same, since ranks tell equally much; nothing is learned of 0 seconds.
+            begin, end = timed.events
+            self._end(timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if end.query() else 0.0)
 
     def _end(self, timed: _Timed, now: float, seconds: float) -> None:
         for rid, span, shared in timed.chunks:

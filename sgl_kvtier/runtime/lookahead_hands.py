@@ -43,6 +43,7 @@ from sgl_kvtier.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)
 
+BROKEN = -1
 _LATER = 0.0
 _IDLE_PERIOD_S = 0.01
 """A server with nothing to run looks at its sessions this often."""
@@ -88,6 +89,8 @@ class LookaheadHands:
         self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, engine.next_number)
         self.sessions = SessionNames()
         self.metrics: LookaheadMetrics | None = None
+        self.broken = False
+        """Something went wrong on this rank: all ranks stop looking ahead in the next step, since they agree on it."""
         self.off: dict[str, int] = {}
         """What the last whole comparison found."""
         self._config = config
@@ -186,7 +189,9 @@ class LookaheadHands:
         return self.promotions.polls() + (self._votes.polls() if self._votes is not None else [])
 
     def fingerprint(self) -> int:
-        """A number that is the same on all ranks while their maps are."""
+        """A number that is the same on all ranks while their maps are; `BROKEN` where this rank's is not kept any more."""
+        if self.broken:
+            return BROKEN
         known = self.ahead.map
         tiers = [known.count(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)]
         state = (len(known), *tiers, len(self._requests), len(self._idle), self._idle_tokens, self.facts.unused, self._ticks, self.victims is None)

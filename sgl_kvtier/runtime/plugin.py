@@ -156,7 +156,9 @@ def _read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *
 def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
     """After weights changed at run time, or may be changed from outside from now on: pages written so far belong to other weights
     and are not served any more. Where several of these hooks see one change, the first does it."""
-    del result, args, kwargs
+    del args, kwargs
+    if getattr(result, "success", True) is False:
+        return  # a call that was refused
     from sgl_kvtier.runtime import identity
 
     identity.weights_changed()

@@ -343,7 +343,7 @@ class Promotions:
 
     def reset(self) -> None:
         """Before the pools are emptied, or for good: blocks until no read goes to host pages of ours. Pages of a read that hangs all
-        the same are nobody's from then on."""
+        the same are nobody's until the pools are emptied."""
         end = time.monotonic() + _RESET_S
         jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
         for job in jobs:
@@ -354,7 +354,8 @@ class Promotions:
             if fetch.job is None or fetch.job.wait(max(0.0, end - time.monotonic())):
                 self._slots.put_back_host(fetch.host)
             else:
-                logger.error("kvtier: a read into host memory is still under way; its %d pages are not used again", len(fetch.keys))
+                self._slots.give_host(len(fetch.host))
+                logger.error("kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush", len(fetch.keys))
             self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
         while self._failed:
             _, keys, target = self._failed.popleft()

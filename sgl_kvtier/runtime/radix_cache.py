@@ -247,14 +247,20 @@ class KVTierRadixCache(UnifiedRadixCache):
             tell(self.ahead)
         except Exception:
             logger.exception("kvtier: looking ahead failed")
-            self.tick.stop_looking_ahead()
+            if self.tick.agreement.alone:
+                self.tick.stop_looking_ahead()
+            elif self.ahead is not None:
+                self.ahead.broken = True  # until then it gives its numbers into every reduction
 
     def release_host_resources(self) -> None:
         """At a graceful end SGLang unmaps host memory: nothing may be read into it then, and what was learned is written."""
-        self._close_ours()
-        backend = None if self.cache_controller is None else store_of(self.cache_controller)
-        if backend is not None:
-            backend.close()
+        try:
+            self._close_ours()
+            backend = None if self.cache_controller is None else store_of(self.cache_controller)
+            if backend is not None:
+                backend.close()
+        except Exception:
+            logger.exception("kvtier: not everything could be closed")
         super().release_host_resources()
 
     def shutdown(self) -> None:

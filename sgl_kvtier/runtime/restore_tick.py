@@ -26,7 +26,7 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
-from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
+from sgl_kvtier.runtime.lookahead_hands import BROKEN, LookaheadHands
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
@@ -121,7 +121,7 @@ class RestoreTick:
         asked = self._asked
         assert asked is not None, "who was asked is answered"
         least, most = values[0], -values[1]
-        self._apart = self._apart or least != most
+        self._apart = self._apart or least != most or least == BROKEN
         self._heard = self.agreement.unpacked(values[2:], asked.times)
         self.engine.now = self._heard[0][0]
 
@@ -166,8 +166,8 @@ class RestoreTick:
             # What a wrong decision leaves behind is known and can be ended; the requests are computed as usual.
             logger.exception("kvtier: the restore planner failed; restorations under way are given up")
             self.engine.counters.planner_failures += 1
-            self.engine.facts.clear()
             # It counts these among what is under way: they end as well.
+            self.engine.facts[:] = [fact for fact in self.engine.facts if isinstance(fact, PagesLost)]
             self.engine.facts += [PagesLost(load.rid, load.span, "failed", _LATER) for load in self._not_begun]
             self._not_begun = []
             self.engine.abandon_all("planner failed")

@@ -147,6 +147,17 @@ def test_of_three_ranks_whose_maps_all_differ_none_ends():
     assert all(rank.ahead.given_up and rank.tick.ahead is None for rank in ranks)
 
 
+def test_a_rank_that_cannot_keep_its_map_stops_all_even_if_all_are_so():
+    for broken in ((7, -1), (-1, -1)):
+        ranks = Rank(0), Rank(1)
+        for rank, number in zip(ranks, broken, strict=True):
+            rank.ahead.print = number
+        reduce(*ranks)
+        for rank in ranks:
+            rank.tick.run(SimpleNamespace())
+        assert all(rank.ahead.given_up and not rank.tick.rides for rank in ranks)
+
+
 def test_whoever_looks_ahead_and_raises_costs_no_server():
     rank = Rank(0)
 

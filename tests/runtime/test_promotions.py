@@ -31,7 +31,8 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         token_to_kv_pool_allocator=SimpleNamespace(size=32 * PAGE),
         dec_host_lock_ref=lambda anchor, pin: None,
     )
-    engine: Any = SimpleNamespace(tree=tree, now=10.0, slots=SimpleNamespace(put_back_host=given_back.append))
+    slots = SimpleNamespace(put_back_host=given_back.append, give_host=lambda tokens: None)
+    engine: Any = SimpleNamespace(tree=tree, now=10.0, slots=slots)
     facts: Any = SimpleNamespace(failed=lambda keys, target: failed.append((keys, target)))
     return Promotions(engine, facts, lambda fact: None, LookaheadCounters()), given_back, failed
 

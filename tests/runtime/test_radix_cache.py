@@ -56,10 +56,27 @@ def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFi
     tree = bare()
     tree.ahead = SimpleNamespace()
     stopped: list[int] = []
-    tree.tick = SimpleNamespace(stop_looking_ahead=lambda: stopped.append(1))
+    agreement = SimpleNamespace(alone=True)
+    tree.tick = SimpleNamespace(stop_looking_ahead=lambda: stopped.append(1), agreement=agreement)
 
     def fails(ahead: Any) -> None:
         raise OverflowError("an id of an image")
 
     tree._tell_ahead(fails)
     assert stopped == [1] and "looking ahead failed" in caplog.text
+    agreement.alone = False
+    tree._tell_ahead(fails)
+    assert stopped == [1] and tree.ahead.broken, "with other ranks it is agreed on"
+
+
+def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
+
+    def fails() -> None:
+        raise OSError("the disk is gone")
+
+    tree = bare()
+    tree.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(begin_read=None, close=fails))
+    tree.release_host_resources()
+    assert ended == [1]

@@ -162,6 +162,8 @@ def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_p
     backend = make(host_pool())
     backend.batch_set_v1(keys("a"), slots([0]))
     tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
+    plugin._leave_old_weights(SimpleNamespace(success=False), SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
+    assert backend.batch_exists(keys("a")) == 1, "a call that was refused"
     plugin._leave_old_weights(None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
     assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
     plugin._leave_old_weights(None, SimpleNamespace(scheduler=None))
