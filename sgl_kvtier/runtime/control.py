@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.runtime.attached import backend_of
 
 TARGET = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.set_internal_state"
@@ -47,8 +48,7 @@ def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig
 
 def change_throttle(scheduler: Any, value: float) -> None:
     """Sets the read bandwidth of a throttled store, in gigabits per second."""
-    backend = getattr(getattr(scheduler.tree_cache, "cache_controller", None), "storage_backend", None)
-    throttle = getattr(getattr(backend, "_backend", backend), "throttle", None)  # SGLang's fault injector wraps backends
+    throttle = getattr(backend_of(getattr(scheduler.tree_cache, "cache_controller", None)), "throttle", None)
     if throttle is None:
         raise ValueError("no kvtier storage backend is attached")
     throttle(value)

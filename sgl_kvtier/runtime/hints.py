@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.policy.sessions import HintAnswer
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.hints_message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints_route import ANSWER
 
@@ -57,9 +58,7 @@ def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
 def unable(tree: Any, tick: Any) -> str | None:
     """Why this server can do nothing with any hint, or None."""
     if tick is None or tick.notes is None:
-        backend = getattr(getattr(tree, "cache_controller", None), "storage_backend", None)
-        # Known by its name: the module must not be imported where the backend is not used.
-        if type(getattr(backend, "_backend", backend)).__name__ != "KVTierStorage":
+        if store_of(getattr(tree, "cache_controller", None)) is None:
             return "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
         return "this server restores prefixes SGLang's own way, so nothing is planned ahead: see policy.restore and its log"
     if tick.ahead is None:

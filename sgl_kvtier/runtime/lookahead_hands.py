@@ -27,6 +27,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.owners import owner_of, session_of
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
 from sgl_kvtier.runtime.page_names import SessionNames, compact, keys_of
@@ -34,7 +35,7 @@ from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.promotions import Path, Promotions
 from sgl_kvtier.runtime.restoration import Restoration
 from sgl_kvtier.runtime.restore_counters import Count
-from sgl_kvtier.runtime.restore_engine import RestoreEngine, store_of
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.store_votes import StoreVotes
 from sgl_kvtier.runtime.tier_check import TierCheck
 from sgl_kvtier.runtime.tier_facts import TierFacts
@@ -44,6 +45,7 @@ from sgl_kvtier.types import PageKey, Tier
 logger = logging.getLogger(__name__)
 
 BROKEN = -1
+"""The fingerprint of a map that is not kept any more, on whichever rank."""
 _LATER = 0.0
 _IDLE_PERIOD_S = 0.01
 """A server with nothing to run looks at its sessions this often."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from typing import Any
 
 from sgl_kvtier.runtime.hints_session import session_of
 from sgl_kvtier.types import PageKey
 
+_DIGEST_HEX = 64
 _MOST_SESSIONS = 10_000
 
 
@@ -28,6 +30,16 @@ def keys_of(tokens: Any, req: Any, page: int, known: tuple[PageKey, ...] = ()) -
 def from_hex(hashes: Any) -> tuple[PageKey, ...]:
     """SGLang writes page hashes as hexadecimal text."""
     return tuple(PageKey(bytes.fromhex(text)) for text in hashes)
+
+
+def page_key(name: str) -> PageKey:
+    """One page's name; what is no SHA-256 in hexadecimal text is hashed into one."""
+    if len(name) == _DIGEST_HEX:
+        try:
+            return PageKey(bytes.fromhex(name))
+        except ValueError:
+            pass
+    return PageKey(hashlib.sha256(name.encode()).digest())
 
 
 def compact(tokens: Any) -> array[int]:

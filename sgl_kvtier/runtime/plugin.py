@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.runtime import control, hints, hints_route, quiet_stop, restore_hooks
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.settings import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -107,28 +108,19 @@ def _create_backend(
 def _use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
     """Hands pages to our backend by address where a page lies in few pieces. No operation is queued yet at this point."""
     del result, args, kwargs
-    from sgl_kvtier.runtime.storage import KVTierStorage, is_page_contiguous
+    if store_of(controller) is None:
+        return
+    from sgl_kvtier.runtime.host_pages import is_page_contiguous
 
-    backend = controller.storage_backend
-    ours = isinstance(getattr(backend, "_backend", backend), KVTierStorage)  # SGLang's fault injector wraps backends
-    if ours and is_page_contiguous(controller.storage_host_pool):
+    if is_page_contiguous(controller.storage_host_pool):
         controller.page_get_func = controller._page_get_zero_copy
         controller.page_set_func = controller._page_set_zero_copy
-
-
-def _backend_of(controller: Any) -> Any:
-    """Our backend, if the controller has it; SGLang's fault injector wraps backends."""
-    from sgl_kvtier.runtime.storage import KVTierStorage
-
-    backend = getattr(controller, "storage_backend", None)
-    backend = getattr(backend, "_backend", backend)
-    return backend if isinstance(backend, KVTierStorage) else None
 
 
 def _cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
     server up after that, so neither a long read of pages that nobody wants any more nor another rank may keep one."""
-    backend = _backend_of(controller)
+    backend = store_of(controller)
     if backend is None:
         return original(controller, *args, **kwargs)
     with backend.reads_cut_short():
@@ -146,7 +138,7 @@ def _note_reduction(original: Callable[..., Any], controller: Any, ack: Any) -> 
 def _read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's read of one prefix from storage, which asks for 128 pages at a time: the next ones are under way already.
     SGLang reuses host slots that were not filled only after this has returned."""
-    backend = _backend_of(controller)
+    backend = store_of(controller)
     if backend is None:
         return original(controller, operation, *args, **kwargs)
     with quiet_stop.busy(controller, "reading"), backend.reading_ahead(operation.hash_value, operation.host_indices):
@@ -163,6 +155,6 @@ def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> 
 
     identity.weights_changed()
     tree = getattr(updater.scheduler, "tree_cache", None)
-    backend = _backend_of(getattr(tree, "cache_controller", None))
+    backend = store_of(getattr(tree, "cache_controller", None))
     if backend is not None:
         backend.leave_identity()

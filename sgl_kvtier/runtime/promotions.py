@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restoration import LANDED, LOST
-from sgl_kvtier.runtime.restore_engine import RestoreEngine, store_of
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier

@@ -15,9 +15,10 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime import restore_setup
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.host_pins import evict_others
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
-from sgl_kvtier.runtime.restore_engine import RestoreEngine, store_of
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_tick import RestoreTick
 from sgl_kvtier.runtime.turn_reads import TurnReads
 from sgl_kvtier.types import PageKey, Tier

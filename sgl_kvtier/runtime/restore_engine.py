@@ -27,6 +27,7 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime import offers
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.page_mover import PageMover
 from sgl_kvtier.runtime.private_slots import PrivateSlots
@@ -42,12 +43,6 @@ _RESET_S = 30.0
 _CANCELLED = LOST[ReadOutcome.CANCELLED]
 _LATER = 0.0
 """The time in facts noted between two ticks; the tick puts the agreed one in."""
-
-
-def store_of(controller: Any) -> Any:
-    """Our storage backend, if the controller has it now: another one may have been attached. SGLang's fault injector wraps backends."""
-    backend = getattr(controller.storage_backend, "_backend", controller.storage_backend)
-    return backend if hasattr(backend, "begin_read") else None
 
 
 class RestoreEngine:

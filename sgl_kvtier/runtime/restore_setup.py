@@ -15,9 +15,11 @@ from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.runtime import cost_profile, settings
 from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.attached import backend_of
 from sgl_kvtier.runtime.copy_device import copies_for
 from sgl_kvtier.runtime.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.host_pages import CONTIGUOUS
 from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.metrics import RestoreMetrics
@@ -26,9 +28,6 @@ from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.runtime.restore_tick import RestoreTick
 from sgl_kvtier.runtime.stage_reports import StageReports
-
-CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
-"""Host layouts in which a page can be read in place, as it lies in the store."""
 
 NOT_AHEAD = "not looking ahead: more than one pipeline stage"
 UNLIKE = "not looking ahead: host memory does not hold equally many pages on all ranks"
@@ -200,8 +199,7 @@ def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str,
 
 
 def _profile_path(controller: Any) -> Path | None:
-    backend = controller.storage_backend
-    folder = getattr(getattr(backend, "_backend", backend), "folder", None)  # SGLang's fault injector wraps backends
+    folder = getattr(backend_of(controller), "folder", None)
     return None if folder is None else Path(folder) / cost_profile.NAME
 
 

@@ -25,6 +25,7 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime.agreement import Agreement
+from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.runtime.lookahead_hands import BROKEN, LookaheadHands
 from sgl_kvtier.runtime.polls import Poll
@@ -205,8 +206,7 @@ class RestoreTick:
         """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:
         otherwise a disk that has become slower would never be noticed while all is left to SGLang. Clocks of several ranks
         differ, so only one that is alone does."""
-        backend = self.engine.tree.cache_controller.storage_backend
-        reads = getattr(getattr(backend, "_backend", backend), "own_reads", None)
+        reads = getattr(store_of(self.engine.tree.cache_controller), "own_reads", None)
         while reads:
             nbytes, seconds = reads.popleft()
             if self.agreement.alone and not self.engine.loads:
@@ -335,8 +335,9 @@ class RestoreTick:
             tokens -= _rest_tokens(chunked)
             tokens -= _output_room(chunked, page)
             r = self.engine.of(chunked.rid)
-            if r is not None and len(self.engine.restorations) == 1:  # its loads take from the room it needs anyway
-                tokens += (r.pages - r.front) * page
+            if r is not None:
+                # Its loads take from the room it needs anyway; where others load as well, what it has not asked for is still its own.
+                tokens += (r.pages - r.front if len(self.engine.restorations) == 1 else len(r.owner)) * page
         bounce = self._host_tokens // _HOST_SHARE - self.engine.slots.host_tokens
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
 

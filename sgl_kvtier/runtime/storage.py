@@ -25,7 +25,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
 from sgl_kvtier.runtime import identity, plugin, restore_hooks, restore_setup, seams, settings
+from sgl_kvtier.runtime.host_pages import bytes_of, is_page_contiguous, nbytes_of, parts_of
 from sgl_kvtier.runtime.metrics import StoreMetrics
+from sgl_kvtier.runtime.page_names import page_key
 from sgl_kvtier.runtime.prefix_read import PrefixRead
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
@@ -34,14 +36,6 @@ from sgl_kvtier.store.wrappers import Faulty, Throttled
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
-
-_CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
-_DIGEST_HEX = 64
-
-
-def is_page_contiguous(pool: Any) -> bool:
-    """Whether a page of this host pool lies in few pieces (one for K, one for V) that can be read in place."""
-    return pool.layout in _CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
 
 
 class KVTierStorage(HiCacheStorage):
@@ -175,12 +169,12 @@ class KVTierStorage(HiCacheStorage):
         prefix: PrefixRead | None = getattr(self._prefix, "read", None)
         if prefix is not None and prefix.comes_next(keys, host_indices):
             return prefix.read(len(keys))
-        return self._read(keys, _parts(self.mem_pool_host, len(keys), host_indices), KV)
+        return self._read(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Writes pages straight from host slots. True also where the page was there already."""
         del extra_info
-        return self._write(keys, _parts(self.mem_pool_host, len(keys), host_indices), KV)
+        return self._write(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
 
     @contextmanager
     def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
@@ -191,7 +185,7 @@ class KVTierStorage(HiCacheStorage):
         if self._store is None or not keys or len(host_indices) < len(keys) * page or not is_page_contiguous(self.mem_pool_host):
             yield
             return
-        (first,) = _parts(self.mem_pool_host, 1, host_indices[:page])
+        (first,) = parts_of(self.mem_pool_host, 1, host_indices[:page])
         prefix = PrefixRead(keys, host_indices, sum(part.nbytes for part in first), self._begin)
         self._reading[id(prefix)] = prefix
         if self._cut_short:
@@ -219,7 +213,7 @@ class KVTierStorage(HiCacheStorage):
     ) -> list[torch.Tensor | None]:
         """Pages into flat tensors; None where a page is missing or damaged."""
         del target_sizes
-        read = self._read(keys, [[_bytes(t)] for t in target_locations], KV)
+        read = self._read(keys, [[bytes_of(t)] for t in target_locations], KV)
         return [t if ok else None for t, ok in zip(target_locations, read, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -231,7 +225,7 @@ class KVTierStorage(HiCacheStorage):
     ) -> bool:
         """Stores pages given as tensors; True when all of them can be read back."""
         del target_locations, target_sizes
-        return all(self._write(keys, [[_bytes(v.contiguous())] for v in values], KV))
+        return all(self._write(keys, [[bytes_of(v.contiguous())] for v in values], KV))
 
     # ---- side pools ----
 
@@ -260,7 +254,7 @@ class KVTierStorage(HiCacheStorage):
         store = self._store
         if store is None or not is_page_contiguous(self.mem_pool_host):
             return None
-        parts = _parts(self.mem_pool_host, len(keys), host_slots)
+        parts = parts_of(self.mem_pool_host, len(keys), host_slots)
         reads = [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
         return store.read(reads, deadline_s=deadline_s, on_page=on_page)
 
@@ -323,7 +317,7 @@ class KVTierStorage(HiCacheStorage):
         store = self._store
         if store is None:
             return [False] * len(keys)
-        names = [_key(k) for k in keys]
+        names = [page_key(k) for k in keys]
         there = [a is Lookup.HIT for a in store.lookup(names, self._tag(pool))]
         if self._seen is not None and pool == KV:
             self._seen.extend(names[: _leading(there)])
@@ -335,7 +329,7 @@ class KVTierStorage(HiCacheStorage):
             return [False] * len(keys)
         started = time.perf_counter()
         tag = self._tag(pool)
-        job = store.read([PageRead(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        job = store.read([PageRead(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
         self._reading[id(job)] = job
         if self._cut_short:
             job.cancel()
@@ -343,13 +337,13 @@ class KVTierStorage(HiCacheStorage):
         del self._reading[id(job)]
         read = [outcome is ReadOutcome.OK for outcome in job.outcomes]
         seconds = time.perf_counter() - started
-        self._note(self._read_batches, sum(read), _nbytes(parts, read), seconds)
+        self._note(self._read_batches, sum(read), nbytes_of(parts, read), seconds)
         if all(read):
-            self.own_reads.append((_nbytes(parts, read), seconds))
+            self.own_reads.append((nbytes_of(parts, read), seconds))
         return read
 
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
-        job = self.begin_read([_key(key) for key in keys], host_indices)
+        job = self.begin_read([page_key(key) for key in keys], host_indices)
         if job is None:
             job = OrderedJob(len(keys), None, None)
             job.end_rest(ReadOutcome.MISS)
@@ -361,11 +355,11 @@ class KVTierStorage(HiCacheStorage):
             return [False] * len(keys)
         started = time.perf_counter()
         tag = self._tag(pool)
-        outcomes = store.put([PageWrite(_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        outcomes = store.put([PageWrite(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
-        self._note(self._write_batches, sum(stored), _nbytes(parts, stored), time.perf_counter() - started)
+        self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), time.perf_counter() - started)
         if self._seen is not None and pool == KV:
-            self._seen.extend(_key(k) for k, o in zip(keys, outcomes, strict=True) if o is not PutOutcome.REFUSED)
+            self._seen.extend(page_key(k) for k, o in zip(keys, outcomes, strict=True) if o is not PutOutcome.REFUSED)
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
     def _note(self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float) -> None:
@@ -387,9 +381,9 @@ class KVTierStorage(HiCacheStorage):
 
     def _get_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
         if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
-            return self._read(keys, _parts(pool, len(keys), slots), name)
+            return self._read(keys, parts_of(pool, len(keys), slots), name)
         pages = [pool.get_dummy_flat_data_page() for _ in keys]
-        read = self._read(keys, [[_bytes(page)] for page in pages], name)
+        read = self._read(keys, [[bytes_of(page)] for page in pages], name)
         for i, ok in enumerate(read):
             if ok:
                 pool.set_from_flat_data_page(slots[i * per_page].item(), pages[i])
@@ -397,9 +391,9 @@ class KVTierStorage(HiCacheStorage):
 
     def _set_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
         if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
-            return self._write(keys, _parts(pool, len(keys), slots), name)
+            return self._write(keys, parts_of(pool, len(keys), slots), name)
         pages = [pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous() for i in range(len(keys))]
-        return self._write(keys, [[_bytes(page)] for page in pages], name)
+        return self._write(keys, [[bytes_of(page)] for page in pages], name)
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
@@ -412,35 +406,6 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
         logger.warning("kvtier: the store is slowed down on purpose: %s", config.throttle)
         store = Throttled(store, config.throttle)
     return store
-
-
-def _key(key: str) -> PageKey:
-    """SGLang's hash as bytes; a key that is no SHA-256 text is hashed into one."""
-    if len(key) == _DIGEST_HEX:
-        try:
-            return PageKey(bytes.fromhex(key))
-        except ValueError:
-            pass
-    return PageKey(hashlib.sha256(key.encode()).digest())
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor. The view keeps the tensor alive."""
-    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
-
-
-def _parts(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memoryview]]:
-    """Each page's pieces in a page-contiguous host pool, as views of the pool's memory."""
-    addresses, sizes = pool.get_page_buffer_meta(host_indices)
-    whole = _bytes(pool.kv_buffer.view(-1))
-    base = pool.kv_buffer.data_ptr()
-    pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
-    per_page = len(pieces) // pages if pages else 0
-    return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
-
-
-def _nbytes(parts: Sequence[Sequence[memoryview]], moved: Sequence[bool]) -> int:
-    return sum(sum(p.nbytes for p in page) for page, ok in zip(parts, moved, strict=True) if ok)
 
 
 def _leading(have: Sequence[bool]) -> int:

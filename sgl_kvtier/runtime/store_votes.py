@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.runtime.attached import backend_of
 from sgl_kvtier.runtime.page_names import from_hex
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.restoration import LANDED, LOST
@@ -132,5 +133,4 @@ class StoreVotes:
         return self._seen[0] != before[0] or self._seen[1] < before[1]
 
     def _store(self) -> Any:
-        backend = self._tree.cache_controller.storage_backend
-        return getattr(getattr(backend, "_backend", backend), "_store", None)
+        return getattr(backend_of(self._tree.cache_controller), "_store", None)

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.runtime.attached import backend_of
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
@@ -32,8 +33,7 @@ class TierCheck:
         self._said = False
 
     def _store(self) -> Any:
-        backend = self._tree.cache_controller.storage_backend
-        return getattr(getattr(backend, "_backend", backend), "_store", None)
+        return getattr(backend_of(self._tree.cache_controller), "_store", None)
 
     def roll(self, now: float) -> int:
         """Pages the store dropped since are taken off the map, some at a time; returns how many."""

@@ -179,10 +179,8 @@ def test_servers_that_cannot_use_hints_say_what_they_lack() -> None:
     stock = SimpleNamespace(tree_cache=SimpleNamespace(cache_controller=None))
     assert "--hicache-storage-backend kvtier" in take(stock, sent)["reason"]
 
-    class KVTierStorage:
-        pass
-
-    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=KVTierStorage()))
+    ours = SimpleNamespace(begin_read=None)
+    tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=ours))
     assert "policy.restore" in take(SimpleNamespace(tree_cache=tree), sent)["reason"]
     lab = Lab()
     lab.tick.ahead = None

@@ -252,3 +252,18 @@ def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
 
 def test_a_read_that_was_taken_back_is_told_to_the_planner_as_such():
     assert REASON[LOST[ReadOutcome.CANCELLED]] == messages.CANCELLED
+
+
+def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
+    tick, r, _, _ = tick_of_two_ranks()
+    engine = tick.engine
+    engine.tree.evictable_size = lambda: 0
+    load(engine, Span(4, 8))
+    sampling = SimpleNamespace(max_new_tokens=0)
+    # Of its nine pages one is being computed, eight are left: four to be claimed yet, four in the load's slots.
+    req = SimpleNamespace(rid="r", full_untruncated_fill_ids=range(9 * PAGE), extend_end=PAGE, prefix_len=0, sampling_params=sampling, output_ids=())
+    r.front = 1
+    room = PAGES - 4 - 1  # and a page for what it generates
+    assert tick._free_pages([], req)[Tier.HBM] == room - 1  # the last page is no part of the prefix
+    engine.restorations["other"] = Restoration("other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.SSD),), (), torch.empty(0))
+    assert tick._free_pages([], req)[Tier.HBM] == room - 4

@@ -18,7 +18,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, Poo
 
 from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
 from sgl_kvtier.runtime import identity, plugin
-from sgl_kvtier.runtime.storage import KVTierStorage, is_page_contiguous
+from sgl_kvtier.runtime.host_pages import is_page_contiguous
+from sgl_kvtier.runtime.storage import KVTierStorage
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
 

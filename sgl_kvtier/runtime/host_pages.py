@@ -1,0 +1,36 @@
+"""Pages of SGLang's host pools as the store wants them: views of the pool's memory, read and written where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
+"""Host layouts in which a page can be read in place, as it lies in the store."""
+
+
+def is_page_contiguous(pool: Any) -> bool:
+    """Whether a page of this host pool lies in few pieces (one for K, one for V) that can be read in place."""
+    return pool.layout in CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor. The view keeps the tensor alive."""
+    return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+
+
+def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memoryview]]:
+    """Each page's pieces in a page-contiguous host pool, as views of the pool's memory. `host_indices`: a slot per token."""
+    addresses, sizes = pool.get_page_buffer_meta(host_indices)
+    whole = bytes_of(pool.kv_buffer.view(-1))
+    base = pool.kv_buffer.data_ptr()
+    pieces = [whole[a - base : a - base + n] for a, n in zip(addresses, sizes, strict=True)]
+    per_page = len(pieces) // pages if pages else 0
+    return [pieces[i * per_page : (i + 1) * per_page] for i in range(pages)]
+
+
+def nbytes_of(parts: Sequence[Sequence[memoryview]], moved: Sequence[bool]) -> int:
+    """Bytes of the pages that were moved."""
+    return sum(sum(p.nbytes for p in page) for page, ok in zip(parts, moved, strict=True) if ok)
