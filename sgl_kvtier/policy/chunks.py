@@ -27,7 +27,7 @@ class Chunks:
         self._outlook = outlook
 
     def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
-        """What the slot's holder does, or who gets the slot, and who is complete and needs none."""
+        """What the slot's holder does, or who could get the slot, and who is complete and needs none."""
         items, complete = self._under_way.items, self._under_way.complete
         computes = list(complete.values())
         cancels: list[Cancel] = []
@@ -35,14 +35,15 @@ class Chunks:
             first = next((item for item in in_run_order(self._under_way, view) if item.rid not in complete), None)
             if first is not None and self._wants_slot(first, view):
                 compute, cancels = self._compute(first, view)
-                computes += [compute] if compute.tokens != 0 else []
+                computes.append(compute)
         elif view.slot in items and view.slot not in complete:
             compute, cancels = self._compute(items[view.slot], view)
             computes.append(compute)
         return computes, tuple(cancels)
 
     def unstuck(self, compute: Compute, view: StepView) -> Compute:
-        """Waiting makes sense only while something of the request is under way; otherwise the front goes on."""
+        """Waiting makes sense only while something of the request is under way; otherwise the front goes on, also of a request
+        that has no slot yet: it might wait for room that others take again and again."""
         item, engine = self._under_way.items[compute.rid], self._under_way.engine
         if compute.tokens != 0 or item.pointer.loading or view.prefill_tokens < engine.page_tokens:
             return compute
@@ -99,7 +100,8 @@ class Chunks:
         if item.fixed_meet == item.pointer.units and start * page + barrier == item.pointer.units * page:
             return None
         mine = item.fixed_meet - start if start < item.fixed_meet else item.pointer.lost_run(start)
-        return self._within_budget(item, view, min(mine * page, barrier, whole))
+        chunks = max(1, -(-mine * page // whole))
+        return self._within_budget(item, view, min(-(-mine // chunks) * page, barrier))
 
     def _within_budget(self, item: Restoration, view: StepView, tokens: int) -> int:
         """Fresh prefill goes first while the restoration can go on loading, a bounded number of steps in a row (Cake 4)."""
@@ -134,8 +136,12 @@ class Chunks:
             meet = min(meet, reach + self._spare_pages(item, reach, front, tokens))
         if (meet - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
             return []
-        item.cancelled = min(meet, run.stop)
-        return [Cancel(item.rid, Span(run.start, item.cancelled))]
+        # A load is asked back as a whole or not at all.
+        stop = self._under_way.links.whole_below(item.rid, reach, min(meet, run.stop))
+        if (stop - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
+            return []
+        item.cancelled = stop
+        return [Cancel(item.rid, Span(reach, stop))]
 
     def _spare_pages(self, item: Restoration, reach: int, front: int, tokens: int) -> int:
         """Pages of it under way, over the link that brings page `reach`, that are more than the link could bring while a chunk of

@@ -98,6 +98,15 @@ class LinkQueues:
         """The same of every link with something under way."""
         return {link: self.backlog_seconds(link, now) for link, queue in self._queued.items() if queue}
 
+    def whole_below(self, rid: str, start: int, stop: int) -> int:
+        """Where the last of this request's transfers ends that lie within pages [start, stop); `start` where none does."""
+        within = [last for queue in self._queued.values() for other, first, last in queue if other == rid and first >= start and last <= stop]
+        return max(within, default=start)
+
+    def clear(self) -> None:
+        """Nothing is under way any more, as far as anybody here knows."""
+        self._queued.clear()
+
     def transfers(self, link: Link) -> int:
         """Transfers under way on a link."""
         return len(self._queued.get(link, ()))

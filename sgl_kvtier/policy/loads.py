@@ -19,6 +19,7 @@ _NEAR: Final = 4
 """A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
 _PROBES: Final = 2
 """Transfers handed out on a link that was never measured."""
+_UNLIMITED_S: Final = 1e6
 _UNBOUNDED: Final = 1 << 40
 """Pages of a tier the view does not count."""
 
@@ -34,22 +35,19 @@ class Loads:
     def decide(self, view: StepView, computes: list[Compute]) -> tuple[Load, ...]:
         """Loads until every link has enough to do, in the rule's order."""
         known, outlook, now = self._under_way, self._outlook, view.now
-        sized = [compute for compute in computes if compute.tokens is not None]
         busy_s = outlook.busy_s(view)
-        next_step_s = busy_s
-        for compute in sized:
-            if compute.tokens:
-                next_step_s = max(next_step_s, busy_s + known.cost.cost.chunk_seconds(0, compute.tokens))
-        horizon_s = max(known.config.load_horizon_s, step_cover(known) * next_step_s)
+        horizon_s = max(known.config.load_horizon_s, step_cover(known) * (busy_s + self._step_seconds(view, computes)))
+        if known.config.restore == "both" and known.config.fixed_split >= 0:
+            horizon_s = _UNLIMITED_S  # all of it is known beforehand
         readers = known.readers
         open_links = [link for link in readers if not self._full(link, now, horizon_s)]
         if not any(map(readers.__getitem__, open_links)):
             return ()
         room = dict(view.free_pages)
         if Tier.HBM in room:
-            # A chunk that may yet be granted below keeps its pages too: loads of others must not take them.
-            granted = [self._chunks.unstuck(compute, view).tokens or 0 for compute in sized]
-            room[Tier.HBM] -= sum(granted) // known.engine.page_tokens
+            # A chunk that the slot's holder may yet be granted keeps its pages too: loads of others must not take them.
+            granted = [self._chunks.unstuck(compute, view) if compute.rid == view.slot else compute for compute in computes]
+            room[Tier.HBM] -= sum(compute.tokens or 0 for compute in granted) // known.engine.page_tokens
         loads: list[Load] = []
         ending = {compute.rid: compute for compute in computes}
         # Compute reaches a request after those before it in the queue: the later its turn, the more of it is loaded.
@@ -63,6 +61,20 @@ class Loads:
                 ahead_s = max(ahead_s, split.seconds) + outlook.suffix_s(item)
                 open_links = [link for link in open_links if not self._full(link, now, horizon_s)]
         return tuple(loads)
+
+    def _step_seconds(self, view: StepView, computes: list[Compute]) -> float:
+        """What the prefill of the step takes that is being decided: chunks of restorations, and fresh prefill as far as it fits in."""
+        cost, engine, left, seconds = self._under_way.cost.cost, self._under_way.engine, view.prefill_tokens, 0.0
+        for compute in computes:
+            start, tokens = compute.splice.stop * engine.page_tokens, compute.tokens
+            if tokens is None:
+                tokens = self._under_way.items[compute.rid].prompt_tokens - start
+            tokens = min(tokens, left)
+            if tokens > 0:
+                seconds += cost.chunk_seconds(start, tokens)
+                left -= tokens
+        fresh = min(view.fresh_tokens, left)
+        return seconds + cost.chunk_seconds(0, fresh) if fresh > 0 else seconds
 
     def _stop_page(self, compute: Compute, item: Restoration) -> int:
         if compute.tokens is None:

@@ -18,7 +18,7 @@ Runs: TypeAlias = list[tuple[int, int]]
 """Pages as (first, behind the last), ascending."""
 Ends: TypeAlias = Callable[[int], tuple[float, float]]
 """When compute and loads end if they meet at a page, in seconds from now."""
-Road: TypeAlias = tuple[Runs, float, float, float]
+Road: TypeAlias = tuple[Runs, float, float, float, float]
 
 
 class Split(NamedTuple):
@@ -45,14 +45,13 @@ class Open(NamedTuple):
     """What both ends have yet to share of a restoration, whatever compute costs and wherever they meet.
 
     `runs` are the open pages, `stuck` counts those that can only be computed. `roads`: of each link the open pages it could
-    bring, when it is free for them, its latency, and its bytes per second. `least_s`: when all other links are done. `top`:
-    above this page nothing changes with the meeting page.
+    bring, when it is free for them, its latency, its bytes per second, and when it is done with what is under way for this
+    request: what links do for others is nothing that it waits for. `top`: above this page nothing changes with the meeting page.
     """
 
     runs: Runs
     stuck: int
     roads: list[Road]
-    least_s: float
     top: int
 
 
@@ -61,33 +60,28 @@ def open_of(
     pointer: TwoPointer,
     sources: Sequence[tuple[Link, Sequence[Span]]],
     front: int,
-    own: Mapping[Link, int] | None = None,
+    in_flight: Mapping[Link, int],
+    taken_back: bool = False,
 ) -> Open:
-    """What is open of a restoration whose front is at a page. `sources` are disjoint page spans by the link they come over;
-    `own` are pages under way by link that are counted as open again, as if their loads could be taken back; None leaves them
-    where they are."""
-    runs = pointer.free_runs(front) if own is None else pointer.unlanded_runs(front)
+    """What is open of a restoration whose front is at a page. `sources` are disjoint page spans by the link they come over,
+    `in_flight` its pages under way by link; `taken_back` counts those as open again, as if their loads could be taken back."""
+    runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
     bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
-    roads, busy = [], 0
+    roads = []
     for link, spans in sources:
-        backlog_s = backlogs_s.get(link, 0.0)
-        busy += link in backlogs_s
-        if own and backlog_s:
+        backlog_s, own = backlogs_s.get(link, 0.0), in_flight.get(link, 0)
+        if own and taken_back:
             # These are counted among the pages already.
-            backlog_s = max(0.0, backlog_s - bandwidth.seconds(link, own.get(link, 0) * pace.page_bytes))
+            backlog_s, own = max(0.0, backlog_s - bandwidth.seconds(link, own * pace.page_bytes)), 0
         pieces = [
             (low if low > span.start else span.start, high if high < span.stop else span.stop)
             for span in spans
             for low, high in runs
             if low < span.stop and span.start < high
         ]
-        roads.append((pieces, backlog_s, bandwidth.latency_s(link), bandwidth.bytes_per_second(link)))
-    least_s = 0.0
-    if busy < len(backlogs_s):
-        own_links = dict(sources)
-        least_s = max(backlog_s for link, backlog_s in backlogs_s.items() if link not in own_links)
-    top = pointer.units if own is not None else max(front, runs[-1][1]) if runs else front
-    return Open(runs, pointer.lost_from(front), roads, least_s, top)
+        roads.append((pieces, backlog_s, bandwidth.latency_s(link), bandwidth.bytes_per_second(link), backlog_s if own else 0.0))
+    top = pointer.units if taken_back else max(front, runs[-1][1]) if runs else front
+    return Open(runs, pointer.lost_from(front), roads, top)
 
 
 def best_split(
@@ -99,7 +93,7 @@ def best_split(
     this takes, not what comes out, for compute ends no sooner, and loads no later, the higher they meet. `charge`: compute
     counts for so many times its seconds.
     """
-    runs, stuck, roads, _, top = left
+    runs, stuck, roads, top = left
     of = _ends_of_one_run if len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs else _ends
     meet, seconds = _crossing(of(pace, charge, compute_at_s, front, left), front, top, guess)
     return Split(meet, _computed_pages(runs, stuck, meet) * pace.page_tokens, seconds)
@@ -115,7 +109,7 @@ def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
 
 
 def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
-    runs, stuck, roads, least_s, _ = left
+    runs, stuck, roads, _ = left
     page_tokens, page_bytes, chunk_tokens, cost = pace.page_tokens, pace.page_bytes, pace.chunk_tokens, pace.cost
     fixed_s, per_token_s, per_position_s = charge * cost.fixed_s, charge * cost.per_token_s, charge * cost.per_token_position_s
     start = front * page_tokens
@@ -128,13 +122,13 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
             tokens = pages * page_tokens
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
             computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
-        loaded_s = least_s
-        for pieces, backlog_s, latency_s, bytes_per_s in roads:
+        loaded_s = 0.0
+        for pieces, backlog_s, latency_s, bytes_per_s, own_s in roads:
             pages = 0
             for low, high in pieces:
                 if high > meet:
                     pages += high - (low if low > meet else meet)
-            end_s = backlog_s + (latency_s + pages * page_bytes / bytes_per_s) if pages else backlog_s
+            end_s = backlog_s + (latency_s + pages * page_bytes / bytes_per_s) if pages else own_s
             if end_s > loaded_s:
                 loaded_s = end_s
         return computed_s, loaded_s
@@ -147,9 +141,8 @@ def _ends_of_one_run(pace: Pace, charge: float, compute_at_s: float, front: int,
     page_tokens, page_bytes, chunk_tokens, cost = pace.page_tokens, pace.page_bytes, pace.chunk_tokens, pace.cost
     fixed_s, per_token_s, per_position_s = charge * cost.fixed_s, charge * cost.per_token_s, charge * cost.per_token_position_s
     start = front * page_tokens
-    ((low, high),), backlog_s, latency_s, bytes_per_s = left.roads[0]
-    stuck, least_s = left.stuck, left.least_s
-    idle_s = backlog_s if backlog_s > least_s else least_s
+    ((low, high),), backlog_s, latency_s, bytes_per_s, own_s = left.roads[0]
+    stuck = left.stuck
 
     def ends(meet: int) -> tuple[float, float]:
         pages = stuck
@@ -161,9 +154,8 @@ def _ends_of_one_run(pace: Pace, charge: float, compute_at_s: float, front: int,
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
             computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
         if meet >= high:
-            return computed_s, idle_s
-        end_s = backlog_s + (latency_s + (high - (low if low > meet else meet)) * page_bytes / bytes_per_s)
-        return computed_s, end_s if end_s > least_s else least_s
+            return computed_s, own_s
+        return computed_s, backlog_s + (latency_s + (high - (low if low > meet else meet)) * page_bytes / bytes_per_s)
 
     return ends
 

@@ -12,7 +12,8 @@ from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN: Final = 16
-"""Every so many requests that are computed because a link is slow, one is restored: it may have become faster."""
+"""Every so many requests that are computed because a link is slow, one is restored, its last page at least loaded: the link may
+have become faster."""
 
 
 class Offers:
@@ -37,6 +38,10 @@ class Offers:
         """The request has gone."""
         self._open = [offer for offer in self._open if offer.rid != rid]
 
+    def give_up(self) -> None:
+        """None is answered any more."""
+        self._open = []
+
     def answer(self, view: StepView) -> tuple[RestoreStart, ...]:
         """Takes up what is worth restoring."""
         starts = []
@@ -49,6 +54,8 @@ class Offers:
             if reason == "computing is faster":
                 self._computed += 1
                 if self._computed % _LOOK_AGAIN == 0:
+                    if forecast.both(item).meet == offer.pages:
+                        item = _item(offer, self._order, offer.pages - 1)
                     item.mode, reason = Mode.BOTH, "to measure"
             if item.mode is not Mode.COMPUTE and not item.pointer.met:
                 self._under_way.begin(item)

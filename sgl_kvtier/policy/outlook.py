@@ -23,7 +23,7 @@ class Outlook:
         self._pace: Pace | None = None
         """What is known of costs and links in this step, until loads are handed out."""
         self._left_of: Restoration | None = None
-        self._left = Open([], 0, [], 0.0, 0)
+        self._left = Open([], 0, [], 0)
         """What is open of the request that was looked at last, by that pace."""
 
     def begin(self) -> None:
@@ -48,7 +48,7 @@ class Outlook:
         came to. Links have what was asked of them up to now to do."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        left = self._left = open_of(pace, item.pointer, item.by_link, front)
+        left = self._left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
         self._left_of = item
         split = best_split(pace, compute_at_s + copied_s, left, front, item.meet)
         item.meet = split.meet
@@ -58,7 +58,7 @@ class Outlook:
         """This request has the slot: where its ends should meet, as things are now, is worked out when somebody asks."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        left = self._left = open_of(pace, item.pointer, item.by_link, front)
+        left = self._left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
         self._left_of = item
         self._holder, self._held = (item.rid, pace, compute_at_s + copied_s, left, front, item.meet), None
 
@@ -81,7 +81,7 @@ class Outlook:
             pace = self._pace or self._look(view)
             front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
             compute_at_s += copied_s
-            left = open_of(pace, item.pointer, item.by_link, front)
+            left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
         item.charged_meet = best_split(pace, compute_at_s, left, front, item.charged_meet, charge).meet
         return item.charged_meet
 
@@ -94,7 +94,7 @@ class Outlook:
         """The same, charge included, if its loads under way could be taken back."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
+        left = open_of(pace, item.pointer, item.by_link, front, item.in_flight, taken_back=True)
         return best_split(pace, compute_at_s + copied_s, left, front, charge=self.charge(view))
 
     def _look(self, view: StepView) -> Pace:

@@ -30,16 +30,37 @@ class KVTierPlanner:
         self._restore = RestorePlanner(config, engine, known.get("links"), known.get("prefill"))
         self.ahead = Lookahead(config, engine, self._restore.bandwidth)
         """The map of pages, prefetching and sessions: hands read the map for reports and pass clients' hints in."""
+        self._failed = False
+        """Something went wrong once: no more looking ahead, whose map may be anything."""
 
     def observe(self, fact: Fact) -> None:
         """Takes note of what happened. Facts about requests it does not know, or no longer, change nothing but estimates."""
-        self._restore.observe(fact)
-        self.ahead.observe(fact)
+        try:
+            self._restore.observe(fact)
+            if not self._failed:
+                self.ahead.observe(fact)
+        except Exception:
+            self._give_up()
+            raise
 
     def step(self, view: StepView) -> StepPlan:
-        """Decides this step. Loads and moves in the plan are claimed at once, chunks when a ChunkStarted reports them."""
+        """Decides this step. Loads and moves in the plan are claimed at once, chunks when a ChunkStarted reports them.
+
+        When it raises, here or in `observe`, nobody is being restored any more, and whoever asked ends what is under way: what
+        nobody was told of is not counted as under way for ever."""
+        try:
+            return self._decide(view)
+        except Exception:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        self._restore.give_up()
+        self._failed = True
+
+    def _decide(self, view: StepView) -> StepPlan:
         plan = self._restore.step(view)
-        if not self.ahead.active:
+        if not self.ahead.active or self._failed:
             return plan
         busy_s = self._restore.links.backlogs(view.now)
         evictions, moves = self.ahead.step(self._left(view, plan), busy_s, self._restore.under_way)

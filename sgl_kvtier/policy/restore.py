@@ -160,31 +160,24 @@ class Forecast:
         start = start_page * self._engine.page_tokens
         return self._compute_at_s + self._cost.range_seconds(start, tokens, self._engine.chunk_tokens)
 
-    def load_seconds(self, pages: Mapping[Link, int]) -> float:
-        """Until what is in flight and these pages have landed."""
-        end = 0.0
-        for link, backlog in self._backlog_s.items():
-            count = pages.get(link, 0)
-            if count or backlog:
-                end = max(end, backlog + self._bandwidth.seconds(link, count * self._engine.page_bytes))
-        for link, count in pages.items():
-            if link not in self._backlog_s:
-                end = max(end, self._bandwidth.seconds(link, count * self._engine.page_bytes))
-        return end
-
     def compute_only(self, item: Restoration) -> float:
         """Computing all that is open."""
         span = item.remaining_span()
         return self.compute_seconds(span.start, item.pointer.free_in(span) + item.pointer.lost_in(span))
 
     def load_only(self, item: Restoration) -> float:
-        """Loading all that is open."""
-        return self.load_seconds(item.link_pages(item.remaining_span()))
+        """Loading all that is open, behind what its links have to do; what other links do is nothing to it."""
+        end = 0.0
+        for link, pages in item.link_pages(item.remaining_span()).items():
+            if pages or item.in_flight.get(link):
+                seconds = self._bandwidth.seconds(link, pages * self._engine.page_bytes)
+                end = max(end, self._backlog_s.get(link, 0.0) + seconds)
+        return end
 
     def both(self, item: Restoration) -> Split:
         """The best meeting page."""
         front, copied_s = item.behind_copies(item.pointer.front, self._bandwidth, self._engine)
-        left = open_of(self._pace, item.pointer, item.by_link, front)
+        left = open_of(self._pace, item.pointer, item.by_link, front, item.in_flight)
         split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
         return Split(split.meet, split.compute_tokens, max(split.seconds, copied_s))
 

@@ -53,8 +53,16 @@ class RestorePlanner:
         starts = self._offers.answer(view)
         computes, cancels = self._chunks.decide(view)
         loads = self._loads.decide(view, computes)
-        computes = [self._chunks.unstuck(compute, view) for compute in computes]
+        # Who has no slot yet gets no room that these loads were to have.
+        granted = [self._chunks.unstuck(c, view) if c.rid == view.slot or not loads else c for c in computes]
+        computes = [compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot]
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
+
+    def give_up(self) -> None:
+        """Something here went wrong: nobody is being restored from now on, and nothing is under way. What was learned stays."""
+        self._under_way.give_up()
+        self._offers.give_up()
+        self._outlook.begin()
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
         """Why this is not worth being offered to an engine that can load by itself, or None. Changes nothing."""

@@ -75,6 +75,15 @@ class UnderWay:
         for link in item.unread:
             self.readers[link] = self.readers.get(link, 0) + 1
 
+    def give_up(self) -> None:
+        """Nobody is being restored, and no transfer or chunk is under way that anybody waits for."""
+        self.items.clear()
+        self.complete.clear()
+        self.readers.clear()
+        self.links.clear()
+        self._running.clear()
+        self.busy_until = 0.0
+
     @property
     def costs_known(self) -> bool:
         """Whether what computing costs was measured, here or in an earlier run."""

@@ -213,9 +213,11 @@ class RandomHands:
 
     def cancel(self, plan: StepPlan) -> None:
         for cancel in plan.cancels:
-            for load in [load for load in self.loads if load.rid == cancel.rid]:
-                inside = load.span.start < cancel.span.stop and cancel.span.start < load.span.stop
-                if inside and self.chance.random() < 0.6:
+            low, high = cancel.span.start, cancel.span.stop
+            inside = [load for load in self.loads if load.rid == cancel.rid and low <= load.span.start and load.span.stop <= high]
+            assert inside, f"no load lies within what is asked back, {cancel}"
+            for load in inside:
+                if self.chance.random() < 0.6:
                     self.loads.remove(load)
                     for page in range(load.span.start, load.span.stop) if load.rid in self.requests else ():
                         assert self.requests[load.rid].state.pop(page) == "loading"

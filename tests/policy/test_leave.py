@@ -160,6 +160,17 @@ def test_a_link_taken_for_slow_is_measured_again_now_and_then():
     assert modes.count(Mode.COMPUTE) == 31
 
 
+def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
+    one = planner(ssd=rate(4096, 1 / 500))
+    loads = []
+    for number in range(16):
+        asked = replace(offer(ssd=20), rid=f"r{number}")
+        one.observe(asked)
+        loads += one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).loads
+        one.observe(RequestFinished(asked.rid, 0.0))
+    assert [load.span for load in loads] == [Span(19, 20)]
+
+
 def test_what_the_engine_reads_by_itself_is_learned_from():
     one = planner(ssd=rate(4096, 500))
     assert one.left_to_engine(offer(ssd=256), VIEW) == "loading is faster"

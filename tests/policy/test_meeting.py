@@ -44,23 +44,24 @@ def races(draw):
     return Pace(PAGE, PAGE_BYTES, CHUNK, cost, bandwidth, backlog_s), draw(st.floats(0, 0.5)), pointer, sources, in_flight
 
 
-def ends(pace, at_s, pointer, sources, meet, own):
+def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
     """When compute and loads end if they meet there, counted page by page."""
     states = [(page, Span(page, page + 1)) for page in range(pointer.front, pointer.units)]
     loading = pointer.unlanded_runs(pointer.front)
     free = [page for page, one in states if pointer.free_in(one)]
-    if own is not None:
+    if taken_back:
         free = [page for low, high in loading for page in range(low, high)]
     lost = sum(pointer.lost_in(one) for _, one in states)
     computed = sum(page < meet for page in free) + lost
     computed_s = at_s + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK) if computed else 0.0
-    loaded_s = max((pace.backlog_s[link] for link in pace.backlog_s if link not in dict(sources)), default=0.0)
+    loaded_s = 0.0
     for link, spans in sources:
         pages = sum(page in span for page in free if page >= meet for span in spans)
-        behind_s = pace.backlog_s.get(link, 0.0)
-        if own:
-            behind_s = max(0.0, behind_s - pace.bandwidth.seconds(link, own.get(link, 0) * PAGE_BYTES))
-        loaded_s = max(loaded_s, behind_s + pace.bandwidth.seconds(link, pages * PAGE_BYTES))
+        behind_s, own = pace.backlog_s.get(link, 0.0), in_flight.get(link, 0)
+        if taken_back:
+            behind_s, own = max(0.0, behind_s - pace.bandwidth.seconds(link, own * PAGE_BYTES)), 0
+        if pages or own:  # what a link does for others alone is nothing to this request
+            loaded_s = max(loaded_s, behind_s + pace.bandwidth.seconds(link, pages * PAGE_BYTES))
     return computed_s, loaded_s
 
 
@@ -68,10 +69,9 @@ def ends(pace, at_s, pointer, sources, meet, own):
 @given(races(), st.integers(-1, 45), st.booleans())
 def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess, recall):
     pace, at_s, pointer, sources, in_flight = race
-    own = in_flight if recall else None
-    left = open_of(pace, pointer, sources, pointer.front, own)
+    left = open_of(pace, pointer, sources, pointer.front, in_flight, recall)
     split = best_split(pace, at_s, left, pointer.front)
     assert best_split(pace, at_s, left, pointer.front, guess) == split
-    every = [max(ends(pace, at_s, pointer, sources, meet, own)) for meet in range(pointer.front, pointer.units + 1)]
+    every = [max(ends(pace, at_s, pointer, sources, meet, in_flight, recall)) for meet in range(pointer.front, pointer.units + 1)]
     assert split.seconds == pytest.approx(min(every))
-    assert max(ends(pace, at_s, pointer, sources, split.meet, own)) == pytest.approx(split.seconds)
+    assert max(ends(pace, at_s, pointer, sources, split.meet, in_flight, recall)) == pytest.approx(split.seconds)

@@ -39,7 +39,7 @@ class PlainOutlook(Outlook):
         backlogs = {link: known.links.backlog_seconds(link, view.now) for link in Link if known.links.transfers(link)}
         pace = Pace(engine.page_tokens, engine.page_bytes, engine.chunk_tokens, known.cost.cost, known.bandwidth, backlogs)
         front, copied_s = item.behind_copies(front, known.bandwidth, engine)
-        left = open_of(pace, item.pointer, item.by_link, front, own)
+        left = open_of(pace, item.pointer, item.by_link, front, item.in_flight, own is not None)
         return best_split(pace, compute_at_s + copied_s, left, front, -1, charge)
 
     def meeting(self, item, view, compute_at_s, front):
@@ -84,7 +84,8 @@ class PlainPlanner:
             assert compute == Compute(rid, pointer.landed_run(), None) and compute.splice.stop == pointer.units
         computes, cancels = self.chunks.decide(view)
         loads = self.loads.decide(view, computes)
-        return StepPlan(starts, cancels, loads, tuple(self.chunks.unstuck(compute, view) for compute in computes))
+        granted = tuple(self.chunks.unstuck(c, view) if c.rid == view.slot or not loads else c for c in computes)
+        return StepPlan(starts, cancels, loads, tuple(one for one in granted if one.tokens != 0 or one.rid == view.slot))
 
 
 class Watched:

@@ -93,7 +93,9 @@ def restore(
             out.mode = start.mode
         for cancel in plan.cancels:
             out.cancels.append(cancel.span)
-            for entry in [e for e in queue if e[0] > now and e[2].start < cancel.span.stop]:
+            inside = [e for e in queue if cancel.span.start <= e[2].start and e[2].stop <= cancel.span.stop]
+            assert inside, f"no load lies within what is asked back, {cancel.span}"
+            for entry in [e for e in inside if e[0] > now]:
                 queue.remove(entry)
                 planner.observe(PagesLost("a", entry[2], CANCELLED, now))
         for load in plan.loads:
