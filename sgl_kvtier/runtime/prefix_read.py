@@ -7,12 +7,17 @@ had Python's lock again, beside a busy scheduler 5 ms and more each time.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sgl_kvtier.store.ahead import ReadAhead
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
+
+
+def read_or_given_up(outcomes: Sequence[ReadOutcome | None]) -> bool:
+    """Whether nothing but its reader's will kept any of these pages from being read. A slow store shows in reads that are given up."""
+    return all(outcome in (ReadOutcome.OK, ReadOutcome.CANCELLED) for outcome in outcomes)
 
 
 class PrefixRead:
@@ -26,8 +31,8 @@ class PrefixRead:
     ) -> None:
         self.page_bytes = page_bytes
         self.pages_read = 0
-        self.whole = True
-        """Every page asked for so far was read."""
+        self.tells = True
+        """What it took says how fast the store is: every page asked for so far was read, or given up by whoever asked."""
         self.seconds = 0.0
         """From the first call's begin to the last one's end."""
         self._started = 0.0
@@ -46,10 +51,11 @@ class PrefixRead:
         """Which of the next `count` pages were read. Returns when no I/O touches their slots any more."""
         now = time.perf_counter()
         self._started = self._started or now
-        read = [outcome is ReadOutcome.OK for outcome in self._ahead.collect(count)]
+        outcomes = self._ahead.collect(count)
         self.seconds = time.perf_counter() - self._started
+        read = [outcome is ReadOutcome.OK for outcome in outcomes]
         self.pages_read += sum(read)
-        self.whole = self.whole and all(read)
+        self.tells = self.tells and read_or_given_up(outcomes)
         return read
 
     def cancel(self) -> None:

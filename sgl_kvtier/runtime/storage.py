@@ -28,7 +28,7 @@ from sgl_kvtier.runtime import identity, plugin, restore_hooks, restore_setup, s
 from sgl_kvtier.runtime.host_pages import bytes_of, is_page_contiguous, nbytes_of, parts_of
 from sgl_kvtier.runtime.metrics import StoreMetrics
 from sgl_kvtier.runtime.page_names import page_key
-from sgl_kvtier.runtime.prefix_read import PrefixRead
+from sgl_kvtier.runtime.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.jobs import OrderedJob
@@ -199,7 +199,7 @@ class KVTierStorage(HiCacheStorage):
             del self._reading[id(prefix)]
             nbytes = prefix.pages_read * prefix.page_bytes
             self._note(self._read_batches, prefix.pages_read, nbytes, prefix.seconds)
-            if prefix.pages_read and prefix.whole:
+            if prefix.pages_read and prefix.tells:
                 self.own_reads.append((nbytes, prefix.seconds))
 
     # ---- copies: pages as flat tensors ----
@@ -335,10 +335,11 @@ class KVTierStorage(HiCacheStorage):
             job.cancel()
         job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
         del self._reading[id(job)]
-        read = [outcome is ReadOutcome.OK for outcome in job.outcomes]
+        outcomes = job.outcomes
+        read = [outcome is ReadOutcome.OK for outcome in outcomes]
         seconds = time.perf_counter() - started
         self._note(self._read_batches, sum(read), nbytes_of(parts, read), seconds)
-        if all(read):
+        if any(read) and read_or_given_up(outcomes):
             self.own_reads.append((nbytes_of(parts, read), seconds))
         return read
 

@@ -294,6 +294,23 @@ def test_a_prefix_read_ahead_is_cut_short_too(make):
             assert sum(long.result(timeout=15)) < 10
 
 
+def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
+    """What SGLang gives up since it takes too long is all there is to learn from where everything is left to SGLang."""
+    backend = make(host_pool(), throttle={"read_gbps": 0.001})  # a page takes a fifth of a second
+    names = keys(*range(20))
+    backend.batch_set_v1(names, slots(list(range(20))))
+    page_nbytes = backend._store.stats().bytes_written // 20
+    for read in (transfer, lambda backend, names, pages: backend.batch_get_v1(names, slots(pages))):
+        with ThreadPoolExecutor(1) as other:
+            long = other.submit(read, backend, names, list(range(20)))
+            time.sleep(0.7)
+            with backend.reads_cut_short():
+                landed = sum(long.result(timeout=15))
+        assert 0 < landed < 20
+        nbytes, seconds = backend.own_reads.pop()
+        assert nbytes == landed * page_nbytes and seconds > 0
+
+
 def test_another_backend_is_left_alone(make):
     assert plugin._read_ahead(lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None) == 7
 
