@@ -107,7 +107,8 @@ class ReadJob(Protocol):
 
     @property
     def outcomes(self) -> list[ReadOutcome | None]:
-        """One entry per page in the order asked for; None while it is open."""
+        """One entry per page in the order asked for; None while it is open. Like `done`, `drain` and `wait`, this may write to
+        the disk where pages have ended that are damaged: they are dropped before anybody sees it."""
 
     @property
     def in_flight(self) -> int:
@@ -118,13 +119,13 @@ class ReadJob(Protocol):
         """Every page has an outcome and nothing is in flight."""
 
     def drain(self) -> list[tuple[int, ReadOutcome]]:
-        """The (index, outcome) of pages that ended since the last call. Never blocks."""
+        """The (index, outcome) of pages that ended since the last call. Waits for no page."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until done or until the time is over; True when done."""
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED; those begun go on to their end. Never blocks."""
+        """Pages not begun become CANCELLED; those begun go on to their end. Waits for no page and does no I/O."""
 
 
 class PageStore(Protocol):
@@ -144,7 +145,8 @@ class PageStore(Protocol):
         """Begins reading pages in the given order and returns at once.
 
         Jobs of a lower `priority` number are served first, equal ones in the order of their calls. A page not begun
-        `deadline_s` seconds from now is LATE. `on_page(index, outcome)` is called once per page from an I/O thread.
+        `deadline_s` seconds from now is LATE. `on_page(index, outcome)` is called once per page from an I/O thread; pages
+        that are not begun may end on the thread that cancels or closes, or within this call.
         """
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:

@@ -144,10 +144,10 @@ class DiskStore:
             raise
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        outcomes = self._writer.put(pages)
+        # Before they are written: with `durable` a page is not stored while the log misses records.
         if not self._core.closing and self._core.log.worth_rewriting(len(self._core.table)):
             self._core.log.rewrite(self._snapshot)
-        return outcomes
+        return self._writer.put(pages)
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         with self._core.lock:
@@ -196,15 +196,17 @@ class DiskStore:
         self._lanes.close()
         with core.lock:
             core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any())
-        if core.log.worth_rewriting(0):
-            core.log.rewrite(self._snapshot)
-        with contextlib.suppress(OSError):
-            self._room.sync()
-        with contextlib.suppress(OSError):
-            core.log.sync()
-        core.log.close()
-        self._room.close()
-        self._folder.release(core.env)
+        # Whoever still makes or removes a segment ends first: the folder may be another owner's as soon as it is released.
+        with self._room.changing:
+            if core.log.lost or core.log.worth_rewriting(0):
+                core.log.rewrite(self._snapshot)
+            with contextlib.suppress(OSError):
+                self._room.sync()
+            with contextlib.suppress(OSError):
+                core.log.sync()
+            core.log.close()
+            self._room.close()
+            self._folder.release(core.env)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
         """Flips one bit of a stored page's payload on disk, for fault injection; False when the page is not there."""

@@ -6,6 +6,8 @@ tests as the pages', it opens a million entries with two numpy calls, and it nev
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 NAME = "index.log"
 _SLACK = 512
 """Records more than this over twice the live ones make the log worth writing anew."""
+_AGAIN_S = 10.0
+"""A log that could not be written anew, or misses records again at once, is not tried again before this: each time takes a pass
+over all pages."""
 INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
 """What the log may take per slot: two records, and one in the new log while it replaces the old one."""
 
@@ -34,9 +39,11 @@ class Frame:
 
 
 class IndexLog:
-    """The log of one rank's folder. Any thread; its own lock is held while it writes, which is never waited for by reads.
+    """The log of one rank's folder. Any thread; its own lock is held while it writes. Of reads only those wait for it whose
+    pages turned out to be damaged.
 
-    An append that fails loses hints, never pages: `append` and `rewrite` return False and go on.
+    An append that fails loses hints, never pages: `append` and `rewrite` return False and go on. A log that misses records is
+    removed, so that nobody takes it for whole, until `rewrite` has made another.
     """
 
     def __init__(self, env: Env, folder: str, identity: bytes) -> None:
@@ -47,12 +54,21 @@ class IndexLog:
         self._fd = -1
         self._end = 0
         self._records = 0
+        self._lost = 0
+        self._again_at = 0.0
+        self._mended_at = -_AGAIN_S
+        self._closed = False
         self.bytes_written = 0
         """Since the store was opened."""
 
     @property
     def nbytes(self) -> int:
         return self._end
+
+    @property
+    def lost(self) -> bool:
+        """Whether records are missing on disk, so that the next opening would have to read the slots' headers."""
+        return self._lost != 0
 
     def load(self) -> tuple[np.ndarray, bool]:
         """(records as written, whether they can be relied on to be complete). Does not raise."""
@@ -75,11 +91,13 @@ class IndexLog:
             return True
 
     def rewrite(self, snapshot: Callable[[], np.ndarray]) -> bool:
-        """Replaces the log by one that says only what `snapshot` returns; the old one stays if that fails.
+        """Replaces the log by one that says only what `snapshot` returns; the old one stays if that fails, or after `close`.
 
         `snapshot` is called while no append can happen, so nothing falls between the two logs.
         """
         with self._lock:
+            if self._closed:  # the folder may be another owner's already
+                return False
             live = snapshot()
             fresh = self._path + ".new"
             fd = -1
@@ -92,9 +110,14 @@ class IndexLog:
                 logger.debug("the index log was not rewritten: %s", error)
                 if fd >= 0:
                     self._env.close(fd)
+                    with contextlib.suppress(OSError):
+                        self._env.unlink(fresh)  # on a full disk somebody else needs the room
+                self._again_at = self._env.now() + _AGAIN_S
                 return False
             self._drop_descriptor()
-            self._fd, self._end, self._records = fd, len(data), len(live)
+            if self._lost:
+                self._mended_at = self._env.now()
+            self._fd, self._end, self._records, self._lost = fd, len(data), len(live), 0
             self.bytes_written += len(data)
             return True
 
@@ -106,12 +129,14 @@ class IndexLog:
         """The same for records that were packed already."""
         data = frame.data
         with self._lock:
-            if self._fd < 0:
+            if self._closed or self._lost:
                 return False
             try:
+                if self._fd < 0:
+                    raise OSError(errno.EBADF, "the index log could not be opened")
                 write_fully(self._env, self._fd, [memoryview(data)], self._end)
             except OSError as error:
-                logger.debug("index records were lost: %s", error)
+                self._lose(error)
                 return False
             self._end += len(data)
             self.bytes_written += len(data)
@@ -119,18 +144,34 @@ class IndexLog:
             return True
 
     def worth_rewriting(self, live: int) -> bool:
-        """Whether most of the log is about pages that are gone."""
-        return self._records > 2 * live + _SLACK
+        """Whether most of the log is about pages that are gone, or it misses some, unless that was tried in vain just now."""
+        return (self.lost or self._records > 2 * live + _SLACK) and self._env.now() >= self._again_at
 
     def sync(self) -> None:
-        """Makes what was appended survive a power loss. Raises OSError."""
+        """Makes what was appended survive a power loss. Raises OSError, also when some of it could not be appended."""
         with self._lock:
+            if self._lost:
+                raise OSError(self._lost, "index records were lost")
             if self._fd >= 0:
                 self._env.sync(self._fd)
 
     def close(self) -> None:
+        """From now on nothing is written. Idempotent."""
         with self._lock:
+            self._closed = True
             self._drop_descriptor()
+
+    def _lose(self, error: OSError) -> None:
+        """Locked. Takes a log away that misses records. Also a full disk lets go of a file."""
+        logger.debug("index records were lost: %s", error)
+        self._lost = error.errno or errno.EIO
+        self._again_at = max(self._again_at, self._mended_at + _AGAIN_S)  # a disk that is full again at once
+        self._drop_descriptor()
+        self._end = self._records = 0
+        try:
+            self._env.unlink(self._path)
+        except OSError as stays:
+            logger.debug("the index log cannot be removed: %s", stays)
 
     def _drop_descriptor(self) -> None:
         if self._fd >= 0:

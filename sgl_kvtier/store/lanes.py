@@ -195,7 +195,7 @@ class ThreadLanes:
                 deadline, _, job = self._deadlines[0]
                 left = 0.0 if job.exhausted else deadline - self._env.now()
                 if left > 0:
-                    self._watch_changed.wait(left)
+                    self._watch_changed.wait(min(left, threading.TIMEOUT_MAX))
                     continue
                 heapq.heappop(self._deadlines)
             job.end_rest(ReadOutcome.LATE)

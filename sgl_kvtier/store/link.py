@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -11,6 +12,8 @@ from collections.abc import Callable, Sequence
 
 from sgl_kvtier.store.base import PageRead, PageStore, ReadOutcome
 from sgl_kvtier.store.jobs import OrderedJob
+
+logger = logging.getLogger(__name__)
 
 _AHEAD_S = 0.01
 """Pages are asked of the store so long before the link delivers them, that the disk's own latency is hidden."""
@@ -37,6 +40,10 @@ class LinkJob(OrderedJob):
 
     def nbytes(self, index: int) -> int:
         return sum(part.nbytes for part in self.pages[index].into)
+
+    def late(self, now: float) -> bool:
+        """Whether what has not begun is not to begin any more."""
+        return self.deadline is not None and now >= self.deadline
 
 
 class Link:
@@ -115,7 +122,7 @@ class Link:
             return begun
         self._queue = [entry for entry in self._queue if not entry[2].exhausted]
         heapq.heapify(self._queue)
-        for _, _, job in sorted(entry for entry in self._queue if entry[2].ready_at <= now):
+        for _, _, job in sorted(entry for entry in self._queue if entry[2].ready_at <= now and not entry[2].late(now)):
             indexes: list[int] = []
             while self._free_at < now + _AHEAD_S and len(self._under_way) < _AHEAD_PAGES:
                 run = job.begin()
@@ -131,7 +138,7 @@ class Link:
 
     def _take_late(self) -> list[LinkJob]:
         now = time.monotonic()
-        return [j for _, _, j in self._queue if j.deadline is not None and now >= j.deadline and not j.exhausted]
+        return [j for _, _, j in self._queue if j.late(now) and not j.exhausted]
 
     def _ask_store(self, job: LinkJob, indexes: list[int]) -> None:
         def landed(position: int, outcome: ReadOutcome) -> None:
@@ -140,7 +147,13 @@ class Link:
                 if self._deliverable():
                     self._changed.notify()
 
-        self._store.read([job.pages[i] for i in indexes], on_page=landed)
+        try:
+            self._store.read([job.pages[i] for i in indexes], on_page=landed)
+        except Exception:
+            # Memory that cannot be read into, or somebody else's store: these pages fail, the link lives on.
+            logger.exception("reading pages over a link failed")
+            for position in range(len(indexes)):
+                landed(position, ReadOutcome.FAILED)
 
     def _deliverable(self) -> bool:
         if not self._under_way:
@@ -165,4 +178,4 @@ class Link:
             times.append(max(self._free_at - _AGAIN_S, min(job.ready_at for _, _, job in self._queue)))
         if self._under_way and (self._under_way[0][2] > now or self._deliverable()):
             times.append(self._under_way[0][2])
-        return max(1e-4, min(times) - now) if times else None
+        return min(max(1e-4, min(times) - now), threading.TIMEOUT_MAX) if times else None

@@ -123,7 +123,8 @@ def namespace_bytes(env: Env, namespace: str) -> int:
 
 
 def remove_namespace(env: Env, namespace: str) -> int:
-    """Removes an identity's folder that nobody has open; returns the bytes freed, 0 when it is in use. May raise OSError."""
+    """Removes an identity's folder that nobody has open; returns the bytes freed, 0 when it is in use or somebody else has
+    removed it, or is about to. May raise OSError."""
     ranks = list_ranks(env, namespace)
     locks: list[int] = []
     try:
@@ -142,7 +143,7 @@ def remove_namespace(env: Env, namespace: str) -> int:
             env.unlink(os.path.join(namespace, name))
         env.remove_directory(namespace)
         return freed
-    except StoreBusyError:
+    except (StoreBusyError, FileNotFoundError):
         return 0
     finally:
         for fd in locks:

@@ -137,8 +137,7 @@ class NativeReadJob:
             return self._settled.wait_for(lambda: self._unsettled == 0, timeout_s)
 
     def cancel(self) -> None:
-        self._job.cancel()
-        self._reap()
+        self._job.cancel()  # who waits, asks, or sweeps settles: that may take I/O
 
     def settle_ended(self) -> bool:
         """Settles what ended since the last call; True when nothing is left. For the lanes' own thread."""
@@ -214,7 +213,7 @@ class NativeLanes:
         with self._lock:
             job.begin(
                 self._pool.submit(
-                    False, on_page is not None, priority, deadline or 0.0,
+                    False, on_page is not None, priority, min(deadline or 0.0, threading.TIMEOUT_MAX),
                     fds, sizes, offsets, located.lengths, heads, pages.parts, pages.buffers,
                 )
             )  # fmt: skip

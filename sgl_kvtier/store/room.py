@@ -16,7 +16,7 @@ from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
 from sgl_kvtier.store.format import BLOCK
 from sgl_kvtier.store.index_log import INDEX_BYTES_PER_SLOT
 from sgl_kvtier.store.namespace import others_by_age, remove_namespace
-from sgl_kvtier.store.segment import Segment, create_segment, segment_name
+from sgl_kvtier.store.segment import Segment, create_segment, segment_name, spoil_segment
 from sgl_kvtier.store.slots import Rows, State
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,9 @@ class Room:
         self._core = core
         self._namespace = namespace
         self._ranks = ranks
-        self._growing = threading.Lock()
+        self.changing = threading.Lock()
+        """Held while segments are made, removed or closed. Taken before the index log's lock and the core's."""
+        self._syncing = threading.Lock()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lru: dict[int, LeastRecentlyUsed] = {}
         self._next_number = 1
@@ -125,7 +127,7 @@ class Room:
 
     def make(self, slot_bytes: int, count: int) -> None:
         """Adds segments until `count` rows are free, as far as budget and disk allow. Does I/O; never raises OSError."""
-        with self._growing:
+        with self.changing:
             while True:
                 with self._core.lock:
                     if self._core.closing or len(self._free[slot_bytes]) >= count:
@@ -134,13 +136,18 @@ class Room:
                     return
 
     def remove(self, segment: Segment) -> None:
-        """Closes and deletes a segment whose rows were removed under the lock. Does I/O; never raises OSError."""
-        self._core.env.close(segment.fd)
+        """Deletes and closes a segment whose rows were removed under the lock. Does I/O; never raises OSError."""
+        env = self._core.env
         try:
-            self._core.env.unlink(segment.path)
+            env.unlink(segment.path)
         except OSError as error:
             self._stuck_bytes += segment.nbytes
             self._core.complaints.about("removing a segment", error)
+            # Whatever the log says of it or its slots do: its pages must not come back when the folder is opened again.
+            with contextlib.suppress(OSError):
+                spoil_segment(env, segment)
+        with self._syncing:  # who syncs may be at it
+            env.close(segment.fd)
 
     def forget(self, segment: Segment) -> None:
         """Locked. Drops a segment's rows and pages; `remove` has to follow outside the lock."""
@@ -151,7 +158,7 @@ class Room:
 
     def give_back_idle(self) -> int:
         """Deletes segments that nobody reads or writes, and their pages; returns how many. Never raises OSError."""
-        with self._growing:
+        with self.changing:
             idle = []
             with self._core.lock:
                 before = len(self._core.table)
@@ -165,20 +172,22 @@ class Room:
         return removed
 
     def close(self) -> None:
-        """Closes all files."""
+        """Closes all files. While holding `changing`."""
         for segment in self.segments.values():
             self._core.env.close(segment.fd)
 
     def sync(self) -> None:
         """Makes everything written so far survive a power loss. Raises OSError."""
-        for segment in list(self.segments.values()):
-            if segment.dirty:
-                segment.dirty = False
-                try:
-                    self._core.env.sync(segment.fd)
-                except OSError:
-                    segment.dirty = True
-                    raise
+        # One at a time: what another thread has taken upon itself to sync is not safe before it is done.
+        with self._syncing:
+            for segment in list(self.segments.values()):
+                if segment.dirty:
+                    segment.dirty = False
+                    try:
+                        self._core.env.sync(segment.fd)
+                    except OSError:
+                        segment.dirty = True
+                        raise
 
     def _of_size(self, slot_bytes: int) -> list[Segment]:
         return [s for s in self.segments.values() if s.slot_bytes == slot_bytes]
@@ -259,6 +268,7 @@ class Room:
             except OSError as error:
                 self._core.complaints.about("removing pages of another model", error)
                 continue
-            if freed or not env.exists(path):
+            if freed:
                 logger.warning("removed %s (%d bytes): this server needs the room", path, nbytes)
+            if freed or not env.exists(path):  # another rank may have been faster, or a purge
                 self._others.remove((path, nbytes))

@@ -97,6 +97,11 @@ def open_segment(env: Env, folder: str, number: int, identity: bytes, io: Direct
     return Segment(number, found[1], found[2], path, fd)
 
 
+def spoil_segment(env: Env, segment: Segment) -> None:
+    """Overwrites the head of a file that cannot be removed: whoever opens it again finds no segment. Raises OSError."""
+    write_fully(env, segment.fd, [_aligned(bytes(BLOCK))], 0)
+
+
 def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
     """What O_DIRECT is good for in this folder. Raises OSError when it was insisted on (`on`) and does not work."""
     if setting == "off":

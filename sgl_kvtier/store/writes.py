@@ -75,7 +75,10 @@ class Writer:
         others: list[tuple[int, int, int]] = []
         for _ in range(_ROUNDS):
             with self._core.lock:
-                absent = fitting[find_pages(self._core, columns, fitting) == EMPTY]
+                here = find_pages(self._core, columns, fitting)
+                # Used now, so that other pages give way before those of this batch.
+                self._core.table.touch(here[here != EMPTY])
+                absent = fitting[here == EMPTY]
             sizes, counts = np.unique(batch.slot_bytes[absent], return_counts=True)
             for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
                 self._room.make(size, count)
@@ -126,31 +129,33 @@ class Writer:
         Returns them, (index, row, sequence) of pages being written already, and the pages that found no slot.
         """
         table = self._core.table
-        here = find_pages(self._core, batch.columns, indexes)
+        found = find_pages(self._core, batch.columns)
+        here, there = found[indexes], found[found != EMPTY]
         missing = indexes[here == EMPTY].tolist()
         # Of a page that is in the batch twice only the first is written: filled backwards, so that the first stays.
         name = {i: (batch.pages[i].key, batch.pages[i].pool) for i in missing}
         first = {name[i]: i for i in reversed(missing)}
         fresh = missing if len(first) == len(missing) else sorted(first.values())
+        table.pin(there)  # no page of a batch gives way to another one of it: its outcome would be a lie
         new = self._claim(batch, np.array(fresh, np.int64))
+        table.unpin(there)
         if len(fresh) == len(indexes) == sum(len(n.indexes) for n in new):
             return new, [], indexes[:0]
         row_of = dict(zip(indexes.tolist(), here.tolist(), strict=True))
         row_of.update((i, row) for n in new for i, row in zip(n.indexes.tolist(), n.located.rows.tolist(), strict=True))
         row_of.update((i, row_of[first[name[i]]]) for i in missing)
         written = {i for n in new for i in n.indexes.tolist()}
-        others, kept = [], []
+        others, kept = [], 0
         for i in indexes.tolist():
             row = row_of[i]
             if i in written or row == EMPTY:
                 continue
             if table.state[row] == State.LIVE:
                 batch.outcomes[i] = PutOutcome.KEPT
-                kept.append(row)
+                kept += 1
             else:
                 others.append((i, row, int(table.sequence[row])))
-        table.touch(np.array(kept, np.int64))
-        self._core.counters.pages_kept += len(kept)
+        self._core.counters.pages_kept += kept
         return new, others, np.array([i for i in indexes.tolist() if row_of[i] == EMPTY], np.int64)
 
     def _claim(self, batch: _Batch, indexes: Rows) -> list[_New]:
@@ -198,13 +203,13 @@ class Writer:
         """Which of the pages are on disk."""
         core, columns = self._core, batch.columns
         started = core.env.now()
-        for segment in new.located.segments.values():
-            segment.dirty = True
         parts, buffers = columns.parts, columns.buffers
         if len(new.indexes) < len(parts) or not new.in_order:
             parts, buffers = parts[new.indexes], columns.buffers_of(new.indexes)
         failed = lambda error: core.complaints.about("writing pages", error)  # noqa: E731
         written = self._lanes.write(new.located, parts, buffers, failed, meanwhile)
+        for segment in new.located.segments.values():
+            segment.dirty = True  # not before: a sync that began meanwhile need not have seen these pages
         if core.config.durable and len(written):
             try:
                 self._room.sync()
@@ -217,16 +222,19 @@ class Writer:
 
     def _publish(self, new: _New, written: Rows, batch: _Batch, frames: list[Frame]) -> None:
         core = self._core
-        whole = len(written) == len(new.indexes)
-        good = new.located if whole else new.located.at(written)
         if len(written):
+            every = len(written) == len(new.indexes)
             # Before they become readable, and so evictable: the log's order on a slot is the order of its pages.
-            core.log.append_frame(frames[0] if whole and frames else Frame(good.records(PUT)))
+            core.log.append_frame(frames[0] if every and frames else Frame(new.located.at(written).records(PUT)))
             if core.config.durable:
                 try:
                     core.log.sync()
                 except OSError as error:
+                    # As with the pages themselves: nobody knows which of them would be found again.
                     core.complaints.about("syncing the index", error)
+                    written = written[:0]
+        whole = len(written) == len(new.indexes)
+        good = new.located if whole else new.located.at(written)
         indexes = new.indexes if whole else new.indexes[written]
         nbytes, padded_bytes = int(good.lengths.sum()), int((BLOCK + -(-good.lengths.astype(np.int64) // BLOCK) * BLOCK).sum())
         with core.lock:

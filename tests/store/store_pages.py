@@ -72,3 +72,13 @@ def read(store: PageStore, lengths: dict[PageKey, int], pool: str = KV, **how: A
 
 def segments(store: DiskStore) -> list[Path]:
     return sorted(Path(store.folder).glob("seg-*"))
+
+
+def hang(store: DiskStore) -> int:
+    """Makes rings wait for what they read of a store's only segment, until the descriptor returned is closed: then nothing comes."""
+    (path,) = segments(store)
+    (fd,) = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == os.path.realpath(path)]
+    reading, writing = os.pipe()
+    os.dup2(reading, fd)
+    os.close(reading)
+    return writing

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_pages import aligned, content, key, open_at, put, read
+from store_pages import aligned, content, key, open_at, put, read, segments
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
@@ -88,6 +89,42 @@ def test_a_page_evicted_for_its_own_batch_is_written_again(opened: Callable[...,
     put(store, {key(("a", 0)): content("a", 5000)})
     put(store, {key(("b", i)): content(i, 20_000) for i in range(11)})
     assert PutOutcome.REFUSED not in put(store, {key(i): content(i, 70_000) for i in range(6)})
+
+
+def test_pages_of_one_batch_do_not_give_way_to_each_other(opened: Callable[..., DiskStore]) -> None:
+    store = opened(capacity_bytes=1 << 20)
+    n = 0
+    while store.stats().pages_evicted == 0:
+        put(store, {key(n): content(n, 30_000)})
+        n += 1
+    pages = {key(i): content(i, 30_000) for i in ("new", *range(1, n))}  # those there, the first of which is the next to go
+    assert put(store, dict(list(pages.items())[:2])) == [PutOutcome.STORED, PutOutcome.KEPT]
+    assert store.lookup(list(pages)) == [Lookup.HIT, Lookup.HIT, Lookup.MISS] + [Lookup.HIT] * (n - 3)
+    del pages[key(2)]
+    assert put(store, pages | {key("one too many"): content(0, 30_000)}) == [PutOutcome.KEPT] * (n - 1) + [PutOutcome.REFUSED]
+    assert read(store, dict.fromkeys(pages, 30_000)) == [(ReadOutcome.OK, data) for data in pages.values()]
+
+
+@pytest.mark.parametrize("in_use_at_first", [False, True])
+def test_folders_of_other_models_that_somebody_else_removed_are_room_again(tmp_path: Path, in_use_at_first: bool) -> None:
+    def fill(store: DiskStore, name: str) -> DiskStore:
+        put(store, {key((name, i)): content(i, 30_000) for i in range(100)})
+        return store
+
+    other = fill(open_at(tmp_path, Identity({"model": "other"}, "other"), capacity_bytes=CAP, segment_bytes=512 << 10), "other")
+    if not in_use_at_first:
+        other.close()
+    store = open_at(tmp_path, capacity_bytes=CAP, segment_bytes=512 << 10)
+    alone = open_at(tmp_path / "alone", capacity_bytes=CAP)
+    assert store.stats().capacity_bytes < alone.stats().capacity_bytes
+    if in_use_at_first:
+        fill(store, "in vain")
+        other.close()
+    shutil.rmtree(Path(other.folder).parent)
+    fill(store, "more")
+    assert store.stats().capacity_bytes == alone.stats().capacity_bytes
+    store.close()
+    alone.close()
 
 
 def test_the_folders_of_other_models_make_room_unless_they_are_open(tmp_path: Path) -> None:
@@ -188,13 +225,33 @@ def test_growth_stops_at_the_free_space_floor(opened: Callable[..., DiskStore]) 
     assert PutOutcome.STORED not in put(store, {key("other size"): content(1, 100_000)})
 
 
-def test_a_segment_that_cannot_be_removed_still_counts(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
-    class Sticky(Env):
-        def unlink(self, path: str) -> None:
-            if "seg-" in path:
-                raise PermissionError(errno.EPERM, "immutable")
-            super().unlink(path)
+class Sticky(Env):
+    """Segments cannot be removed."""
 
+    def unlink(self, path: str) -> None:
+        if "seg-" in path:
+            raise PermissionError(errno.EPERM, "immutable")
+        super().unlink(path)
+
+
+@pytest.mark.parametrize("log", ["kept", "lost"])
+def test_cleared_pages_do_not_come_back_with_a_segment_that_cannot_be_removed(opened: Callable[..., DiskStore], log: str) -> None:
+    store = opened(env=Sticky())
+    pages = {key(i): content(i, 5000) for i in range(10)}
+    put(store, pages)
+    assert store.clear() == 10
+    store.close()
+    assert segments(store)
+    if log == "lost":
+        Path(store.folder, "index.log").unlink()
+    for env in (Sticky(), Env()):
+        again = opened(env=env)
+        assert set(again.lookup(list(pages))) == {Lookup.MISS} and again.stats().pages == 0
+        again.close()
+    assert not segments(store)
+
+
+def test_a_segment_that_cannot_be_removed_still_counts(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
     store = opened(env=Sticky(), capacity_bytes=CAP, segment_bytes=512 << 10)
     for size in (4_000, 60_000, 9_000, 200_000):
         put(store, {key((size, i)): content(i, size) for i in range(40)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import threading
@@ -206,6 +207,22 @@ def test_a_stalled_device_does_not_hold_the_caller_past_the_deadline(gated: tupl
     env.gate.set()
     assert job.wait(60)
     assert bytes(canary) == b"\xaa" * len(canary)
+
+
+def test_a_deadline_that_never_comes_does_not_keep_others_from_coming(gated: tuple[DiskStore, GatedEnv]) -> None:
+    store, env = gated
+    pages = scattered(3)
+    put(store, pages)
+    env.gate.clear()
+    first, second, third = [PageRead(k, [aligned(600_000)]) for k in pages]
+    forever = store.read([first, second], deadline_s=math.inf)
+    env.entered.acquire()
+    late = threading.Event()
+    job = store.read([third], deadline_s=0.01, on_page=lambda i, o: late.set())
+    told = late.wait(10)
+    env.gate.set()
+    assert told and job.wait(60) and job.outcomes == [ReadOutcome.LATE]
+    assert forever.wait(60) and forever.outcomes == [ReadOutcome.OK] * 2
 
 
 def test_closing_cancels_what_has_not_begun_and_later_calls_are_harmless(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import xxhash
 from store_pages import LANES, aligned, content, key, lanes, open_at, put, read
 
+from sgl_kvtier.store import native_lanes
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.format import BLOCK, HEAD, SlotHead, heads_of
 from sgl_kvtier.store.native_lanes import NATIVE
@@ -108,6 +109,19 @@ def test_a_job_nobody_asks_about_gives_its_slots_back(tmp_path: Path, kind: str)
     while store.stats().pages_read < 10 and time.monotonic() < until:
         time.sleep(0.01)
     assert store.stats().pages_read == 10
+    store.close()
+
+
+def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_lanes, "_SWEEP_S", 3600.0)
+    store = open_at(tmp_path, **lanes("threads"), io_threads=1)
+    put(store, {key(i): content(i, 5000) for i in range(2)})
+    assert store.damage(key(0), bit=1)
+    damaged = store.read([PageRead(key(0), [aligned(5000)])])
+    assert read(store, {key(1): 5000}) == [(ReadOutcome.OK, content(1, 5000))]  # by the same thread: the other one has ended
+    damaged.cancel()
+    assert store.stats().pages_corrupt == 0
+    assert damaged.outcomes == [ReadOutcome.CORRUPT] and store.stats().pages_corrupt == 1
     store.close()
 
 

@@ -7,11 +7,13 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from store_pages import aligned, content, key, lanes, open_at, put, read, segments
+from store_pages import aligned, content, hang, key, lanes, open_at, put, read, segments
 
+from sgl_kvtier.store import native_lanes
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.format import BLOCK
@@ -164,28 +166,50 @@ def test_which_lanes_are_chosen() -> None:
     assert ring_lanes("auto", direct=True, threads=1) == 1
 
 
-_FORBIDDEN = r"""
-import ctypes, os, struct, sys
+def test_a_callback_tells_of_a_deadline_though_every_lane_hangs_and_nobody_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_lanes, "_SWEEP_S", 3600.0)
+    store = open_rings(tmp_path, io_threads=1)
+    names = [key(i) for i in range(42)]
+    put(store, {name: content(i, 4096) for i, name in enumerate(names)})
+    device = hang(store)
+    first = store.read([PageRead(name, [aligned(4096)]) for name in names[:40:2]])  # more runs than a ring has under way
+    while first.in_flight < 16 and not first.done:
+        time.sleep(0.001)
+    late = threading.Event()
+    job = store.read([PageRead(names[41], [aligned(4096)])], deadline_s=0.01, on_page=lambda i, outcome: late.set())
+    hung, told = first.in_flight, late.wait(10)
+    os.close(device)
+    assert hung == 16 and told
+    assert job.wait(60) and job.outcomes == [ReadOutcome.LATE]
+    assert first.wait(60)
+    store.close()
+
+
+_FORBID = r"""
+import ctypes, os, struct, sys, time
 from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
-from store_pages import content, key, open_at, put, read
-from sgl_kvtier.store.base import ReadOutcome
-call, when, error = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+from store_pages import aligned, content, hang, key, open_at, put, read
+from sgl_kvtier.store.base import PageRead, ReadOutcome
 
-def forbid():
-    def op(code, jt, jf, k): return struct.pack("HBBI", code, jt, jf, k)
-    program = b"".join([op(0x20, 0, 0, 0), op(0x15, 0, 1, call), op(0x06, 0, 0, 0x00050000 | error), op(0x06, 0, 0, 0x7FFF0000)])
+def forbid(*steps):
+    program = b"".join(struct.pack("HBBI", *step) for step in steps)
     class Filter(ctypes.Structure):
         _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(38, 1, 0, 0, 0):
         sys.exit(77)
     # SECCOMP_SET_MODE_FILTER for every thread of this process.
-    if libc.syscall(317, 1, 1, ctypes.byref(Filter(4, program))):
+    if libc.syscall(317, 1, 1, ctypes.byref(Filter(len(steps), program))):
         sys.exit(77)
+"""
 
+
+_FORBIDDEN = _FORBID + r"""
+call, when, error = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+program = (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050000 | error), (0x06, 0, 0, 0x7FFF0000)
 if when == "before":
-    forbid()
+    forbid(*program)
 store = open_at(Path(sys.argv[2]), io=sys.argv[6], capacity_bytes=64 << 20)
 pages = {key(i): content(i, 20_000) for i in range(200)}
 put(store, pages)
@@ -194,7 +218,7 @@ wanted = [(ReadOutcome.OK, data) for data in pages.values()]
 if when == "after":
     assert store.io == "io_uring"
     assert read(store, lengths) == wanted
-    forbid()
+    forbid(*program)
 else:
     assert store.io == "threads", store.io
 for _ in range(5):
@@ -211,6 +235,38 @@ def test_a_kernel_that_forbids_rings_gets_threads(tmp_path: Path, call: int, whe
     lanes("io_uring")
     command = [sys.executable, "-c", _FORBIDDEN, str(Path(__file__).parent), str(tmp_path), str(call), when, str(error), setting]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77:
+        pytest.skip("this process may not install a seccomp filter")
+    assert done.returncode == 0, done.stderr
+
+
+_NO_MORE = _FORBID + r"""
+store = open_at(Path(sys.argv[2]), io="io_uring", io_threads=1)
+names = [key(i) for i in range(12)]
+put(store, {name: content(i, 4096) for i, name in enumerate(names)})
+device = hang(store)
+hung = store.read([PageRead(name, [aligned(4096)]) for name in names[:8:2]])
+while hung.in_flight < 4:
+    time.sleep(0.01)
+time.sleep(0.2)  # for the lane to hand them over
+# io_uring_enter may go on waiting for what it has, and hand over no more.
+forbid((0x20, 0, 0, 0), (0x15, 0, 3, 426), (0x20, 0, 0, 24), (0x15, 1, 0, 0), (0x06, 0, 0, 0x00050000 | int(sys.argv[3])), (0x06, 0, 0, 0x7FFF0000))
+other = store.read([PageRead(names[10], [aligned(4096)])])
+assert other.wait(30) and other.outcomes == [ReadOutcome.FAILED]  # read without the ring, which a pipe at an offset refuses
+assert hung.in_flight == 4
+os.close(device)
+assert hung.wait(30)
+assert hung.outcomes == [ReadOutcome.CORRUPT] * 4
+store.close()
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers")
+@pytest.mark.parametrize("error", [1, 11], ids=["EPERM", "EAGAIN"])
+def test_what_a_ring_has_under_way_ends_after_it_was_given_up(tmp_path: Path, error: int) -> None:
+    lanes("io_uring")
+    command = [sys.executable, "-c", _NO_MORE, str(Path(__file__).parent), str(tmp_path), str(error)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     if done.returncode == 77:
         pytest.skip("this process may not install a seccomp filter")
     assert done.returncode == 0, done.stderr

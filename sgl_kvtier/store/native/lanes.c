@@ -101,6 +101,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     pool->write_run = (size_t)write_run_bytes;
     pool->depth = (size_t)depth;
     pool->depth_bytes = (size_t)depth_bytes;
+    pool->look_ns = UINT64_MAX;
     pool->threads = calloc((size_t)threads, sizeof(pthread_t));
     self->started = 1;
     Py_BEGIN_ALLOW_THREADS start_lanes(pool, rings);
@@ -465,7 +466,7 @@ static PyObject *columns(PyObject *Py_UNUSED(module), PyObject *pages) {
 static PyMethodDef pool_methods[] = {
     {"submit", (PyCFunction)pool_submit, METH_VARARGS,
      "submit(writing, notify, priority, deadline, fds, sizes, offsets, lengths, heads, parts, buffers) -> Job"},
-    {"wait", (PyCFunction)pool_wait, METH_VARARGS, "wait(seen, seconds) -> how often pages of jobs with `notify` have ended"},
+    {"wait", (PyCFunction)pool_wait, METH_VARARGS, "wait(seen, seconds) -> how often there was news of jobs with `notify`"},
     {"busy", (PyCFunction)pool_busy, METH_NOARGS, "seconds spent reading, added up over threads"},
     {"close", (PyCFunction)pool_close, METH_NOARGS, "cancels what has not begun and joins the threads"},
     {NULL, NULL, 0, NULL}};

@@ -31,6 +31,7 @@ typedef struct Pool {
     int lane_count, rings, unready; /* `rings`: lanes whose ring works; `unready`: those that have not said yet */
     size_t read_run, write_run, flying, depth, depth_bytes; /* `flying`: runs in rings; depths: of each ring */
     uint64_t orders, last_write_ns, ends, busy_ns;
+    uint64_t look_ns; /* when await_any() returns by itself; UINT64_MAX while nobody is in it */
 } Pool;
 
 static uint64_t now_ns(void) {
@@ -100,6 +101,11 @@ static void expire(Pool *pool, Job *job) {
 
 static void enter_queue(Pool *pool, Job *job) {
     pthread_mutex_lock(&pool->lock);
+    /* Who settles its pages would sleep past its deadline, or may be about to. */
+    if (job->notify && job->deadline_ns && job->deadline_ns < pool->look_ns) {
+        pool->ends++;
+        pthread_cond_broadcast(&pool->any_end);
+    }
     job->order = pool->orders++;
     if (pool->stopping) {
         end_rest(pool, job, CANCELLED);
@@ -253,10 +259,13 @@ static void await_job(Pool *pool, Job *job, uint64_t until_ns) {
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Blocks until some job with `notify` ended a page after the `seen`th time, or until `until_ns`. Returns the number of times so far. */
+/* Blocks until some job with `notify` ended a page after the `seen`th time or was submitted with a deadline before `until_ns`, or until
+ * then. Returns the number of times so far. For one thread. */
 static uint64_t await_any(Pool *pool, uint64_t seen, uint64_t until_ns) {
     pthread_mutex_lock(&pool->lock);
+    pool->look_ns = until_ns;
     while (pool->ends == seen && !pool->stopping && now_ns() < until_ns) wait_until(&pool->any_end, &pool->lock, until_ns);
+    pool->look_ns = UINT64_MAX;
     seen = pool->ends;
     pthread_mutex_unlock(&pool->lock);
     return seen;

@@ -88,11 +88,18 @@ static void enter(Rings *r, int wait) {
     if (!r->broken) {
         int error = ring_enter(&r->ring, (unsigned)wait);
         r->stubborn = error == EAGAIN || error == EBUSY || error == ENOMEM ? r->stubborn + 1 : 0;
-        if (r->stubborn > STUBBORN || (error && error != EINTR && !r->stubborn)) give_up(r);
-    } else if (wait) {
+        if (r->stubborn > STUBBORN || (error && error != EINTR && !r->stubborn)) {
+            give_up(r);
+        } else if (r->stubborn) {
+            ring_reap(&r->ring); /* what has ended holds the memory that is missing */
+            poll(NULL, 0, 1);
+        }
+    } else {
         struct pollfd wake = {.fd = r->lane->wake_fd, .events = POLLIN};
         uint64_t woken;
-        if (poll(&wake, 1, r->in_ring ? 1 : -1) > 0) (void)!read(r->lane->wake_fd, &woken, sizeof woken);
+        if (wait && poll(&wake, 1, r->in_ring ? 1 : -1) > 0) (void)!read(r->lane->wake_fd, &woken, sizeof woken);
+        /* What the ring took before it was left still lands in the callers' memory: their pages end when it has. */
+        if (r->in_ring) ring_reap(&r->ring);
     }
     collect(r);
 }
