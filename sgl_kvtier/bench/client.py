@@ -18,6 +18,9 @@ import aiohttp
 
 from sgl_kvtier.errors import BenchError
 
+ABORTED = "aborted by the server"
+"""How the error of a request begins that the server ended, asked to or not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cached:
@@ -277,7 +280,7 @@ class _Reading:
         if not reason:
             return "the stream ended before the answer did"
         if reason.get("type") == "abort":
-            return f"aborted by the server: {_short(str(reason.get('message', '')))}"
+            return f"{ABORTED}: {_short(str(reason.get('message', '')))}"
         return None
 
     def completion(self, error: str | None) -> Completion:

@@ -213,6 +213,8 @@ class Comparison:
             one.after = await _settled_metrics(client)
             after = server.disk_bytes()
             one.disk_bytes = (max(after[0] - disk[0], 0), max(after[1] - disk[1], 0))
+            # Without its server the replay ends as well, every request that was left a failure.
+            server.raise_if_ended(f"in round {one.number}")
             one.complete = True
             self._check_cold(one)
             options.keep(one, one.number - options.first_round + 1)

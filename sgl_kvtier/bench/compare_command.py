@@ -27,7 +27,7 @@ from sgl_kvtier.bench.arms import ARMS, DEFAULT_ARMS, Setup, check_arms
 from sgl_kvtier.bench.compare import CompareOptions, Comparison, Outcome
 from sgl_kvtier.bench.lab_model import write_model
 from sgl_kvtier.bench.load import Load, LoadOptions, choose_encoder, load
-from sgl_kvtier.bench.measures import arm_figures, ratios, sample_rows
+from sgl_kvtier.bench.measures import arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.bench.replay import ReplayOptions
 from sgl_kvtier.bench.server import detect_device, end_on_signals, missing_packages
 from sgl_kvtier.errors import BenchError
@@ -153,10 +153,10 @@ def make_result(options: CompareOptions, chosen: Load, outcome: Outcome) -> dict
         "settings": settings,
         "rounds": options.rounds,
         "arms": figures,
-        "ratios": ratios(rows, options.arms, options.rounds),
+        "ratios": ratios(outcome.rounds, rows, options.arms),
         "interrupted": outcome.interrupted,
         "samples": rows,
-        "notes": [*chosen.notes, *_notes(options), *outcome.notes],
+        "notes": [*chosen.notes, *_notes(options), *outcome.notes, *left_out(outcome.rounds)],
     }
     return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
 
@@ -261,11 +261,20 @@ def work_folder(wanted: Path | None, failed: Callable[[], bool]) -> Iterator[Pat
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def early_end(failure: BenchError | None) -> list[str]:
+    """What a result says of the failure that ended its run, if one did: without the end of the server's log."""
+    if failure is None:
+        return []
+    what = str(failure).splitlines()[0].split(" Last lines of ")[0].rstrip(".")
+    return [f"Ended by a failure: {what}. Figures are from what had been measured."]
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C does nothing inside: the results of many minutes are being written."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C, SIGTERM and SIGHUP do nothing inside: the results of many minutes are being written."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

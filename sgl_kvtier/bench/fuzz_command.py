@@ -16,6 +16,7 @@ from typing import Any
 from sgl_kvtier.bench.argtypes import add_load_arguments, load_options, positive
 from sgl_kvtier.bench.arms import BASELINE, OURS, Setup
 from sgl_kvtier.bench.client import Client
+from sgl_kvtier.bench.compare_command import early_end, undisturbed
 from sgl_kvtier.bench.fuzz_chaos import Chaos, parse_kinds
 from sgl_kvtier.bench.fuzz_log import MUST_BE_ZERO, Attempt, FuzzLog, counts
 from sgl_kvtier.bench.fuzz_run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
@@ -62,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fuzzes and reports. The exit status: 0, 1 when something was found, 130 after Ctrl-C. Raises KVTierError."""
+    """Fuzzes and reports. The exit status: 0, 1 when something was found, 130 after Ctrl-C. Raises KVTierError; where the bench
+    could not go on, after what had been tried is reported."""
     if args.json is not None:
         check_target(args.json)
     if missing_packages():
@@ -75,14 +77,22 @@ def run(args: argparse.Namespace) -> int:
     setup = make_setup(args, model, chosen)
     log = FuzzLog.open(args.log)
     interrupted = False
+    failure: BenchError | None = None
     with end_on_signals(), _folder(args.folder, log) as folder:
         try:
             _reference(setup, sessions, log, folder)
             _fuzz(args, chaos, setup, sessions, log, folder)
         except KeyboardInterrupt:
             interrupted = True
-    result = make_result(args, setup, chosen, chaos, log, interrupted)
-    _report(args, result)
+        except BenchError as error:
+            if not log.attempts:
+                raise
+            failure = error
+        with undisturbed():
+            result = make_result(args, setup, chosen, chaos, log, interrupted, failure)
+            _report(args, result)
+    if failure is not None:
+        raise failure
     if interrupted:
         return 130
     return 1 if any(result["counts"][name] for name in MUST_BE_ZERO) else 0
@@ -118,7 +128,13 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
 
 
 def make_result(
-    args: argparse.Namespace, setup: Setup, chosen: Load, chaos: Chaos, log: FuzzLog, interrupted: bool
+    args: argparse.Namespace,
+    setup: Setup,
+    chosen: Load,
+    chaos: Chaos,
+    log: FuzzLog,
+    interrupted: bool,
+    failure: BenchError | None,
 ) -> dict[str, Any]:
     """The whole result, schema kvtier.restore-fuzz/1 (docs/json.md)."""
     results = {
@@ -128,6 +144,7 @@ def make_result(
         "must_be_zero": list(MUST_BE_ZERO),
         "findings": log.findings,
         "interrupted": interrupted,
+        "notes": early_end(failure),
     }
     return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
 
@@ -200,6 +217,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     shown = sys.stderr if args.json == "-" else sys.stdout
     figures = result["counts"]
     rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in _SHOWN]
+    rows.append({"what": "restored by kvtier", "count": figures["restorations"].get("met", 0)})
     print_table(Table("What was tried", (Column("what", "What"), Column("count", "Count")), rows), shown)
     rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in MUST_BE_ZERO]
     print_table(Table("What must be 0", (Column("what", "What"), Column("count", "Count")), rows), shown)
@@ -208,7 +226,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     print(f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}", file=shown)
     if figures["ahead"]:
         print(f"Looking ahead, by the servers' counters: {figures['ahead']}", file=shown)
-    for text in [*result["findings"][:10], *figures["error_messages"]]:
+    for text in [*result["findings"][:10], *figures["error_messages"], *result["notes"]]:
         print(text, file=shown)
     if args.json is not None:
         write_json(result, args.json)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.bench.client import ABORTED
 from sgl_kvtier.bench.fuzz_chaos import Fate
+from sgl_kvtier.bench.json_lines import JsonLines
 from sgl_kvtier.bench.restore_cells import LOGPROB_TOLERANCE, difference
-from sgl_kvtier.errors import BenchError
 
 _LEAK = re.compile(r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE)
 _CRASH = re.compile(r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault|Fatal Python error")
@@ -54,9 +54,15 @@ class Attempt:
         return self.host_tokens + self.storage_tokens > 0
 
     @property
-    def failed(self) -> bool:
-        """It had no answer although nobody gave it up and no server was killed."""
-        return self.error is not None and self.fate == Fate.ANSWERED.value and not self.killed and not self.hung
+    def failure(self) -> str | None:
+        """Why it had no answer although no server was killed; None for one that had, that was given up, or that hung."""
+        if self.killed or self.hung:
+            return None
+        if self.error is None:
+            return "an answer without tokens" if self.complete and not self.tokens else None
+        # Of a request that is given up the abort that was asked for is the only error there may be.
+        given_up = self.fate == Fate.ABORTED.value and self.error.startswith(ABORTED)
+        return None if given_up else self.error
 
 
 @dataclass
@@ -73,22 +79,17 @@ class FuzzLog:
     ahead: Counter[str] = field(default_factory=Counter)
     """What servers that looked ahead counted."""
 
+    def __post_init__(self) -> None:
+        self._lines = JsonLines(self.path)
+
     @classmethod
     def open(cls, path: Path | None) -> FuzzLog:
         """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file of another kind."""
         log = cls(path)
-        if path is None or not path.exists():
-            return log
-        lines = path.read_text(encoding="utf-8").splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                log._take(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                if number < len(lines):
-                    raise BenchError(f"{path}:{number}: not a line of this bench ({error}). Name another --log") from error
+        log._lines.read(log._take)
         return log
 
-    def _take(self, data: dict[str, Any]) -> None:
+    def _take(self, _number: int, data: dict[str, Any]) -> None:
         if "reference" in data:
             answer = Answer(tuple(data["tokens"]), tuple(data["logprobs"]))
             self.references[data["reference"]] = answer
@@ -107,32 +108,32 @@ class FuzzLog:
     def keep_reference(self, prompt: str, answer: Answer) -> None:
         """What recomputing answers to a prompt."""
         self.references[prompt] = answer
-        self._write({"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs})
+        self._lines.append({"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs})
 
     def keep(self, attempt: Attempt) -> None:
         """Adds a request."""
         self.attempts.append(attempt)
-        self._write({"attempt": dataclasses.asdict(attempt)})
+        self._lines.append({"attempt": dataclasses.asdict(attempt)})
 
     def note(self, event: str) -> None:
         """Counts something that was done to the server."""
         self.events[event] += 1
-        self._write({"event": event})
+        self._lines.append({"event": event})
 
     def keep_ends(self, ends: Mapping[str, int]) -> None:
         """Adds how the restorations of one server ended."""
         self.ends.update(ends)
-        self._write({"ends": dict(ends)})
+        self._lines.append({"ends": dict(ends)})
 
     def keep_ahead(self, counted: Mapping[str, int]) -> None:
         """Adds what one server counted of looking ahead."""
         self.ahead.update(counted)
-        self._write({"ahead": dict(counted)})
+        self._lines.append({"ahead": dict(counted)})
 
     def find(self, text: str) -> None:
         """Adds something a server must not do."""
         self.findings.append(text)
-        self._write({"finding": text})
+        self._lines.append({"finding": text})
 
     def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
         """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted one got has to be its
@@ -143,14 +144,11 @@ class FuzzLog:
         count = len(attempt.tokens)
         if attempt.complete and count != len(wanted.tokens):
             return False, False
-        apart = difference(attempt.logprobs, wanted.logprobs[: len(attempt.logprobs)])
-        return attempt.tokens == wanted.tokens[:count], apart is None or apart <= LOGPROB_TOLERANCE
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        # What was given up may have come without log-probs; a whole answer has as many as the one it is compared with.
+        there = len(wanted.logprobs) if attempt.complete else len(attempt.logprobs)
+        apart = difference(attempt.logprobs, wanted.logprobs[:there])
+        close = not there if apart is None else apart <= LOGPROB_TOLERANCE
+        return attempt.tokens == wanted.tokens[:count], close
 
 
 def prompt_name(ids: Sequence[int], output_tokens: int) -> str:
@@ -164,6 +162,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
     verdicts = [(one, log.verdict(one)) for one in log.attempts]
     compared = [(one, found) for one, found in verdicts if found is not None]
     unequal = [one for one, found in compared if not found[0]]
+    failures = [found for one in log.attempts if (found := one.failure) is not None]
     return {
         "requests": len(log.attempts),
         "completed": sum(one.complete for one in log.attempts),
@@ -183,8 +182,8 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "crashes": sum(text.startswith("crash") for text in log.findings),
         "unequal_tokens": len(unequal),
         "unequal_logprobs": sum(not found[1] for _, found in compared),
-        "failed": sum(one.failed for one in log.attempts),
-        "error_messages": sorted({one.error for one in log.attempts if one.failed and one.error})[:10],
+        "failed": len(failures),
+        "error_messages": sorted(set(failures))[:10],
         "unequal": [{"run": one.run, "number": one.number, "prompt": one.prompt, "mode": one.mode} for one in unequal][:20],
     }
 

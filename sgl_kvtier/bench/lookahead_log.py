@@ -7,18 +7,17 @@ have to have the same load and settings, which the first line keeps.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.bench.client import Cached, Completion, Metrics
+from sgl_kvtier.bench.json_lines import JsonLines, check_about
 from sgl_kvtier.bench.machine import CpuShare
 from sgl_kvtier.bench.measures import Round
 from sgl_kvtier.bench.replay import Sample
 from sgl_kvtier.bench.server import Usage
-from sgl_kvtier.errors import BenchError
 
 
 @dataclass(frozen=True)
@@ -38,40 +37,26 @@ class LookaheadLog:
     """Trials, in memory and with a path on disk before the next one begins."""
 
     path: Path | None = None
-    about: dict[str, Any] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._lines = JsonLines(self.path)
 
     @classmethod
     def open(cls, path: Path | None, about: Mapping[str, Any]) -> LookaheadLog:
         """The log in a file, or a new one. `about` is the load and the settings. A torn last line is dropped. Raises BenchError on
         a file of another kind, and on one whose load or settings are others."""
-        log = cls(path, json.loads(json.dumps(dict(about))))
-        if path is None:
-            return log
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            log._write({"about": log.about})
-            return log
-        lines = path.read_text(encoding="utf-8").splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                data = json.loads(line)
-                if number == 1:
-                    log._check(data["about"])
-                else:
-                    log.trials.append(_trial(data))
-            except (ValueError, TypeError, KeyError) as error:
-                if 1 < number == len(lines):
-                    break  # a run that was killed while it wrote
-                raise BenchError(f"{path}:{number}: not a line of this comparison ({error}). Name another --log") from error
-        return log
+        log = cls(path)
 
-    def _check(self, found: Mapping[str, Any]) -> None:
-        for name, value in self.about.items():
-            if found.get(name) != value:
-                raise BenchError(
-                    f"{self.path}: its trials were made with {name} = {found.get(name)}, and now it is {value}. Name another --log"
-                )
+        def take(number: int, data: Any) -> None:
+            if number == 1:
+                check_about(path, data["about"], about)
+            else:
+                log.trials.append(_trial(data))
+
+        if not log._lines.read(take):
+            log._lines.append({"about": dict(about)})
+        return log
 
     def find(self, cell: str, arm: str, number: int) -> Trial | None:
         """This trial, if it was made."""
@@ -81,7 +66,7 @@ class LookaheadLog:
         """Adds a trial."""
         self.trials.append(trial)
         one = trial.one
-        self._write(
+        self._lines.append(
             {
                 "cell": trial.cell,
                 "arm": trial.arm,
@@ -98,15 +83,6 @@ class LookaheadLog:
                 "occupancy": one.occupancy,
             }
         )
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        if self.path is None:
-            return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise BenchError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 _PREFIXES = ("sglang:", "kvtier:")

@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_kvtier.bench.compare import CompareOptions, Outcome
 from sgl_kvtier.bench.lookahead_arms import AHEAD, ORACLE, Pools
-from sgl_kvtier.bench.measures import Round, arm_figures, ratios, sample_rows
+from sgl_kvtier.bench.measures import Round, arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.report import summary
 
 _UP = ("ssd-dram", "dram-hbm", "ssd-hbm")
@@ -41,7 +41,7 @@ def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
     return {
         "cells": [_cell(cell, arms, rows) for cell in cells],
         "arms": {arm: figures(arm, rounds, rows, cells) for arm in arms},
-        "ratios": ratios(rows, arms, max(where, default=0)),
+        "ratios": ratios(rounds, rows, arms),
         "samples": rows,
         "notes": _notes(cells, arms, rows),
     }
@@ -107,6 +107,7 @@ def _notes(cells: Sequence[Cell], arms: Sequence[str], rows: Sequence[Mapping[st
         if evicted:
             notes.append(f"{cell.name}: the oracle's device pool was too small after all: {evicted:.0f} tokens were evicted.")
     rounds = [one for cell in cells for one in cell.outcome.rounds]
+    notes += left_out(rounds)
     for arm in arms:
         if not arm.startswith(AHEAD) or not any(one.arm == arm for one in rounds):
             continue

@@ -104,16 +104,17 @@ def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, A
     }
 
 
-def ratios(rows: Sequence[Mapping[str, Any]], arms: Sequence[str], rounds: int) -> dict[str, Any]:
+def ratios(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
     """Our arm's rounds over each other arm's, round by round, so that what slows a whole round cancels out: their medians,
-    under the metric's name, and beside them means and the 90th percentile of the time to first token."""
+    under the metric's name, and beside them means and the 90th percentile of the time to first token. A round that is not
+    complete has other requests in it than its partner, so it makes no pair."""
     if OURS not in arms:
         return {}
+    complete = {(one.arm, one.number) for one in rounds if one.complete}
+    numbers = sorted({number for _, number in complete})
+    good = [row for row in rows if row["error"] is None and (row["arm"], row["round"]) in complete]
     each = {
-        (arm, name): [
-            summary(r[name] for r in rows if r["arm"] == arm and r["round"] == n and r["error"] is None)
-            for n in range(1, rounds + 1)
-        ]
+        (arm, name): [summary(r[name] for r in good if r["arm"] == arm and r["round"] == n) for n in numbers]
         for arm in arms
         for name in TIMES
     }
@@ -130,6 +131,12 @@ def ratios(rows: Sequence[Mapping[str, Any]], arms: Sequence[str], rounds: int) 
         for other in arms
         if other != OURS
     }
+
+
+def left_out(rounds: Iterable[Round]) -> list[str]:
+    """A note on rounds that are in an arm's own figures but in no ratio; none where all are complete."""
+    names = [f"round {one.number} of {one.arm}" for one in rounds if not one.complete and one.samples]
+    return [f"Not complete, and so in no ratio: {', '.join(names)}."] if names else []
 
 
 def _good(samples: Iterable[Sample]) -> list[Sample]:

@@ -62,6 +62,19 @@ def optimal(prefix: int, page: int, curve: ComputeCurve, load_only_s: float, res
     return best_split(prefix, page, curve.seconds, lambda tokens: whole_s * tokens / prefix, resident_s)
 
 
+def optimal_of_link(
+    prefix: int, page: int, curve: ComputeCurve, load_only_s: float, resident_s: float, link_s: float
+) -> Best:
+    """T_link: as T_opt, with a loading that takes what the link itself takes at the bandwidth it was set to, `link_s`.
+
+    The measured loading has in it what SGLang does beside, as copies in host memory and looking whether they are done: an
+    engine that does without that has only the link. It is never above T_opt.
+    """
+    loading_s = min(max(load_only_s - resident_s, 0.0), link_s)
+    rest_s = min(resident_s, max(load_only_s - link_s, 0.0))
+    return best_split(prefix, page, curve.seconds, lambda tokens: loading_s * tokens / prefix, rest_s)
+
+
 def t_star(compute_s: float, load_s: float) -> float:
     """T* = Tc Tl / (Tc + Tl)."""
     return compute_s * load_s / (compute_s + load_s)

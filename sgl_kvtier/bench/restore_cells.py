@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sgl_kvtier.bench.replay import milliseconds
 from sgl_kvtier.bench.restore_arms import COMPUTE, LOAD, OURS, SINGLES
-from sgl_kvtier.bench.restore_bound import ComputeCurve, optimal, request_seconds, t_star
+from sgl_kvtier.bench.restore_bound import ComputeCurve, optimal, optimal_of_link, request_seconds, t_star
 from sgl_kvtier.bench.restore_log import CURVE, FIRST, GRID, PAGE, PRIME, RESIDENT, RestoreLog, Scale, seconds
-from sgl_kvtier.bench.restore_trial import Trial
+from sgl_kvtier.bench.restore_trial import DISCARDED, Trial
 from sgl_kvtier.report import percentile
 
 LOGPROB_TOLERANCE = 1e-3
@@ -17,10 +18,10 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def cells(log: RestoreLog) -> list[dict[str, Any]]:
-    """One row per model, length and target ratio that has trials, in the order of measuring."""
+    """One row per model, length and target ratio that has trials, failed ones too, in the order of measuring."""
     rows = []
     for scale in log.scales:
-        trials = log.of(scale.model, scale.length, GRID)
+        trials = _made(log, scale, GRID)
         for ratio in sorted({t.load_over_compute for t in trials if t.load_over_compute is not None}):
             rows.append(_cell(log, scale, ratio, [t for t in trials if t.load_over_compute == ratio]))
     return rows
@@ -55,6 +56,7 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
                 "balanced_gbps": scale.gbps(1.0),
                 "request_ms": milliseconds(curve.request_s),
                 "resident_ms": milliseconds(resident_seconds(log, scale)),
+                "errors": sum(len(log.failed(scale.model, scale.length, kind)) for kind in (CURVE, RESIDENT, PAGE)),
                 "points": [{"tokens": n, "ttft_ms": milliseconds(s)} for n, s in sorted(curve.first_token_s.items())],
             }
         )
@@ -62,19 +64,14 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
 
 
 def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) -> dict[str, Any]:
+    good = [t for t in trials if t.error is None]
     arms = list(dict.fromkeys(t.arm for t in trials))
     times = {arm: seconds(t for t in trials if t.arm == arm) for arm in arms}
     middle = {arm: percentile(values, 50) for arm, values in times.items()}
     ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
     single = min((value for arm in SINGLES if (value := middle.get(arm)) is not None), default=None)
-    bound = star = split = None
-    first = [t for t in log.of(scale.model, scale.length, FIRST) if t.load_over_compute == ratio]
-    curve = curve_of(log, scale)
-    if compute and load:
-        star = t_star(compute, load)
-        if curve.first_token_s:
-            best = optimal(scale.length, scale.page, curve, load, resident_seconds(log, scale))
-            bound, split = best.seconds, best.computed_tokens
+    first = [t for t in _made(log, scale, FIRST) if t.load_over_compute == ratio]
+    discarded = [t for t in log.of(scale.model, scale.length, DISCARDED) if t.load_over_compute == ratio]
     return {
         "model": scale.model,
         "length": scale.length,
@@ -89,27 +86,60 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
         "speedup_vs_load": _over(load, ours),
         "speedup_vs_compute": _over(compute, ours),
         "speedup_vs_best_single": _over(single, ours),
-        "bound_ms": milliseconds(bound),
-        "bound_fraction": _over(bound, ours),
-        "above_bound_ms": None if ours is None or bound is None else milliseconds(ours - bound),
-        "tstar_ms": milliseconds(star),
-        "tstar_fraction": _over(star, ours),
-        "best_computed_tokens": split,
-        "loaded_tokens": {arm: _loaded(trials, arm) for arm in arms},
-        **equality(log, scale, [*trials, *first]),
-        "foreign_cores": max((t.foreign_cores for t in trials), default=0.0),
-        "slowness": max((t.slowness for t in trials), default=1.0),
+        **_bounds(log, scale, trials[0].gbps, middle),
+        "loaded_tokens": {arm: _loaded(good, arm) for arm in arms},
+        **equality(log, scale, [*trials, *first, *discarded]),
+        "errors": errors_by_arm([*trials, *first]),
+        "foreign_cores": max((t.foreign_cores for t in good if t.foreign_cores is not None), default=None),
+        "slowness": max((t.slowness for t in good), default=None),
         "repeated": sum(t.repeats for t in trials),
     }
 
 
+def errors_by_arm(trials: Iterable[Trial]) -> dict[str, int]:
+    """How many of these failed, for every arm among them."""
+    failed: Counter[str] = Counter()
+    for trial in trials:
+        failed[trial.arm] += trial.error is not None
+    return dict(failed)
+
+
+def _made(log: RestoreLog, scale: Scale, kind: str) -> list[Trial]:
+    return [*log.of(scale.model, scale.length, kind), *log.failed(scale.model, scale.length, kind)]
+
+
+def _bounds(log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float | None]) -> dict[str, Any]:
+    """T_opt, T_link and T* of a cell, and our share of each."""
+    bound = link = star = split = None
+    ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
+    curve, resident = curve_of(log, scale), resident_seconds(log, scale)
+    if compute and load:
+        star = t_star(compute, load)
+        if curve.first_token_s:
+            best = optimal(scale.length, scale.page, curve, load, resident)
+            bound, split = best.seconds, best.computed_tokens
+        if curve.first_token_s and gbps:
+            link = optimal_of_link(scale.length, scale.page, curve, load, resident, scale.link_s(gbps)).seconds
+    return {
+        "bound_ms": milliseconds(bound),
+        "bound_fraction": _over(bound, ours),
+        "above_bound_ms": None if ours is None or bound is None else milliseconds(ours - bound),
+        "link_bound_ms": milliseconds(link),
+        "link_bound_fraction": _over(link, ours),
+        "tstar_ms": milliseconds(star),
+        "tstar_fraction": _over(star, ours),
+        "best_computed_tokens": split,
+    }
+
+
 def equality(log: RestoreLog, scale: Scale, trials: Sequence[Trial]) -> dict[str, Any]:
-    """How many of these trials have the tokens, and log-probs, that computing the whole prompt gave when it was stored."""
+    """How many of these trials have the tokens, and log-probs, that computing the whole prompt gave when it was stored. One that
+    failed has neither."""
     references = log.of(scale.model, scale.length, PRIME)
     if not references:
         return {"equal_tokens_fraction": None, "equal_logprobs_fraction": None, "logprob_difference": None, "compared": 0}
     wanted = references[0]
-    compared = [t for t in trials if len(t.output_ids) == len(wanted.output_ids)]
+    compared = [t for t in trials if t.error is None and len(t.output_ids) == len(wanted.output_ids)]
     differences = [difference(t.logprobs, wanted.logprobs) for t in compared]
     known = [d for d in differences if d is not None]
     return {

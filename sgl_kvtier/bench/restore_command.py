@@ -14,16 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier import __version__
 from sgl_kvtier.bench.argtypes import positive
 from sgl_kvtier.bench.client import Client
+from sgl_kvtier.bench.compare_command import early_end, undisturbed
 from sgl_kvtier.bench.lab_model import SHAPES, UNWEIGHTED
 from sgl_kvtier.bench.restore_arms import DEFAULT_RESTORE_ARMS, OURS, RESTORE_ARMS, check_restore_arms
 from sgl_kvtier.bench.restore_fluctuate import AIM, Fluctuation, FluctuationOptions
 from sgl_kvtier.bench.restore_grid import LENGTHS, RATIOS, Grid, GridOptions, planned, prompt
 from sgl_kvtier.bench.restore_log import RestoreLog
-from sgl_kvtier.bench.restore_result import make_result
+from sgl_kvtier.bench.restore_result import is_sound, make_result, standard_notes
 from sgl_kvtier.bench.restore_server import LabServer, Target, started
-from sgl_kvtier.bench.restore_trial import ServerCpu, Trials
+from sgl_kvtier.bench.restore_trial import UNWATCHED_S, ServerCpu, Trials
 from sgl_kvtier.bench.server import detect_device, end_on_signals, missing_packages
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.report import Progress, check_target, print_table, progress, write_json, write_text
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arms", type=_words, metavar="A,B", help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)})")
     parser.add_argument("--fluctuate", type=positive, metavar="N", help="also N traces of each kind of fluctuation per length")
     parser.add_argument("--no-grid", action="store_true", help="with --fluctuate: only what its bound needs")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE and continue from what is in it")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else")
     parser.add_argument("--foreign", type=float, default=0.1, metavar="CORES", help="repeat trials during which others used more (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result with every trial (- for standard output)")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
@@ -68,14 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and reports. The exit status: 0, 1 when an output differed, 130 after Ctrl-C. Raises KVTierError."""
+    """Measures and reports. The exit status: 0, 1 when tokens or log-probs of an answer differed or a request failed, 130 after
+    Ctrl-C. Raises KVTierError; where the bench could not go on, after what had been measured is reported."""
     for target in (args.json, args.html):
         if target is not None:
             check_target(target)
     check_restore_arms(args.arms or DEFAULT_RESTORE_ARMS)
     _check(args)
-    log = RestoreLog.open(args.log)
+    log = RestoreLog.open(args.log, _about(args))
     interrupted = False
+    failure: BenchError | None = None
     commands: dict[str, Sequence[str]] = {}
     counters: dict[str, dict[str, float]] = {}
     with end_on_signals():
@@ -86,11 +90,18 @@ def run(args: argparse.Namespace) -> int:
                     _measure(args, target, log, counters.setdefault(model, {}))
         except KeyboardInterrupt:
             interrupted = True
-    result = _result(args, log, commands, interrupted) | {"counters": counters}
-    _report(args, result)
+        except BenchError as error:
+            if not log.trials:
+                raise
+            failure = error
+        with undisturbed():
+            result = _result(args, log, commands, interrupted, failure) | {"counters": counters}
+            _report(args, result)
+    if failure is not None:
+        raise failure
     if interrupted:
         return 130
-    return 0 if result["summary"]["equal_tokens"] is not False else 1
+    return 0 if is_sound(result["summary"]) else 1
 
 
 def lengths(text: str) -> list[int]:
@@ -159,11 +170,34 @@ def _decision_log(args: argparse.Namespace, model: str) -> str:
     return str(path)
 
 
-@contextlib.contextmanager
-def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
+def _shape(args: argparse.Namespace) -> tuple[str, int, int, str]:
+    """The server's device, page size, chunk size and number type."""
     device = args.device or detect_device()
     cpu = device == "cpu"
     page, chunk = args.page_size or (16 if cpu else 64), args.chunk or (512 if cpu else 4096)
+    return device, page, chunk, args.dtype or ("float32" if cpu else "auto")
+
+
+def _about(args: argparse.Namespace) -> dict[str, Any]:
+    """What trials of one log have to have in common. Models, lengths, ratios, arms and rounds are not in it: a log may get more."""
+    device, page, chunk, dtype = _shape(args)
+    return {
+        "kvtier": __version__,
+        "seed": args.seed,
+        "url": args.url is not None,
+        "device": device,
+        "dtype": dtype,
+        "threads": args.threads,
+        "page_size": page,
+        "chunk": chunk,
+        "strict": args.strict,
+        "server_args": args.server_arg,
+    }
+
+
+@contextlib.contextmanager
+def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
+    device, page, chunk, dtype = _shape(args)
     if args.url is not None:
         yield Target(model, args.url, args.admin_key, args.pid, page, chunk)
         return
@@ -174,7 +208,7 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
         page=page,
         chunk=chunk,
         threads=args.threads,
-        dtype=args.dtype or ("float32" if cpu else "auto"),
+        dtype=dtype,
         strict=args.strict,
         seed=args.seed,
         extra=tuple(args.server_arg),
@@ -221,7 +255,7 @@ class _Work:
                 self.counters |= {name: value - before.get(name, 0.0) for name, value in after.items()}
 
     async def _measure(self, client: Client) -> None:
-        trials = Trials(client, ServerCpu(self.target.pid), quiet_foreign=self.args.foreign)
+        trials = Trials(client, ServerCpu(self.target.pid), quiet_foreign=self.args.foreign, discard=self.log.keep)
         grid = Grid(self.options, trials, self.log, self.shown.advance, self.shown.describe)
         await grid.run()
         if not self.fluctuation.traces:
@@ -235,7 +269,11 @@ class _Work:
 
 
 def _result(
-    args: argparse.Namespace, log: RestoreLog, commands: dict[str, Sequence[str]], interrupted: bool
+    args: argparse.Namespace,
+    log: RestoreLog,
+    commands: dict[str, Sequence[str]],
+    interrupted: bool,
+    failure: BenchError | None,
 ) -> dict[str, Any]:
     settings = {
         "threads": args.threads,
@@ -249,6 +287,12 @@ def _result(
     notes = [f"{log.continued} trials were in the log before this run."] if log.continued else []
     if interrupted:
         notes.append("Interrupted: figures are from the trials that had ended.")
+    notes += early_end(failure)
+    if args.url is not None and args.pid is None:
+        notes.append(
+            "Without --pid the server's processor use is not told from that of others: `foreign_cores` is null, no trial was made "
+            f"again for it, and the server was left alone for {UNWATCHED_S:g} s before each."
+        )
     extra = {"fluctuation": {"cells": log.fluctuations, "aim": AIM}} if log.fluctuations else {}
     return make_result(log, settings, interrupted=interrupted, notes=notes, extra=extra)
 
@@ -260,6 +304,10 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
         print(file=shown)
     if not result["cells"]:
         print(f"Nothing of {OURS} was measured.", file=shown)
+    always = standard_notes(result["settings"])
+    for note in result["notes"]:
+        if note not in always:
+            print(note, file=shown)
     if args.json is not None:
         write_json(result, args.json)
     if args.html is not None:

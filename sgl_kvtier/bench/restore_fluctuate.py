@@ -8,14 +8,14 @@ well: with the changes as they were made, and the compute curve measured under t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from sgl_kvtier.bench.replay import milliseconds
 from sgl_kvtier.bench.restore_arms import BOTH_ENDS, COMPUTE, LOAD, OURS
 from sgl_kvtier.bench.restore_bound import Best, ComputeCurve, best_split
-from sgl_kvtier.bench.restore_cells import curve_of, equality, resident_seconds
+from sgl_kvtier.bench.restore_cells import curve_of, equality, errors_by_arm, resident_seconds
 from sgl_kvtier.bench.restore_fixed import FixedSplits, measure_fixed
 from sgl_kvtier.bench.restore_log import RestoreLog, Scale, seconds
 from sgl_kvtier.bench.restore_trace import (
@@ -67,7 +67,7 @@ class Fluctuation:
         self._advance = advance
 
     async def run(self) -> None:
-        """All kinds and traces that the log does not have."""
+        """All kinds and traces that the log does not have, or not without a failure."""
         for kind in self._options.kinds:
             for number in range(self._options.traces):
                 if not self._known(kind, number):
@@ -75,10 +75,15 @@ class Fluctuation:
                 self._advance()
 
     def _known(self, kind: str, number: int) -> bool:
-        place = (self._scale.model, self._scale.length, kind, number)
-        # An earlier version measured no fixed split.
-        cells = [c for c in self._log.fluctuations if "over_fixed" in c]
-        return any((c["model"], c["length"], c["kind"], c["trace"]) == place for c in cells)
+        place = (self._scale.model, self._scale.length, kind, number, self._options.seed)
+        # An earlier version measured no fixed split, and did not say what its traces were made from.
+        cells = [c for c in self._log.fluctuations if "over_fixed" in c and "seed" in c]
+        return any(
+            (c["model"], c["length"], c["kind"], c["trace"], c["seed"]) == place
+            and c["rounds"] >= self._options.rounds
+            and not sum(c["errors"].values())
+            for c in cells
+        )
 
     async def _trace(self, kind: str, number: int) -> dict[str, Any]:
         scale, seed = self._scale, 1000 * self._options.seed + number
@@ -87,9 +92,12 @@ class Fluctuation:
         pieces = BandwidthTrace.seeded(seed, scale.gbps(1.0), scale.compute_s / _PIECES, total)
         trace = BandwidthTrace((0.0,), (scale.gbps(1.0),)) if kind == COMPUTING else pieces
         others = None if kind == BANDWIDTH else OtherRequests.seeded(seed, scale.compute_s / _PIECES, total)
+        begun = len(self._log.trials)
         curve = curve_of(self._log, scale) if others is None else await self._disturbed_curve(kind, number, others)
         found: list[Trial] = []
         ends: list[Best] = []
+        changes: list[BandwidthTrace] = []
+        changes_fixed: dict[float | None, list[BandwidthTrace]] = {}
         for round_number in range(1, self._options.rounds + 1):
             arms = (COMPUTE, LOAD, OURS) if round_number % 2 else (OURS, LOAD, COMPUTE)
             for arm in arms:
@@ -97,13 +105,22 @@ class Fluctuation:
                 found.append(one)
                 if arm == OURS:
                     ends.append(self._hindsight(curve, applied))
+                    changes.append(applied)
 
         async def fixed_at(share: float | None) -> Trial:
             arm = OURS if share is None else BOTH_ENDS
-            return (await self._once(kind, number, 0, arm, trace, others, share))[0]
+            one, applied = await self._once(kind, number, 0, arm, trace, others, share)
+            changes_fixed.setdefault(share, []).append(applied)
+            return one
 
         fixed = await measure_fixed(fixed_at, self._options.rounds)
-        return self._cell(kind, number, trace, found, ends, fixed)
+        counted = len(fixed.by_share[fixed.best])  # the last of its trials
+        applied_to = {OURS: changes, "kvtier_beside_fixed": changes_fixed[None], "fixed": changes_fixed[fixed.best][-counted:]}
+        return {
+            **self._cell(kind, number, trace, found, ends, fixed),
+            "errors": errors_by_arm(self._log.trials[begun:]),
+            "applied": {name: [asdict(one) for one in each] for name, each in applied_to.items()},
+        }
 
     async def _disturbed_curve(self, kind: str, number: int, others: OtherRequests) -> ComputeCurve:
         """Computing parts of the prompt beside the same stream of other requests."""
@@ -171,6 +188,7 @@ class Fluctuation:
             "loaded_tokens": {OURS: percentile(loaded, 50)},
             "hindsight_loaded_tokens": percentile([self._scale.length - end.computed_tokens for end in ends], 50),
             "gbps": list(trace.gbps),
+            "seed": self._options.seed,
             "rounds": self._options.rounds,
             **equality(self._log, self._scale, [*found, *fixed.trials, *fixed.ours]),
         }

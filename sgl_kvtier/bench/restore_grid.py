@@ -77,11 +77,21 @@ class Grid:
     async def run(self) -> None:
         """All lengths. Raises BenchError when the server cannot be measured so."""
         for length in self.options.lengths:
-            if self.options.always_store or any(not self.log.has(trial) for trial in planned(self.options, length)):
+            if self.options.always_store or self._is_left(length):
                 await self._run_length(length)
             else:
                 for _ in planned(self.options, length):
                     self.advance()
+
+    def _is_left(self, length: int) -> bool:
+        """Whether something of a length is not measured yet, or failed."""
+        small = any(self.log.failed(self.options.model, length, kind) for kind in (RESIDENT, PAGE))
+        return small or not all(self._is_made(trial) for trial in planned(self.options, length))
+
+    def _is_made(self, trial: Trial) -> bool:
+        """With the restoration before it, where its arm has one."""
+        restores_first = trial.kind == GRID and RESTORE_ARMS[trial.arm].estimates
+        return self.log.has(trial) and (not restores_first or self.log.has(dataclasses.replace(trial, kind=FIRST)))
 
     async def _run_length(self, length: int) -> None:
         options = self.options
@@ -101,10 +111,11 @@ class Grid:
     async def _calibrate(self, length: int, ids: Sequence[int], page_bytes: float) -> Scale:
         options = self.options
         base = Trial(options.model, length, CURVE, COMPUTE, 0, 0.0)
-        times = seconds([await self.trials.run(base, ids) for _ in range(_CALIBRATIONS)])
-        middle = percentile(times, 50)
-        if middle is None:
-            raise BenchError(f"a prompt of {len(ids)} tokens could not be computed: see the server's log")
+        made = [await self.trials.run(base, ids) for _ in range(_CALIBRATIONS)]
+        failed = next((one.error for one in made if one.error is not None), None)
+        middle = percentile(seconds(made), 50)
+        if failed is not None or middle is None:
+            raise BenchError(f"a prompt of {len(ids)} tokens could not be computed: {failed or 'no token came'}")
         scale = Scale(options.model, length, options.page, round(length // options.page * page_bytes), middle)
         self.log.keep_scale(scale)
         return scale
@@ -113,12 +124,14 @@ class Grid:
         """What a request costs without its prefix: a prompt of one page, and the prompt while it is still in the device."""
         for number in range(_CALIBRATIONS):
             base = Trial(scale.model, scale.length, RESIDENT, COMPUTE, number + 1, 0.0, prompt_tokens=len(ids))
-            if self.log.has(base):
-                continue
-            await self.trials.run(Trial(scale.model, scale.length, WARM, COMPUTE, 0, 0.0), ids, repeat=False)
-            self.log.keep(await self.trials.run(base, ids, flush=False))
-            one = Trial(scale.model, scale.length, PAGE, COMPUTE, number + 1, 0.0)
-            self.log.keep(await self.trials.run(one, ids[: self.options.page]))
+            if not self.log.has(base):
+                warm = await self.trials.run(Trial(scale.model, scale.length, WARM, COMPUTE, 0, 0.0), ids, repeat=False)
+                if warm.error is not None:
+                    raise BenchError(f"a prompt of {len(ids)} tokens could not be computed: {warm.error}")
+                self.log.keep(await self.trials.run(base, ids, flush=False))
+            one = Trial(scale.model, scale.length, PAGE, COMPUTE, number + 1, 0.0, prompt_tokens=self.options.page)
+            if not self.log.has(one):
+                self.log.keep(await self.trials.run(one, ids[: self.options.page]))
 
     async def _warm_up(self, scale: Scale, ids: Sequence[int]) -> None:
         """Every arm once, so that costs and bandwidths are known; the loading one has to bring all of the prefix."""
@@ -148,10 +161,12 @@ class Grid:
     async def _cell(self, scale: Scale, ids: Sequence[int], number: int, ratio: float, arm: str) -> None:
         self.describe(f"{scale.model} {scale.length:,} tokens, round {number}, load/compute {ratio:g}, {arm}")
         base = Trial(scale.model, scale.length, GRID, arm, number, scale.gbps(ratio), ratio, prompt_tokens=len(ids))
-        if not self.log.has(base) and not self._is_spared(base):
+        missing = not self.log.has(base)
+        if not self._is_made(base) and not (missing and self._is_spared(base)):
             if RESTORE_ARMS[arm].estimates:
                 self.log.keep(await self.trials.run(dataclasses.replace(base, kind=FIRST), ids, repeat=False))
-            self.log.keep(await self.trials.run(base, ids))
+            if missing:
+                self.log.keep(await self.trials.run(base, ids))
         self.advance()
 
     def _is_spared(self, base: Trial) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.bench.json_lines import JsonLines, check_about
 from sgl_kvtier.bench.restore_trial import Trial
 from sgl_kvtier.errors import BenchError
 
@@ -34,6 +34,10 @@ class Scale:
         """The bandwidth at which loading the prefix takes so many times as long as computing it."""
         return self.prefix_bytes * 8e-9 / (load_over_compute * self.compute_s)
 
+    def link_s(self, gbps: float) -> float:
+        """What a link of that bandwidth alone takes for the prefix."""
+        return self.prefix_bytes * 8e-9 / gbps
+
 
 @dataclass
 class RestoreLog:
@@ -47,23 +51,25 @@ class RestoreLog:
     continued: int = 0
     """Trials that were in the file already."""
 
+    def __post_init__(self) -> None:
+        self._lines = JsonLines(self.path)
+
     @classmethod
-    def open(cls, path: Path | None) -> RestoreLog:
-        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file of another kind."""
+    def open(cls, path: Path | None, about: Mapping[str, Any]) -> RestoreLog:
+        """The log in a file, or a new one. `about` is what its trials have to have in common; the first line keeps it. A torn last
+        line is dropped. Raises BenchError on a file of another kind, and on a log that was made with other settings."""
         log = cls(path)
-        if path is None or not path.exists():
-            return log
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise BenchError(f"cannot read {path}: {error.strerror}") from error
-        for number, line in enumerate(lines, 1):
-            try:
-                log._take(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                if number == len(lines):
-                    break  # a run that was killed while it wrote
-                raise BenchError(f"{path}:{number}: not a line of this bench ({error}). Name another --log") from error
+
+        def take(number: int, data: Any) -> None:
+            if number > 1:
+                log._take(data)
+            elif {"trial", "scale", "fluctuation"} & set(data):
+                raise BenchError(f"{path}: an earlier version's, it does not say what its trials were made with. Name another --log")
+            else:
+                check_about(path, data["about"], about)
+
+        if not log._lines.read(take):
+            log._lines.append({"about": dict(about)})
         log.continued = len(log.trials)
         return log
 
@@ -78,17 +84,17 @@ class RestoreLog:
     def keep(self, trial: Trial) -> None:
         """Adds a trial."""
         self.trials.append(trial)
-        self._write({"trial": trial.to_json()})
+        self._lines.append({"trial": trial.to_json()})
 
     def keep_scale(self, scale: Scale) -> None:
         """Adds what a length is measured with."""
         self.scales.append(scale)
-        self._write({"scale": dataclasses.asdict(scale)})
+        self._lines.append({"scale": dataclasses.asdict(scale)})
 
     def keep_fluctuation(self, cell: dict[str, Any]) -> None:
         """Adds a finished cell of the fluctuation part, in place of an earlier one of the same trace."""
         self._take_fluctuation(cell)
-        self._write({"fluctuation": cell})
+        self._lines.append({"fluctuation": cell})
 
     def _take_fluctuation(self, cell: dict[str, Any]) -> None:
         place = _trace_of(cell)
@@ -102,20 +108,16 @@ class RestoreLog:
         """Trials of one length for one purpose, those that succeeded."""
         return [t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind) and t.error is None]
 
+    def failed(self, model: str, length: int, kind: str) -> list[Trial]:
+        """Those that failed and were not made again since: a run that goes on from the log makes failed trials again, and then only
+        the last attempt counts."""
+        last = {_key(t): t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind)}
+        return [t for t in last.values() if t.error is not None]
+
     def has(self, wanted: Trial) -> bool:
-        """Whether the trial this describes was made."""
+        """Whether the trial this describes was made, and succeeded."""
         key = _key(wanted)
         return any(_key(one) == key for one in self.of(wanted.model, wanted.length, wanted.kind))
-
-    def _write(self, line: dict[str, Any]) -> None:
-        if self.path is None:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise BenchError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def _trace_of(cell: dict[str, Any]) -> tuple[Any, ...]:

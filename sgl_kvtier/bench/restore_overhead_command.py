@@ -6,12 +6,14 @@ import argparse
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.bench.argtypes import positive
 from sgl_kvtier.bench.arms import ARMS, Setup, check_arms
+from sgl_kvtier.bench.compare_command import early_end, undisturbed
 from sgl_kvtier.bench.lab_model import SHAPES, write_model
 from sgl_kvtier.bench.restore_overhead import (
     OVERHEAD_ARMS,
@@ -46,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and reports. The exit status: 0, 130 after Ctrl-C. Raises KVTierError."""
+    """Measures and reports. The exit status: 0, 130 after Ctrl-C. Raises KVTierError; where the bench could not go on, after
+    what had been measured is reported."""
     if args.json is not None:
         check_target(args.json)
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
@@ -59,25 +62,41 @@ def run(args: argparse.Namespace) -> int:
     setup = make_setup(args)
     rounds: list[OverheadRound] = []
     interrupted = False
+    failure: BenchError | None = None
     folder = args.folder or Path(tempfile.mkdtemp(prefix="kvtier-overhead-"))
-    try:
-        with end_on_signals(), progress("measuring", options.rounds * len(arms), "rounds") as shown:
-            Overhead(options, setup, folder, rounds, shown.advance).run()
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        if args.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
+    with end_on_signals():
+        try:
+            with progress("measuring", options.rounds * len(arms), "rounds") as shown:
+                Overhead(options, setup, folder, rounds, shown.advance).run()
+        except KeyboardInterrupt:
+            interrupted = True
+        except BenchError as error:
+            if not rounds:
+                raise
+            failure = error
+        finally:
+            if args.folder is None:
+                shutil.rmtree(folder, ignore_errors=True)
+        with undisturbed():
+            _report(args, make_result(options, setup, rounds, interrupted, failure))
+    if failure is not None:
+        raise failure
+    return 130 if interrupted else 0
+
+
+def make_result(
+    options: OverheadOptions, setup: Setup, rounds: Sequence[OverheadRound], interrupted: bool, failure: BenchError | None
+) -> dict[str, Any]:
+    """The whole result, schema kvtier.restore-overhead/1 (docs/json.md)."""
     rows = [one.to_json() for one in rounds]
     results = {
         "settings": {**asdict(options), **asdict(setup)},
-        **overhead_figures(rows, arms),
+        **overhead_figures(rows, options.arms),
         "rounds": rows,
         "interrupted": interrupted,
+        "notes": early_end(failure),
     }
-    result = envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
-    _report(args, result)
-    return 130 if interrupted else 0
+    return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
 
 
 def make_setup(args: argparse.Namespace) -> Setup:
@@ -123,5 +142,7 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
         Column("n", "Rounds"),
     )
     print_table(Table("Paired ratios", ratio_columns, ratios, notes=("Below 1 the first arm is faster.",)), shown)
+    for note in result["notes"]:
+        print(note, file=shown)
     if args.json is not None:
         write_json(result, args.json)

@@ -21,7 +21,14 @@ OUTPUT_TOKENS = 4
 QUIET_CORES = 0.15
 """A server that uses less than this has done with writing pages back."""
 
+UNWATCHED_S = 1.0
+"""How long a server is left alone before a trial where its processor use cannot be read: whether it still writes pages back is not
+seen then."""
+
 STORED_WITHIN_S = 60.0
+
+DISCARDED = "discarded"
+"""The kind of attempts that were disturbed and made again: their times count for nothing, their answers do."""
 
 SLOWEST = 2.5
 """A machine this many times slower than at its best disturbs a trial. Less is common on virtual machines from one moment to
@@ -45,7 +52,8 @@ class Trial:
     cached: Cached | None = None
     output_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    foreign_cores: float = 0.0
+    foreign_cores: float | None = 0.0
+    """None where the server's own use is not known, and so not told from that of others."""
     stolen_cores: float = 0.0
     slowness: float = 1.0
     """Of the machine, around the trial: what a fixed piece of computing took, over the least it has taken in this run."""
@@ -77,9 +85,13 @@ Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 
 class ServerCpu:
-    """Processor seconds of a server's process tree. The tree is listed once, since listing costs more than reading."""
+    """Processor seconds of a server's process tree. The tree is listed once, since listing costs more than reading.
+
+    `known` is False, and all seconds 0, where its process is not known.
+    """
 
     def __init__(self, pid: int | None) -> None:
+        self.known = pid is not None
         self._processes: list[psutil.Process] = []
         if pid is not None:
             try:
@@ -102,7 +114,7 @@ class ServerCpu:
 
 class Trials:
     """Makes trials against one server. `quiet_foreign` is how many cores others may use, and `slowest` how slow the
-    machine may be beside its best, before a trial is repeated."""
+    machine may be beside its best, before a trial is repeated. `discard` takes the attempts that do not count, as such."""
 
     def __init__(
         self,
@@ -113,7 +125,9 @@ class Trials:
         slowest: float = SLOWEST,
         most_repeats: int = 2,
         look_every_s: float = 0.08,
+        unwatched_s: float = UNWATCHED_S,
         pace: Callable[[], float] = pace_seconds,
+        discard: Callable[[Trial], None] = lambda _: None,
     ) -> None:
         self.client = client
         self.switch = ArmSwitch(client)
@@ -121,6 +135,8 @@ class Trials:
         self._quiet_foreign = quiet_foreign
         self._most_repeats = most_repeats
         self._look_every_s = look_every_s
+        self._unwatched_s = unwatched_s
+        self._discard = discard
         self._slowest = slowest
         self._pace = pace
         self._best_pace_s = float("inf")
@@ -128,25 +144,28 @@ class Trials:
     async def run(
         self, base: Trial, ids: Sequence[int], *, flush: bool = True, beside: Beside | None = None, repeat: bool = True
     ) -> Trial:
-        """The trial `base` describes, its outcome filled in. A disturbed one is repeated; the least disturbed is kept.
+        """The trial `base` describes, its outcome filled in. A disturbed one is repeated; the least disturbed is kept. One that
+        fails is kept at once: how disturbed it was is no excuse.
 
         `beside` runs while the request does, and ends soon after the event it is given is set. `repeat` False keeps
         the first attempt, however disturbed.
         Raises BenchError when the server refuses a setting or to flush; a request that fails is a trial with `error`.
         """
-        best: Trial | None = None
+        made: list[Trial] = []
         for attempt in range(self._most_repeats + 1 if repeat else 1):
-            one = await self._once(base, ids, attempt, flush, beside)
-            if best is None or self._disturbance(one) < self._disturbance(best):
-                best = one
-            if self._disturbance(one) <= 1 or one.error is not None:
+            made.append(await self._once(base, ids, attempt, flush, beside))
+            if made[-1].error is not None or self._disturbance(made[-1]) <= 1:
                 break
-        assert best is not None
-        return dataclasses.replace(best, repeats=attempt)
+        kept = min(made, key=self._disturbance) if made[-1].error is None else made[-1]
+        for one in made:
+            if one is not kept:
+                self._discard(dataclasses.replace(one, kind=DISCARDED))
+        return dataclasses.replace(kept, repeats=attempt)
 
     def _disturbance(self, one: Trial) -> float:
-        """Above 1 it was disturbed."""
-        return max((one.foreign_cores + one.stolen_cores) / self._quiet_foreign, one.slowness / self._slowest)
+        """Above 1 it was disturbed. Others' use that is not known does not count."""
+        others = (one.foreign_cores or 0.0) + one.stolen_cores
+        return max(others / self._quiet_foreign, one.slowness / self._slowest)
 
     def _slowness(self) -> float:
         now = self._pace()
@@ -169,7 +188,7 @@ class Trials:
             await other
         return dataclasses.replace(
             outcome(base, done, len(ids)),
-            foreign_cores=share.foreign_cores,
+            foreign_cores=share.foreign_cores if self._cpu.known else None,
             stolen_cores=share.stolen_cores,
             slowness=max(before, self._slowness()),
             repeats=attempt,
@@ -195,7 +214,11 @@ class Trials:
         return trial, nbytes
 
     async def settle(self, most_s: float = 20.0) -> None:
-        """Waits until the server does nothing: what follows is not slowed by pages still being written back."""
+        """Waits until the server does nothing: what follows is not slowed by pages still being written back. Where that cannot be
+        seen, a fixed time."""
+        if not self._cpu.known:
+            await asyncio.sleep(self._unwatched_s)
+            return
         loop = asyncio.get_running_loop()
         until, calm, last = loop.time() + most_s, 0, self._cpu.seconds()
         while calm < 2 and loop.time() < until:

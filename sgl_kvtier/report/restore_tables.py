@@ -16,16 +16,20 @@ def restore_tables(result: dict) -> list[Table]:
 
 
 def grid_table(result: dict) -> Table:
-    """Per cell: time to first token of every arm, our speedups, and the shares of T_opt and T*."""
+    """Per cell: time to first token of every arm, our speedups, and the shares of T_opt, T_link and T*."""
+    # SGLang's own load is one of the two; our engine's is a third only where it was measured.
+    single = "vs best of compute, load, load_kvtier" if "load_kvtier" in result["arms"] else "vs better of compute, load"
     columns = (
         *_place(),
         *(Column(f"ttft_ms.{arm}", arm, "ms", decimals=0) for arm in result["arms"]),
         Column("speedup_vs_load", "vs load", decimals=2),
         Column("speedup_vs_compute", "vs compute", decimals=2),
-        Column("speedup_vs_best_single", "vs best single", decimals=2),
+        Column("speedup_vs_best_single", single, decimals=2),
         Column("bound_fraction", "of T_opt", format=format_share),
+        Column("link_bound_fraction", "of T_link", format=format_share),
         Column("tstar_fraction", "of T*", format=format_share),
         Column("equal_tokens_fraction", "Equal tokens", format=format_share),
+        Column("failed", "Failed"),
     )
     note = "Speedups and shares are those of kvtier; above 1 it is faster."
     return Table("Time to first token of a stored prompt", columns, _rows(result), notes=(note, *_verdict(result)))
@@ -37,6 +41,7 @@ def detail_table(result: dict) -> Table:
         *_place(),
         Column("read_gbps", "Bandwidth", "Gbit/s", decimals=3),
         Column("bound_ms", "T_opt", "ms", decimals=0),
+        Column("link_bound_ms", "T_link", "ms", decimals=0),
         Column("above_bound_ms", "Above it", "ms", decimals=0),
         Column(f"loaded_tokens.{OURS}", "Loaded", "tokens"),
         Column("best_loaded", "In T_opt", "tokens"),
@@ -70,7 +75,7 @@ def curve_table(result: dict) -> Table:
 
 def fluctuation_table(result: dict) -> Table:
     """Per trace: time to first token of the arms, and the best fixed split in hindsight."""
-    rows = result["fluctuation"]["cells"]
+    rows = [{**cell, "failed": _failed(cell)} for cell in result["fluctuation"]["cells"]]
     arms = list(dict.fromkeys(arm for row in rows for arm in row["ttft_ms"]))
     columns = (
         Column("model", "Model"),
@@ -86,6 +91,7 @@ def fluctuation_table(result: dict) -> Table:
         Column("over_hindsight", "kvtier over that", decimals=3),
         Column(f"loaded_tokens.{OURS}", "Loaded", "tokens"),
         Column("equal_tokens_fraction", "Equal tokens", format=format_share),
+        Column("failed", "Failed"),
     )
     return Table("Fluctuating bandwidth and compute", columns, rows)
 
@@ -109,16 +115,25 @@ def _rows(result: dict) -> list[dict]:
         split = cell["best_computed_tokens"]
         low, high = (cell[key].get(OURS) for key in ("ttft_ms_low", "ttft_ms_high"))
         spread = None if low is None else f"{low:,.0f} to {high:,.0f}"
-        rows.append({**cell, "best_loaded": None if split is None else cell["length"] - split, "spread": spread})
+        loaded = None if split is None else cell["length"] - split
+        rows.append({**cell, "best_loaded": loaded, "spread": spread, "failed": _failed(cell)})
     return rows
+
+
+def _failed(cell: dict) -> int | None:
+    """Results of earlier versions do not say."""
+    return sum(cell["errors"].values()) if "errors" in cell else None
 
 
 def _verdict(result: dict) -> Sequence[str]:
     summary = result["summary"]
     found = [
         f"Worst against the better of one resource: {format_value(summary['worst_speedup_vs_best_single'], 3)}. Share of T_opt for "
-        f"ratios from 1/4 to 4: median {_percent(summary['median_bound_fraction'])}, worst {_percent(summary['worst_bound_fraction'])}."
+        f"ratios from 1/4 to 4: median {_percent(summary['median_bound_fraction'])}, worst {_percent(summary['worst_bound_fraction'])}; "
+        f"of T_link: median {_percent(summary.get('median_link_bound_fraction'))}."
     ]
+    if summary.get("errors"):
+        found.append(f"Requests that failed: {summary['errors']}.")
     return [*found, *(f"Missed: {text}" for text in summary["missed"])]
 
 

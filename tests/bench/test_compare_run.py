@@ -108,6 +108,9 @@ def test_an_arm_that_dies_in_a_round_keeps_what_it_measured(tmp_path: Path) -> N
     assert "the end is near" in done.stderr
     assert "in round 1" in result["arms"]["kvtier"]["failure"]
     assert {sample["round"] for sample in result["samples"] if sample["arm"] == "kvtier"} == {1}
+    assert [one["complete"] for one in result["arms"]["kvtier"]["rounds"]] == [False]
+    assert result["ratios"]["kvtier/recompute"]["ttft_ms"]["n"] == 0
+    assert "Not complete, and so in no ratio: round 1 of kvtier." in result["notes"]
     assert result["arms"]["kvtier"]["errors"] > 0
     assert result["arms"]["recompute"]["requests"] == 8
 

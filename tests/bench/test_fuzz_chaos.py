@@ -78,12 +78,34 @@ def test_log_probs_that_moved_are_counted_apart_from_tokens() -> None:
 def test_a_failure_is_what_nobody_asked_for() -> None:
     log = FuzzLog()
     log.keep(attempt(complete=False, error="HTTP 500"))
-    log.keep(attempt(complete=False, error="HTTP 500", fate="aborted"))
+    log.keep(attempt(complete=False, error="aborted by the server: Aborted", fate="aborted"))
+    log.keep(attempt(complete=False, error=None, fate="disconnected"))
     log.keep(attempt(complete=False, error="ClientError", killed=True))
     log.keep(attempt(complete=False, error="no end after 60 s", hung=True))
     found = counts(log)
     assert (found["failed"], found["under_a_kill"], found["hangs"], found["aborted"]) == (1, 1, 1, 1)
     assert found["error_messages"] == ["HTTP 500"]
+
+
+@pytest.mark.parametrize(
+    ("fate", "error"),
+    [("aborted", "HTTP 500"), ("disconnected", "HTTP 500"), ("disconnected", "aborted by the server: x"), ("answered", "aborted by the server: x")],
+)
+def test_of_a_request_that_is_given_up_any_error_but_its_abort_is_a_failure(fate: str, error: str) -> None:
+    log = FuzzLog()
+    log.keep(attempt(complete=False, tokens=(), logprobs=(), fate=fate, error=error))
+    assert (counts(log)["failed"], counts(log)["error_messages"]) == (1, [error])
+
+
+def test_a_whole_answer_without_tokens_is_a_failure_and_one_without_log_probs_is_unequal() -> None:
+    log = FuzzLog()
+    log.keep_reference("p", Answer((1, 2), (-0.5, -0.25)))
+    log.keep(attempt(tokens=(), logprobs=()))
+    assert (counts(log)["failed"], counts(log)["error_messages"]) == (1, ["an answer without tokens"])
+    log.keep(attempt(logprobs=()))
+    log.keep(attempt(logprobs=(-0.5,)))
+    log.keep(attempt(logprobs=(), complete=False, fate="aborted"))
+    assert (counts(log)["failed"], counts(log)["unequal_tokens"], counts(log)["unequal_logprobs"]) == (1, 0, 2)
 
 
 def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:

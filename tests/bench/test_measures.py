@@ -6,7 +6,7 @@ import pytest
 
 from sgl_kvtier.bench.client import Cached, Completion, Metrics
 from sgl_kvtier.bench.machine import CpuWatch
-from sgl_kvtier.bench.measures import Round, arm_figures, ratios, sample_rows
+from sgl_kvtier.bench.measures import Round, arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.bench.replay import Sample
 
 
@@ -126,21 +126,34 @@ def test_ratios_pair_the_same_round_of_two_arms() -> None:
         make_round("kvtier", 3, [None]),
         make_round("hicache-file", 3, [0.4]),
     ]
-    found = ratios(sample_rows(rounds), ["hicache-file", "kvtier"], 3)
+    found = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])
     assert found["kvtier/hicache-file"]["ttft_ms"]["median"] == pytest.approx(0.75)
     assert found["kvtier/hicache-file"]["ttft_ms"]["n"] == 2
 
 
+def test_a_round_that_is_not_complete_makes_no_pair_and_is_named() -> None:
+    rounds = [make_round(arm, number, [seconds]) for number in (1, 2) for arm, seconds in (("kvtier", 0.1), ("hicache-file", 0.2))]
+    torn = make_round("kvtier", 3, [0.9])
+    torn.complete = False
+    rounds += [torn, make_round("hicache-file", 3, [0.1])]
+    ratio = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])["kvtier/hicache-file"]["ttft_ms"]
+    assert (ratio["n"], ratio["median"]) == (2, pytest.approx(0.5))
+    assert left_out(rounds) == ["Not complete, and so in no ratio: round 3 of kvtier."]
+    assert left_out(rounds[:2]) == []
+    assert figures("kvtier", rounds)["ttft_ms"]["n"] == 3
+
+
 def test_means_may_say_the_opposite_of_medians_and_stand_beside_them() -> None:
     rounds = [make_round("kvtier", 1, [0.2, 0.2, 0.2]), make_round("hicache-file", 1, [0.1, 0.1, 1.0])]
-    found = ratios(sample_rows(rounds), ["hicache-file", "kvtier"], 1)["kvtier/hicache-file"]
+    found = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])["kvtier/hicache-file"]
     assert found["ttft_ms"]["median"] == pytest.approx(2.0)
     assert found["ttft_ms_mean"]["median"] == pytest.approx(0.5)
     assert found["ttft_ms_p90"]["median"] == pytest.approx(0.2 / 0.82)
 
 
 def test_without_our_arm_there_are_no_ratios() -> None:
-    assert ratios(sample_rows([make_round("hicache", 1, [0.1])]), ["hicache"], 1) == {}
+    rounds = [make_round("hicache", 1, [0.1])]
+    assert ratios(rounds, sample_rows(rounds), ["hicache"]) == {}
 
 
 def test_foreign_use_is_never_negative_even_if_our_processes_vanish() -> None:

@@ -26,7 +26,7 @@ SMALL = GridOptions("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1
 def measure(server: RestoringServer, options: GridOptions, log: RestoreLog, traces: int = 0) -> None:
     async def go() -> None:
         async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
-            trials = Trials(client, ServerCpu(None), quiet_foreign=1e9, look_every_s=0.0, pace=lambda: 1.0)
+            trials = Trials(client, ServerCpu(None), quiet_foreign=1e9, unwatched_s=0.0, pace=lambda: 1.0, discard=log.keep)
             await Grid(options, trials, log).run()
             scale = log.scale("fake", options.lengths[0])
             if traces and scale is not None:
@@ -76,7 +76,8 @@ def test_the_cells_say_how_much_came_from_storage_in_which_arm() -> None:
         assert row["loaded_tokens"] == {"compute": 0, "load": 512, "stock_timeout": 512, "kvtier": 256}
         assert row["rounds"] == dict.fromkeys(row["loaded_tokens"], 2)
         assert row["equal_tokens_fraction"] == row["equal_logprobs_fraction"] == 1.0
-        assert row["bound_ms"] is not None
+        assert 0 < row["link_bound_ms"] <= row["bound_ms"]
+        assert row["errors"] == dict.fromkeys(row["loaded_tokens"], 0)
         assert row["speedup_vs_best_single"] <= max(row["speedup_vs_load"], row["speedup_vs_compute"])
     assert [point["tokens"] for point in curves(log)[0]["points"]] == [256, 512]
 
@@ -95,7 +96,7 @@ def test_a_trial_on_a_slow_machine_is_repeated_and_the_least_disturbed_kept() ->
     async def go() -> list[Trial]:
         server = RestoringServer()
         async with server.up(), Client(server.url, admin_key="secret") as client:
-            trials = Trials(client, ServerCpu(None), quiet_foreign=1e9, look_every_s=0.0, pace=lambda: next(paces))
+            trials = Trials(client, ServerCpu(None), quiet_foreign=1e9, unwatched_s=0.0, pace=lambda: next(paces))
             base = Trial("fake", 64, GRID, "compute", 1, 0.0)
             return [await trials.run(base, [1] * 64) for _ in range(2)]
 
@@ -115,9 +116,9 @@ def test_a_restored_answer_that_differs_is_counted() -> None:
 
 def test_a_run_is_continued_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    first = RestoreLog.open(path)
+    first = RestoreLog.open(path, {})
     measure(RestoringServer(), dataclasses.replace(SMALL, rounds=1), first)
-    continued = RestoreLog.open(path)
+    continued = RestoreLog.open(path, {})
     assert continued.continued == len(first.trials)
     assert continued.trials == first.trials
     measure(RestoringServer(), SMALL, continued)
@@ -128,14 +129,14 @@ def test_a_run_is_continued_from_its_file(tmp_path: Path) -> None:
 
 def test_a_line_torn_by_a_kill_is_dropped_and_another_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    log = RestoreLog.open(path)
+    log = RestoreLog.open(path, {})
     log.keep(Trial("fake", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
     with path.open("a") as file:
         file.write('{"trial": {"model": "fa')
-    assert RestoreLog.open(path).trials == log.trials
+    assert RestoreLog.open(path, {}).trials == log.trials
     path.write_text('{"something": "else"}\n{"scale": 1}\n')
     with pytest.raises(BenchError, match="not a line of this bench"):
-        RestoreLog.open(path)
+        RestoreLog.open(path, {})
 
 
 def test_a_length_that_is_complete_is_not_measured_again() -> None:
@@ -197,6 +198,9 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
         assert cell["over_fixed"] == pytest.approx(cell["kvtier_beside_fixed_ms"] / cell["fixed_ms"])
         assert cell["fixed_ms"] == cell["fixed_splits_ms"][f"{cell['fixed_computed_share']:.4f}"]
         assert {f"{part / 8:.4f}" for part in range(9)} <= set(cell["fixed_splits_ms"])
+        assert {name: len(traces) for name, traces in cell["applied"].items()} == {"kvtier": 2, "kvtier_beside_fixed": 2, "fixed": 2}
+        assert all(one["starts_s"][0] == 0.0 and one["gbps"][0] == cell["gbps"][0] for each in cell["applied"].values() for one in each)
+        assert cell["errors"] == {"compute": 0, "load": 0, "kvtier": 0, "both": 0}
     assert {part / 8 for part in range(9)} <= set(server.splits)
     assert server.splits[-1] == -1.0 or log.trials[-1].fixed_split == server.splits[-1]
     assert len(set(log.fluctuations[0]["gbps"])) > 1
@@ -206,10 +210,10 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
 
 
 def test_of_a_trace_measured_twice_the_log_gives_the_last(tmp_path: Path) -> None:
-    log = RestoreLog(tmp_path / "log")
+    log = RestoreLog.open(tmp_path / "log", {})
     for kind, ms in (("compute", 1.0), ("both", 2.0), ("compute", 3.0)):
         log.keep_fluctuation({"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms})
-    for one in (log, RestoreLog.open(log.path)):
+    for one in (log, RestoreLog.open(log.path, {})):
         assert [(cell["kind"], cell["hindsight_ms"]) for cell in one.fluctuations] == [("both", 2.0), ("compute", 3.0)]
 
 
@@ -242,7 +246,8 @@ def test_tables_and_page_are_made_from_the_result_alone() -> None:
 def test_a_cell_that_misses_an_aim_is_named() -> None:
     row = {
         "model": "fake", "length": 512, "load_over_compute": 1.0, "speedup_vs_load": 1.9, "speedup_vs_compute": 1.8,
-        "speedup_vs_best_single": 1.8, "bound_fraction": 0.96, "equal_tokens_fraction": 1.0, "equal_logprobs_fraction": 1.0,
+        "speedup_vs_best_single": 1.8, "bound_fraction": 0.96, "link_bound_fraction": 0.9, "errors": {}, "equal_tokens_fraction": 1.0,
+        "equal_logprobs_fraction": 1.0,
     }  # fmt: skip
     missed = summary_of([row])["missed"]
     assert len(missed) == 1
