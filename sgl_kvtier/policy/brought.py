@@ -75,6 +75,14 @@ class Brought:
             for owner in self._flights.owners(keys, tier):
                 self._failed(owner, now)
 
+    def halfway(self, keys: Sequence[PageKey]) -> None:
+        """Pages on their way to HBM have come as far as DRAM, and the rest of the way is a move of its own: nothing has failed."""
+        for key in keys:
+            owner = self.unused[Tier.HBM].pop(key, None)
+            if owner is not None:
+                self.unused[Tier.DRAM][key] = owner
+                self._ledger.halfway(key)
+
     def used(self, owner: str, keys: Sequence[PageKey]) -> None:
         """An owner runs from now on, on these pages."""
         self._gave_way.pop(owner, None)

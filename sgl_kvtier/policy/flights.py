@@ -53,6 +53,11 @@ class Flights:
         moves = (self._of.get(key) for key in keys)
         return tuple(dict.fromkeys(move.owner for move in moves if move is not None and move.target is target))
 
+    def from_below_dram(self, key: PageKey) -> bool:
+        """Whether a page is on its way through DRAM to HBM."""
+        move = self._of.get(key)
+        return move is not None and move.target is Tier.HBM and len(move.links) > 1
+
     def begin(
         self, keys: Sequence[PageKey], target: Tier, links: tuple[Link, ...], now: float, late_at: float, owner: str = ""
     ) -> None:

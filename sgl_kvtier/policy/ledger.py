@@ -69,6 +69,12 @@ class Ledger:
         if charge is not None:
             self._earn(charge)
 
+    def halfway(self, key: PageKey) -> None:
+        """A page on its way to HBM came as far as DRAM: what it was charged it is charged there."""
+        charge = self._charged[Tier.HBM].pop(key, None)
+        if charge is not None:
+            self._charged[Tier.DRAM][key] = charge
+
     def ran(self, pages: int) -> None:
         """A request runs on so many pages."""
         self._earn(pages * _TRIED)

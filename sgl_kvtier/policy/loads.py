@@ -19,6 +19,10 @@ _NEAR: Final = 4
 """A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
 _PROBES: Final = 2
 """Transfers handed out on a link that was never measured."""
+_PATIENCE: Final = 2.0
+"""A load may take so many times as long as its link is predicted to need for what is before it and for itself."""
+_PATIENCE_FIXED: Final = 32.0
+"""The same where all of it was asked for beforehand: by the time it is read the link may be another one."""
 _UNLIMITED_S: Final = 1e6
 _UNBOUNDED: Final = 1 << 40
 """Pages of a tier the view does not count."""
@@ -110,6 +114,7 @@ class Loads:
         config, engine, readers = self._under_way.config, self._under_way.engine, self._under_way.readers
         links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
         hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
+        patience = _PATIENCE if item.fixed_meet < 0 else _PATIENCE_FIXED
         for source, tier in reversed(item.sources):
             link = LINK_OF[tier]
             staged = engine.staged and tier > Tier.DRAM
@@ -127,7 +132,7 @@ class Loads:
                 pages += count
                 parts = _parts(span, floor, group, whole)
                 for part, backlog_s in zip(parts, links.asked(link, rid, parts, now), strict=True):
-                    loads.append(Load(rid, part, tier, link, 2 * backlog_s + config.load_deadline_s))
+                    loads.append(Load(rid, part, tier, link, patience * backlog_s + config.load_deadline_s))
             if pages:
                 item.in_flight[link] = item.in_flight.get(link, 0) + pages
                 self._outlook.loads_handed_out()

@@ -99,9 +99,18 @@ class Prefetcher:
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages have left a tier, or will not come to it."""
+        halfway = [key for key in keys if self._is_halfway(key)] if tier is Tier.HBM and len(self._flights) else []
+        if halfway:
+            self.brought.halfway(halfway)
+            self._flights.ended(halfway, tier, now)
         self.brought.left(keys, tier, now, self._watched)
         if len(self._flights):
             self._flights.ended(keys, tier, now)
+
+    def _is_halfway(self, key: PageKey) -> bool:
+        """Whether a page that was on its way through DRAM to HBM is in DRAM now."""
+        page = self._map.page(key) if self._flights.from_below_dram(key) else None
+        return page is not None and Tier.DRAM in page.tiers
 
     def started(self, owner: str, keys: Sequence[PageKey]) -> None:
         """An owner runs from now on, on these pages."""

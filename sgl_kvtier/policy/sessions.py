@@ -22,6 +22,8 @@ _MOST_TOOLS: Final = 256
 _DISTRUST: Final = 3
 """So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until it is right again."""
 _FAR: Final = 4.0
+_SOON_S: Final = 0.1
+"""Delays shorter than this are all the same."""
 _BELIEVED: Final = 0.95
 """The chance of a session whose client said when it comes."""
 _ALL: Final = ""
@@ -31,10 +33,11 @@ _ALL: Final = ""
 class Hint:
     """What a client says of its session. None: it says nothing about that. `expected_delay_s` counts from now if the
     session is idle, else from the end of its turn; `ttl_s` from now. `priority` > 0: keep its pages longer, each
-    step as if it came back twice as soon; < 0: the other way round. `ttl_s` 0: it will not come back."""
+    step as if it came back twice as soon; < 0: the other way round; it holds until the client says another. `ttl_s` 0: it will not
+    come back."""
 
     expected_delay_s: float | None = None
-    priority: int = 0
+    priority: int | None = None
     ttl_s: float | None = None
     tool: str | None = None
 
@@ -65,6 +68,8 @@ class _Session:
     left_at: float | None = None
     tool: str = _ALL
     delay_s: float | None = None
+    claimed_s: float | None = None
+    """What its client said, believed or not."""
     until: float = math.inf
     priority: int = 0
     wrong_hints: int = 0
@@ -100,10 +105,10 @@ class Sessions:
             known.gaps.saw(gap_s)
             for tool in dict.fromkeys((known.tool, _ALL)):
                 self._tool(tool).saw(gap_s)
-            if known.delay_s is not None:
-                off = max(known.delay_s, 1e-3) / max(gap_s, 1e-3)
+            if known.claimed_s is not None:
+                off = max(known.claimed_s, _SOON_S) / max(gap_s, _SOON_S)
                 known.wrong_hints = known.wrong_hints + 1 if not 1 / _FAR <= off <= _FAR else 0
-        known.left_at = known.delay_s = None
+        known.left_at = known.delay_s = known.claimed_s = None
         known.until = math.inf
         known.tool = _ALL
         known.serial = 0
@@ -124,19 +129,24 @@ class Sessions:
         for name, value in (("expected_delay_s", hint.expected_delay_s), ("ttl_s", hint.ttl_s)):
             if value is not None and not (math.isfinite(value) and value >= 0):
                 return HintAnswer(False, f"{name} = {value}: must be a number of seconds of at least 0")
-        notes = []
+        notes: list[str] = []
+        cut: list[str] = []
+        if hint.expected_delay_s is not None:
+            idle_s = now - known.left_at if known.left_at is not None else 0.0
+            known.claimed_s = idle_s + self._clip("expected_delay_s", hint.expected_delay_s, cut)
         if hint.expected_delay_s is not None and known.wrong_hints >= _DISTRUST:
             return HintAnswer(
                 False,
                 f"the last {known.wrong_hints} expected delays of this session were wrong by more than a factor of {_FAR:g}; "
                 "they are believed again once one is right",
             )
-        known.priority = max(-3, min(3, hint.priority))
-        if known.priority != hint.priority:
-            notes.append(f"priority {hint.priority} taken as {known.priority}")
+        if hint.priority is not None:
+            known.priority = max(-3, min(3, hint.priority))
+            if known.priority != hint.priority:
+                notes.append(f"priority {hint.priority} taken as {known.priority}")
         if hint.expected_delay_s is not None:
-            idle_s = now - known.left_at if known.left_at is not None else 0.0
-            known.delay_s = idle_s + self._clip("expected_delay_s", hint.expected_delay_s, notes)
+            known.delay_s = known.claimed_s
+            notes += cut
         if hint.ttl_s is not None:
             known.until = now + self._clip("ttl_s", hint.ttl_s, notes)
         if hint.tool is not None:
@@ -158,7 +168,9 @@ class Sessions:
         while self._checks and self._checks[0][0] <= now:
             _, serial, session = heapq.heappop(self._checks)
             known = self._sessions.get(session)
-            if known is not None and known.serial == serial and known.left_at is not None:
+            if known is None:
+                due.append(Return(session, math.inf, math.inf, math.inf, 0.0))  # forgotten: nobody would look at it again
+            elif known.serial == serial and known.left_at is not None:
                 due.append(self._expect(session, known, now))
         return due
 
@@ -205,7 +217,8 @@ class Sessions:
         assert known.left_at is not None, "only of idle sessions"
         idle_s = max(0.0, now - known.left_at)
         early, at = self._window(known, idle_s)
-        if idle_s >= self._idle_limit_s or now >= known.until:
+        limit_s = self._idle_limit_s + (known.delay_s or 0.0)  # who said when it comes may be as late as anybody
+        if idle_s >= limit_s or now >= known.until:
             at = math.inf
         early = known.left_at + min(early, at)
         at = known.left_at + at
@@ -214,7 +227,7 @@ class Sessions:
 
     def _chance(self, known: _Session, idle_s: float) -> float:
         """That it comes back at all, given that it has not come yet."""
-        if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, 0.1):
+        if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
             return _BELIEVED
         share = self._returns.chance(known.turns)
         waits = share * longer(self._parts(known), idle_s)
@@ -228,7 +241,7 @@ class Sessions:
 
     def _window(self, known: _Session, idle_s: float) -> tuple[float, float]:
         """Early and middle guess of the gap, given that it lasts longer than what has passed."""
-        if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, 0.1):
+        if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
             return (known.delay_s * 0.8, known.delay_s) if idle_s <= known.delay_s else (idle_s, idle_s * 1.25)
         parts = self._parts(known)
         if known.delay_s is None:

@@ -75,11 +75,11 @@ def read(body: bytes) -> Asked:
         raise HintError(f"a hint needs exactly one of {', '.join(_WHO)} to say whose it is; it has {len(who)}. Send {_EXAMPLE}")
     hint = Hint(
         expected_delay_s=_seconds(given, "expected_delay_s"),
-        priority=_whole(given, "priority", 0),
+        priority=_whole(given, "priority"),
         ttl_s=_seconds(given, "ttl_s"),
         tool=_text(given, "tool"),
     )
-    if hint == Hint() and "priority" not in given:
+    if hint == Hint():
         raise HintError("the hint says nothing: add expected_delay_s, priority, ttl_s or tool")
     session = _text(given, "session")
     return Asked(
@@ -112,13 +112,15 @@ def _seconds(given: Mapping[str, Any], name: str) -> float | None:
     value = given.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise HintError(f"{name} = {_shown(value)}: must be a number of seconds of at least 0")
-    return min(float(value), 1e12)
+    return float(min(value, 1e12))  # a whole number may be larger than any float
 
 
-def _whole(given: Mapping[str, Any], name: str, default: int) -> int:
-    value = given.get(name, default)
+def _whole(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) > 1 << 31:
         raise HintError(f"{name} = {_shown(value)}: must be a whole number; above 0 keeps pages longer, below 0 shorter")
     return value

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-_MOST_PINS = 256
+MOST_PINS = 256
 """So many paths at most are held back: about 6 microseconds each."""
 
 
@@ -14,7 +14,7 @@ def evict_others(tree: Any, tokens: int, nodes: Iterable[int], evict: Callable[[
     """Evicts `tokens` with the paths to `nodes` locked meanwhile; returns how many were freed. Where that is too little, and at
     least `tokens` have to be freed, it evicts again without locks. Scheduler's thread."""
     pins = []
-    for node in islice(nodes, _MOST_PINS):
+    for node in islice(nodes, MOST_PINS):
         try:
             pins.append((node, tree.inc_host_lock_ref(node).to_dec_params()))
         except KeyError:

@@ -9,6 +9,7 @@ follows from requests and from the tree is the same anyway, times are the first 
 
 from __future__ import annotations
 
+import heapq
 import logging
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.idle import MOST_IDLE
 from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import (
     Fact,
@@ -29,6 +31,7 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.owners import owner_of, session_of
 from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.chunk_clock import Chunk
+from sgl_kvtier.runtime.host_pins import MOST_PINS
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
 from sgl_kvtier.runtime.page_names import SessionNames, compact, keys_of
 from sgl_kvtier.runtime.polls import Poll
@@ -99,6 +102,10 @@ class LookaheadHands:
         self._requests: dict[str, _Known] = {}
         self._idle: dict[str, Path] = {}
         self._idle_tokens = 0
+        self._next: list[Path] | None = None
+        """Paths of idle sessions in the order of their return, as far as they can be held back; None: to be looked up."""
+        self._expected = 0
+        """How many sessions are expected in all."""
         self._backend: Any = None
         self._step_at = 0.0
         self._planned_at = 0.0
@@ -110,12 +117,14 @@ class LookaheadHands:
         """A request's tokens [before, cache_protected_len) were put into the tree."""
         after = int(req.kv.cache_protected_len)
         known = self._requests.get(req.rid)
-        if after <= before or known is None:
+        if known is None:
             return
         page = self.engine.page
         if after // page > len(known.keys):
             known.keys = keys_of(req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys)
         known.node, known.kept = req.last_node, after
+        if after <= before:
+            return  # all of it was there: a prompt that was asked before
         self.facts.placed(known.keys[before // page : after // page], Tier.HBM)
 
     def released(self, req: Any) -> None:
@@ -135,8 +144,11 @@ class LookaheadHands:
             self._park(known.session, Path(compact(req.full_untruncated_fill_ids[: len(keys) * page]), keys, req.extra_key, req.cache_salt, known.node))
 
     def gone(self, rid: str) -> None:
-        """A waiting request was aborted."""
-        if self._requests.pop(rid, None) is not None:
+        """A waiting request was aborted: its session is idle again, with what it had."""
+        known = self._requests.pop(rid, None)
+        if known is not None:
+            if known.path is not None:
+                self._park(known.session, known.path)
             self._tell(RequestFinished(rid, _LATER, aborted=True))
 
     def note_chunk(self, chunk: Chunk) -> None:
@@ -202,6 +214,7 @@ class LookaheadHands:
     def look(self, scheduler: Any) -> None:
         """Takes note of new requests and of what ended, before the planner is told."""
         self._ticks += 1
+        self._next = None
         for req in scheduler.waiting_queue:
             if req.rid not in self._requests:
                 self._arrive(req)
@@ -264,19 +277,23 @@ class LookaheadHands:
         so that something is left to SGLang's order."""
         if self.victims is None or self._config.eviction != "next-use":
             return [], True
-        owners, claiming = self.ahead.map.owners, self.promotions.claiming_for
-        due: list[tuple[float, Path]] = []
-        for session, path in self._idle.items():
-            number = owners.number(owner_of(session))
-            if number is not None:
-                due.append((owners.turn(number), path))
-        due.sort(key=lambda entry: entry[0])
-        stop = -(-len(due) // 2)
+        claiming = self.promotions.claiming_for
+        due = self._look_up_order() if self._next is None else self._next
+        stop = -(-self._expected // 2)
         if claiming is not None:
-            stop = next((place for place, (_, path) in enumerate(due) if path is claiming), len(due) - 1) + 1
+            stop = next((place for place, path in enumerate(due) if path is claiming), len(due) - 1) + 1
         waiting = [known.path for known in self._requests.values() if known.path is not None]
-        nodes = [path.node for path in (*waiting, *(path for _, path in due[:stop])) if path.node is not None]
+        nodes = [path.node for path in (*waiting, *due[:stop]) if path.node is not None]
         return nodes, claiming is None
+
+    def _look_up_order(self) -> list[Path]:
+        """Once in a step at most: room is made in host memory for every node that is written through."""
+        owners = self.ahead.map.owners
+        turns = ((owners.number(owner_of(session)), path) for session, path in self._idle.items())
+        due = [(owners.turn(number), path) for number, path in turns if number is not None]
+        self._expected = len(due)
+        self._next = [path for _, path in heapq.nsmallest(MOST_PINS, due, key=lambda entry: entry[0])]
+        return self._next
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -304,11 +321,12 @@ class LookaheadHands:
         self._unpark(session)
         self._idle[session] = path
         self._idle_tokens += len(path.tokens)
-        while self._idle_tokens > _MOST_IDLE_TOKENS:
+        while self._idle_tokens > _MOST_IDLE_TOKENS or len(self._idle) > MOST_IDLE:
             self._unpark(next(iter(self._idle)))
 
     def _unpark(self, session: str) -> Path | None:
         path = self._idle.pop(session, None)
+        self._next = None
         if path is not None:
             self._idle_tokens -= len(path.tokens)
         return path

@@ -344,7 +344,8 @@ class Promotions:
 
     def reset(self) -> None:
         """Before the pools are emptied, or for good: blocks until no read goes to host pages of ours. Pages of a read that hangs all
-        the same are nobody's until the pools are emptied."""
+        the same are nobody's until the pools are emptied, for which a server is not idle before that read has ended (`reads_hang` of
+        the engine), unless it has several ranks: they would have to agree on that."""
         end = time.monotonic() + _RESET_S
         jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
         for job in jobs:
@@ -356,6 +357,7 @@ class Promotions:
                 self._slots.put_back_host(fetch.host)
             else:
                 self._slots.give_host(len(fetch.host))
+                self._engine.hung_reads.append(fetch.job)
                 logger.error("kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush", len(fetch.keys))
             self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
         while self._failed:

@@ -74,6 +74,8 @@ class RestoreEngine:
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
         self._numbered = 0
+        self.hung_reads: list[Any] = []
+        """Jobs of reads ahead that did not end in time: their host pages were given up, and are read into all the same."""
         self.ending = False
         """A restoration has ended since the planner was last told."""
 
@@ -88,6 +90,12 @@ class RestoreEngine:
     def holds_memory(self) -> bool:
         """Whether transfers or slots of ours are in the pools."""
         return bool(self.loads or self.slots.tokens)
+
+    @property
+    def reads_hang(self) -> bool:
+        """Whether reads that were given up still go to host pages that nobody counts."""
+        self.hung_reads = [job for job in self.hung_reads if not job.done]
+        return bool(self.hung_reads)
 
     @property
     def owned(self) -> list[str]:

@@ -146,7 +146,8 @@ def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **
             engine.reset()
         if ahead is not None and ahead.promotions.hangs:
             ahead.promotions.reset()
-    return not engine.holds_memory and (ahead is None or not ahead.promotions.hangs)
+    hangs = (ahead is not None and ahead.promotions.hangs) or (scheduler.tree_cache.tick.agreement.alone and engine.reads_hang)
+    return not engine.holds_memory and not hangs
 
 
 def _count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:

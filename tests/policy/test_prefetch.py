@@ -220,6 +220,24 @@ def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
     assert bench.plan([turn("r", 1)], now=40.0, iteration_s=0.01).moves
 
 
+def test_pages_that_have_come_halfway_are_no_failure_and_go_on_at_once():
+    bench = Bench(lookahead=1, lookahead_ssd=10)
+    bench.request("r", named(4), Tier.SSD)
+    (move,) = bench.plan([turn("r", 1)]).moves
+    assert (move.source, move.target) == (Tier.SSD, Tier.HBM)
+    # Hands that take two hops tell of the first one, and that the pages have not come to HBM.
+    come, lost = move.keys[:3], move.keys[3:]
+    bench.map.placed(come, Tier.DRAM, 0.5)
+    bench.prefetcher.placed(come, Tier.DRAM, 0.5)
+    for keys, paused in ((come, False), (lost, True)):
+        bench.map.dropped(keys, Tier.HBM)
+        bench.prefetcher.dropped(keys, Tier.HBM, 0.5)
+        assert bench.prefetcher.brought.paused("r", 0.5) is paused
+    assert set(bench.prefetcher.brought.unused[Tier.DRAM]) == set(come)
+    assert bench.prefetcher.in_flight == 0
+    assert moved(bench.plan([turn("r", 1)], now=1.0))[0] == ("r", 3, Tier.DRAM, Tier.HBM)
+
+
 def test_what_was_brought_up_and_had_to_leave_is_not_brought_again_before_its_turn():
     bench = Bench()
     bench.request("r", named(10), Tier.DRAM)

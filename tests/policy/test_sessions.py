@@ -138,6 +138,54 @@ def test_a_client_that_is_wrong_three_times_is_not_believed_any_more():
     answer = sessions.hint("a", Hint(expected_delay_s=1.0), now)
     assert not answer.accepted and "wrong" in answer.reason
     assert sessions.hint("a", Hint(priority=1), now).accepted
+    assert not sessions.hint("a", Hint(expected_delay_s=99.0), now).accepted
+    sessions.left("a", now)
+    sessions.returned("a", now + 100.0)
+    assert sessions.hint("a", Hint(expected_delay_s=1.0), now + 100.0).accepted, "the last one was right"
+
+
+def test_who_says_at_once_and_comes_in_a_moment_was_right():
+    sessions = Sessions()
+    now = 0.0
+    sessions.returned("a", now)
+    for _ in range(5):
+        assert sessions.hint("a", Hint(expected_delay_s=0.0), now).accepted
+        sessions.left("a", now)
+        now += 0.05
+        sessions.returned("a", now)
+
+
+def test_a_priority_holds_until_another_one_is_said():
+    sessions = Sessions()
+    sessions.returned("a", 0.0)
+    sessions.hint("a", Hint(priority=2), 0.0)
+    sessions.left("a", 0.0)
+    sessions.hint("a", Hint(expected_delay_s=8.0), 0.0)
+    expected = sessions.expected("a", 0.0)
+    assert expected is not None and expected.next_use == pytest.approx(2.0)
+
+
+def test_a_hint_for_longer_than_sessions_are_waited_for_is_waited_for():
+    sessions = Sessions(idle_limit_s=900.0)
+    sessions.returned("a", 0.0)
+    sessions.left("a", 0.0)
+    assert sessions.hint("a", Hint(expected_delay_s=1200.0), 0.0).accepted
+    for now in (1000.0, 1205.0, 1900.0):
+        expected = sessions.expected("a", now)
+        assert expected is not None and expected.at < math.inf
+    expected = sessions.expected("a", 2101.0)
+    assert expected is not None and expected.at == math.inf
+
+
+def test_whoever_is_forgotten_is_expected_no_more():
+    sessions = Sessions(most=2)
+    for name in "ab":
+        sessions.returned(name, 0.0)
+        sessions.hint(name, Hint(expected_delay_s=10.0), 0.0)
+        sessions.left(name, 0.0)
+    sessions.returned("c", 1.0)
+    found = {one.session: one.at for one in sessions.changed(12.0)}
+    assert found["a"] == math.inf > found["b"]
 
 
 def test_sessions_idle_the_longest_are_forgotten_beyond_the_limit():

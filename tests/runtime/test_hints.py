@@ -75,7 +75,11 @@ def test_what_is_wrong_is_said_with_what_to_send(sent: bytes, says: str) -> None
 
 
 def test_a_priority_of_nought_is_a_hint() -> None:
-    assert read(body(session="a", priority=0)).hint == Hint()
+    assert read(body(session="a", priority=0)).hint == Hint(priority=0) != Hint()
+
+
+def test_a_number_beyond_all_floats_is_as_good_as_any_that_is_too_large() -> None:
+    assert read(b'{"session": "a", "expected_delay_s": 1' + b"0" * 400 + b"}").hint.expected_delay_s == 1e12
 
 
 @pytest.mark.parametrize("sent", [Sent(Hint(0.1 + 0.2, 2, None, "ü"), 3.3, session="s"), Sent(Hint(ttl_s=0.0), 0.0, page=KEYS[0])])

@@ -14,6 +14,7 @@ from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.polls import Poll
 from sgl_kvtier.runtime.promotions import Path, Promotions, _Fetch
+from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4
@@ -32,13 +33,13 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         dec_host_lock_ref=lambda anchor, pin: None,
     )
     slots = SimpleNamespace(put_back_host=given_back.append, give_host=lambda tokens: None)
-    engine: Any = SimpleNamespace(tree=tree, now=10.0, slots=slots)
+    engine: Any = SimpleNamespace(tree=tree, now=10.0, slots=slots, hung_reads=[])
     facts: Any = SimpleNamespace(failed=lambda keys, target: failed.append((keys, target)))
     return Promotions(engine, facts, lambda fact: None, LookaheadCounters()), given_back, failed
 
 
 def fetch(deadline_at: float, ended: bool) -> _Fetch:
-    job = SimpleNamespace(cancel=lambda: None, wait=lambda timeout_s: ended)
+    job = SimpleNamespace(cancel=lambda: None, wait=lambda timeout_s: ended, done=ended)
     host = torch.arange(2 * PAGE)
     return _Fetch(Path([], KEYS, None, None), KEYS, 0, host, 1, None, job, Poll(1, 2), 0.0, deadline_at, False)
 
@@ -46,10 +47,11 @@ def fetch(deadline_at: float, ended: bool) -> _Fetch:
 def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, given_back, failed = made()
-    moves._fetches = [fetch(9.0, ended=False), fetch(11.0, ended=True)]
+    hung = fetch(9.0, ended=False)
+    moves._fetches = [hung, fetch(11.0, ended=True)]
     assert moves.hangs, "the first one's time was over a second ago"
     moves.reset()
-    assert len(given_back) == 1 and not moves.hangs
+    assert len(given_back) == 1 and moves._engine.hung_reads == [hung.job], "its host pages are still read into"
     assert failed == [(KEYS, Tier.DRAM)] * 2
 
 
@@ -59,15 +61,44 @@ def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
     assert not moves.hangs
 
 
+def engine_of(moves: Promotions) -> RestoreEngine:
+    """A restore engine that knows of the same reads and restores nothing."""
+    engine = object.__new__(RestoreEngine)
+    engine.loads, engine.slots = [], SimpleNamespace(tokens=0)  # type: ignore[assignment]
+    engine.hung_reads = moves._engine.hung_reads
+    return engine
+
+
 @pytest.mark.parametrize("paused", [True, False])
-def test_a_server_with_a_read_that_hangs_is_idle_only_once_it_was_given_up(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, given_back, _ = made()
-    moves._fetches = [fetch(9.0, ended=False)]
-    tree = SimpleNamespace(engine=SimpleNamespace(holds_memory=False), ahead=SimpleNamespace(promotions=moves))
+    hung = fetch(9.0, ended=False)
+    moves._fetches = [hung]
+    tick = SimpleNamespace(agreement=SimpleNamespace(alone=True))
+    tree = SimpleNamespace(engine=engine_of(moves), ahead=SimpleNamespace(promotions=moves), tick=tick)
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=paused)
-    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler) is paused
+    for _ in range(2):
+        assert not restore_hooks._is_fully_idle(lambda scheduler: True, scheduler)
+    hung.job.done = True
+    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler) is paused  # one that runs notes it in its next step
     assert not given_back
+
+
+def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "_RESET_S", 0.0)
+    moves, _, _ = made()
+    hung = fetch(9.0, ended=False)
+    moves._fetches = [hung]
+    moves.reset()
+    alone = SimpleNamespace(alone=True)
+    tree = SimpleNamespace(engine=engine_of(moves), ahead=None, tick=SimpleNamespace(agreement=alone))
+    scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=False)
+    assert not restore_hooks._is_fully_idle(lambda scheduler: True, scheduler)
+    alone.alone = False
+    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler), "ranks may not differ in this"
+    alone.alone, hung.job.done = True, True
+    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler)
 
 
 @pytest.mark.parametrize("released", [True, False])

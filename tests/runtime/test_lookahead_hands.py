@@ -1,0 +1,94 @@
+"""What the hands of looking ahead keep of sessions between their turns. The tree and the planner are fakes; no server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_kvtier.policy.messages import RequestFinished
+from sgl_kvtier.policy.owners import owner_of
+from sgl_kvtier.runtime import lookahead_hands
+from sgl_kvtier.runtime.host_pins import MOST_PINS
+from sgl_kvtier.runtime.lookahead_hands import LookaheadHands, _Known
+from sgl_kvtier.runtime.promotions import Path
+from sgl_kvtier.types import PageKey
+
+PAGE = 4
+KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(3))
+
+
+class Owners:
+    """Sessions named by their turns; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def number(self, owner: str) -> int | None:
+        self.asked += 1
+        return int(owner.removeprefix(owner_of("")))
+
+    def turn(self, number: int) -> float:
+        return float(number)
+
+
+def made() -> LookaheadHands:
+    """Hands that know of no request yet."""
+    hands = object.__new__(LookaheadHands)
+    hands.engine = SimpleNamespace(page=PAGE, facts=[])  # type: ignore[assignment]
+    hands.promotions = SimpleNamespace(claiming_for=None)  # type: ignore[assignment]
+    hands.victims = SimpleNamespace()  # type: ignore[assignment]
+    hands.ahead = SimpleNamespace(map=SimpleNamespace(owners=Owners()))  # type: ignore[assignment]
+    hands._config = SimpleNamespace(eviction="next-use", sessions=True)  # type: ignore[assignment]
+    hands._requests, hands._idle, hands._idle_tokens, hands._next, hands._expected = {}, {}, 0, None, 0
+    return hands
+
+
+def path(node: int | None = None) -> Path:
+    return Path([0] * PAGE, KEYS[:1], None, None, node)
+
+
+def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
+    hands, own = made(), path()
+    hands._park("7", own)
+    hands._requests["r"] = _Known(None, KEYS, "7", 12, path=hands._unpark("7"))
+    hands.gone("r")
+    assert hands._idle == {"7": own} and hands._idle_tokens == PAGE
+    assert [(type(fact), fact.rid) for fact in hands.engine.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
+
+
+def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():
+    hands = made()
+    hands._requests["r"] = known = _Known(None, KEYS, "7", 12)
+    req: Any = SimpleNamespace(rid="r", kv=SimpleNamespace(cache_protected_len=2 * PAGE), last_node=5)
+    hands.checkpointed(req, 2 * PAGE)
+    assert (known.kept, known.node) == (2 * PAGE, 5)
+
+
+def test_the_order_of_returns_is_looked_up_once_in_a_step_and_as_far_as_it_is_used():
+    hands = made()
+    for session in range(3 * MOST_PINS, 0, -1):
+        hands._park(str(session), path(session))
+    owners: Any = hands.ahead.map.owners
+    nodes, least = hands.wanted_in_host()
+    assert nodes == list(range(1, MOST_PINS + 1)) and least
+    asked = owners.asked
+    assert hands.wanted_in_host() == (nodes, least) and owners.asked == asked == 3 * MOST_PINS
+    hands._unpark("1")
+    assert hands.wanted_in_host()[0][0] == 2
+
+
+def test_half_of_few_sessions_are_held_back_and_all_before_the_one_that_room_is_made_for():
+    hands = made()
+    for session in range(1, 6):
+        hands._park(str(session), path(session))
+    assert hands.wanted_in_host() == ([1, 2, 3], True)
+    hands.promotions.claiming_for = hands._idle["4"]
+    assert hands.wanted_in_host() == ([1, 2, 3, 4], False)
+
+
+def test_no_more_sessions_are_kept_than_the_planner_keeps(monkeypatch):
+    monkeypatch.setattr(lookahead_hands, "MOST_IDLE", 10)
+    hands = made()
+    for session in range(25):
+        hands._park(str(session), path())
+    assert list(hands._idle) == [str(session) for session in range(15, 25)] and hands._idle_tokens == 10 * PAGE
