@@ -89,7 +89,7 @@ class RestoreOffered:
 
 @message
 class TransferDone:
-    """A transfer ended. `span` are pages of `rid`'s prompt (empty for a move of pages that belong to no request);
+    """A transfer ended. `span` are pages of `rid`'s prompt that a Load asked for (no name and empty for a Move, whose pages PagesPlaced names);
     `seconds` is the time the link was busy with it, queueing not included."""
 
     rid: str

@@ -74,13 +74,13 @@ class Caches:
                 self._tell(PagesDropped(tuple(memory.dropped), tier, self._now()))
                 memory.dropped = []
 
-    def write_down(self, rid: str, keys: Sequence[PageKey]) -> None:
+    def write_down(self, keys: Sequence[PageKey]) -> None:
         """Copies of pages new in HBM go to DRAM and from there to SSD, where they are not (write-through)."""
-        self._copy(rid, keys, Tier.HBM, Tier.DRAM, lambda done: self._copy(rid, done, Tier.DRAM, Tier.SSD, None))
+        self._copy(keys, Tier.HBM, Tier.DRAM, lambda done: self._copy(done, Tier.DRAM, Tier.SSD, None))
 
-    def carry_out(self, move: Move, span: Span) -> None:
-        """A plan's move. `span`: where the pages stand in the request's prompt."""
-        self._copy(move.rid or "", move.keys, move.source, move.target, None, span)
+    def carry_out(self, move: Move) -> None:
+        """A plan's move."""
+        self._copy(move.keys, move.source, move.target, None)
 
     def evict(self, evict: Evict) -> None:
         """A plan's wish which pages go first."""
@@ -95,12 +95,10 @@ class Caches:
 
     def _copy(
         self,
-        rid: str,
         wanted: Sequence[PageKey],
         source: Tier,
         target: Tier,
         then: Callable[[Sequence[PageKey]], None] | None,
-        span: Span = _NO_SPAN,
     ) -> None:
         link = _UP[source, target]
         above, below = self.tiers[source], self.tiers[target]
@@ -108,8 +106,6 @@ class Caches:
         self._tell_outcome(wanted, keys, target)
         if not keys:
             return
-        if len(keys) != len(wanted):
-            span = _NO_SPAN
         above.pin(keys)
 
         def begin(transfer: Transfer) -> bool:
@@ -130,7 +126,8 @@ class Caches:
             if target < source:
                 below.mark_prefetched(fresh, link)
             nbytes = len(keys) * self._page_bytes
-            self._tell(TransferDone(rid, link, span, nbytes, seconds, self._now()))
+            # Under no request's name: a restoration of the same pages has loads of its own, which have not ended by this.
+            self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, self._now()))
             self.place(fresh, target)
             if then is not None:
                 then(keys)

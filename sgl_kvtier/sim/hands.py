@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import simpy
 
-from sgl_kvtier.policy.messages import Fact, Load, Mode, Move, PagesLost, StepPlan, TransferDone
+from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, StepPlan, TransferDone
 from sgl_kvtier.policy.restore import LINK_OF
 from sgl_kvtier.sim.caches import Caches
 from sgl_kvtier.sim.live import Live, Restoring
@@ -155,7 +155,7 @@ class Hands:
             live.pinned.append(key)
         self.caches.place(fresh, Tier.HBM)
         if fresh and self._write_down:
-            self.caches.write_down(live.rid, fresh)
+            self.caches.write_down(fresh)
 
     # --- plans --------------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Hands:
         for evict in plan.evictions:
             self.caches.evict(evict)
         for move in plan.moves:
-            self.caches.carry_out(move, _place_of(move, lives))
+            self.caches.carry_out(move)
 
     def _close_offer(self, live: Live) -> None:
         """An offer that was not taken up is forgotten, and what was held for it may go, unless it has its room already."""
@@ -262,13 +262,3 @@ class _LoadCalls:
         del transfer
         self._restoring.lose(span)
         self._hands.lost(self._live, span, reason, self._staged)
-
-
-def _place_of(move: Move, lives: Mapping[str, Live]) -> Span:
-    """Where a move's pages stand in its request's prompt; empty where they do not stand there in one run."""
-    live = lives.get(move.rid or "")
-    if live is None or not move.keys:
-        return Span(0, 0)
-    start = next((i for i, key in enumerate(live.spec.keys) if key == move.keys[0]), -1)
-    same = start >= 0 and live.spec.keys[start : start + len(move.keys)] == move.keys
-    return Span(start, start + len(move.keys)) if same else Span(0, 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scenes import keys
 
+from sgl_kvtier.policy.messages import Fact, Move, PagesPlaced, TransferDone
+from sgl_kvtier.sim.caches import Caches
 from sgl_kvtier.sim.memory import TierMemory
-from sgl_kvtier.types import Link, PageKey, Tier
+from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
 def _with(memory: TierMemory, names: tuple[PageKey, ...]) -> None:
@@ -92,3 +96,20 @@ def test_a_tier_never_holds_more_than_fits(operations: list[tuple[str, int]]) ->
         assert 0 <= memory.used <= 5
         assert memory.available == 5 - private - len(set(pinned))
         assert all(name in memory for name in pinned)
+
+
+class _Transfers:
+    """Every transfer ends at once."""
+
+    def submit(self, transfer: Any) -> None:
+        assert transfer.begin(transfer)
+        transfer.done(transfer, 0.5)
+
+
+def test_a_moves_end_is_not_taken_for_that_of_a_load_of_the_same_request() -> None:
+    told: list[Fact] = []
+    caches = Caches({Tier.HBM: 8, Tier.DRAM: 8, Tier.SSD: None}, _Transfers(), 100, told.append, lambda: 1.0)  # type: ignore[arg-type]
+    chain = keys("a", 3)
+    _with(caches.ssd, chain)
+    caches.carry_out(Move(chain, Tier.SSD, Tier.DRAM, "r"))
+    assert told == [TransferDone("", Link.SSD_TO_DRAM, Span(0, 0), 300, 0.5, 1.0), PagesPlaced(chain, Tier.DRAM, 1.0)]
