@@ -15,6 +15,8 @@ _STEP_COVER: Final = 1.5
 _STEP_COVER_ALONE: Final = 3.0
 """Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. A restoration that
 is alone gets as many as a link needs that has become so much faster: those that compute reaches first are asked back."""
+_LONGEST_STUCK_S: Final = 2.0
+"""A waiting request whose pages find no room for so long computes them."""
 _WORTH_ASKING: Final = 2
 """So many of the shortest chunks have to be gained by asking loads back, or else compute waits for them."""
 
@@ -42,8 +44,7 @@ class Chunks:
         return computes, tuple(cancels)
 
     def unstuck(self, compute: Compute, view: StepView) -> Compute:
-        """Waiting makes sense only while something of the request is under way; otherwise the front goes on, also of a request
-        that has no slot yet: it might wait for room that others take again and again."""
+        """Waiting makes sense only while something of the request is under way; otherwise the front goes on."""
         item, engine = self._under_way.items[compute.rid], self._under_way.engine
         if compute.tokens != 0 or item.pointer.loading or view.prefill_tokens < engine.page_tokens:
             return compute
@@ -51,6 +52,19 @@ class Chunks:
         whole = engine.chunk_tokens // engine.page_tokens * engine.page_tokens
         budget = view.prefill_tokens // engine.page_tokens * engine.page_tokens
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
+
+    def is_stuck(self, compute: Compute, view: StepView, loads: bool) -> bool:
+        """Whether a request that nothing is under way for is to go on at once: the slot's holder, and one that waits for a slot only
+        after a while, since room for its loads is mostly there a moment later; but others may take it again and again. `loads` were
+        handed out in this step: their room is not given away once more."""
+        item = self._under_way.items[compute.rid]
+        if compute.rid == view.slot:
+            return True
+        if compute.tokens != 0 or item.pointer.loading:
+            item.stuck_since = -1.0
+        elif item.stuck_since < 0:
+            item.stuck_since = view.now
+        return not loads and 0 <= item.stuck_since <= view.now - _LONGEST_STUCK_S
 
     def _wants_slot(self, item: Restoration, view: StepView) -> bool:
         """A request that was to be loaded only joins in computing when that has become the faster way."""

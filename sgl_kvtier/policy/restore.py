@@ -90,6 +90,8 @@ class Restoration:
     """The same with compute charged for those that wait behind it."""
     copied: int = 0
     """Pages below this one are not computed but copied from DRAM, since that is sooner; but for those that fail to come."""
+    stuck_since: float = -1.0
+    """When it first waited for a slot with nothing under way, without having had anything since; -1: it does not."""
     fixed_meet: int = -1
     """Compute takes all below this page, loads all others, whatever happens; -1: as it is predicted best on the way."""
 

@@ -53,8 +53,7 @@ class RestorePlanner:
         starts = self._offers.answer(view)
         computes, cancels = self._chunks.decide(view)
         loads = self._loads.decide(view, computes)
-        # Who has no slot yet gets no room that these loads were to have.
-        granted = [self._chunks.unstuck(c, view) if c.rid == view.slot or not loads else c for c in computes]
+        granted = [self._chunks.unstuck(c, view) if self._chunks.is_stuck(c, view, bool(loads)) else c for c in computes]
         computes = [compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot]
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
 

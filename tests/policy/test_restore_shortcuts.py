@@ -84,7 +84,7 @@ class PlainPlanner:
             assert compute == Compute(rid, pointer.landed_run(), None) and compute.splice.stop == pointer.units
         computes, cancels = self.chunks.decide(view)
         loads = self.loads.decide(view, computes)
-        granted = tuple(self.chunks.unstuck(c, view) if c.rid == view.slot or not loads else c for c in computes)
+        granted = tuple(self.chunks.unstuck(c, view) if self.chunks.is_stuck(c, view, bool(loads)) else c for c in computes)
         return StepPlan(starts, cancels, loads, tuple(one for one in granted if one.tokens != 0 or one.rid == view.slot))
 
 

@@ -1,11 +1,13 @@
 """Several restorations at once: what is done for one is nothing that another waits for, and none is forgotten."""
 
+from dataclasses import replace
+
 import pytest
 from test_leave import offer, planner, rate
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import ChunkStarted, Mode, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import ChunkStarted, Mode, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -39,14 +41,17 @@ def test_nor_is_a_restoration_given_up_for_another_links_queue():
     assert start.mode is not Mode.COMPUTE
 
 
-def test_a_waiting_request_that_finds_no_room_for_loads_is_computed():
+def test_a_waiting_request_that_finds_no_room_for_loads_for_long_is_computed():
     one = make_planner(PolicyConfig(restore="both"), ENGINE, profile_of(COST, rate(4096, 5000)))
     one.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
-    plan = one.step(StepView(0.0, ("a",), prefill_tokens=512, free_pages={Tier.HBM: 0}))
+    full = StepView(0.0, ("a",), prefill_tokens=512, free_pages={Tier.HBM: 0})
+    assert len(one.step(full).starts) == 1
+    assert one.step(replace(full, now=1.9)) == StepPlan()
+    plan = one.step(replace(full, now=2.1))
     assert plan.loads == ()
     assert [(compute.rid, compute.tokens) for compute in plan.computes] == [("a", 512)]
     # With room all of it is loaded, and it waits for that.
-    plan = one.step(StepView(0.1, ("a",), prefill_tokens=512, free_pages={Tier.HBM: 1000}))
+    plan = one.step(replace(full, now=2.2, free_pages={Tier.HBM: 1000}))
     assert plan.loads
     assert plan.computes == ()
 
