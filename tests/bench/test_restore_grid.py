@@ -76,7 +76,7 @@ def test_the_cells_say_how_much_came_from_storage_in_which_arm() -> None:
         assert row["loaded_tokens"] == {"compute": 0, "load": 512, "stock_timeout": 512, "kvtier": 256}
         assert row["rounds"] == dict.fromkeys(row["loaded_tokens"], 2)
         assert row["equal_tokens_fraction"] == row["equal_logprobs_fraction"] == 1.0
-        assert 0 < row["link_bound_ms"] <= row["bound_ms"]
+        assert row["link_bound_ms"] <= row["bound_ms"]
         assert row["errors"] == dict.fromkeys(row["loaded_tokens"], 0)
         assert row["speedup_vs_best_single"] <= max(row["speedup_vs_load"], row["speedup_vs_compute"])
     assert [point["tokens"] for point in curves(log)[0]["points"]] == [256, 512]
