@@ -53,18 +53,15 @@ class Chunks:
         budget = view.prefill_tokens // engine.page_tokens * engine.page_tokens
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
 
-    def is_stuck(self, compute: Compute, view: StepView, loads: bool) -> bool:
-        """Whether a request that nothing is under way for is to go on at once: the slot's holder, and one that waits for a slot only
-        after a while, since room for its loads is mostly there a moment later; but others may take it again and again. `loads` were
-        handed out in this step: their room is not given away once more."""
+    def waited_long(self, compute: Compute, view: StepView) -> bool:
+        """Takes note of whether a request that has no slot waits with nothing under way for it, and says whether it does so for long.
+        Room for its loads is mostly there a moment later, but others may take it again and again."""
         item = self._under_way.items[compute.rid]
-        if compute.rid == view.slot:
-            return True
         if compute.tokens != 0 or item.pointer.loading:
             item.stuck_since = -1.0
         elif item.stuck_since < 0:
             item.stuck_since = view.now
-        return not loads and 0 <= item.stuck_since <= view.now - _LONGEST_STUCK_S
+        return 0 <= item.stuck_since <= view.now - _LONGEST_STUCK_S
 
     def _wants_slot(self, item: Restoration, view: StepView) -> bool:
         """A request that was to be loaded only joins in computing when that has become the faster way."""

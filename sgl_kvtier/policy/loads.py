@@ -9,7 +9,7 @@ from sgl_kvtier.policy.chunks import Chunks, in_run_order, step_cover
 from sgl_kvtier.policy.meeting import Split
 from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
 from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration
+from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, fixed_share
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -24,6 +24,7 @@ _PATIENCE: Final = 2.0
 _PATIENCE_FIXED: Final = 32.0
 """The same where all of it was asked for beforehand: by the time it is read the link may be another one."""
 _UNLIMITED_S: Final = 1e6
+"""Loads handed out cover this where the split is fixed: all of them are known beforehand."""
 _UNBOUNDED: Final = 1 << 40
 """Pages of a tier the view does not count."""
 
@@ -41,8 +42,8 @@ class Loads:
         known, outlook, now = self._under_way, self._outlook, view.now
         busy_s = outlook.busy_s(view)
         horizon_s = max(known.config.load_horizon_s, step_cover(known) * (busy_s + self._step_seconds(view, computes)))
-        if known.config.restore == "both" and known.config.fixed_split >= 0:
-            horizon_s = _UNLIMITED_S  # all of it is known beforehand
+        if fixed_share(known.config) is not None:
+            horizon_s = _UNLIMITED_S
         readers = known.readers
         open_links = [link for link in readers if not self._full(link, now, horizon_s)]
         if not any(map(readers.__getitem__, open_links)):
@@ -114,7 +115,7 @@ class Loads:
         config, engine, readers = self._under_way.config, self._under_way.engine, self._under_way.readers
         links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
         hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
-        patience = _PATIENCE if item.fixed_meet < 0 else _PATIENCE_FIXED
+        patience = _PATIENCE if fixed_share(config) is None else _PATIENCE_FIXED
         for source, tier in reversed(item.sources):
             link = LINK_OF[tier]
             staged = engine.staged and tier > Tier.DRAM

@@ -6,7 +6,7 @@ from typing import Final
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
 from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, choose_mode, leave
+from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, choose_mode, fixed_share, leave
 from sgl_kvtier.policy.two_pointer import TwoPointer
 from sgl_kvtier.policy.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
@@ -85,8 +85,8 @@ class Offers:
 
     def _fixed_meet(self, offer: RestoreOffered) -> int:
         """Where the settings fix the meeting of what is computed and loaded at once; -1 where they do not."""
-        share = self._under_way.config.fixed_split
-        if share < 0 or self._under_way.config.restore != "both":
+        share = fixed_share(self._under_way.config)
+        if share is None:
             return -1
         return offer.resident + round(share * (offer.pages - offer.resident))
 

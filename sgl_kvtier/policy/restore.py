@@ -65,6 +65,11 @@ def rule_of(config: PolicyConfig) -> Rule:
     return Rule(rule.balanced_chunks, rule.fallback, config.io_order)
 
 
+def fixed_share(config: PolicyConfig) -> float | None:
+    """The share of every prefix that the settings have computed, whatever happens; None where it is decided on the way."""
+    return config.fixed_split if config.restore == "both" and config.fixed_split >= 0 else None
+
+
 @dataclass(slots=True)
 class Restoration:
     """One request's restoration as the planner sees it. Pages; `order` is the place of its offer among all offers."""

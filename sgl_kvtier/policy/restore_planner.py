@@ -5,13 +5,21 @@ One of the two halves of a planner (`planner.py`); the other is `lookahead.py`. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.chunks import Chunks
 from sgl_kvtier.policy.loads import Loads
-from sgl_kvtier.policy.messages import Fact, RequestFinished, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.messages import (
+    Compute,
+    Fact,
+    Load,
+    RequestFinished,
+    RestoreOffered,
+    StepPlan,
+    StepView,
+)
 from sgl_kvtier.policy.offers import Offers
 from sgl_kvtier.policy.outlook import Outlook
 from sgl_kvtier.policy.restore import EngineShape
@@ -53,9 +61,16 @@ class RestorePlanner:
         starts = self._offers.answer(view)
         computes, cancels = self._chunks.decide(view)
         loads = self._loads.decide(view, computes)
-        granted = [self._chunks.unstuck(c, view) if self._chunks.is_stuck(c, view, bool(loads)) else c for c in computes]
+        granted = [self._unstuck(compute, view, loads) for compute in computes]
         computes = [compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot]
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
+
+    def _unstuck(self, compute: Compute, view: StepView, loads: Sequence[Load]) -> Compute:
+        """Lets the slot's holder go on where nothing is under way for it; one that waits for a slot only after a while, and not into
+        room that these loads were to have."""
+        if compute.rid == view.slot or (self._chunks.waited_long(compute, view) and not loads):
+            return self._chunks.unstuck(compute, view)
+        return compute
 
     def give_up(self) -> None:
         """Something here went wrong: nobody is being restored from now on, and nothing is under way. What was learned stays."""

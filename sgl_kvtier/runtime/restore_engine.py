@@ -94,8 +94,7 @@ class RestoreEngine:
     @property
     def reads_hang(self) -> bool:
         """Whether reads that were given up still go to host pages that nobody counts."""
-        self.hung_reads = [job for job in self.hung_reads if not job.done]
-        return bool(self.hung_reads)
+        return any(not job.done for job in self.hung_reads)
 
     @property
     def owned(self) -> list[str]:

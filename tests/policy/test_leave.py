@@ -169,6 +169,8 @@ def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
         loads += one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).loads
         one.observe(RequestFinished(asked.rid, 0.0))
     assert [load.span for load in loads] == [Span(19, 20)]
+    predicted_s = ENGINE.page_bytes / rate(4096, 1 / 500)
+    assert loads[0].deadline_s == pytest.approx(2 * predicted_s + PolicyConfig().load_deadline_s), "nobody waits for it longer than for others"
 
 
 def test_what_the_engine_reads_by_itself_is_learned_from():

@@ -84,7 +84,8 @@ class PlainPlanner:
             assert compute == Compute(rid, pointer.landed_run(), None) and compute.splice.stop == pointer.units
         computes, cancels = self.chunks.decide(view)
         loads = self.loads.decide(view, computes)
-        granted = tuple(self.chunks.unstuck(c, view) if self.chunks.is_stuck(c, view, bool(loads)) else c for c in computes)
+        late = [compute.rid == view.slot or (self.chunks.waited_long(compute, view) and not loads) for compute in computes]
+        granted = tuple(self.chunks.unstuck(c, view) if goes_on else c for c, goes_on in zip(computes, late, strict=True))
         return StepPlan(starts, cancels, loads, tuple(one for one in granted if one.tokens != 0 or one.rid == view.slot))
 
 
