@@ -21,8 +21,9 @@ from sgl_kvtier.report import (
     write_json,
 )
 from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.namespace import remove_namespace
-from sgl_kvtier.store.offline import Namespace, check_rank, count_pages, is_open, namespaces
+from sgl_kvtier.store.namespace import PATIENT, is_open
+from sgl_kvtier.store.offline import Namespace, check_rank, count_pages, namespaces
+from sgl_kvtier.store.removal import look_through, remove_namespace
 
 SCHEMA_STAT = "kvtier.stat/1"
 SCHEMA_FSCK = "kvtier.fsck/1"
@@ -38,7 +39,7 @@ class Stat:
     def run(self, args: argparse.Namespace) -> int:
         """Prints one row per identity. Raises KVTierError."""
         env, found = _find(args)
-        rows = [_row(env, namespace) for namespace in found]
+        rows = [_row(env, namespace) for namespace in found if not namespace.problem]
         columns = [
             Column("name", "pages of"),
             Column("pages", "pages", decimals=0),
@@ -48,7 +49,7 @@ class Stat:
             Column("in_use", "in use"),
         ]
         total = sum(row["nbytes"] for row in rows)
-        table = Table(f"Page store {args.path}", columns, rows, notes=[f"{format_bytes(total)} in all"])
+        table = Table(f"Page store {args.path}", columns, rows, notes=[f"{format_bytes(total)} in all", *_left_out(found)])
         _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
         return 0
 
@@ -58,7 +59,7 @@ class Fsck:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
-        parser.add_argument("--repair", action="store_true", help="erase damaged pages and foreign files (default: only report)")
+        parser.add_argument("--repair", action="store_true", help="erase damaged pages and segments that hold none (default: only report)")
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints one row per rank; 1 when something is damaged and was not repaired. Raises KVTierError."""
@@ -70,8 +71,8 @@ class Fsck:
                     f"{rank} is in use: its pages change while they are read. Stop that server first, or name other "
                     "identities with --match"
                 )
-            if namespace.fingerprint is None:
-                raise StoreError(f"{namespace.path}/config.json cannot be read. Remove the folder, or put the file back")
+            if namespace.problem:
+                raise StoreError(namespace.problem)
         rows: list[dict[str, Any]] = []
         with progress("checking pages", float(sum(n.nbytes for n in found)) or None, "B") as shown:
             for namespace, rank in ranks:
@@ -83,7 +84,7 @@ class Fsck:
         bad = sum(row["corrupt"] + row["unreadable"] - row["erased"] for row in rows)
         if bad:
             print(f"{bad} pages are damaged. They are never served; --repair gives their room back", file=sys.stderr)
-        table = Table(f"Page store {args.path}", columns, rows)
+        table = Table(f"Page store {args.path}", columns, rows, notes=_left_out(found))
         _show(args, table, SCHEMA_FSCK, {"path": args.path, "ranks": rows, "damaged": bad})
         return 1 if bad else 0
 
@@ -104,7 +105,7 @@ class Purge:
         rows = []
         for namespace in found:
             row = _row(env, namespace)
-            row["removed"] = "would be" if args.dry_run else _remove(env, namespace)
+            row["removed"] = _removed(env, namespace, dry_run=args.dry_run)
             rows.append(row)
         columns = [Column("name", "pages of"), Column("nbytes", "on disk", format=_size), Column("removed", "removed")]
         table = Table(f"Page store {args.path}", columns, rows)
@@ -182,10 +183,17 @@ def _in_use(env: Env, namespace: Namespace) -> str:
         return "unknown"
 
 
-def _remove(env: Env, namespace: Namespace) -> str:
+def _left_out(found: list[Namespace]) -> list[str]:
+    return [f"left out: {namespace.problem}" for namespace in found if namespace.problem]
+
+
+def _removed(env: Env, namespace: Namespace, *, dry_run: bool) -> str:
     try:
-        freed = remove_namespace(env, namespace.path)
-    except OSError as error:
+        if dry_run:
+            look_through(env, namespace.path)
+            return "would be"
+        freed = remove_namespace(env, namespace.path, PATIENT)
+    except (StoreError, OSError) as error:
         return f"no: {error}"
     return "yes" if freed or not env.exists(namespace.path) else "no: in use. Stop that server first"
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.config import StoreConfig
@@ -23,6 +24,8 @@ _ADVICE = {
     errno.EACCES: "permission denied: make store.path writable for this user",
     errno.EPERM: "not permitted: look for immutable files (lsattr) below store.path",
     errno.EIO: "the device reports I/O errors: look at the kernel log (dmesg) and replace the disk",
+    errno.ENOENT: "the folder was removed under this server: restart the server",
+    errno.ESTALE: "the folder or its lock was removed under this server: restart the server",
     errno.EMFILE: "too many open files: raise the limit (ulimit -n) or store.segment_bytes",
 }
 
@@ -77,6 +80,8 @@ class Core:
     io: DirectIO
     log: IndexLog
     complaints: Complaints
+    check_owner: Callable[[], None] = lambda: None
+    """Raises OSError with ESTALE once the folder is no longer this process's: then no file in it is made or removed."""
     table: SlotTable = field(default_factory=SlotTable)
     counters: Counters = field(default_factory=Counters)
     lock: threading.Condition = field(default_factory=threading.Condition)

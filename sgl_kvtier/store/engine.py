@@ -7,6 +7,7 @@ asked for, of this identity, from the write that the index means.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -68,9 +69,10 @@ class DiskStore:
 
     def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
         io = probe_direct_io(env, folder.path, config.direct_io)
-        log = IndexLog(env, folder.path, identity.fingerprint)
+        check_owner = functools.partial(folder.check, env)
+        log = IndexLog(env, folder.path, identity.fingerprint, check_owner)
         self._folder = folder
-        self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path))
+        self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path), check_owner)
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
         self._lanes = self._open_lanes()

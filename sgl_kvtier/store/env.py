@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 
@@ -18,8 +19,21 @@ import numpy as np
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _RETRIES = 100
 """Times in a row that EINTR or EAGAIN is tried again before it counts as an error."""
+
+
+class NotOursError(OSError):
+    """A file or folder that another user owns, or a folder that others may write. `advice` is one line with what to do."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(errno.EPERM, why, path)
+
+    @property
+    def advice(self) -> str:
+        return f"{self.filename} {self.strerror}"
 
 
 class Env:
@@ -32,10 +46,25 @@ class Env:
     """Whether the native lanes may bypass this object. False in subclasses that want to see every call."""
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor. New files get mode 0600 whatever the umask says."""
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-        if flags & os.O_CREAT:
-            os.fchmod(fd, FILE_MODE)
+        """A descriptor of a regular file; anything else is refused at once, whatever opening it would wait for.
+
+        What is opened for writing belongs to this user and has mode 0600 afterwards, whatever the umask says: raises NotOursError
+        where it belongs to somebody else.
+        """
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file: remove it", path)
+            if flags & os.O_ACCMODE != os.O_RDONLY:
+                check_owned(path, found)
+                if found.st_mode & (FILE_MODE | _OTHERS) != FILE_MODE:
+                    os.fchmod(fd, FILE_MODE)
+            # Only for the opening: io_uring gives requests of such files up where it would wait.
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def close(self, fd: int) -> None:
@@ -67,6 +96,17 @@ class Env:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
+    def status(self, path: str) -> os.stat_result:
+        """What stands at a path; a symbolic link is not followed."""
+        return os.lstat(path)
+
+    def same_file(self, fd: int, path: str) -> bool:
+        """Whether an open file is the one that stands at a path now."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.lstat(path))
+        except FileNotFoundError:
+            return False
+
     def bytes_on_disk(self, path: str) -> int:
         """Bytes that a file occupies, which is less than its length where it is sparse."""
         return os.lstat(path).st_blocks * 512
@@ -93,6 +133,17 @@ class Env:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, DIRECTORY_MODE)
 
+    def make_private(self, path: str) -> None:
+        """Takes a directory from other users' eyes: mode 0700. Raises NotOursError where others own it or may write it."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            found = os.fstat(fd)
+            check_private(path, found)
+            if found.st_mode & _OTHERS:
+                os.fchmod(fd, DIRECTORY_MODE)
+        finally:
+            os.close(fd)
+
     def unlink(self, path: str) -> None:
         os.unlink(path)
 
@@ -110,6 +161,23 @@ class Env:
     def lock(self, fd: int) -> None:
         """Takes the exclusive lock of an open file, or raises BlockingIOError at once. Ends with the descriptor."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def lock_shared(self, fd: int) -> None:
+        """Takes a lock that keeps only the exclusive one away, or raises BlockingIOError at once. Ends with the descriptor."""
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def process_exists(self, pid: int) -> bool:
+        """Whether a process of that number runs, as far as this process sees."""
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except OSError:
+            return True
+        return True
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def now(self) -> float:
         """Seconds that only go forward."""
@@ -158,31 +226,63 @@ def write_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -
     raise OSError(errno.EIO, "the device keeps answering with short writes")
 
 
-def read_file(env: Env, path: str) -> bytes:
-    """The whole of a small file. Raises OSError."""
-    return bytes(read_large_file(env, path))
+def read_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> bytes:
+    """The whole of a small file, of at most so many bytes. Raises OSError."""
+    return bytes(read_large_file(env, path, most, flags))
 
 
-def read_large_file(env: Env, path: str) -> memoryview:
-    """The whole of a file, not copied once more. Raises OSError."""
-    fd = env.open(path, os.O_RDONLY)
+def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> memoryview:
+    """The whole of a file of at most so many bytes, not copied once more. Raises OSError, with EFBIG where it is longer."""
+    fd = env.open(path, flags)
     try:
-        buffer = np.empty(env.size(fd), np.uint8).data
+        nbytes = env.size(fd)
+        if nbytes > most:
+            raise OSError(errno.EFBIG, f"{nbytes} bytes long, and can hold at most {most}", path)
+        buffer = np.empty(nbytes, np.uint8).data
         return buffer[: read_fully(env, fd, [buffer] if len(buffer) else [], 0)]
     finally:
         env.close(fd)
 
 
+def create_file(env: Env, path: str, flags: int) -> int:
+    """A new file in the place of one that an earlier run left there, which is never opened nor cut. Raises OSError."""
+    flags |= os.O_CREAT | os.O_EXCL
+    try:
+        return env.open(path, flags)
+    except FileExistsError:
+        env.unlink(path)
+        return env.open(path, flags)
+
+
 def write_file(env: Env, path: str, data: bytes) -> None:
     """A small file that is either the old one or the new one, also after a crash. Raises OSError."""
     fresh = f"{path}.{os.getpid()}.new"  # several ranks settle the same folder at once
-    fd = env.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    fd = create_file(env, fresh, os.O_WRONLY)
     try:
         write_fully(env, fd, [memoryview(data)], 0)
         env.sync(fd)
     finally:
         env.close(fd)
     env.rename(fresh, path)
+
+
+def check_private(path: str, found: os.stat_result) -> None:
+    """Raises NotOursError where others own a directory or may write it. What `ssh` asks of its own, and for the same reason."""
+    check_owned(path, found)
+    if found.st_mode & _OTHERS_WRITE:
+        raise NotOursError(
+            path, f"may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): what they put there would be served. Remove "
+            "it, or run chmod go-w on it if nobody else has used it. A filesystem that keeps no modes must be mounted with umask=077",
+        )  # fmt: skip
+
+
+def check_owned(path: str, found: os.stat_result) -> None:
+    """Raises NotOursError where a file or directory is another user's."""
+    if found.st_uid != os.geteuid():
+        raise NotOursError(
+            path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}. Run it as that user, remove what "
+            "is there, or choose another store.path. A filesystem that keeps no owners cannot hold a store",
+        )  # fmt: skip
 
 
 def address(buffer: memoryview) -> int:

@@ -24,7 +24,7 @@ class Fault:
 
 
 class FailingEnv(Env):
-    """An `Env` that counts its calls and fails by plan. Any thread. Closing and clocks never fail."""
+    """An `Env` that counts its calls and fails by plan. Any thread. Closing and clocks never fail, and pauses take no time."""
 
     native = False
 
@@ -66,6 +66,14 @@ class FailingEnv(Env):
         self._count()
         return super().size(fd)
 
+    def status(self, path: str) -> os.stat_result:
+        self._count()
+        return super().status(path)
+
+    def same_file(self, fd: int, path: str) -> bool:
+        self._count()
+        return super().same_file(fd, path)
+
     def bytes_on_disk(self, path: str) -> int:
         self._count()
         return super().bytes_on_disk(path)
@@ -86,6 +94,10 @@ class FailingEnv(Env):
         self._count()
         super().make_directory(path)
 
+    def make_private(self, path: str) -> None:
+        self._count()
+        super().make_private(path)
+
     def unlink(self, path: str) -> None:
         self._count()
         super().unlink(path)
@@ -105,6 +117,13 @@ class FailingEnv(Env):
     def lock(self, fd: int) -> None:
         self._count()
         super().lock(fd)
+
+    def lock_shared(self, fd: int) -> None:
+        self._count()
+        super().lock_shared(fd)
+
+    def pause(self, seconds: float) -> None:
+        pass
 
     def _count(self) -> bool:
         """Raises the planned error when it is time; True when a transfer is to be cut short."""

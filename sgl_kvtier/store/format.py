@@ -213,6 +213,19 @@ def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] |
     return segment, nbytes, slots
 
 
+def spoiled_segment_head() -> bytes:
+    """The first block of a segment that was given up: nothing but the magic, so that it can be told from a stranger's file."""
+    return _SEGMENT_MAGIC + _ZEROS[len(_SEGMENT_MAGIC) :]
+
+
+def may_begin_a_segment(blocks: bytes) -> bool:
+    """Whether the first two blocks of a file, or the one or none that it has, are those of a segment, be it damaged, given up
+    or never finished (all zero)."""
+    if blocks[:BLOCK].startswith(_SEGMENT_MAGIC) or blocks[BLOCK:].startswith(_SLOT_MAGIC):
+        return True
+    return not any(blocks)
+
+
 def pack_log_head(identity: bytes) -> bytes:
     """The head of an index log."""
     return _LOG_HEAD.pack(_LOG_MAGIC, VERSION, RECORD.itemsize, identity, bytes(16))

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sgl_kvtier.store.env import Env, read_large_file, write_fully
-from sgl_kvtier.store.format import RECORD, pack_frame, pack_log_head, unpack_log
+from sgl_kvtier.store.env import Env, create_file, read_large_file, write_fully
+from sgl_kvtier.store.format import FRAME_HEAD_BYTES, RECORD, pack_frame, pack_log_head, unpack_log
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,13 @@ _AGAIN_S = 10.0
 over all pages."""
 INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
 """What the log may take per slot: two records, and one in the new log while it replaces the old one."""
+_READ_BYTES_PER_SLOT = 4 * (RECORD.itemsize + FRAME_HEAD_BYTES)
+_READ_FIXED_BYTES = 1 << 20
+
+
+def most_bytes(slots: int) -> int:
+    """The longest log that is read for so many slots: twice what is ever kept. A longer one is damaged."""
+    return _READ_FIXED_BYTES + slots * _READ_BYTES_PER_SLOT
 
 
 class Frame:
@@ -46,8 +53,10 @@ class IndexLog:
     removed, so that nobody takes it for whole, until `rewrite` has made another.
     """
 
-    def __init__(self, env: Env, folder: str, identity: bytes) -> None:
+    def __init__(self, env: Env, folder: str, identity: bytes, check_owner: Callable[[], None] = lambda: None) -> None:
+        """`check_owner` raises OSError once the folder is no longer this process's: then nothing in it is made, replaced or removed."""
         self._env = env
+        self._check_owner = check_owner
         self._path = os.path.join(folder, NAME)
         self._identity = identity
         self._lock = threading.Lock()
@@ -70,11 +79,15 @@ class IndexLog:
         """Whether records are missing on disk, so that the next opening would have to read the slots' headers."""
         return self._lost != 0
 
-    def load(self) -> tuple[np.ndarray, bool]:
-        """(records as written, whether they can be relied on to be complete). Does not raise."""
+    def load(self, slots: int) -> tuple[np.ndarray, bool]:
+        """(records as written, whether they can be relied on to be complete) of a folder with so many slots. Does not raise."""
         try:
-            data = read_large_file(self._env, self._path)
-        except OSError:
+            # As if to be written: a log that another user made is none.
+            data = read_large_file(self._env, self._path, most_bytes(slots), os.O_RDWR)
+        except FileNotFoundError:
+            return np.empty(0, RECORD), False
+        except OSError as error:
+            logger.warning("the index log is passed over: %s", error)
             return np.empty(0, RECORD), False
         return unpack_log(data, self._identity)
 
@@ -102,15 +115,18 @@ class IndexLog:
             fresh = self._path + ".new"
             fd = -1
             try:
-                fd = self._env.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                self._check_owner()
+                fd = create_file(self._env, fresh, os.O_WRONLY)
                 data = pack_log_head(self._identity) + pack_frame(live)
                 write_fully(self._env, fd, [memoryview(data)], 0)
+                self._check_owner()
                 self._env.rename(fresh, self._path)
             except OSError as error:
                 logger.debug("the index log was not rewritten: %s", error)
                 if fd >= 0:
                     self._env.close(fd)
                     with contextlib.suppress(OSError):
+                        self._check_owner()
                         self._env.unlink(fresh)  # on a full disk somebody else needs the room
                 self._again_at = self._env.now() + _AGAIN_S
                 return False
@@ -169,6 +185,7 @@ class IndexLog:
         self._drop_descriptor()
         self._end = self._records = 0
         try:
+            self._check_owner()
             self._env.unlink(self._path)
         except OSError as stays:
             logger.debug("the index log cannot be removed: %s", stays)

@@ -3,28 +3,42 @@
     <path>/<name>-<fingerprint>/config.json
                                /<rank>/lock  index.log  seg-00000001 ...
 
-Folders are 0700, files 0600, and no symbolic link is followed below <path>.
+Folders are 0700, files 0600, all of one user, and no symbolic link is followed below <path>.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import grp
 import json
-import logging
 import os
+import pwd
 import re
+import stat
 from dataclasses import dataclass
+from typing import Any
 
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
-from sgl_kvtier.store.env import Env, read_file, write_file, write_fully
-from sgl_kvtier.store.identity import Identity
-
-logger = logging.getLogger(__name__)
+from sgl_kvtier.store.env import Env, NotOursError, read_file, write_file, write_fully
+from sgl_kvtier.store.identity import Identity, fingerprint_of
+from sgl_kvtier.store.index_log import NAME
+from sgl_kvtier.store.segment import PROBE, segment_number
 
 CONFIG = "config.json"
 LOCK = "lock"
+PROFILE = "restore-profile.json"
+"""What a server has learned of costs and links; the store only makes room for it."""
+ABOUT = "sgl_kvtier page store"
+PATIENT = 50
+"""Times that a lock is tried again before it counts as another process's: somebody may only be looking (`is_open`)."""
+_PAUSE_S = 0.02
+_MOST_CONFIG_BYTES = 1 << 20
+_MOST_LOCK_BYTES = 64
+_FINGERPRINT_DIGITS = 16
 _RANK = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
-_NAMESPACE = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]*-[0-9a-f]{16}$")
+_NAMESPACE = re.compile(rf"^[A-Za-z0-9][A-Za-z0-9_.-]*-[0-9a-f]{{{_FINGERPRINT_DIGITS}}}$")
+_RANK_FILES = {LOCK, NAME, f"{NAME}.new", PROBE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,11 @@ class RankFolder:
     path: str
     namespace: str
     lock_fd: int
+
+    def check(self, env: Env) -> None:
+        """Raises OSError, with ESTALE once the lock at this path is not the one held: the folder was removed or replaced."""
+        if not env.same_file(self.lock_fd, os.path.join(self.path, LOCK)):
+            raise OSError(errno.ESTALE, "the folder is no longer this process's", self.path)
 
     def release(self, env: Env) -> None:
         env.close(self.lock_fd)
@@ -45,51 +64,103 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
         raise StoreError("store.path is not set: give the folder that pages are kept in")
     if not _RANK.match(rank) or ".." in rank:
         raise StoreError(f"not a rank's name: {rank!r}. Letters, digits, '_', '-' and '.' only")
+    namespace = os.path.join(root, identity.directory_name)
+    path = os.path.join(namespace, rank)
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
-        namespace = os.path.join(root, identity.directory_name)
-        path = os.path.join(namespace, rank)
-        for folder in (namespace, path):
-            env.make_directory(folder)
-            if not env.is_directory(folder):
-                raise StoreError(f"{folder} is not a folder, or is a symbolic link. Remove it or choose another store.path")
-        lock_fd = lock_folder(env, path)
+        check_root(root)
+        lock_fd = _make_and_lock(env, namespace, path)
+    except NotOursError as error:
+        raise StoreError(error.advice) from error
     except OSError as error:
         raise StoreError(f"cannot use {root} for pages: {error}. Choose a store.path that this user can write") from error
     try:
         _settle_config(env, namespace, identity)
+    except NotOursError as error:
+        env.close(lock_fd)
+        raise StoreError(error.advice) from error
     except OSError as error:
         env.close(lock_fd)
-        raise StoreError(f"cannot write {namespace}/{CONFIG}: {error}") from error
-    except StoreError:
+        raise StoreError(f"cannot use {namespace}/{CONFIG}: {error}. Mend that, or choose another store.path") from error
+    except BaseException:
         env.close(lock_fd)
         raise
     return RankFolder(path, namespace, lock_fd)
 
 
-def lock_folder(env: Env, path: str) -> int:
+def check_root(root: str) -> None:
+    """Raises StoreError where other users may put folders of theirs in the place of a store's below `root`. May raise OSError."""
+    found = os.stat(root)
+    shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _has_only_this_user(found.st_gid))
+    # As in /tmp: there everybody may add, and each can rename and remove only what is theirs.
+    if shared and not found.st_mode & stat.S_ISVTX:
+        raise StoreError(
+            f"{root} may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): they could put folders of theirs in the "
+            "place of the store's. Run chmod go-w on it, or set store.path to a new folder below it"
+        )
+
+
+def lock_folder(env: Env, path: str, tries: int = 1) -> int:
     """The descriptor that holds a rank folder's lock. Raises StoreBusyError when another process has it, or OSError."""
     name = os.path.join(path, LOCK)
-    fd = env.open(name, os.O_RDWR | os.O_CREAT)
+    for tried in range(tries):
+        if tried:
+            env.pause(_PAUSE_S)
+        fd = env.open(name, os.O_RDWR | os.O_CREAT)
+        try:
+            env.lock(fd)
+            # Who removes a folder removes its lock while he holds it: what was opened before that is nobody's lock.
+            if env.same_file(fd, name):
+                _sign(env, fd)
+                return fd
+        except BlockingIOError:
+            pass
+        except BaseException:
+            env.close(fd)
+            raise
+        env.close(fd)
+    raise StoreBusyError(
+        f"{path} belongs to {_owner(env, name)}, which is still running. Stop it, or give this server "
+        "another store.path (one server per folder and rank)"
+    )
+
+
+def is_open(env: Env, rank: str) -> bool:
+    """Whether a running process owns this rank's folder. Changes nothing in it. Raises PermissionError where it may not look."""
     try:
-        env.lock(fd)
-    except BlockingIOError:
-        env.close(fd)
-        raise StoreBusyError(
-            f"{path} belongs to process {_owner(env, name)}, which is still running. Stop it, or give this server "
-            "another store.path (one server per folder and rank)"
-        ) from None
-    except OSError:
-        env.close(fd)
+        fd = env.open(os.path.join(rank, LOCK), os.O_RDONLY)
+    except PermissionError:
         raise
-    with contextlib.suppress(OSError):
-        env.truncate(fd, 0)
-        write_fully(env, fd, [memoryview(b"%d\n" % os.getpid())], 0)
-    return fd
+    except OSError:
+        return False
+    try:
+        env.lock_shared(fd)  # others who look do not see this one, and a server that starts now tries again
+    except BlockingIOError:
+        return True
+    finally:
+        env.close(fd)
+    return False
+
+
+def read_identity(env: Env, namespace: str) -> dict[str, Any]:
+    """What the config.json of an identity's folder says: `fields` and `store_format`. Raises StoreFormatError where it is no
+    folder of a store."""
+    path = os.path.join(namespace, CONFIG)
+    try:
+        data = json.loads(read_file(env, path, _MOST_CONFIG_BYTES))
+        identity = dict(data["identity"])
+        fits = fingerprint_of(identity).hex()[:_FINGERPRINT_DIGITS] == namespace[-_FINGERPRINT_DIGITS:]
+        if data["about"] != ABOUT or not fits or not isinstance(identity["fields"], dict):
+            raise ValueError("it is about something else")
+    except FileNotFoundError as error:
+        raise StoreFormatError(f"{namespace} has no {CONFIG} of a page store: move it away, or remove it yourself") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StoreFormatError(f"{path} is damaged, or not a page store's ({error}): move {namespace} away, or remove it yourself") from error
+    return identity
 
 
 def list_namespaces(env: Env, root: str) -> list[str]:
-    """Folders of identities below a root. Links and anything not named by us are left out."""
+    """Folders below a root that are named as those of identities. Whether one is, `read_identity` says. Links are left out."""
     try:
         names = [name for name in env.list(root) if _NAMESPACE.match(name)]
     except OSError:
@@ -99,19 +170,33 @@ def list_namespaces(env: Env, root: str) -> list[str]:
 
 
 def list_ranks(env: Env, namespace: str) -> list[str]:
-    """Folders of ranks below an identity's folder."""
-    try:
-        paths = [os.path.join(namespace, name) for name in env.list(namespace) if _RANK.match(name)]
-    except OSError:
-        return []
-    return [path for path in paths if env.is_directory(path)]
+    """Folders of ranks below an identity's folder: those with a file that the store makes there."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in env.list(namespace):
+            path = os.path.join(namespace, name)
+            if is_rank_name(name) and env.is_directory(path):
+                with contextlib.suppress(OSError):
+                    if any(map(is_rank_file, env.list(path))):
+                        found.append(path)
+    return found
+
+
+def is_rank_name(name: str) -> bool:
+    """Whether a rank's folder may have this name."""
+    return bool(_RANK.match(name))
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether the store makes files of this name in a rank's folder."""
+    return name in _RANK_FILES or segment_number(name) is not None
 
 
 def folder_bytes(env: Env, path: str) -> int:
-    """Bytes on disk of the files in one folder. Files that vanish meanwhile count nothing."""
+    """Bytes on disk of the store's files in one folder. Files that vanish meanwhile count nothing."""
     total = 0
     with contextlib.suppress(OSError):
-        for name in env.list(path):
+        for name in filter(is_rank_file, env.list(path)):
             with contextlib.suppress(OSError):
                 total += env.bytes_on_disk(os.path.join(path, name))
     return total
@@ -122,46 +207,20 @@ def namespace_bytes(env: Env, namespace: str) -> int:
     return sum(folder_bytes(env, rank) for rank in list_ranks(env, namespace))
 
 
-def remove_namespace(env: Env, namespace: str) -> int:
-    """Removes an identity's folder that nobody has open; returns the bytes freed, 0 when it is in use or somebody else has
-    removed it, or is about to. May raise OSError."""
-    ranks = list_ranks(env, namespace)
-    locks: list[int] = []
-    try:
-        for rank in ranks:
-            locks.append(lock_folder(env, rank))
-        freed = namespace_bytes(env, namespace)
-        for rank in ranks:
-            for name in env.list(rank):
-                if name != LOCK:
-                    env.unlink(os.path.join(rank, name))
-        # Locks last: until then nobody else can open what is half gone.
-        for rank in ranks:
-            env.unlink(os.path.join(rank, LOCK))
-            env.remove_directory(rank)
-        for name in env.list(namespace):
-            env.unlink(os.path.join(namespace, name))
-        env.remove_directory(namespace)
-        return freed
-    except (StoreBusyError, FileNotFoundError):
-        return 0
-    finally:
-        for fd in locks:
-            env.close(fd)
+def _make_and_lock(env: Env, namespace: str, path: str) -> int:
+    for _ in range(PATIENT):
+        with contextlib.suppress(FileNotFoundError):  # another server or a purge removed the folder at this moment
+            _make_folder(env, namespace)
+            _make_folder(env, path)
+            return lock_folder(env, path, PATIENT)
+    raise StoreBusyError(f"{path} is removed again and again by another process. Stop it, or choose another store.path")
 
 
-def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
-    """(folder, bytes) of the other identities below the same root, the one opened longest ago first."""
-    found = []
-    for path in list_namespaces(env, os.path.dirname(own)):
-        if path == own:
-            continue
-        try:
-            opened = env.modified_ns(os.path.join(path, CONFIG))
-        except OSError:
-            opened = 0
-        found.append((opened, path, namespace_bytes(env, path)))
-    return [(path, nbytes) for _, path, nbytes in sorted(found)]
+def _make_folder(env: Env, path: str) -> None:
+    env.make_directory(path)
+    if env.exists(path) and not env.is_directory(path):
+        raise StoreError(f"{path} is not a folder, or is a symbolic link. Remove it or choose another store.path")
+    env.make_private(path)
 
 
 def _settle_config(env: Env, namespace: str, identity: Identity) -> None:
@@ -169,21 +228,37 @@ def _settle_config(env: Env, namespace: str, identity: Identity) -> None:
     wanted = identity.canonical()
     if env.exists(path):
         try:
-            found = json.loads(read_file(env, path))["identity"]
-        except (ValueError, KeyError, TypeError) as error:
+            found = json.loads(read_file(env, path, _MOST_CONFIG_BYTES, os.O_RDWR))["identity"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise StoreFormatError(f"{path} is damaged ({error}). Remove the folder {namespace} to start anew") from error
         if found != json.loads(wanted):
             raise StoreFormatError(f"{path} describes other pages. Remove the folder {namespace} or choose another store.path")
         with contextlib.suppress(OSError):
             env.touch(path)
         return
-    data = {"about": "sgl_kvtier page store", "name": identity.name, "identity": json.loads(wanted)}
+    data = {"about": ABOUT, "name": identity.name, "identity": json.loads(wanted)}
     write_file(env, path, json.dumps(data, indent=2, sort_keys=True).encode())
 
 
+def _sign(env: Env, fd: int) -> None:
+    with contextlib.suppress(OSError):
+        env.truncate(fd, 0)
+        write_fully(env, fd, [memoryview(b"%d\n" % os.getpid())], 0)
+
+
 def _owner(env: Env, lock: str) -> str:
+    """Who signed a lock, if he lives: the signature of one that has ended stands there until the next owner's."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(read_file(env, lock, _MOST_LOCK_BYTES))
+        if pid > 0 and env.process_exists(pid):
+            return f"process {pid}"
+    return "another process"
+
+
+def _has_only_this_user(group: int) -> bool:
+    """Whether a group is the one that some systems make for each user, so that what it may write only this user may."""
     try:
-        text = read_file(env, lock).decode().strip()
-    except (OSError, UnicodeDecodeError):
-        text = ""
-    return text if text.isdigit() else "(unknown)"
+        name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == name and set(found.gr_mem) <= {name}

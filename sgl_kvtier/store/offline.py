@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,11 +12,20 @@ import numpy as np
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.store.env import Env, read_file
+from sgl_kvtier.store.env import Env, NotOursError, read_large_file
 from sgl_kvtier.store.format import BLOCK, PUT, SlotHead, unpack_log
 from sgl_kvtier.store.identity import fingerprint_of
-from sgl_kvtier.store.index_log import NAME
-from sgl_kvtier.store.namespace import CONFIG, LOCK, folder_bytes, list_namespaces, list_ranks, lock_folder
+from sgl_kvtier.store.index_log import NAME, most_bytes
+from sgl_kvtier.store.namespace import (
+    CONFIG,
+    PATIENT,
+    folder_bytes,
+    list_namespaces,
+    list_ranks,
+    lock_folder,
+    namespace_bytes,
+    read_identity,
+)
 from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, scan
 from sgl_kvtier.store.segment import BUFFERED, Segment
 from sgl_kvtier.store.transfer import Mover
@@ -24,7 +33,7 @@ from sgl_kvtier.store.transfer import Mover
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """An identity's folder. `fields` is empty and `fingerprint` None when its config.json cannot be read."""
+    """A folder that is named as an identity's. `fields` is empty and `fingerprint` None where it is not one, and `problem` says why."""
 
     path: str
     fields: dict[str, Any]
@@ -32,6 +41,7 @@ class Namespace:
     ranks: list[str]
     nbytes: int
     opened_ns: int
+    problem: str = ""
 
 
 @dataclass(slots=True)
@@ -56,12 +66,14 @@ def namespaces(env: Env, root: str) -> list[Namespace]:
         raise StoreError(f"no store at {root}: give the folder that store.path names")
     found = []
     for path in list_namespaces(env, root):
-        config = os.path.join(path, CONFIG)
-        fields, fingerprint, opened = _read_config(env, config)
-        ranks = list_ranks(env, path)
-        found.append(
-            Namespace(path, fields, fingerprint, ranks, sum(folder_bytes(env, rank) for rank in ranks), opened)
-        )
+        try:
+            identity = read_identity(env, path)
+            opened = env.modified_ns(os.path.join(path, CONFIG))
+        except (StoreError, OSError) as error:
+            found.append(Namespace(path, {}, None, list_ranks(env, path), 0, 0, str(error)))
+            continue
+        ranks, nbytes = list_ranks(env, path), namespace_bytes(env, path)
+        found.append(Namespace(path, identity["fields"], fingerprint_of(identity), ranks, nbytes, opened))
     return found
 
 
@@ -69,32 +81,17 @@ def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
     """Pages that the index of a rank lists; safe beside a running server, whose latest pages may be missing."""
     if namespace.fingerprint is None:
         return 0
+    slots = folder_bytes(env, rank) // (2 * BLOCK)  # no slot is smaller, and only those written to are in the log
     try:
-        records, _ = unpack_log(read_file(env, os.path.join(rank, NAME)), namespace.fingerprint)
-    except OSError:
+        log = read_large_file(env, os.path.join(rank, NAME), most_bytes(slots))
+        records, _ = unpack_log(log, namespace.fingerprint)
+    except (OSError, MemoryError):
         return 0
     if not len(records):
         return 0
     place = records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"]
     _, last = np.unique(place[::-1], return_index=True)
     return int((records["kind"][len(records) - 1 - last] == PUT).sum())
-
-
-def is_open(env: Env, rank: str) -> bool:
-    """Whether a running process owns this rank's folder. Changes nothing in it. Raises PermissionError where it may not look."""
-    try:
-        fd = env.open(os.path.join(rank, LOCK), os.O_RDONLY)
-    except PermissionError:
-        raise
-    except OSError:
-        return False
-    try:
-        env.lock(fd)  # given back at once: the descriptor is closed
-    except BlockingIOError:
-        return True
-    finally:
-        env.close(fd)
-    return False
 
 
 def check_rank(
@@ -105,10 +102,11 @@ def check_rank(
     Owns the folder while it works: raises StoreBusyError beside a running server. `step` is called with bytes read.
     """
     if namespace.fingerprint is None:
-        raise StoreError(f"{namespace.path}/{CONFIG} cannot be read: nobody can tell whose pages these are. "
-                         f"Remove {namespace.path}, or put the file back")
+        raise StoreError(namespace.problem)
     try:
-        lock = lock_folder(env, rank)
+        lock = lock_folder(env, rank, PATIENT)
+    except NotOursError as error:
+        raise StoreError(error.advice) from error
     except OSError as error:
         raise StoreError(f"cannot lock {rank}: {error}. Run this as the user who owns the store") from error
     result = Check()
@@ -134,10 +132,15 @@ def _check_segments(
     step: Callable[[int], None],
 ) -> None:
     mover = Mover(env, BUFFERED, verify=True)
+    log = os.path.join(rank, NAME)
     try:
-        records, result.index_whole = unpack_log(read_file(env, os.path.join(rank, NAME)), identity)
+        data = read_large_file(env, log, most_bytes(sum(segment.slots for segment in segments)))
+        records, result.index_whole = unpack_log(data, identity)
     except OSError:
         records, result.index_whole = unpack_log(b"", identity)
+    if repair and not result.index_whole:
+        with contextlib.suppress(OSError):
+            env.unlink(log)  # the next opening makes it anew from the slots' headers
     live = latest(records, segments, newest_sequence(env))
     indexed = {
         (int(r["segment"]), int(r["slot"])): (bytes(r["key"]), int(r["sequence"])) for r in live
@@ -185,11 +188,3 @@ def _check_page(mover: Mover, segment: Segment, head: SlotHead, result: Check) -
     else:
         result.corrupt += 1
     return outcome
-
-
-def _read_config(env: Env, path: str) -> tuple[dict[str, Any], bytes | None, int]:
-    try:
-        data = json.loads(read_file(env, path))["identity"]
-        return dict(data["fields"]), fingerprint_of(data), env.modified_ns(path)
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}, None, 0

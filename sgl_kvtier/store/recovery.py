@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.buffers import Scratch
 from sgl_kvtier.store.core import Core
-from sgl_kvtier.store.env import Env, read_fully
+from sgl_kvtier.store.env import Env, NotOursError, read_fully
 from sgl_kvtier.store.format import (
     BLOCK,
     FIRST_WORD,
@@ -28,7 +29,7 @@ from sgl_kvtier.store.format import (
 )
 from sgl_kvtier.store.hashtable import key_hash
 from sgl_kvtier.store.room import Room
-from sgl_kvtier.store.segment import DirectIO, Segment, open_segment, segment_number
+from sgl_kvtier.store.segment import DirectIO, NotASegmentError, Segment, open_segment, segment_number
 from sgl_kvtier.store.slots import State
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def load_table(core: Core, room: Room) -> None:
     """Fills an empty slot table from what the folder holds, and lets the log go on from there. Raises OSError."""
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
-    written, whole = core.log.load()
+    written, whole = core.log.load(sum(segment.slots for segment in segments))
     if not whole and segments:
         logger.warning("the index of %s is missing or damaged: reading %d slot headers", core.folder, sum(s.slots for s in segments))
         with ThreadPoolExecutor(core.config.io_threads) as pool:
@@ -93,26 +94,35 @@ def open_segments(
 ) -> tuple[list[Segment], list[int]]:
     """Every segment of ours in the folder, and the numbers of those that cannot be opened or removed.
 
-    A file with a segment's name and another content can hold no page of ours: it is removed, or with `remove` false
-    passed over. Raises OSError.
+    A segment that holds no page of this identity is removed, or with `remove` false passed over; so is always what a
+    segment's name stands for and is none. Raises OSError, and StoreError for a segment of another user.
     """
-    found = []
+    found: list[Segment] = []
     aside = []
-    for name in env.list(folder):
-        number = segment_number(name)
-        if number is None:
-            continue
-        try:
-            segment = open_segment(env, folder, number, identity, io)
-            if segment is not None:
-                found.append(segment)
+    try:
+        for name in env.list(folder):
+            number = segment_number(name)
+            if number is None:
                 continue
-            logger.warning("%s/%s is not a segment of this store", folder, name)
-            if remove:
-                env.unlink(os.path.join(folder, name))
-        except OSError as error:
-            logger.warning("leaving %s/%s aside: %s", folder, name, error)
-            aside.append(number)
+            try:
+                segment = open_segment(env, folder, number, identity, io)
+                if segment is not None:
+                    found.append(segment)
+                    continue
+                logger.warning("%s/%s holds no pages of this store", folder, name)
+                if remove:
+                    env.unlink(os.path.join(folder, name))
+            except NotOursError as error:
+                raise StoreError(error.advice) from error
+            except NotASegmentError as error:
+                logger.warning("leaving %s/%s alone: it %s", folder, name, error.strerror)
+            except OSError as error:
+                logger.warning("leaving %s/%s aside: %s", folder, name, error)
+                aside.append(number)
+    except BaseException:
+        for segment in found:
+            env.close(segment.fd)
+        raise
     return found, aside
 
 

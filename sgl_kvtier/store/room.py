@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -11,12 +12,13 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
 from sgl_kvtier.store.format import BLOCK
 from sgl_kvtier.store.index_log import INDEX_BYTES_PER_SLOT
-from sgl_kvtier.store.namespace import others_by_age, remove_namespace
-from sgl_kvtier.store.segment import Segment, create_segment, segment_name, spoil_segment
+from sgl_kvtier.store.removal import others_by_age, remove_namespace
+from sgl_kvtier.store.segment import MOST_SEGMENT_NUMBER, Segment, create_segment, segment_name, spoil_segment
 from sgl_kvtier.store.slots import Rows, State
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ _MOST_SEGMENTS = 512
 """Open files a store may need; a larger capacity gets larger segments."""
 _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can live side by side."""
+_NAMES_TRIED = 10_000
 _INDEX_FIXED_BYTES = 128 << 10
 """Left for the index log's head, its slack, and the small files beside it (an eighth of the capacity where that is less)."""
 
@@ -47,6 +50,7 @@ class Room:
         self._next_number = 1
         self._stuck_bytes = 0
         self._others: list[tuple[str, int]] = []
+        self._left_alone: set[str] = set()
         self.segments: dict[int, Segment] = {}
 
     @property
@@ -139,13 +143,16 @@ class Room:
         """Deletes and closes a segment whose rows were removed under the lock. Does I/O; never raises OSError."""
         env = self._core.env
         try:
+            self._core.check_owner()
             env.unlink(segment.path)
         except OSError as error:
             self._stuck_bytes += segment.nbytes
             self._core.complaints.about("removing a segment", error)
-            # Whatever the log says of it or its slots do: its pages must not come back when the folder is opened again.
-            with contextlib.suppress(OSError):
-                spoil_segment(env, segment)
+            # Whatever the log says of it or its slots do: its pages must not come back when the folder is opened again,
+            # unless another owner has it by now.
+            if error.errno != errno.ESTALE:
+                with contextlib.suppress(OSError):
+                    spoil_segment(env, segment)
         with self._syncing:  # who syncs may be at it
             env.close(segment.fd)
 
@@ -202,17 +209,29 @@ class Room:
         if slots == 0:
             return False
         core = self._core
-        number, self._next_number = self._next_number, self._next_number + 1
         try:
-            segment = create_segment(core.env, core.folder, number, slot_bytes, slots, core.identity, core.io)
+            core.check_owner()
+            segment = self._create(slot_bytes, slots)
         except OSError as error:
             core.complaints.about("making room for pages", error)
             return False
         with core.lock:
-            segment.base = core.table.add_rows(slots, number)
-            self.segments[number] = segment
+            segment.base = core.table.add_rows(slots, segment.number)
+            self.segments[segment.number] = segment
             self._free[slot_bytes].extend(range(segment.base, segment.base + slots))
         return True
+
+    def _create(self, slot_bytes: int, slots: int) -> Segment:
+        """A segment under the next number whose name stands for nothing in the folder. Raises OSError."""
+        core = self._core
+        for _ in range(_NAMES_TRIED):
+            number = self._next_number if self._next_number <= MOST_SEGMENT_NUMBER else 1
+            self._next_number = number + 1
+            if number in self.segments:
+                continue
+            with contextlib.suppress(FileExistsError):
+                return create_segment(core.env, core.folder, number, slot_bytes, slots, core.identity, core.io)
+        raise OSError(errno.EEXIST, "every name of a segment is taken")
 
     def _slots_of_new(self, slot_bytes: int) -> int:
         """Slots that the next segment of this size may have; 0 when there is no room for it."""
@@ -263,8 +282,14 @@ class Room:
         for path, nbytes in list(self._others):
             if wanted <= self.allowance:
                 return
+            freed = 0
             try:
-                freed = remove_namespace(env, path)
+                if path not in self._left_alone:
+                    freed = remove_namespace(env, path)
+            except StoreError as error:
+                self._left_alone.add(path)  # looking through it again and again would cost every put
+                logger.warning("%s. This server needs the room, and tries again when it is started again", error)
+                continue
             except OSError as error:
                 self._core.complaints.about("removing pages of another model", error)
                 continue

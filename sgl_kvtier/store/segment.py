@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from dataclasses import dataclass
 
 from sgl_kvtier.store.buffers import Scratch
-from sgl_kvtier.store.env import Env, address, read_fully, write_fully
-from sgl_kvtier.store.format import BLOCK, pack_segment_head, slot_offset, unpack_segment_head
+from sgl_kvtier.store.env import Env, address, create_file, read_fully, write_fully
+from sgl_kvtier.store.format import (
+    BLOCK,
+    may_begin_a_segment,
+    pack_segment_head,
+    slot_offset,
+    spoiled_segment_head,
+    unpack_segment_head,
+)
 
+PROBE = "probe"
+MOST_SEGMENT_NUMBER = 1 << 20
+"""Tables by segment number stay small. After this number they begin anew with those that are free."""
 _PREFIX = "seg-"
 
 
@@ -57,11 +68,12 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """The number in a segment's file name; None for any other name."""
+    """The number in a segment's file name; None for any other name, also for numbers that no segment gets."""
     digits = name.removeprefix(_PREFIX)
     if digits == name or len(digits) != 8 or any(c not in "0123456789abcdef" for c in digits):
         return None
-    return int(digits, 16)
+    number = int(digits, 16)
+    return number if 0 < number <= MOST_SEGMENT_NUMBER else None
 
 
 def create_segment(env: Env, folder: str, number: int, slot_bytes: int, slots: int, identity: bytes, io: DirectIO) -> Segment:
@@ -81,13 +93,24 @@ def create_segment(env: Env, folder: str, number: int, slot_bytes: int, slots: i
     return segment
 
 
+class NotASegmentError(OSError):
+    """A file with a segment's name and something else in it: whose it is nobody knows."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EINVAL, "holds something else than a segment: move it away", path)
+
+
 def open_segment(env: Env, folder: str, number: int, identity: bytes, io: DirectIO) -> Segment | None:
-    """A segment that an earlier run made; None when its head is not one of ours. Raises OSError."""
+    """A segment that an earlier run made; None where that one made a segment that holds no page of this identity.
+
+    Raises NotASegmentError for any other content, and OSError.
+    """
     path = os.path.join(folder, segment_name(number))
     fd = env.open(path, os.O_RDWR | io.flags)
     try:
-        head = _aligned(bytes(BLOCK))
-        found = unpack_segment_head(bytes(head[: read_fully(env, fd, [head], 0)]), identity)
+        found = unpack_segment_head(_beginning(env, fd, 1), identity)
+        if found is None and not may_begin_a_segment(_beginning(env, fd, 2)):
+            raise NotASegmentError(path)
     except OSError:
         env.close(fd)
         raise
@@ -97,16 +120,25 @@ def open_segment(env: Env, folder: str, number: int, identity: bytes, io: Direct
     return Segment(number, found[1], found[2], path, fd)
 
 
+def is_segment(env: Env, path: str) -> bool:
+    """Whether a file holds what a segment does, of whatever identity. Raises OSError."""
+    fd = env.open(path, os.O_RDONLY)
+    try:
+        return may_begin_a_segment(_beginning(env, fd, 2))
+    finally:
+        env.close(fd)
+
+
 def spoil_segment(env: Env, segment: Segment) -> None:
     """Overwrites the head of a file that cannot be removed: whoever opens it again finds no segment. Raises OSError."""
-    write_fully(env, segment.fd, [_aligned(bytes(BLOCK))], 0)
+    write_fully(env, segment.fd, [_aligned(spoiled_segment_head())], 0)
 
 
 def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
     """What O_DIRECT is good for in this folder. Raises OSError when it was insisted on (`on`) and does not work."""
     if setting == "off":
         return BUFFERED
-    path = os.path.join(folder, "probe")
+    path = os.path.join(folder, PROBE)
     try:
         return DirectIO(os.O_DIRECT, _direct_alignment(env, path))
     except OSError:
@@ -119,7 +151,7 @@ def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
 
 
 def _direct_alignment(env: Env, path: str) -> int:
-    fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+    fd = create_file(env, path, os.O_RDWR | os.O_DIRECT)
     try:
         block = _aligned(bytes(2 * BLOCK))
         write_fully(env, fd, [block[:BLOCK]], 0)
@@ -131,6 +163,12 @@ def _direct_alignment(env: Env, path: str) -> int:
         return 512
     finally:
         env.close(fd)
+
+
+def _beginning(env: Env, fd: int, blocks: int) -> bytes:
+    """As many blocks of a file as it has: a segment's head, and then the header of its first slot."""
+    buffer = _aligned(bytes(blocks * BLOCK))
+    return bytes(buffer[: read_fully(env, fd, [buffer], 0)])
 
 
 def _aligned(data: bytes) -> memoryview:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,87 @@ def test_write_amplification_and_daily_writes_are_reported(opened: Callable[...,
     stats = store.stats()
     assert 2.0 < stats.write_amplification < 2.1  # a header block per 4 KiB page, and the index's log
     assert stats.bytes_written_per_day > stats.bytes_written
+
+
+def a_models_folder(root: Path) -> dict[str, bytes]:
+    """Somebody's fine-tuned model, called as identities are; and its files."""
+    folder = root / "finetune-00c0ffee00c0ffee"
+    (folder / "tp0" / "deep").mkdir(parents=True)
+    (folder / "config.json").write_text('{"architectures": ["Llama"]}')
+    (folder / "tp0" / "lock").write_text("mine")
+    (folder / "tp0" / "deep" / "text").write_text("mine")
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_purge_leaves_a_strangers_folder_and_says_what_to_do(root: Path) -> None:
+    mine = a_models_folder(root)
+    for arguments in (("--all", "--dry-run"), ("--all",)):
+        status, data = result(commands.purge, root, *arguments)
+        removed = {row["name"]: row["removed"] for row in data["namespaces"]}
+        strangers = removed.pop("finetune-00c0ffee00c0ffee")
+        assert status == 1
+        assert strangers.startswith("no: ") and "remove it yourself" in strangers
+        assert set(removed.values()) == {"would be" if "--dry-run" in arguments else "yes"}
+    assert {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != "out.json"} == mine
+
+
+def test_purge_removes_nothing_of_an_identity_with_a_strangers_file_in_it(root: Path) -> None:
+    notes = root / IDENTITY.directory_name / "tp0" / "notes.txt"
+    notes.write_text("mine")
+    before = {p: p.read_bytes() for p in notes.parent.parent.rglob("*") if p.is_file()}
+    for arguments in (("--dry-run",), ()):
+        status, data = result(commands.purge, root, "--match", "model=lab", *arguments)
+        assert status == 1
+        assert f"{notes} was not made by a page store. Move it away" in data["namespaces"][0]["removed"]
+    assert {p: p.read_bytes() for p in notes.parent.parent.rglob("*") if p.is_file()} == before
+
+
+def test_stat_and_fsck_pass_a_strangers_folder_over_and_say_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = a_models_folder(root)
+    (root / "finetune-00c0ffee00c0ffee" / "tp0" / "lock").rename(root / "finetune-00c0ffee00c0ffee" / "tp0" / "README")
+    status, data = result(commands.stat, root)
+    assert status == 0 and len(data["namespaces"]) == 2
+    status, data = result(commands.fsck, root)
+    assert status == 0 and len(data["ranks"]) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("left out:") == 2 and "finetune-00c0ffee00c0ffee" in printed
+    assert len(list((root / "finetune-00c0ffee00c0ffee").rglob("*"))) == len(before) + 2
+
+
+def test_fsck_says_that_a_config_is_damaged(root: Path) -> None:
+    (root / IDENTITY.directory_name / "config.json").write_text("{")
+    with pytest.raises(StoreError, match=r"config\.json is damaged"):
+        run(commands.fsck, str(root))
+    assert run(commands.fsck, str(root), "--match", "model=other") == 0
+
+
+@pytest.mark.parametrize("kind", ["8 TiB", "fifo"])
+def test_an_index_that_cannot_be_read_whole_hinders_nobody(root: Path, kind: str) -> None:
+    log = root / IDENTITY.directory_name / "tp0" / "index.log"
+    if kind == "fifo":
+        log.unlink()
+        os.mkfifo(log)
+    else:
+        os.truncate(log, 8 << 40)
+    _, data = result(commands.stat, root, "--match", "model=lab")
+    assert [row["pages"] for row in data["namespaces"]] == [0]
+    status, data = result(commands.fsck, root, "--match", "model=lab")
+    assert (status, data["ranks"][0]["good"], data["ranks"][0]["index_whole"]) == (0, 10, False)
+    assert stat.S_ISFIFO(log.stat().st_mode) or log.stat().st_size == 8 << 40
+    assert run(commands.fsck, str(root), "--match", "model=lab", "--repair") == 0
+    assert not log.exists()
+    store = open_at(root)
+    assert store.stats().pages == 10
+    store.close()
+    assert log.is_file() and log.stat().st_size < 1 << 20
+
+
+def test_fsck_leaves_what_is_no_segment_alone_even_when_it_repairs(root: Path) -> None:
+    rank = root / IDENTITY.directory_name / "tp0"
+    (rank / "seg-00000002").write_bytes(b"a film" * 5000)
+    (rank / "seg-00000003").mkdir()
+    (rank / "seg-00000004").symlink_to(root / "out.json")
+    os.mkfifo(rank / "seg-00000005")
+    assert run(commands.fsck, str(root), "--repair") == 0
+    assert (rank / "seg-00000002").read_bytes() == b"a film" * 5000
+    assert (rank / "seg-00000003").is_dir() and (rank / "seg-00000004").is_symlink() and (rank / "seg-00000005").exists()

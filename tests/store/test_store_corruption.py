@@ -195,10 +195,40 @@ def test_an_index_that_lies_costs_pages_but_never_correctness(filled: DiskStore,
     assert [i for i, o in enumerate(found) if o is ReadOutcome.OK] == [i for i, j in enumerate(order) if i == j]
 
 
-def test_files_that_are_no_segments_of_ours_are_put_away(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+@pytest.mark.parametrize(
+    "beginning",
+    [b"", bytes(BLOCK), b"kvtsegm\x01" + bytes(BLOCK), bytes(BLOCK) + b"kvtslot\x01" + bytes(BLOCK)],
+    ids=["never finished", "without slots", "given up", "given up by an earlier version"],
+)
+def test_a_segment_that_holds_no_page_of_ours_is_put_away(filled: DiskStore, opened: Callable[..., DiskStore], beginning: bytes) -> None:
     filled.close()
-    strange = Path(filled.folder) / "seg-0000002a"
-    strange.write_bytes(b"not a segment" * 1000)
+    left = Path(filled.folder) / "seg-0000002a"
+    left.write_bytes(beginning)
     again = opened()
-    assert not strange.exists()
+    assert not left.exists()
     assert outcomes(again) == [ReadOutcome.OK] * 12
+
+
+@pytest.mark.parametrize("content_", [b"not a segment" * 1000, b"x", bytes(BLOCK) + b"an image of a disk" * 500])
+def test_a_strangers_file_with_a_segments_name_is_left_alone(
+    filled: DiskStore, opened: Callable[..., DiskStore], content_: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled.close()
+    strange = Path(filled.folder) / "seg-00000002"
+    strange.write_bytes(content_)
+    again = opened()
+    assert outcomes(again) == [ReadOutcome.OK] * 12
+    # The next segment goes by another name.
+    assert set(put(again, {key(("more", i)): content(i, NBYTES) for i in range(200)})) == {PutOutcome.STORED}
+    again.close()
+    assert strange.read_bytes() == content_
+    assert any("seg-00000002" in r.getMessage() and "move it away" in r.getMessage() for r in caplog.records)
+
+
+def test_a_segment_whose_head_is_damaged_is_still_known_by_its_pages(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+    filled.close()
+    (path,) = segments(filled)
+    path.write_bytes(b"\xff" * BLOCK + path.read_bytes()[BLOCK:])
+    again = opened()
+    assert outcomes(again) == [ReadOutcome.MISS] * 12
+    assert not path.exists()

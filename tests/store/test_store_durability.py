@@ -67,7 +67,7 @@ def test_a_killed_process_loses_no_page_although_the_log_could_not_be_written(tm
     again.close()
     env.full = False
     assert put(store, pages("after")) == [STORED] * 5
-    records, whole = IndexLog(Env(), store.folder, IDENTITY.fingerprint).load()
+    records, whole = IndexLog(Env(), store.folder, IDENTITY.fingerprint).load(slots=100)
     assert whole and len(records) == 20
     store.close()
 

@@ -10,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from store_pages import IDENTITY, content, key, open_at, put, read
+from store_pages import IDENTITY, content, key, open_at, put, read, segments
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
-from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore, open_store
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.format import DROP
 from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.index_log import IndexLog
+from sgl_kvtier.store.segment import MOST_SEGMENT_NUMBER
 from sgl_kvtier.types import Lookup
 
 PAGES = {key(i): content(i, 5000) for i in range(20)}
@@ -197,3 +201,93 @@ def test_one_key_in_two_pools_is_two_pages_also_after_opening(tmp_path: Path) ->
     assert read(again, {key(i): 9000 for i in range(10)}) == [(ReadOutcome.OK, content(i, 9000)) for i in range(10)]
     assert read(again, {key(i): 9000 for i in range(10)}, pool="swa") == [(ReadOutcome.OK, content(("swa", i), 9000)) for i in range(10)]
     again.close()
+
+
+def as_directory(path: Path) -> None:
+    (path / "kept").mkdir(parents=True)
+
+
+def as_link(path: Path) -> None:
+    path.symlink_to(path.with_name("lock"))
+
+
+@pytest.mark.parametrize("number", ["ffffffff", "fffffffe", "ffffff00", "00100001", "00100000", "00000002", "00000000"])
+@pytest.mark.parametrize("make", [as_directory, as_link, os.mkfifo, Path.touch])
+def test_what_is_named_as_a_segment_and_is_none_hinders_nobody(tmp_path: Path, number: str, make: Callable[[Path], None]) -> None:
+    store = open_at(tmp_path)
+    put(store, PAGES)
+    store.close()
+    strange = Path(store.folder, f"seg-{number}")
+    make(strange)
+    kind = strange.lstat().st_mode
+    more = {key(("more", i)): content(i, 5000) for i in range(300)}
+    again = open_at(tmp_path)
+    assert set(put(again, more)) == {PutOutcome.STORED}
+    again.close()
+    again = open_at(tmp_path)
+    assert again.stats().pages == 320
+    again.close()
+    if make is not Path.touch:  # an empty file is a segment that was never finished
+        assert strange.lstat().st_mode == kind
+
+
+def test_the_last_number_of_a_segment_is_followed_by_the_first_free_one(opened: Callable[..., DiskStore]) -> None:
+    store = opened(capacity_bytes=64 << 20)
+    put(store, PAGES)
+    store.close()
+    log = IndexLog(Env(), store.folder, IDENTITY.fingerprint)
+    records, _ = log.load(slots=100)
+    mentioned = records[-1:].copy()
+    mentioned["segment"], mentioned["kind"] = MOST_SEGMENT_NUMBER - 1, DROP
+    assert log.resume(len(records)) and log.append(mentioned)
+    log.close()
+    again = opened(capacity_bytes=64 << 20)
+    sizes = {key(("more", i)): content(i, 30_000 + 4096 * i) for i in range(3)}
+    assert put(again, sizes) == [PutOutcome.STORED] * 3
+    again.close()
+    names = [f"seg-{number:08x}" for number in (1, 2, 3, MOST_SEGMENT_NUMBER)]
+    assert [path.name for path in segments(again)] == names
+    again = opened(capacity_bytes=64 << 20)
+    assert put(again, {key("another"): content(0, 90_000)}) == [PutOutcome.STORED]
+    kept = PAGES | sizes
+    assert read(again, {k: len(d) for k, d in kept.items()}) == [(ReadOutcome.OK, d) for d in kept.values()]
+    assert [path.name for path in segments(again)] == sorted([*names, "seg-00000004"])
+
+
+@pytest.mark.parametrize("kind", ["8 TiB", "fifo", "directory", "link"])
+def test_an_index_that_is_none_is_made_anew_from_the_slots(opened: Callable[..., DiskStore], kind: str) -> None:
+    store = opened()
+    put(store, PAGES)
+    store.close()
+    log = Path(store.folder, "index.log")
+    if kind == "8 TiB":
+        os.truncate(log, 8 << 40)
+    else:
+        log.unlink()
+        {"fifo": os.mkfifo, "directory": as_directory, "link": as_link}[kind](log)
+    for _ in range(2):
+        again = opened()
+        assert read(again, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, d) for d in PAGES.values()]
+        put(again, {key("more"): b"more"})
+        again.close()
+    if kind == "directory":
+        assert (log / "kept").is_dir()
+    else:
+        assert log.is_file() and not log.is_symlink() and log.stat().st_size < 1 << 20
+    assert opened().stats().pages == 21
+
+
+@pytest.mark.parametrize("name", ["index.log.new", "probe"])
+@pytest.mark.parametrize("make", [as_directory, as_link, os.mkfifo])
+def test_what_stands_in_a_temporary_files_place_hinders_nobody(
+    opened: Callable[..., DiskStore], name: str, make: Callable[[Path], None]
+) -> None:
+    store = opened()
+    put(store, PAGES)
+    store.close()
+    Path(store.folder, "index.log").unlink()
+    make(Path(store.folder, name))
+    again = opened()
+    assert again.stats().pages == 20
+    again.close()
+    assert make is not as_directory or Path(store.folder, name, "kept").is_dir()

@@ -1,0 +1,147 @@
+"""Removing an identity's folder that nobody has open: looked through first, and only if everything in it is the store's.
+
+A folder counts as a store's by what is in it, not by its name. One that holds anything else stays as it is, whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import stat
+
+from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
+from sgl_kvtier.store.env import Env, NotOursError, check_owned, check_private
+from sgl_kvtier.store.namespace import (
+    CONFIG,
+    LOCK,
+    PROFILE,
+    check_root,
+    is_open,
+    is_rank_file,
+    is_rank_name,
+    list_namespaces,
+    list_ranks,
+    lock_folder,
+    namespace_bytes,
+    read_identity,
+)
+from sgl_kvtier.store.segment import is_segment, segment_number
+
+logger = logging.getLogger(__name__)
+
+_NAMESPACE_FILE = re.compile(rf"^({re.escape(CONFIG)}|{re.escape(PROFILE)})(\.[0-9]+\.new)?$|^\.{re.escape(PROFILE)}\.[0-9]+$")
+
+
+def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
+    """Removes an identity's folder; returns the bytes freed, 0 when it is in use, or somebody else has removed it or is about to.
+
+    Raises StoreError, with nothing removed, where it holds something that no store made or is another user's. May raise OSError.
+    """
+    locks: dict[str, int] = {}
+    try:
+        # Before anything is looked at in earnest: a server that needs room asks often, and a folder in use stays so for long.
+        with contextlib.suppress(PermissionError):
+            if any(is_open(env, rank) for rank in list_ranks(env, namespace)):
+                return 0
+        for rank in look_through(env, namespace):
+            locks[rank] = lock_folder(env, rank, tries)
+        ranks = look_through(env, namespace)  # once more: now nobody else changes it
+        if ranks.keys() != locks.keys():
+            return 0
+        freed = namespace_bytes(env, namespace)
+        for rank, names in ranks.items():
+            for name in names:
+                if name != LOCK:
+                    env.unlink(os.path.join(rank, name))
+        # Locks last: until then nobody else can open what is half gone.
+        for rank in ranks:
+            env.unlink(os.path.join(rank, LOCK))
+            env.remove_directory(rank)
+        _remove_config(env, namespace)
+        return freed
+    except (StoreBusyError, FileNotFoundError):
+        return 0
+    finally:
+        for fd in locks.values():
+            env.close(fd)
+
+
+def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
+    """(folder, bytes) of the other identities below the same root that are this user's, the one opened longest ago first."""
+    found = []
+    for path in list_namespaces(env, os.path.dirname(own)):
+        if path == own:
+            continue
+        try:
+            check_namespace(env, path)
+            opened = env.modified_ns(os.path.join(path, CONFIG))
+        except StoreError as error:
+            logger.warning("%s. It is left alone and does not count", error)
+            continue
+        except OSError:
+            opened = 0
+        found.append((opened, path, namespace_bytes(env, path)))
+    return [(path, nbytes) for _, path, nbytes in sorted(found)]
+
+
+def check_namespace(env: Env, namespace: str) -> None:
+    """Raises StoreError unless a folder is an identity's and this user's alone. May raise OSError."""
+    try:
+        check_private(namespace, env.status(namespace))
+    except NotOursError as error:
+        raise StoreError(error.advice) from error
+    read_identity(env, namespace)
+
+
+def look_through(env: Env, namespace: str) -> dict[str, list[str]]:
+    """The files of each rank, by its folder. Raises StoreError for anything that the store does not make, and OSError."""
+    check_root(os.path.dirname(namespace))
+    check_namespace(env, namespace)
+    ranks = {}
+    for name in env.list(namespace):
+        path = os.path.join(namespace, name)
+        if is_rank_name(name) and env.is_directory(path):
+            ranks[path] = _look_into_rank(env, path)
+        else:
+            _check_file(env, path, bool(_NAMESPACE_FILE.match(name)))
+    return ranks
+
+
+def _look_into_rank(env: Env, rank: str) -> list[str]:
+    try:
+        check_private(rank, env.status(rank))
+    except NotOursError as error:
+        raise StoreError(error.advice) from error
+    names = env.list(rank)
+    for name in names:
+        path = os.path.join(rank, name)
+        _check_file(env, path, is_rank_file(name))
+        if segment_number(name) is not None and not is_segment(env, path):
+            raise _foreign(path)
+    return names
+
+
+def _check_file(env: Env, path: str, named_as_ours: bool) -> None:
+    found = env.status(path)
+    if not named_as_ours or not stat.S_ISREG(found.st_mode):
+        raise _foreign(path)
+    try:
+        check_owned(path, found)
+    except NotOursError as error:
+        raise StoreError(error.advice) from error
+
+
+def _remove_config(env: Env, namespace: str) -> None:
+    """The end of a folder whose ranks are gone, unless somebody has put something there meanwhile: a server, another rank."""
+    names = env.list(namespace)
+    if not all(map(_NAMESPACE_FILE.match, names)):
+        return
+    for name in sorted(names, key=lambda name: name == CONFIG):  # last: until then the folder can be told for what it is
+        env.unlink(os.path.join(namespace, name))
+    env.remove_directory(namespace)
+
+
+def _foreign(path: str) -> StoreFormatError:
+    return StoreFormatError(f"{path} was not made by a page store. Move it away, or remove it yourself")

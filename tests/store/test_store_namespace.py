@@ -1,0 +1,335 @@
+"""Folders: one owner at a time whoever removes or looks meanwhile, and nobody else's hands in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from store_pages import IDENTITY, content, key, open_at, put, read
+
+from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.namespace import PATIENT, is_open, lock_folder
+from sgl_kvtier.store.removal import remove_namespace
+from sgl_kvtier.types import Lookup
+
+NOBODY = 65534
+PAGES = {key(i): content(i, 5000) for i in range(20)}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+
+
+def namespace(root: Path) -> Path:
+    return root / IDENTITY.directory_name
+
+
+def closed(root: Path) -> Path:
+    """The rank's folder of a store that has pages and is closed."""
+    store = open_at(root)
+    put(store, PAGES)
+    store.close()
+    return Path(store.folder)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+# One owner
+
+
+class SlowToLock(Env):
+    """Something happens once between the opening of the lock and its taking."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self._meanwhile: list[Callable[[], None]] = [meanwhile]
+
+    def lock(self, fd: int) -> None:
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        super().lock(fd)
+
+
+def test_a_folder_made_anew_between_opening_and_locking_has_one_owner(tmp_path: Path) -> None:
+    closed(tmp_path)
+    first: list[DiskStore] = []
+
+    def remove_and_start() -> None:
+        remove_namespace(Env(), str(namespace(tmp_path)))
+        first.append(open_at(tmp_path))
+
+    with pytest.raises(StoreBusyError):
+        open_at(tmp_path, env=SlowToLock(remove_and_start))
+    put(first[0], PAGES)
+    assert first[0].lookup(list(PAGES)) == [Lookup.HIT] * 20
+    first[0].close()
+
+
+def test_a_folder_removed_between_opening_and_locking_is_made_anew(tmp_path: Path) -> None:
+    closed(tmp_path)
+    store = open_at(tmp_path, env=SlowToLock(lambda: shutil.rmtree(namespace(tmp_path))))
+    put(store, PAGES)
+    store.close()
+    again = open_at(tmp_path)
+    assert again.stats().pages == 20
+    again.close()
+
+
+def old_and_new(root: Path, lose: Callable[[Path], None]) -> tuple[DiskStore, DiskStore]:
+    """A store that lost its folder, and the one that has it now. Each has pages."""
+    old = open_at(root, capacity_bytes=4 << 20, segment_bytes=512 << 10)
+    put(old, {key(("old", i)): content(i, 5000) for i in range(60)})
+    lose(Path(old.folder))
+    new = open_at(root, capacity_bytes=4 << 20, segment_bytes=512 << 10)
+    put(new, PAGES)
+    return old, new
+
+
+LOSSES = {"folder removed": shutil.rmtree, "folder moved": lambda path: path.rename(path.with_name("away")), "lock removed": lambda path: (path / "lock").unlink()}  # fmt: skip
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
+def test_a_server_whose_folder_is_anothers_by_now_changes_no_file_there(tmp_path: Path, lose: Callable[[Path], None]) -> None:
+    old, new = old_and_new(tmp_path, lose)
+    before = {path.name: path.lstat().st_ino for path in Path(new.folder).iterdir()}
+    log = Path(new.folder, "index.log").read_bytes()
+    for i in range(300):  # many rewritings of the log, and other sizes, for which segments are made and removed
+        put(old, {key(("more", i)): content(i, 5000), key(("big", i)): content(i, 90_000)})
+        old.delete([key(("more", i))])
+    old.clear()
+    old.close()
+    assert {path.name: path.lstat().st_ino for path in Path(new.folder).iterdir()} == before
+    assert lose is LOSSES["lock removed"] or Path(new.folder, "index.log").read_bytes() == log
+    new.close()
+
+
+def test_a_server_whose_folder_was_removed_takes_no_page_from_the_next_one(tmp_path: Path) -> None:
+    old, new = old_and_new(tmp_path, shutil.rmtree)
+    old.clear()
+    old.close()
+    assert read(new, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, data) for data in PAGES.values()]
+    new.close()
+    again = open_at(tmp_path)
+    assert again.stats().pages == 20
+    again.close()
+
+
+def test_a_server_whose_folder_was_removed_says_so_once_and_serves_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_at(tmp_path)
+    put(store, PAGES)
+    shutil.rmtree(namespace(tmp_path))
+    for i in range(5):
+        assert put(store, {key(("big", i)): content(i, 90_000)}) == [PutOutcome.REFUSED]
+    assert read(store, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, data) for data in PAGES.values()]
+    store.close()
+    assert len([r for r in caplog.records if "restart the server" in r.getMessage()]) == 1
+    assert not namespace(tmp_path).exists()
+
+
+# Looking beside a start
+
+
+class Beside(Env):
+    """Another process holds the lock until this one has paused so many times."""
+
+    def __init__(self, folder: Path, pauses: int, *, only_looking: bool) -> None:
+        self.left = pauses
+        self._fd = os.open(folder / "lock", os.O_RDONLY)
+        (self.lock_shared if only_looking else self.lock)(self._fd)
+
+    def pause(self, seconds: float) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.close(self._fd)
+
+
+@pytest.mark.parametrize("only_looking", [True, False])
+def test_a_start_waits_for_who_has_the_lock_for_a_moment(tmp_path: Path, only_looking: bool) -> None:
+    folder = closed(tmp_path)
+    store = open_at(tmp_path, env=Beside(folder, 3, only_looking=only_looking))
+    assert store.stats().pages == 20
+    store.close()
+
+
+def test_a_start_does_not_wait_for_ever(tmp_path: Path) -> None:
+    folder = closed(tmp_path)
+    env = Beside(folder, PATIENT, only_looking=True)
+    with pytest.raises(StoreBusyError):
+        open_at(tmp_path, env=env)
+    assert env.left == 1
+    env.pause(0)
+
+
+def test_those_who_look_at_the_same_time_do_not_take_each_other_for_the_owner(tmp_path: Path) -> None:
+    folder = closed(tmp_path)
+    env = Beside(folder, 1, only_looking=True)
+    assert not is_open(Env(), str(folder))
+    env.pause(0)
+    store = open_at(tmp_path)
+    assert is_open(Env(), str(folder))
+    store.close()
+
+
+def test_an_owner_that_has_ended_is_not_named_as_the_one_that_runs(tmp_path: Path) -> None:
+    folder = closed(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    for text in (ended.stdout, "0", "-1", "9" * 30, "x", "1" * 500):
+        holder = lock_folder(Env(), str(folder))
+        (folder / "lock").write_text(text)
+        with pytest.raises(StoreBusyError, match="belongs to another process, which is still running"):
+            lock_folder(Env(), str(folder))
+        os.close(holder)
+
+
+LOOKER = """
+import sys
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.namespace import is_open
+print("looking", flush=True)
+while True:
+    is_open(Env(), sys.argv[1])
+"""
+
+
+def test_no_start_fails_beside_somebody_who_looks_without_pause(tmp_path: Path) -> None:
+    folder = closed(tmp_path)
+    looker = subprocess.Popen([sys.executable, "-c", LOOKER, str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert looker.stdout is not None and looker.stdout.readline()
+        for _ in range(100):
+            open_at(tmp_path).close()
+    finally:
+        looker.kill()
+        looker.communicate()
+
+
+# Others' hands
+
+
+@needs_root
+@pytest.mark.parametrize("what", [".", "tp0", "tp0/lock", "tp0/seg-00000001", "config.json"])
+def test_what_another_user_owns_is_refused(tmp_path: Path, what: str) -> None:
+    closed(tmp_path)
+    os.chown(namespace(tmp_path) / what, NOBODY, NOBODY)
+    with pytest.raises(StoreError, match=rf"belongs to user {NOBODY}, and this process runs as user 0\. Run it as"):
+        open_at(tmp_path)
+    os.chown(namespace(tmp_path) / what, 0, 0)
+    again = open_at(tmp_path)
+    assert again.stats().pages == 20
+    again.close()
+
+
+@needs_root
+def test_an_index_of_another_user_is_made_anew_from_the_slots(tmp_path: Path) -> None:
+    folder = closed(tmp_path)
+    os.chown(folder / "index.log", NOBODY, NOBODY)
+    again = open_at(tmp_path)
+    assert again.stats().pages == 20
+    assert (folder / "index.log").stat().st_uid == 0
+    again.close()
+
+
+@pytest.mark.parametrize("what", [".", "tp0"])
+@pytest.mark.parametrize("bits", [0o777, 0o770, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path, what: str, bits: int) -> None:
+    closed(tmp_path)
+    (namespace(tmp_path) / what).chmod(bits)
+    with pytest.raises(StoreError, match=r"may be written by other users.*chmod go-w.*umask=077"):
+        open_at(tmp_path)
+    (namespace(tmp_path) / what).chmod(0o700)
+    open_at(tmp_path).close()
+
+
+def test_what_others_may_only_read_is_taken_from_their_eyes(tmp_path: Path) -> None:
+    folder = closed(tmp_path)
+    folder.parent.chmod(0o755)
+    folder.chmod(0o750)
+    files = [folder.parent / "config.json", *(folder / name for name in ("lock", "seg-00000001", "index.log"))]
+    for path in files:
+        path.chmod(0o664)
+    store = open_at(tmp_path)
+    put(store, {key("more"): b"page"})
+    assert (mode(folder.parent), mode(folder)) == (0o700, 0o700)
+    assert [mode(path) for path in files] == [0o600] * 4
+    store.close()
+
+
+def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = closed(tmp_path / "root")
+    finally:
+        os.umask(before)
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
+    assert [mode(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700] * 3
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o757])
+def test_a_path_whose_folders_others_may_exchange_is_refused(tmp_path: Path, bits: int) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(bits)
+    with pytest.raises(StoreError, match=rf"mode 0{bits:o}.*chmod go-w on it, or set store\.path to a new folder below it"):
+        open_at(shared)
+    open_at(shared / "new").close()
+
+
+@needs_root
+def test_a_path_that_a_group_of_several_may_write_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o770)
+    open_at(shared).close()  # root's own group
+    os.chown(shared, 0, NOBODY)
+    with pytest.raises(StoreError, match="chmod go-w"):
+        open_at(shared)
+
+
+def test_a_path_in_which_each_has_only_his_own_is_taken(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    open_at(shared).close()
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [
+        ("tp0/lock", os.mkfifo),
+        ("tp0/lock", os.mkdir),
+        ("config.json", os.mkfifo),
+        ("config.json", os.mkdir),
+        ("config.json", lambda path: path.symlink_to("elsewhere")),
+    ],
+)
+def test_what_stands_for_a_lock_or_config_and_is_none_is_refused_at_once(tmp_path: Path, what: str, make: Callable[[Path], None]) -> None:
+    closed(tmp_path)
+    (namespace(tmp_path) / what).unlink()
+    make(namespace(tmp_path) / what)
+    with pytest.raises(StoreError, match=r"[Cc]hoose (a|another) store\.path"):
+        open_at(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 500_000, '{"about": ', "", "null", '{"identity": 1e999}'])
+def test_a_config_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    closed(tmp_path)
+    (namespace(tmp_path) / "config.json").write_text(text)
+    with pytest.raises(StoreFormatError, match=r"to start anew|describes other pages"):
+        open_at(tmp_path)
+
+
+def test_a_config_of_terabytes_is_refused(tmp_path: Path) -> None:
+    closed(tmp_path)
+    os.truncate(namespace(tmp_path) / "config.json", 1 << 42)
+    with pytest.raises(StoreError, match=r"config\.json"):
+        open_at(tmp_path)
