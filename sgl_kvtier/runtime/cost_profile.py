@@ -24,12 +24,15 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
 from sgl_kvtier.policy.sessions import Hint, HintAnswer
+from sgl_kvtier.store.env import Env, create_file, read_file
+from sgl_kvtier.store.namespace import PROFILE
 from sgl_kvtier.types import Link
 
 logger = logging.getLogger(__name__)
 
-NAME = "restore-profile.json"
+NAME = PROFILE
 SCHEMA = "kvtier.restore-profile/1"
+_MOST_BYTES = 1 << 20
 PERIOD_S = 5.0
 """Least time between two writes."""
 
@@ -61,7 +64,7 @@ class Profile:
 def read(path: Path) -> Profile | None:
     """The profile in a file, or None."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_file(Env(), str(path), _MOST_BYTES))
         if data.pop("schema") != SCHEMA:
             return None
         profile = Profile(**data)
@@ -70,7 +73,7 @@ def read(path: Path) -> Profile | None:
             return None
         if set(profile.prefill) != set(_PREFILL) or not set(profile.links) <= {link.value for link in Link}:
             return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return profile
 
@@ -79,7 +82,7 @@ def write(path: Path, profile: Profile) -> None:
     """Replaces the file. May raise OSError; the file is then as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        fd = create_file(Env(), str(temporary), os.O_WRONLY)
         with os.fdopen(fd, "w") as file:
             file.write(json.dumps({"schema": SCHEMA, **asdict(profile)}, indent=2) + "\n")
         temporary.replace(path)

@@ -16,10 +16,11 @@ import psutil
 
 from sgl_kvtier import __version__
 from sgl_kvtier.config import KVTierConfig, describe_config, load_config
-from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.errors import KVTierError, StoreError
 from sgl_kvtier.report import Column, Table, check_target, envelope, format_bytes, print_table, write_json
 from sgl_kvtier.runtime import disk_probe, seams
 from sgl_kvtier.runtime.cpu import platform
+from sgl_kvtier.store.namespace import check_root
 
 SCHEMA = "kvtier.doctor/1"
 _OPEN_FILES = 4096
@@ -167,6 +168,10 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         advice = "choose a folder that this user can create and write"
         yield Finding("disk", "fail", f"{folder}: {error.strerror}", advice)
         return
+    try:
+        check_root(str(folder))
+    except StoreError as error:
+        yield Finding("store.path", "fail", str(folder), str(error))
     wanted = config.store.min_free_bytes
     state = "ok" if probe.free_bytes > wanted else "fail"
     advice = "" if state == "ok" else f"writes stop below store.min_free_bytes = {format_bytes(wanted)}"

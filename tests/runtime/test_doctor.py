@@ -47,6 +47,13 @@ def test_a_folder_that_cannot_be_made_fails(tmp_path, capsys):
     assert found["disk"]["state"] == "fail"
 
 
+def test_a_folder_that_others_may_write_fails_with_what_to_do(tmp_path, capsys):
+    tmp_path.chmod(0o777)
+    found = findings(capsys, "--store", str(tmp_path), "--no-disk")
+    assert found["store.path"]["state"] == "fail"
+    assert "chmod go-w" in found["store.path"]["advice"]
+
+
 def test_too_little_space_fails_and_names_the_setting(tmp_path, capsys, monkeypatch):
     probe = disk_probe.DiskProbe("ext4", 1000, True)
     monkeypatch.setattr(doctor.disk_probe, "look", lambda folder: probe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     cost_profile.write(tmp_path / NAME, KNOWN)
     assert cost_profile.read(tmp_path / NAME) == KNOWN
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_what_is_no_file_is_no_profile_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    assert cost_profile.read(tmp_path / NAME) is None
+    cost_profile.write(tmp_path / NAME, KNOWN)
+    os.truncate(tmp_path / NAME, 8 << 40)
+    assert cost_profile.read(tmp_path / NAME) is None
 
 
 @pytest.mark.parametrize(
