@@ -65,6 +65,13 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         yield lambda flags: launched(*KVTIER, *PLAIN, *flags.replace("MLA", mla).split())
 
 
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU platform refuses drafts by itself, before anybody could ask what restoring makes of them."""
+    monkeypatch.setattr(type(current_platform), "supports_speculative_algorithm", lambda self, algorithm: True)
+    monkeypatch.setattr(type(current_platform), "supports_speculative_draft_attention_backend", lambda self, algorithm, backend: True)
+
+
 def context(**changes: bool) -> Any:
     """What SGLang knows of a model with KV pages alone."""
     return SimpleNamespace(**{"disable_radix_cache": False, "is_hybrid_swa": False, "is_hybrid_ssm": False, "is_dsa": False, **changes})
@@ -89,10 +96,7 @@ def test_every_refusal_has_a_case():
 
 
 @pytest.mark.parametrize(("what", "mend", "flags"), BY_FLAGS, ids=[flags for _, _, flags in BY_FLAGS])
-def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_it(launch, monkeypatch, what, mend, flags):
-    # The CPU platform refuses drafts by itself, before anybody could ask what restoring makes of them.
-    monkeypatch.setattr(type(current_platform), "supports_speculative_algorithm", lambda self, algorithm: True)
-    monkeypatch.setattr(type(current_platform), "supports_speculative_draft_attention_backend", lambda self, algorithm, backend: True)
+def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_it(launch, drafts, what, mend, flags):
     line = restore_setup.own_way(launch(flags), context(), BOTH)
     assert line is not None and "SGLang's own way" in line
     assert what in line and mend in line.partition("(")[2]
@@ -120,12 +124,18 @@ def test_all_reasons_are_said_at_once(launch):
     assert all(what in line for what in ("index keys", "--page-size 64", "mixed chunks"))
 
 
-def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch):
-    args = launch("--enable-dp-attention --dp 2 --tp 2")
+@pytest.mark.parametrize("flags", ["--enable-dp-attention --dp 2 --tp 2", "--model-path MLA --speculative-algorithm EAGLE"])
+def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, flags):
+    args = launch(flags)
     assert "pages are prefetched and evicted SGLang's own way" in str(restore_setup.own_way(args, context(), AHEAD))
     only_ahead = PolicyConfig(restore="off", prefetch="kvtier", eviction="next-use")
     line = str(restore_setup.own_way(args, context(), only_ahead))
-    assert "prefetched and evicted" in line and "restored" not in line.partition(":")[2].partition(":")[0]
+    assert line.startswith("kvtier: pages are prefetched and evicted SGLang's own way: ")
+
+
+def test_latents_on_several_ranks_are_restored_as_other_pages_are(launch):
+    args = launch("--model-path MLA --tp 2")
+    assert restore_setup.own_way(args, context(), AHEAD) is None and restore_setup.not_followed(args, AHEAD) == []
 
 
 def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):
