@@ -41,8 +41,9 @@ class CpuCopies:
                 local = transfer.layer_mapper(layer) if transfer.layer_mapper is not None else layer
                 if local is not None:
                     transfer.host_pool.load_to_device_per_layer_physical(
-                        transfer.device_pool, transfer.host_indices, transfer.device_indices, local, controller.io_backend
-                    )
+                        transfer.device_pool, transfer.host_indices, transfer.device_indices, local, controller.io_backend,
+                        is_draft=transfer.is_draft,
+                    )  # fmt: skip
         return _Done()
 
 

@@ -39,9 +39,9 @@ class KVTierRadixCache(UnifiedRadixCache):
     def init_hicache(self, server_args: Any, params: Any) -> None:
         """After SGLang built host pools and the storage backend: storage hits are offered to the engine from now on."""
         super().init_hicache(server_args, params)
-        reason = restore_setup.lacking(self)
-        if reason is not None:
-            logger.warning("kvtier: prefixes are restored SGLang's own way: %s", reason)
+        line = restore_setup.lacks(self, server_args)
+        if line is not None:
+            logger.warning("%s", line)
             return
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate

@@ -252,17 +252,17 @@ class RestoreEngine:
     def load(self, command: messages.Load) -> None:
         """Claims device slots, and host pages where the source is storage, and begins the transfer."""
         r, span = self.restorations.get(command.rid), command.span
-        if r is None or not span:
+        if not span:
             return
-        tokens = len(span) * self.page
         owns_host = command.source > Tier.DRAM
-        device = self.slots.claim_device(tokens)
-        host = self._host_slots(r, span, owns_host) if device is not None else None
-        if device is None or host is None:
-            if device is not None:
-                self.slots.put_back(device)
+        slots = self._claim(r, span, owns_host) if r is not None else None
+        if r is None or r.closed:  # ended by a load of the same plan: the planner counts this one as under way
+            self.facts.append(PagesLost(command.rid, span, "failed", _LATER))
+            return
+        if slots is None:
             self._lose(r, span, "no room")
             return
+        device, host = slots
         due = self.now + 2 * command.deadline_s
         load = Load(r, span, command.link, device, host, owns_host, self.now, due, self.next_number())
         r.loads.append(load)
@@ -271,6 +271,20 @@ class RestoreEngine:
         for offset, page in enumerate(range(span.start, span.stop)):
             r.owner[page] = (load, offset)
         self.mover.submit(load, store_of(self.tree.cache_controller), command.deadline_s)
+
+    def _claim(self, r: Restoration, span: Span, owns_host: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Device and host slots of these pages, both or none. A pool that fails where it should hand out pages, or say that
+        it has none, costs this restoration; it is computed instead."""
+        device = host = None
+        try:
+            device = self.slots.claim_device(len(span) * self.page)
+            host = self._host_slots(r, span, owns_host) if device is not None else None
+        except Exception:
+            logger.exception("kvtier: %s: no pages could be claimed; it is computed instead", r.rid)
+            self.abandon(r, "failed")
+        if device is not None and host is None:
+            self.slots.put_back(device)
+        return None if device is None or host is None else (device, host)
 
     def cancel(self, command: messages.Cancel) -> None:
         """Takes loads back that lie in the span, as far as they were not begun."""

@@ -53,9 +53,9 @@ def _build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = No
     config = restore_setup.wanted(args) if ctx.enable_hierarchical_cache and cache_class is None else None
     if config is None:
         return original(ctx, cache_class=cache_class)
-    reason = restore_setup.unsupported(args, ctx) or restore_setup.nothing_to_do(args, config.policy)
-    if reason is not None:
-        logger.warning("kvtier: prefixes are restored SGLang's own way: %s", reason)
+    line = restore_setup.own_way(args, ctx, config.policy)
+    if line is not None:
+        logger.warning("%s", line)
         return original(ctx)
     from sgl_kvtier.runtime.radix_cache import KVTierRadixCache
 

@@ -19,18 +19,15 @@ from sgl_kvtier.runtime.attached import backend_of
 from sgl_kvtier.runtime.copy_device import copies_for
 from sgl_kvtier.runtime.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
-from sgl_kvtier.runtime.host_pages import CONTIGUOUS
 from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
 from sgl_kvtier.runtime.metrics import RestoreMetrics
 from sgl_kvtier.runtime.page_mover import PageMover
+from sgl_kvtier.runtime.refusals import STAGES, UNEVEN, WRITE_BACK, lacking, unproven, unsupported
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.runtime.restore_tick import RestoreTick
 from sgl_kvtier.runtime.stage_reports import StageReports
-
-NOT_AHEAD = "not looking ahead: more than one pipeline stage"
-UNLIKE = "not looking ahead: host memory does not hold equally many pages on all ranks"
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +45,35 @@ def looks_ahead(policy: PolicyConfig) -> bool:
     return policy.prefetch != "off" or policy.eviction != "lru"
 
 
+def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
+    """The line by which a server says that all of it is SGLang's own way although its settings ask for more, or None."""
+    reason = unsupported(args, ctx) or nothing_to_do(args, policy)
+    return None if reason is None else _told(policy, reason)
+
+
+def lacks(tree: Any, server_args: Any) -> str | None:
+    """The same, by the pools that were built for the model."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    reason = lacking(tree)
+    return None if reason is None else _told(settings.of_server(resolving_view(server_args)).policy, reason)
+
+
+def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
+    """A line for each part of these settings that this server leaves to SGLang, though it follows the rest."""
+    followed, lines = in_force(args, policy), []
+    if looks_ahead(policy) and not looks_ahead(followed):
+        lines.append(f"kvtier: {STAGES}. Prefetching and eviction are SGLang's own")
+    if policy.restore != followed.restore:
+        lines.append(f"kvtier: prefixes are restored SGLang's own way: {unproven(args, policy)}")
+    return lines
+
+
+def _told(policy: PolicyConfig, reason: str) -> str:
+    asked = ["prefixes are restored"] * (policy.restore != "off") + ["pages are prefetched and evicted"] * looks_ahead(policy)
+    return f"kvtier: {' and '.join(asked)} SGLang's own way: {reason}"
+
+
 def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
     """Why all of this server is SGLang's own way although it could do something, or None."""
     followed = in_force(args, policy)
@@ -55,7 +81,7 @@ def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
         return None
     reason = unproven(args, followed)
     if looks_ahead(policy) and (reason is not None or followed.restore == "off"):
-        return NOT_AHEAD if reason is None else f"{reason}; {NOT_AHEAD}"
+        return str(STAGES) if reason is None else f"{reason}; {STAGES}"
     return reason
 
 
@@ -66,48 +92,6 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
     if looks_ahead(policy) and unproven(args, policy) is not None:
         policy = replace(policy, restore="off")
     return policy
-
-
-def unsupported(args: Any, ctx: Any) -> str | None:
-    """Why this server restores SGLang's own way, or None."""
-    reasons = (
-        (ctx.disable_radix_cache, "the radix cache is off"),
-        (ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa, "the model keeps window or state pages beside its KV pages"),
-        ((args.chunked_prefill_size or 0) <= 0, "chunked prefill is off"),
-        (args.page_size == 1, "pages of one token"),
-        (args.hicache_mem_layout not in CONTIGUOUS, f"host pages in pieces (layout {args.hicache_mem_layout})"),
-        (args.hicache_host_memory_mode == "buffer_only", "host memory is a buffer only"),
-        (args.speculative_algorithm is not None, "speculative decoding"),
-        (args.enable_mixed_chunk, "mixed chunks"),
-        (args.enable_dp_attention, "data-parallel attention"),
-        (args.disaggregation_mode != "null", "prefill and decode are apart"),
-        (args.pp_size > 1 and args.nnodes > 1, "pipeline stages on several machines"),
-        (args.attn_cp_size > 1 or args.dcp_size > 1, "context parallelism"),
-    )
-    return next((reason for true, reason in reasons if true), None)
-
-
-def unproven(args: Any, policy: PolicyConfig) -> str | None:
-    """Why a server whose policy.restore was left at auto restores SGLang's own way although it could try, or None.
-
-    Restoration under stress was shown equal to computing on one CPU rank, with both event loops. Elsewhere it has to be
-    asked for by naming a mode: both, load or compute.
-    """
-    if policy.restore != "auto":
-        return None
-    reasons = (
-        (args.tp_size * args.pp_size > 1, "more than one rank"),
-        (args.device != "cpu", f"device {args.device}"),
-    )
-    reason = next((reason for true, reason in reasons if true), None)
-    return None if reason is None else f"{reason}: not proven under stress yet; policy.restore = both asks for it anyway"
-
-
-def lacking(tree: Any) -> str | None:
-    """Why this server restores SGLang's own way, by the pools that were built for its model, or None."""
-    if tree.sidecar_pool_specs:
-        return "the model keeps pages of another kind beside its KV pages"
-    return None
 
 
 def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
@@ -158,9 +142,10 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
         notes.metrics = RestoreMetrics(notes.counts, notes.meetings, notes.under_way, labels)
     if looks_ahead(policy):
         tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None, agreement.alone)
-    elif looks_ahead(config.policy):
-        why = UNLIKE if unlike else NOT_AHEAD
-        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", why)
+    elif unlike:
+        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", UNEVEN)
+    for line in not_followed(args, config.policy):
+        logger.warning("%s", line)
     logger.info(
         "kvtier: restoring prefixes, policy %s, %s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
@@ -173,7 +158,7 @@ def _look_ahead(
 ) -> LookaheadHands:
     write_back = engine.tree.cache_controller.write_policy == "write_back"
     if write_back and policy.eviction != "lru":
-        logger.warning("kvtier: SGLang chooses what leaves the device: with write-back it has to copy first")
+        logger.warning("kvtier: %s", WRITE_BACK)
     hands = LookaheadHands(
         engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
     )

@@ -6,9 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from sgl_kvtier.runtime.cpu import hicache
 
@@ -29,6 +33,41 @@ def host_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.floa
         torch.randint(0, 255, (pool.kv_buffer.nbytes,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     )
     return pool
+
+
+def latent_pool(layers: int) -> Any:
+    """A device pool of MLA latents, 40 numbers a token and layer."""
+    hicache.install()
+    return MLATokenToKVPool(
+        size=256, page_size=PAGE, dtype=torch.float32, kv_lora_rank=32, qk_rope_head_dim=8, layer_num=layers,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+
+
+def latent_host_pool(device: Any, drafts: tuple[Any, ...] = ()) -> Any:
+    """The host pool of a pool of latents, with a layer per draft in its pages."""
+    return MLATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info, 2.0, 0, device.page_size, "page_first_direct",
+        draft_buffer_infos=tuple(draft.get_device_pool_infos()[0].buffer_info for draft in drafts),
+        device_capacity_tokens=256, start_layer=0, end_layer=device.layer_num, target_layer_num=device.layer_num, host_token_capacity=512,
+    )  # fmt: skip
+
+
+def index_key_pool() -> Any:
+    """A host pool of DSA's index keys: pages of 64 tokens that lie where the latents' pages lie."""
+    hicache.install()
+    device = DSATokenToKVPool(
+        size=256, page_size=64, kv_lora_rank=32, dtype=torch.bfloat16, qk_rope_head_dim=8, layer_num=2, device="cpu",
+        index_head_dim=128, enable_memory_saver=False, kv_cache_dim=40, index_buf_size=256,
+    )  # fmt: skip
+    return DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), latent_host_pool(device))
+
+
+def state_pool() -> Any:
+    """A host pool of the states of linear layers: one state is a page."""
+    hicache.install()
+    states = MambaStateBufferInfo(temporal=torch.zeros(2, 8, 4, 4), conv=(torch.zeros(2, 8, 4, 3),))
+    return MambaPoolHost(states, 2.0, 0, device_capacity=8, layout="page_first_direct")
 
 
 def storage_config(**changes: Any) -> HiCacheStorageConfig:

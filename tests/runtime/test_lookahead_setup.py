@@ -8,6 +8,7 @@ import pytest
 
 from sgl_kvtier.config import PolicyConfig, parse_config
 from sgl_kvtier.runtime import restore_setup
+from sgl_kvtier.runtime.refusals import STAGES as MORE_THAN_ONE_STAGE
 from sgl_kvtier.runtime.settings import from_extra_config
 
 ONE = SimpleNamespace(tp_size=1, pp_size=1, device="cpu")
@@ -38,8 +39,8 @@ def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
     followed = restore_setup.in_force(STAGES, asked)
     assert not restore_setup.looks_ahead(followed) and followed.restore == "both"
     assert restore_setup.nothing_to_do(STAGES, asked) is None
-    assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == restore_setup.NOT_AHEAD
-    assert restore_setup.NOT_AHEAD in str(restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto")))
+    assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == str(MORE_THAN_ONE_STAGE)
+    assert str(MORE_THAN_ONE_STAGE) in str(restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto")))
 
 
 @pytest.mark.parametrize("where", [TWO, CARD])

@@ -267,3 +267,48 @@ def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     assert tick._free_pages([], req)[Tier.HBM] == room - 1  # the last page is no part of the prefix
     engine.restorations["other"] = Restoration("other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.SSD),), (), torch.empty(0))
     assert tick._free_pages([], req)[Tier.HBM] == room - 4
+
+
+def failing_pool(tick: RestoreTick) -> None:
+    """From now on the device's pool fails where it should hand out pages, as SGLang's pool of window pages does."""
+
+    def fails(tokens: int) -> None:
+        raise AssertionError("page_size == 1")
+
+    tick.engine.tree.token_to_kv_pool_allocator.alloc = fails
+
+
+def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
+    tick, _, told, _ = tick_of_two_ranks()
+    engine = tick.engine
+    ahead = SimpleNamespace(look=lambda scheduler: None, polls=list, told=lambda: None, carry_out=lambda plan, view: None)
+    tick.ahead, tick._ridden = ahead, lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[assignment, method-assign]
+    engine.restorations["other"] = other = Restoration("other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.SSD),), (), torch.empty(0))
+    other.mode = Mode.BOTH
+    plan = StepPlan(
+        loads=tuple(messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4)),
+        computes=(messages.Compute("other", None, 64),),
+    )
+    tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
+    tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
+    failing_pool(tick)
+    tick.run(SimpleNamespace(running_batch=SimpleNamespace(reqs=[1])))
+    assert tick.ahead is ahead, "looking ahead goes on"
+    assert list(engine.restorations) == ["other"] and engine.counters.ended == {"failed": 1}
+    assert engine.counters.planner_failures == 0 and not engine.holds_memory
+    tick.tell()
+    lost = [(fact.span, fact.reason) for fact in told if isinstance(fact, PagesLost)]
+    assert lost == [(Span(6, 8), "failed"), (Span(4, 6), "failed")], "the planner waits for neither"
+    assert [fact.rid for fact in told if isinstance(fact, RequestFinished)] == ["r"]
+
+
+def test_host_memory_that_fails_gives_the_device_pages_back():
+    engine, r, _ = engine_with()
+
+    def fails(tokens: int, **how: Any) -> None:
+        raise RuntimeError("no host memory")
+
+    engine.tree.cache_controller.mem_pool_host.alloc = fails
+    engine.load(messages.Load("r", Span(4, 8), Tier.SSD, Link.SSD_TO_HBM, 1.0))
+    engine.slots.free()
+    assert r.closed and not engine.holds_memory and engine.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE

@@ -12,6 +12,13 @@ logger = logging.getLogger(__name__)
 
 _POOL_MODULES = ("mha", "mla", "mamba", "dsa", "unified")
 _COPIES = ("transfer_kv_direct", "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_all_layer_direct_lf_pf")
+_POOLS = "sglang.srt.mem_cache.pool_host."
+UNPINNED = (
+    _POOLS + "base.HostKVCache.__init__",
+    _POOLS + "dsa.DSAIndexerPoolHost.__init__",
+    _POOLS + "mamba.MambaPoolHost.__init__",
+)
+"""Pools after whose building nothing is pinned any more. The last two do not call the base class's."""
 _installed = False
 
 
@@ -34,7 +41,8 @@ def install() -> None:
                 setattr(module, function, getattr(copies, function))
     # get_last_loc picks a Triton kernel unless the backend is literally called torch_native.
     HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", allocation.get_last_loc_torch, HookType.REPLACE)
-    HookRegistry.register("sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__", _forget_pinning, HookType.AFTER)
+    for target in UNPINNED:
+        HookRegistry.register(target, _forget_pinning, HookType.AFTER)
     HookRegistry.apply_hooks()
 
 

@@ -1,0 +1,183 @@
+"""Every reason why a server goes SGLang's own way, asked for by a real command line, and what its line says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command_lines import KVTIER, PLAIN, launching, mla_model, window_model
+from sglang.srt.arg_groups.model_override_base import model_config_of
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.platforms import current_platform
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime import refusals, restore_setup
+from sgl_kvtier.runtime.refusals import OF_ARGUMENTS, OF_MODEL, SIDE_PAGES, STAGES, UNPROVEN
+
+BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
+AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")
+AHEAD = PolicyConfig(restore="both", prefetch="kvtier", eviction="next-use")
+
+BY_FLAGS = [
+    ("chunked prefill", "--chunked-prefill-size", "--chunked-prefill-size -1"),
+    ("pages of one token", "--page-size 64", "--page-size 1"),
+    ("host pages in pieces", "--hicache-mem-layout page_first_direct", "--hicache-mem-layout layer_first"),
+    ("buffer only", "--hicache-host-memory-mode cache", "--hicache-host-memory-mode buffer_only"),
+    ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm EAGLE"),
+    ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm NEXTN"),
+    ("mixed chunks", "--enable-mixed-chunk", "--enable-mixed-chunk"),
+    ("data-parallel attention", "--enable-dp-attention", "--enable-dp-attention --dp 2 --tp 2"),
+    ("data-parallel attention", "--attn-dp-size", "--attn-dp-size 2 --tp 2"),
+    ("data-parallel attention", "--dwdp-size", "--dwdp-size 2 --tp 2"),
+    ("data-parallel attention", "--elastic-ep-join-mode", "--elastic-ep-backend mooncake --elastic-ep-join-mode scale --elastic-ep-join-rank-offset 1 --nnodes 2 --node-rank 1 --max-ep-size 2 --tp 2"),
+    ("apart", "--disaggregation-mode", "--disaggregation-mode prefill"),
+    ("several machines", "--nnodes 1", "--pp-size 2 --nnodes 2"),
+    ("parallelism of attention", "--attn-cp-size 1", "--attn-cp-size 2 --tp 2"),
+    ("parallelism of decoding", "--dcp-size 1", "--model-path MLA --dcp-size 2 --tp 2"),
+]  # fmt: skip
+"""What the line names, the flag that mends it, and the flags of a server that is refused."""
+
+BY_MODEL = [
+    ("radix cache is off", "--model-impl sglang", {"disable_radix_cache": True}),
+    ("window pages", "--disable-hybrid-swa-memory", {"is_hybrid_swa": True}),
+    ("state pages", 'policy.restore = "off"', {"is_hybrid_ssm": True}),
+    ("index keys", 'policy.restore = "off"', {"is_dsa": True}),
+]
+"""What the line names, what mends it, and what SGLang has found out about the model when it builds its cache."""
+
+BY_PROOF = [
+    ("more than one rank", 'policy.restore = "both"', "--tp 2"),
+    ("more than one rank", 'policy.restore = "both"', "--pp-size 2"),
+    ("no CPU", 'policy.restore = "both"', "--device cuda"),
+]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    mla = mla_model(folder / "mla")
+    with launching() as launched:
+        yield lambda flags: launched(*KVTIER, *PLAIN, *flags.replace("MLA", mla).split())
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU platform refuses drafts by itself, before anybody could ask what restoring makes of them."""
+    monkeypatch.setattr(type(current_platform), "supports_speculative_algorithm", lambda self, algorithm: True)
+    monkeypatch.setattr(type(current_platform), "supports_speculative_draft_attention_backend", lambda self, algorithm, backend: True)
+
+
+def context(**changes: bool) -> Any:
+    """What SGLang knows of a model with KV pages alone."""
+    return SimpleNamespace(**{"disable_radix_cache": False, "is_hybrid_swa": False, "is_hybrid_ssm": False, "is_dsa": False, **changes})
+
+
+def tree(*kinds: ComponentType, side_pools: tuple[PoolName, ...] = ()) -> Any:
+    specs = [SimpleNamespace(pool_name=name) for name in side_pools]
+    return SimpleNamespace(tree_components=(ComponentType.FULL, *kinds), sidecar_pool_specs=specs)
+
+
+def test_a_plain_server_is_refused_nothing(launch):
+    args = launch("")
+    assert restore_setup.own_way(args, context(), AUTO) is None
+    assert restore_setup.not_followed(args, AUTO) == []
+    assert refusals.lacking(tree()) is None
+
+
+def test_every_refusal_has_a_case():
+    cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL)]
+    assert [refusal.what for refusal in (*OF_MODEL, *OF_ARGUMENTS) if not any(what in refusal.what for what in cases)] == []
+    assert [refusal.what for refusal in UNPROVEN if not any(what in refusal.what for what, _, _ in BY_PROOF)] == []
+
+
+@pytest.mark.parametrize(("what", "mend", "flags"), BY_FLAGS, ids=[flags for _, _, flags in BY_FLAGS])
+def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_it(launch, drafts, what, mend, flags):
+    line = restore_setup.own_way(launch(flags), context(), BOTH)
+    assert line is not None and "SGLang's own way" in line
+    assert what in line and mend in line.partition("(")[2]
+    assert line.count("(leave ") + line.count("(--") == 1, "what is not refused is not named"
+
+
+@pytest.mark.parametrize(("what", "mend", "found"), BY_MODEL, ids=[what for what, _, _ in BY_MODEL])
+def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(launch, what, mend, found):
+    line = str(restore_setup.own_way(launch(""), context(**found), BOTH))
+    assert what in line and mend in line
+    assert [other for other, _, _ in BY_MODEL if other in line] == [what]
+
+
+@pytest.mark.parametrize(("what", "mend", "flags"), BY_PROOF, ids=[flags for _, _, flags in BY_PROOF])
+def test_what_was_not_shown_under_stress_has_to_be_asked_for_by_name(launch, what, mend, flags):
+    args = launch(flags)
+    line = str(restore_setup.own_way(args, context(), AUTO))
+    assert what in line and mend in line
+    assert restore_setup.own_way(args, context(), BOTH) is None
+    assert restore_setup.not_followed(args, BOTH) == []
+
+
+def test_all_reasons_are_said_at_once(launch):
+    line = str(restore_setup.own_way(launch("--page-size 1 --enable-mixed-chunk"), context(is_dsa=True), BOTH))
+    assert all(what in line for what in ("index keys", "--page-size 64", "mixed chunks"))
+
+
+@pytest.mark.parametrize("flags", ["--enable-dp-attention --dp 2 --tp 2", "--model-path MLA --speculative-algorithm EAGLE"])
+def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, flags):
+    args = launch(flags)
+    assert "pages are prefetched and evicted SGLang's own way" in str(restore_setup.own_way(args, context(), AHEAD))
+    only_ahead = PolicyConfig(restore="off", prefetch="kvtier", eviction="next-use")
+    line = str(restore_setup.own_way(args, context(), only_ahead))
+    assert line.startswith("kvtier: pages are prefetched and evicted SGLang's own way: ")
+
+
+def test_latents_on_several_ranks_are_restored_as_other_pages_are(launch):
+    args = launch("--model-path MLA --tp 2")
+    assert restore_setup.own_way(args, context(), AHEAD) is None and restore_setup.not_followed(args, AHEAD) == []
+
+
+def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):
+    args = launch("--pp-size 2")
+    assert restore_setup.own_way(args, context(), AHEAD) is None
+    (line,) = restore_setup.not_followed(args, AHEAD)
+    assert "more than one pipeline stage" in line and "--pp-size 1" in line
+    only_ahead = PolicyConfig(restore="off", prefetch="kvtier", eviction="next-use")
+    assert str(STAGES) in str(restore_setup.own_way(args, context(), only_ahead))
+
+
+def test_a_server_that_looks_ahead_says_when_it_does_not_restore_besides(launch):
+    ahead = PolicyConfig(restore="auto", prefetch="kvtier", eviction="next-use")
+    args = launch("--tp 2")
+    assert restore_setup.own_way(args, context(), ahead) is None
+    (line,) = restore_setup.not_followed(args, ahead)
+    assert "more than one rank" in line and 'policy.restore = "both"' in line
+
+
+def test_what_else_was_built_beside_kv_pages_is_refused_by_its_name():
+    assert str(refusals.lacking(tree(side_pools=(PoolName.INDEXER,)))) == f"indexer: {SIDE_PAGES}"
+    assert str(refusals.lacking(tree(ComponentType.SWA, ComponentType.MAMBA))) == f"swa, mamba: {SIDE_PAGES}"
+
+
+def test_the_flag_named_for_window_pages_keeps_whole_sequences(launch, tmp_path: Path):
+    flags = f"--model-path {window_model(tmp_path)} --attention-backend triton"
+    windows, whole = (model_config_of(launch(flags + more)) for more in ("", " --disable-hybrid-swa-memory"))
+    assert (windows.is_hybrid_swa, whole.is_hybrid_swa) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "says"),
+    [
+        (("--hicache-storage-backend", "kvtier"), ConfigError, "--enable-hierarchical-cache"),
+        (KVTIER[:3], ConfigError, "store.path is not set"),
+        ((*KVTIER[:4], "{"), ConfigError, "--hicache-storage-backend-extra-config"),
+        ((*KVTIER[:4], '{"store": {"path": "p", "io_threads": 0}}'), ConfigError, "store.io_threads"),
+        ((*KVTIER, "--attention-backend", "intel_amx"), ValueError, "SGLANG_USE_CPU_ENGINE"),
+        ((*KVTIER, "--hicache-mem-layout", "page_head"), ValueError, "page_first_direct"),
+    ],
+    ids=lambda case: " ".join(case[-2:]) if isinstance(case, tuple) else "",
+)  # fmt: skip
+def test_what_cannot_work_at_all_ends_the_launch_with_what_to_do(flags, error, says):
+    with launching() as launched, pytest.raises(error, match=says):
+        launched(*flags)
