@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.outside import MOST_SHOWN, is_number, is_text, is_whole, parse_json, read_bounded, refusal, shown
+from sgl_kvtier.outside import (
+    MOST_SHOWN,
+    is_number,
+    is_text,
+    is_whole,
+    parse_json,
+    read_bounded,
+    refusal,
+    shown,
+)
 from sgl_kvtier.sizes import format_bytes, parse_bytes
 
 HOST_KEYS = frozenset(
