@@ -9,7 +9,7 @@ from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.report import Column, Table, check_target, print_table
 from sgl_kvtier.report.plots import save_plot
-from sgl_kvtier.report.restore_timeline import Timeline, read_timelines, timeline_plot
+from sgl_kvtier.report.restore_timeline import Timeline, log_lines, read_timelines, timeline_plot
 
 _SHOWN = 30
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.plot)
     try:
         with args.log.open(encoding="utf-8") as file:
-            found = read_timelines(file)
+            found = read_timelines(log_lines(file))
     except OSError as error:
         raise BenchError(f"cannot read {args.log}: {error.strerror}") from error
     if not found:

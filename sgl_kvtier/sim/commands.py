@@ -24,6 +24,7 @@ from sgl_kvtier.report import (
     write_json,
     write_text,
 )
+from sgl_kvtier.report.restore_timeline import log_lines
 from sgl_kvtier.sim.arrivals import Pace
 from sgl_kvtier.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.sim.hardware import known_hardware, known_models
@@ -221,7 +222,7 @@ def _opened(path: Path) -> TextIO:
 
 def _whole_lines(log: TextIO) -> Iterator[str]:
     """Without a last line that its writer had not ended."""
-    return (line for line in log if line.strip() and line.endswith("\n"))
+    return (line for line in log_lines(log) if line.strip() and line.endswith("\n"))
 
 
 def _list(args: argparse.Namespace) -> int:
