@@ -14,6 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.outside import (
+    MOST_SHOWN,
+    is_number,
+    is_text,
+    is_whole,
+    parse_json,
+    read_bounded,
+    refusal,
+    shown,
+)
 from sgl_kvtier.sizes import format_bytes, parse_bytes
 
 HOST_KEYS = frozenset(
@@ -32,6 +42,11 @@ HOST_KEYS = frozenset(
 )
 """Top-level keys of the same file that belong to SGLang; they are passed over here."""
 
+_MOST_BYTES = 1 << 50
+"""No store is larger: 1,024 TiB."""
+_MOST_TEXT = 4096
+"""Characters of a text: no system takes a longer path."""
+
 
 def setting(
     default: Any,
@@ -42,7 +57,8 @@ def setting(
     choices: tuple[str, ...] = (),
     is_bytes: bool = False,
 ) -> Any:
-    """A dataclass field with its description and its allowed range, from which checks, messages and docs are made."""
+    """A dataclass field with its description and its allowed range, from which checks, messages and docs are made. Numbers have
+    both bounds."""
     meta = {"doc": doc, "low": low, "high": high, "choices": choices, "is_bytes": is_bytes}
     return field(default=default, metadata=meta)
 
@@ -53,9 +69,11 @@ class StoreConfig:
 
     path: str = setting("", "folder for the pages; created with mode 0700. Required")
     capacity_bytes: int = setting(
-        64 << 30, "most bytes on disk, all ranks of a server together", low=1 << 20, is_bytes=True
+        64 << 30, "most bytes on disk, all ranks of a server together", low=1 << 20, high=_MOST_BYTES, is_bytes=True
     )
-    min_free_bytes: int = setting(1 << 30, "the store stops growing while the filesystem has less free", low=0, is_bytes=True)
+    min_free_bytes: int = setting(
+        1 << 30, "the store stops growing while the filesystem has less free", low=0, high=_MOST_BYTES, is_bytes=True
+    )
     segment_bytes: int = setting(
         256 << 20, "size of one pre-allocated segment file", low=64 << 10, high=64 << 30, is_bytes=True
     )
@@ -78,7 +96,10 @@ class StoreConfig:
         choices=("all", "second-hit", "recompute-cost"),
     )
     admission_cost_s: float = setting(
-        0.0, "for recompute-cost: least seconds to compute a page again; pages whose cost nobody knows are written", low=0
+        0.0,
+        "for recompute-cost: least seconds to compute a page again; pages whose cost nobody knows are written",
+        low=0,
+        high=1_000_000,
     )
     durable: bool = setting(
         False, "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them"
@@ -102,8 +123,8 @@ class FaultConfig:
     write_error_rate: float = setting(0.0, "share of page writes that fail", low=0, high=1)
     corrupt_rate: float = setting(0.0, "share of stored pages with one flipped bit", low=0, high=1)
     stall_ms: float = setting(0.0, "time added to one read in a hundred", low=0, high=600_000)
-    seed: int = setting(0, "which reads and writes fail", low=0)
-    rank: int = setting(-1, "only on this tensor-parallel rank, so that ranks differ; -1: on all", low=-1)
+    seed: int = setting(0, "which reads and writes fail", low=0, high=1_000_000_000)
+    rank: int = setting(-1, "only on this tensor-parallel rank, so that ranks differ; -1: on all", low=-1, high=65_535)
 
 
 @dataclass(frozen=True)
@@ -211,15 +232,15 @@ class KVTierConfig:
 def load_config(path: str | Path) -> KVTierConfig:
     """The settings in a kvtier.json. Raises ConfigError when it is missing, not JSON, or has a wrong setting."""
     try:
-        text = Path(path).read_text()
+        data = parse_json(read_bounded(Path(path)))
     except OSError as error:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}. Copy examples/kvtier.json and set store.path"
         ) from error
-    try:
-        data = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
     return parse_config(data)
 
 
@@ -236,6 +257,15 @@ def parse_config(data: Any) -> KVTierConfig:
             raise ConfigError(_unknown(key, "", [*known, *sorted(HOST_KEYS)]))
         sections[key] = _parse_section(type(getattr(KVTierConfig(), key)), key, value)
     return KVTierConfig(**sections)
+
+
+def parse_setting(section: str, name: str, value: Any) -> Any:
+    """One setting's value, checked as in a kvtier.json. Raises ConfigError."""
+    sections = {f.name: f for f in fields(KVTierConfig)}
+    known = {f.name: f for f in _settings_of(sections[section])} if section in sections else {}
+    if name not in known:
+        raise ConfigError(f"there is no setting {shown(f'{section}.{name}')}")
+    return _parse_value(known[name], f"{section}.{name}", value)
 
 
 def describe_config() -> list[dict[str, str]]:
@@ -260,7 +290,7 @@ def _settings_of(section: Any) -> tuple[Any, ...]:
 
 def _parse_section(cls: Any, section: str, data: Any) -> Any:
     if not isinstance(data, dict):
-        raise ConfigError(f"{section} must be an object, not {data!r}")
+        raise ConfigError(refusal(section, data, "an object"))
     known = {f.name: f for f in fields(cls)}
     values = {}
     for key, value in data.items():
@@ -273,21 +303,19 @@ def _parse_section(cls: Any, section: str, data: Any) -> Any:
 def _parse_value(f: Any, key: str, value: Any) -> Any:
     wanted = type(f.default)
     meta = f.metadata
-    wrong = ConfigError(f"{key} = {value!r}: must be {_allowed(f)} ({meta['doc']})")
+    wrong = ConfigError(refusal(key, value, f"{_allowed(f)} ({meta['doc']})"))
     if meta["is_bytes"]:
         try:
             value = parse_bytes(value)
-        except (ValueError, TypeError):
+        except ValueError:
             raise wrong from None
-    elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not wanted:
+    if wanted in (int, float):
+        if not (is_whole if wanted is int else is_number)(value, meta["low"], meta["high"]):
+            raise wrong
+        return wanted(value)
+    if type(value) is not wanted or (meta["choices"] and value not in meta["choices"]):
         raise wrong
-    if meta["choices"] and value not in meta["choices"]:
-        raise wrong
-    if meta["low"] is not None and not value >= meta["low"]:
-        raise wrong
-    if meta["high"] is not None and not value <= meta["high"]:
+    if wanted is str and (not is_text(value, _MOST_TEXT) or "\0" in value):
         raise wrong
     return value
 
@@ -297,17 +325,15 @@ def _allowed(f: Any) -> str:
     if meta["choices"]:
         return "one of " + ", ".join(meta["choices"])
     show = format_bytes if meta["is_bytes"] else "{:g}".format
-    name = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}[type(f.default)]
+    name = {bool: "true or false", str: f"a text of at most {_MOST_TEXT} characters", int: "a whole number", float: "a number"}[type(f.default)]
     if meta["is_bytes"]:
         name = "a size such as 67108864 or 64MiB"
-    if meta["low"] is not None and meta["high"] is not None:
-        return f"{name} from {show(meta['low'])} to {show(meta['high'])}"
-    if meta["low"] is not None:
-        return f"{name} of at least {show(meta['low'])}"
-    return name
+    return name if meta["low"] is None else f"{name} from {show(meta['low'])} to {show(meta['high'])}"
 
 
 def _unknown(key: str, prefix: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+    # Comparing takes time that grows with the square of the key's length.
+    close = difflib.get_close_matches(key, known, n=1) if is_text(key, MOST_SHOWN) else []
+    named = key if is_text(key, MOST_SHOWN) else shown(key)
     hint = f" Did you mean {prefix}{close[0]}?" if close else ""
-    return f"unknown setting {prefix}{key}.{hint} Known: {', '.join(prefix + k for k in known)}"
+    return f"unknown setting {prefix}{named}.{hint} Known: {', '.join(prefix + k for k in known)}"

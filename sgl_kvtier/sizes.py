@@ -1,25 +1,28 @@
-"""Byte sizes as people write and read them. KiB, MiB, GiB are powers of 1024; KB, MB, GB of 1000. Standard library only."""
+"""Byte sizes as people write and read them. KiB, MiB, GiB are powers of 1024; KB, MB, GB of 1000."""
 
 from __future__ import annotations
 
 import re
 
+from sgl_kvtier.outside import is_whole, shown
+
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b?|b)?\s*$", re.IGNORECASE)
+_LONGEST = 40
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes from 4096, "4096", "64KiB", "1.5 GB". Raises ValueError on anything else."""
-    if isinstance(text, bool):
-        raise ValueError(f"not a size: {text!r}")
-    if isinstance(text, int):
-        return text
-    match = _SIZE.match(text)
-    if match is None:
-        raise ValueError(f"not a size: {text!r}")
-    unit = (match[2] or "").lower()
-    base = 1024 if "i" in unit else 1000
-    return int(float(match[1]) * base ** _POWERS[unit.rstrip("b").rstrip("i")])
+    nbytes: object = text
+    if isinstance(text, str):
+        # The pattern takes time that grows with the square of a text's length.
+        match = _SIZE.match(text) if len(text) <= _LONGEST else None
+        unit = (match[2] or "").lower() if match else ""
+        base = 1024 if "i" in unit else 1000
+        nbytes = int(float(match[1]) * base ** _POWERS[unit.rstrip("b").rstrip("i")]) if match else None
+    if not is_whole(nbytes):
+        raise ValueError(f"not a size: {shown(text)}")
+    return nbytes
 
 
 def format_bytes(value: object) -> str:

@@ -1,44 +1,14 @@
-"""Arguments that several bench commands share, and their types with messages that say what is allowed."""
+"""Arguments that several bench commands share, and what they were parsed to."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from sgl_kvtier.arguments import count, not_negative, positive, seed, size
 from sgl_kvtier.bench.lab_model import SHAPES
 from sgl_kvtier.bench.load import LoadOptions
 from sgl_kvtier.bench.replay import FEEDBACK, ReplayOptions
-from sgl_kvtier.sizes import parse_bytes
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """A number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of at least 0")
-    return value
-
-
-def size(text: str) -> int:
-    """A size in bytes such as 4GiB."""
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a size such as 4GiB or 500MB") from error
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -68,7 +38,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
     )
     group.add_argument("--traces-dir", type=Path, metavar="DIR", help="where traces are (default: ../shared/traces)")
     group.add_argument("--sessions", type=positive, metavar="N", help=f"sessions (default {defaults.sessions})")
-    group.add_argument("--skip", type=int, default=0, metavar="N", help="pass over the trace's first N sessions")
+    group.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions")
     group.add_argument("--turns", type=positive, metavar="N", help=f"cut sessions after N calls (default {defaults.turns or 'all'})")
     group.add_argument(
         "--divisor",
@@ -123,7 +93,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
         help="no gap longer than S seconds (default: "
         + ("none)" if defaults.gap_cap_s is None else "%(default)s)"),
     )
-    group.add_argument("--seed", type=int, default=0, help="for generated sessions and weights (default 0)")
+    group.add_argument("--seed", type=seed, default=0, help="for generated sessions and weights (default 0)")
 
 
 def replay_options(args: argparse.Namespace, most_output_tokens: int | None = None) -> ReplayOptions:

@@ -7,7 +7,7 @@ All methods belong to one asyncio event loop.
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,9 +17,17 @@ from typing import Any
 import aiohttp
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal, shown
 
 ABORTED = "aborted by the server"
 """How the error of a request begins that the server ended, asked to or not."""
+MOST_LINE_BYTES = 16 << 20
+"""One event of a stream holds all tokens so far: 30 bytes each with their log-probs."""
+_MOST_ANSWER_BYTES = 64 << 20
+"""Of any other answer: the metrics of a large server have a few MB."""
+_MOST_SAID_BYTES = 64 << 10
+_MORE_TOKENS = 1024
+"""So many output tokens more than were asked for are more than a miscount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +122,19 @@ class Client:
         body |= {} if rid is None else {"rid": rid}
         body |= {} if session_id is None else {"session_id": session_id}
         body |= {"return_logprob": True} if logprobs else {}
-        reading = _Reading(time.monotonic())
+        reading = _Reading(time.monotonic(), max_new_tokens + _MORE_TOKENS)
         error: str | None
         try:
             async with self._open().post(f"{self.url}/generate", json=body) as answer:
                 if answer.status != 200:
-                    error = f"HTTP {answer.status}: {_short(await answer.text())}"
+                    error = f"HTTP {answer.status}: {_short(await _text(answer, _MOST_SAID_BYTES))}"
                 else:
                     async for event in _events(answer.content):
                         reading.take(event)
                     error = reading.verdict()
         except asyncio.TimeoutError:
             error = f"no end after {self._timeout.total:g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as problem:
+        except Exception as problem:  # what a wrong answer raises inside aiohttp is nobody's promise; a run must not end with it
             error = f"{type(problem).__name__}: {_short(str(problem))}"
         return reading.completion(error)
 
@@ -134,7 +142,7 @@ class Client:
         """The server's /metrics. Empty when it was started without --enable-metrics or cannot be reached."""
         try:
             async with self._open().get(f"{self.url}/metrics") as answer:
-                return Metrics.parse(await answer.text()) if answer.status == 200 else Metrics({})
+                return Metrics.parse(await _text(answer)) if answer.status == 200 else Metrics({})
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError):
             return Metrics({})
 
@@ -143,7 +151,7 @@ class Client:
         try:
             async with self._open().get(f"{self.url}/model_info") as answer:
                 answer.raise_for_status()
-                return dict(await answer.json())
+                return _object(await _text(answer))
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise BenchError(
                 f"no SGLang server answers at {self.url}: {_short(str(error))}. Start one: kvtier serve MODEL"
@@ -170,7 +178,10 @@ class Client:
     async def hint(self, session: str, said: Mapping[str, Any]) -> str:
         """Tells a server that looks ahead of a session (docs/hints.md): what came of it. Raises BenchError when it has no such route."""
         answer = await self._post("/kvtier/hint", "take a hint", {"session": session, **said})
-        return str(json.loads(answer)["result"])
+        try:
+            return str(_object(answer)["result"])
+        except (ValueError, KeyError) as error:
+            raise BenchError(f"the server at {self.url} answered a hint with {shown(answer)}") from error
 
     async def set_prefetch_policy(self, backend: str, policy: str) -> None:
         """How long SGLang itself waits for `backend`: best_effort, wait_complete or timeout. Needs the admin key."""
@@ -180,7 +191,7 @@ class Client:
     async def _post(self, path: str, what: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> str:
         try:
             async with self._open().request(method, self.url + path, json=body) as answer:
-                text = await answer.text()
+                text = await _text(answer)
                 if answer.status == 200:
                     return text
                 problem = f"HTTP {answer.status}: {_short(text)}"
@@ -210,6 +221,8 @@ class Metrics:
             try:
                 number = float(match["value"])
             except ValueError:
+                continue
+            if not math.isfinite(number):
                 continue
             values[match["name"], frozenset(_LABEL.findall(match["labels"] or ""))] = number
         return cls(values)
@@ -243,45 +256,73 @@ _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-class _Reading:
-    """What has arrived of one streamed answer."""
+class BadAnswer(ValueError):
+    """What a server sent is no answer of its route. Becomes the error of that request."""
 
-    def __init__(self, sent_s: float) -> None:
+
+class _Reading:
+    """What has arrived of one streamed answer. Everything in it was checked: a server may send anything."""
+
+    def __init__(self, sent_s: float, most_tokens: int) -> None:
         self._sent_s = sent_s
+        self._most_tokens = most_tokens
         self._ids: list[int] = []
         self._times: list[float] = []
         self._logprobs: list[float] = []
-        self._meta: dict[str, Any] = {}
+        self._prompt_tokens: int | None = None
+        self._queue_s: float | None = None
+        self._storage_wait_s: float | None = None
+        self._cached: Cached | None = None
+        self._reason: dict[str, Any] | None = None
         self._problem: str | None = None
 
     def take(self, event: Any) -> None:
+        """Adds one event. Raises BadAnswer on what is none; what was taken before stays."""
         if not isinstance(event, dict):
-            self._problem = f"not an answer of /generate: {_short(str(event))}"
-            return
+            raise BadAnswer(f"not an answer of /generate: {shown(event)}")
         if "error" in event:
             detail = event["error"]
-            self._problem = _short(str(detail.get("message", detail) if isinstance(detail, dict) else detail))
+            said = detail.get("message", detail) if isinstance(detail, dict) else detail
+            self._problem = _short(said if isinstance(said, str) else shown(said))
             return
-        now = time.monotonic() - self._sent_s
-        self._meta = event.get("meta_info") or {}
-        ids = event.get("output_ids") or []
+        meta = _field(event, "meta_info", dict) or {}
+        self._take_tokens(_field(event, "output_ids", list) or [], meta)
+        self._prompt_tokens = _whole(meta, "prompt_tokens")
+        self._queue_s = _seconds(meta, "queue_time")
+        self._storage_wait_s = _seconds(meta, "storage_prefetch_wait")
+        self._cached = _cached(meta)
+        self._reason = _field(meta, "finish_reason", dict)
+
+    def _take_tokens(self, ids: list[Any], meta: Mapping[str, Any]) -> None:
         # Each event carries all tokens so far, or with --incremental-streaming-output only the new ones.
-        whole = len(ids) == self._meta.get("completion_tokens")
-        self._ids = list(ids) if whole else self._ids + list(ids)
+        now = time.monotonic() - self._sent_s
+        if len(ids) == _whole(meta, "completion_tokens"):
+            del self._ids[len(ids) :]
+            ids = ids[len(self._ids) :]
+        if not all(is_whole(token, 0) for token in ids):
+            raise BadAnswer(refusal("output_ids", ids, "token ids"))
+        self._ids += ids
+        if len(self._ids) > self._most_tokens:
+            raise BadAnswer(f"{len(self._ids)} output tokens, more than were asked for")
         self._times += [now] * (len(self._ids) - len(self._times))
-        values = [float(entry[0]) for entry in self._meta.get("output_token_logprobs") or []]
-        self._logprobs = values if len(values) == len(self._ids) else self._logprobs + values
+        entries = _field(meta, "output_token_logprobs", list) or []
+        if len(entries) == len(self._ids):
+            del self._logprobs[len(entries) :]
+            entries = entries[len(self._logprobs) :]
+        if not all(isinstance(entry, list) and entry and is_number(entry[0]) for entry in entries):
+            raise BadAnswer(refusal("output_token_logprobs", entries, "lists that begin with a number"))
+        self._logprobs += [float(entry[0]) for entry in entries]
 
     def verdict(self) -> str | None:
         """None when the answer came to its regular end, else what was wrong."""
         if self._problem is not None:
             return self._problem
-        reason = self._meta.get("finish_reason")
-        if not reason:
+        if not self._reason:
             return "the stream ended before the answer did"
-        if reason.get("type") == "abort":
-            return f"{ABORTED}: {_short(str(reason.get('message', '')))}"
-        return None
+        kind, said = self._reason.get("type"), self._reason.get("message", "")
+        if kind == "abort":
+            return f"{ABORTED}: {_short(said if isinstance(said, str) else shown(said))}"
+        return None if isinstance(kind, str) else refusal("finish_reason.type", kind, "a text")
 
     def completion(self, error: str | None) -> Completion:
         return Completion(
@@ -289,32 +330,80 @@ class _Reading:
             e2e_s=time.monotonic() - self._sent_s,
             output_ids=tuple(self._ids),
             token_times_s=tuple(self._times),
-            prompt_tokens=self._meta.get("prompt_tokens"),
-            cached=_cached(self._meta),
-            server_queue_s=self._meta.get("queue_time"),
-            storage_wait_s=self._meta.get("storage_prefetch_wait"),
+            prompt_tokens=self._prompt_tokens,
+            cached=self._cached,
+            server_queue_s=self._queue_s,
+            storage_wait_s=self._storage_wait_s,
             error=error,
             logprobs=tuple(self._logprobs),
         )
 
 
+def _field(data: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = data.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise BadAnswer(refusal(name, value, "an object" if kind is dict else "a list"))
+    return value
+
+
+def _whole(data: Mapping[str, Any], name: str) -> int | None:
+    value = data.get(name)
+    if value is not None and not is_whole(value, 0):
+        raise BadAnswer(refusal(name, value, "a whole number of at least 0"))
+    return value
+
+
+def _seconds(data: Mapping[str, Any], name: str) -> float | None:
+    value = data.get(name)
+    if value is not None and not is_number(value):
+        raise BadAnswer(refusal(name, value, "a number of seconds"))
+    return value
+
+
 def _cached(meta: Mapping[str, Any]) -> Cached | None:
-    total = meta.get("cached_tokens")
-    if total is None:
-        return None
-    details = meta.get("cached_tokens_details") or {}
-    tiers = {tier: int(details.get(tier) or 0) for tier in ("device", "host", "storage")}
-    return Cached(**tiers, total=int(total))
+    total = _whole(meta, "cached_tokens")
+    details = _field(meta, "cached_tokens_details", dict) or {}
+    tiers = {tier: _whole(details, tier) or 0 for tier in ("device", "host", "storage")}
+    return None if total is None else Cached(**tiers, total=total)
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Any]:
-    """The decoded `data:` lines of an event stream. Splits lines itself: one may be longer than aiohttp's limit."""
-    rest = b""
+    """The decoded `data:` lines of an event stream. Splits lines itself: one may be longer than aiohttp's limit. Raises
+    BadAnswer on a line longer than `MOST_LINE_BYTES`, ValueError on one that is not JSON."""
+    rest = bytearray()
     async for piece in stream.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:") and line[5:].strip() not in (b"", b"[DONE]"):
-                yield json.loads(line[5:])
+        first, *others = piece.split(b"\n")
+        rest += first
+        for line in others:
+            if (event := _data(rest)) is not None:
+                yield parse_json(event)
+            rest = bytearray(line)
+        if len(rest) > MOST_LINE_BYTES:
+            raise BadAnswer(f"a line of more than {MOST_LINE_BYTES >> 20} MiB")
+
+
+def _data(line: bytearray) -> bytes | None:
+    """What an event's line holds, or None when it is another line."""
+    text = bytes(line[5:]).strip() if line.startswith(b"data:") else b""
+    return None if text in (b"", b"[DONE]") else text
+
+
+async def _text(answer: aiohttp.ClientResponse, most: int = _MOST_ANSWER_BYTES) -> str:
+    """The answer's text, cut after so many bytes; what is not UTF-8 in it is replaced."""
+    read = bytearray()
+    async for piece in answer.content.iter_any():
+        read += piece
+        if len(read) > most:
+            break
+    return read[:most].decode("utf-8", "replace")
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object in an answer. Raises BadAnswer, ValueError."""
+    data = parse_json(text)
+    if not isinstance(data, dict):
+        raise BadAnswer(f"an object is expected, not {shown(data)}")
+    return data
 
 
 def _short(text: str, most: int = 300) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.outside import parse_json
 
 
 class JsonLines:
@@ -44,9 +45,9 @@ class JsonLines:
             self._end = len(raw)
         for number, line in enumerate(lines, 1):
             try:
-                take(number, json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise BenchError(f"{self._path}:{number}: not a line of this bench ({error}). Name another --log") from error
+                take(number, parse_json(line))
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+                raise BenchError(f"{self._path}:{number}: not a line of this bench ({error!s:.200}). Name another --log") from error
         return True
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -75,7 +76,7 @@ def check_about(path: Path | None, found: Mapping[str, Any], about: Mapping[str,
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return False
     return True

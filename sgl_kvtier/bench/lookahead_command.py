@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.arguments import not_negative, positive, seed
 from sgl_kvtier.bench.argtypes import (
     add_load_arguments,
     add_server_arguments,
     load_options,
-    not_negative,
-    positive,
 )
 from sgl_kvtier.bench.arms import OURS, Setup
 from sgl_kvtier.bench.client import Client
@@ -32,6 +31,7 @@ from sgl_kvtier.bench.measures import Round
 from sgl_kvtier.bench.replay import ReplayOptions
 from sgl_kvtier.bench.server import detect_device, end_on_signals
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.outside import is_number, shown
 from sgl_kvtier.report import check_target, envelope, print_table, write_json, write_text
 from sgl_kvtier.report.lookahead_html import lookahead_html
 from sgl_kvtier.report.lookahead_tables import lookahead_tables
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE, and pass over those that are in it: a comparison in pieces. The oracle is measured once per pause")
-    parser.add_argument("--minutes", type=float, metavar="M", help="begin no trial after so long; with --log the next run goes on")
+    parser.add_argument("--minutes", type=not_negative, metavar="M", help="begin no trial after so long; with --log the next run goes on")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="keep logs, requests.jsonl and storage in DIR (default: a temporary folder)")
     servers = add_server_arguments(parser)
     servers.add_argument("--restore", choices=("auto", "both", "load"), help="policy.restore of the kvtier arms (default auto on one CPU rank, else both)")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_arguments(parser, _CPU)
     replaying = parser.add_argument_group("replay")
     replaying.add_argument("--concurrency", type=positive, metavar="N", help="sessions at a time (default: all)")
-    replaying.add_argument("--seed", type=int, default=0, help="for generated sessions and weights (default 0)")
+    replaying.add_argument("--seed", type=seed, default=0, help="for generated sessions and weights (default 0)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -291,8 +291,8 @@ def _numbers(text: str, least: float, what: str) -> list[float]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(least <= value < float("inf") for value in found) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be {what}")
+    if not found or not all(is_number(value, least) for value in found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {what}")
     return found
 
 
@@ -310,5 +310,5 @@ def _lookaheads(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < AUTO or max(found) > 4096 or len(set(found)) < len(found) or "-" in text:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be auto or whole numbers from 0 to 4096, each once, as 0,1,auto")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be auto or whole numbers from 0 to 4096, each once, as 0,1,auto")
     return found

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from sgl_kvtier.arguments import seed
 from sgl_kvtier.bench.lab_model import SHAPES, models_dir, write_model
 from sgl_kvtier.report import Column, Table, check_target, envelope, format_bytes, print_table, write_json
 
@@ -16,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("name", nargs="?", choices=tuple(SHAPES), help="which model to write; without it they are listed")
     parser.add_argument("--folder", type=Path, metavar="DIR", help=f"where (default {models_dir()})")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="another seed gives other weights (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON (- for standard output)")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.bench.argtypes import positive
+from sgl_kvtier.arguments import not_negative, positive, seed
 from sgl_kvtier.bench.client import Client
 from sgl_kvtier.bench.compare_command import early_end, undisturbed
 from sgl_kvtier.bench.lab_model import SHAPES, UNWEIGHTED
@@ -28,6 +28,7 @@ from sgl_kvtier.bench.restore_server import LabServer, Target, started
 from sgl_kvtier.bench.restore_trial import UNWATCHED_S, ServerCpu, Trials
 from sgl_kvtier.bench.server import detect_device, end_on_signals, missing_packages
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.outside import is_number, is_whole, shown
 from sgl_kvtier.report import Progress, check_target, print_table, progress, write_json, write_text
 from sgl_kvtier.report.restore_html import restore_html
 from sgl_kvtier.report.restore_tables import restore_tables
@@ -49,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fluctuate", type=positive, metavar="N", help="also N traces of each kind of fluctuation per length")
     parser.add_argument("--no-grid", action="store_true", help="with --fluctuate: only what its bound needs")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else")
-    parser.add_argument("--foreign", type=float, default=0.1, metavar="CORES", help="repeat trials during which others used more (default %(default)s)")
+    parser.add_argument("--foreign", type=not_negative, default=0.1, metavar="CORES", help="repeat trials during which others used more (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the result with every trial (- for standard output)")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
-    parser.add_argument("--seed", type=int, default=0, help="of prompts, weights and traces (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of prompts, weights and traces (default 0)")
     server = parser.add_argument_group("server")
     server.add_argument("--models", type=_words, metavar="A,B", help=f"lab models ({', '.join(SHAPES)}), for an accelerator shapes without weights ({', '.join(UNWEIGHTED)}), folders or names (default lab-mha)")
     server.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--decision-log", type=Path, metavar="FILE", help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name")
     server.add_argument("--url", help="measure a running server instead: kvtier backend, a throttle section, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)")
     server.add_argument("--admin-key", help="with --url: its admin key")
-    server.add_argument("--pid", type=int, help="with --url: its process, to tell its processor use from that of others")
+    server.add_argument("--pid", type=positive, help="with --url: its process, to tell its processor use from that of others")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,8 +111,8 @@ def lengths(text: str) -> list[int]:
         found = [int(part[:-1]) * 1024 if part.lower().endswith("k") else int(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 256 or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be lengths of at least 256 tokens, as 2k,4k")
+    if not found or not all(is_whole(tokens, 256) for tokens in found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be lengths of at least 256 tokens, as 2k,4k")
     return found
 
 
@@ -121,8 +122,8 @@ def ratios(text: str) -> list[float]:
         found = [float(a) / float(b or 1) for a, _, b in (part.partition("/") for part in text.split(","))]
     except (ValueError, ZeroDivisionError):
         found = []
-    if not found or min(found) <= 0 or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be ratios above 0, as 1/4,1,4")
+    if not found or not all(is_number(ratio) and ratio > 0 for ratio in found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be ratios above 0, as 1/4,1,4")
     return found
 
 

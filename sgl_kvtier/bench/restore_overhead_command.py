@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.bench.argtypes import positive
+from sgl_kvtier.arguments import positive, seed
 from sgl_kvtier.bench.arms import ARMS, Setup, check_arms
 from sgl_kvtier.bench.compare_command import early_end, undisturbed
 from sgl_kvtier.bench.lab_model import SHAPES, write_model
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lab-model", choices=tuple(SHAPES), default="lab-mha", help="default %(default)s")
     parser.add_argument("--threads", type=positive, default=1, help="torch threads per server on a CPU (default 1)")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for logs and stores (default: a temporary folder)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the prompts (default 0)")
     parser.add_argument("--json", metavar="FILE", help="write the result with every round (- for standard output)")
 
 

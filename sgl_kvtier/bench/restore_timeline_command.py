@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sgl_kvtier.arguments import positive
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.report import Column, Table, check_target, print_table
 from sgl_kvtier.report.plots import save_plot
-from sgl_kvtier.report.restore_timeline import Timeline, read_timelines, timeline_plot
+from sgl_kvtier.report.restore_timeline import Timeline, log_lines, read_timelines, timeline_plot
 
 _SHOWN = 30
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("log", type=Path, help="the file that policy.decision_log names")
     parser.add_argument("--plot", metavar="FILE", help="draw one as SVG: the two pointers over time")
-    parser.add_argument("--number", type=int, metavar="N", help="which one (default: the longest of those that used both)")
+    parser.add_argument("--number", type=positive, metavar="N", help="which one (default: the longest of those that used both)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.plot)
     try:
         with args.log.open(encoding="utf-8") as file:
-            found = read_timelines(file)
+            found = read_timelines(log_lines(file))
     except OSError as error:
         raise BenchError(f"cannot read {args.log}: {error.strerror}") from error
     if not found:

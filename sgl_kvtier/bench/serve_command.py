@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from sgl_kvtier.bench.argtypes import size
+from sgl_kvtier.arguments import port, size
 from sgl_kvtier.bench.arms import serve_flags
 from sgl_kvtier.bench.lab_model import SHAPES, model_path, write_model
 from sgl_kvtier.bench.server import detect_device, missing_packages, refuse_taken_port
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--capacity", type=size, default=64 << 30, metavar="SIZE", help="most bytes in it (default 64GiB)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="an own kvtier.json, instead of --store and --capacity")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
-    parser.add_argument("--port", type=int, default=_DEFAULT_PORT, help="default %(default)s")
+    parser.add_argument("--port", type=port, default=_DEFAULT_PORT, help="default %(default)s")
     parser.usage = "%(prog)s MODEL (--store DIR | --config FILE) [options] [-- SGLANG ARGUMENTS, which win over ours]"
     parser.add_argument("--print", dest="only_print", action="store_true", help="print the command instead of running it")
     parser.set_defaults(extra=[])

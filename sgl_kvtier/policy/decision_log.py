@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.config import PolicyConfig, parse_setting
 from sgl_kvtier.errors import TraceError
+from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal, shown
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.restore import EngineShape
@@ -33,6 +35,8 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 NAME = "kvtier.decisions"
 VERSION = 1
+_MOST_INT, _MOST_FLOAT = 1 << 63, sys.float_info.max
+_MOST_SAID = 200
 
 
 @dataclass(frozen=True)
@@ -108,10 +112,10 @@ def decode_header(line: str) -> Header:
     if data.get("log") != NAME:
         raise TraceError("not a decision log: its first line must name kvtier.decisions")
     if data.get("version") != VERSION:
-        raise TraceError(f"decision log version {data.get('version')}: this kvtier reads version {VERSION}; use its own")
+        raise TraceError(f"decision log version {shown(data.get('version'))}: this kvtier reads version {VERSION}; use its own")
     try:
-        return Header(PolicyConfig(**data["config"]), EngineShape(**data["engine"]), data["profile"])
-    except (KeyError, TypeError) as error:
+        return Header(_config(data["config"]), _engine(data["engine"]), _profile(data["profile"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"the decision log's first line is damaged: {error}") from error
 
 
@@ -124,18 +128,18 @@ def decode(line: str) -> Record:
     """Reads such a line. Raises TraceError when it is none."""
     data = _parse(line)
     kind = data.get("type")
-    if kind not in _RECORDS:
-        raise TraceError(f"a line of the decision log has the type {kind!r}; known are {', '.join(_RECORDS)}")
+    if not isinstance(kind, str) or kind not in _RECORDS:
+        raise TraceError(f"a line of the decision log has the type {shown(kind)}; known are {', '.join(_RECORDS)}")
     try:
         return _from_plain(_RECORDS[kind], data)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise TraceError(f"a {kind} of the decision log is damaged: {error}") from error
 
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
+        data = parse_json(line)
+    except ValueError as error:
         raise TraceError(f"a line of the decision log is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise TraceError("a line of the decision log is not an object")
@@ -155,8 +159,28 @@ def _from_plain(kind: type, data: Mapping[str, Any]) -> Any:
     known = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [name for name in data if name not in known and name != "type"]
     if unknown:
-        raise ValueError(f"it has fields of another version: {', '.join(unknown)}")
+        raise ValueError(f"it has fields of another version: {', '.join(map(str, unknown))[:_MOST_SAID]}")
     return kind(**{name: _codec(known[name])[1](value) for name, value in data.items() if name != "type"})
+
+
+def _config(data: Mapping[str, Any]) -> PolicyConfig:
+    return PolicyConfig(**{name: parse_setting("policy", name, value) for name, value in dict(data).items()})
+
+
+def _engine(data: Mapping[str, Any]) -> EngineShape:
+    for name, value in dict(data).items():
+        if name != "staged" and not is_whole(value, 1):
+            raise ValueError(refusal(name, value, "a whole number of at least 1"))
+    return EngineShape(**data)
+
+
+def _profile(data: Mapping[str, Mapping[str, float]] | None) -> dict[str, Any] | None:
+    if data is None:
+        return None
+    for part, numbers in dict(data).items():
+        for name, value in dict(numbers).items():
+            _plain("float")(value, f"{part}.{name}")
+    return dict(data)
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
@@ -172,6 +196,24 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _plain(annotation: str) -> Callable[..., Any]:
+    """Reads a value of this annotation: what stands in a log as it is. Raises ValueError on another, and on NaN and infinity."""
+    kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
+
+    def read(value: Any, name: str = "a value") -> Any:
+        if optional and value is None:
+            return None
+        if kind in ("int", "float"):
+            good = is_whole(value, -_MOST_INT, _MOST_INT) if kind == "int" else is_number(value, -_MOST_FLOAT, _MOST_FLOAT)
+        else:
+            good = type(value) is {"str": str, "bool": bool}[kind]
+        if not good:
+            raise ValueError(refusal(name, value, f"of type {annotation}"))
+        return value
+
+    return read
+
+
 def _codec(field: dataclasses.Field[Any]) -> _Codec:
     return _CODECS[str(field.type)]
 
@@ -184,26 +226,25 @@ def _message(kind: type) -> _Codec:
     return _to_plain, lambda data: _from_plain(kind, data)
 
 
-_PLAIN: _Codec = (_same, _same)
-_SPAN: _Codec = (lambda span: [span.start, span.stop], lambda pair: Span(*pair))
+_SPAN: _Codec = (lambda span: [span.start, span.stop], lambda pair: Span(*map(_plain("int"), pair)))
 _KEY: _Codec = (lambda key: key.hex(), lambda text: PageKey(bytes.fromhex(text)))
 _TIER: _Codec = (lambda tier: tier.name, lambda name: Tier[name])
 _SOURCE: _Codec = (lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])], lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])))
 
 _CODECS: dict[str, _Codec] = {
-    **dict.fromkeys(("str", "int", "float", "bool", "str | None", "int | None", "float | None"), _PLAIN),
-    "tuple[str, ...]": (list, tuple),
+    **{kind: (_same, _plain(kind)) for kind in ("str", "int", "float", "bool", "str | None", "int | None", "float | None")},
+    "tuple[str, ...]": (list, lambda texts: tuple(map(_plain("str"), texts))),
     "Span": _SPAN,
     "Tier": _TIER,
     "Link": (lambda link: link.value, Link),
     "Mode": (lambda mode: mode.value, Mode),
-    "PolicyConfig": (dataclasses.asdict, lambda data: PolicyConfig(**data)),
-    "Hint": (dataclasses.asdict, lambda data: Hint(**data)),
+    "PolicyConfig": (dataclasses.asdict, _config),
+    "Hint": (dataclasses.asdict, lambda data: _from_plain(Hint, data)),
     "tuple[PageKey, ...]": _many(_KEY),
     "tuple[tuple[Span, Tier], ...]": _many(_SOURCE),
     "dict[Tier, int]": (
         lambda pages: {tier.name: count for tier, count in pages.items()},
-        lambda pages: {Tier[name]: count for name, count in pages.items()},
+        lambda pages: {Tier[name]: _plain("int")(count) for name, count in pages.items()},
     ),
     **{
         f"tuple[{kind.__name__}, ...]": _many(_message(kind))

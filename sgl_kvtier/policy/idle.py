@@ -23,6 +23,7 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 MOST_IDLE: Final = 10_000
 """Idle sessions that are kept track of."""
+_SPARE_SOON: Final = 1000
 _MOST_LOST: Final = 100_000
 """Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
 
@@ -44,6 +45,7 @@ class IdleSessions:
         """Those whose pages have to be thought of by now."""
         self._soon_at: dict[str, float] = {}
         self._soon: list[tuple[float, str]] = []
+        """A heap of when their pages have to be thought of, with entries that hold no longer."""
         self._demote: dict[str, None] = {}
         self._lost: dict[str, tuple[PageKey, ...]] = {}
         self._lost_pages = 0
@@ -82,6 +84,9 @@ class IdleSessions:
             else:
                 self.due[session] = expected
         heapq.heappush(self._soon, (soon_at, session))
+        if len(self._soon) > _SPARE_SOON + 4 * len(self._expected):
+            # What is sorted is a heap.
+            self._soon = sorted(dict.fromkeys((at, name) for at, name in self._soon if self._soon_at.get(name) == at))
         if first and expected.at - now > self._config.demote_after_s:
             self._demote[session] = None
         if len(self._expected) > MOST_IDLE:

@@ -27,6 +27,7 @@ _SOON_S: Final = 0.1
 _BELIEVED: Final = 0.95
 """The chance of a session whose client said when it comes."""
 _ALL: Final = ""
+_SPARE_CHECKS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,8 @@ class Sessions:
         self._tools: dict[str, Gaps] = {}
         self._returns = Returns()
         self._checks: list[tuple[float, int, str]] = []
+        """A heap of when to look again, with entries that hold no longer."""
+        self._forgotten_checks = 0
         self._serial = 0
 
     def __len__(self) -> int:
@@ -177,6 +180,7 @@ class Sessions:
     def forget(self, session: str) -> None:
         """A session has ended."""
         self._sessions.pop(session, None)
+        self._clear_checks()
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -208,10 +212,27 @@ class Sessions:
             # Not again at once where elapsed time moves the prediction by next to nothing.
             again = max(expected.at, now + 0.05 * (now - (known.left_at or now)), now + 1e-3)
             heapq.heappush(self._checks, (min(again, max(known.until, now)), self._serial, session))
+            self._clear_checks()
         elif not known.gone and self._tools:
             known.gone = True
             self._returns.gone(known.turns)
         return expected
+
+    def _clear_checks(self) -> None:
+        """Once most of them hold no longer: leaves the one that holds of each session, and the first of each that was forgotten."""
+        if len(self._checks) <= _SPARE_CHECKS + 4 * len(self._sessions) + 2 * self._forgotten_checks:
+            return
+        kept: list[tuple[float, int, str]] = []
+        forgotten: dict[str, None] = {}
+        for check in sorted(self._checks):
+            known = self._sessions.get(check[2])
+            if known is not None and known.serial == check[1]:
+                kept.append(check)
+            elif known is None and check[2] not in forgotten:
+                forgotten[check[2]] = None
+                kept.append(check)
+        self._checks = kept  # what is sorted is a heap
+        self._forgotten_checks = len(forgotten)
 
     def _predict(self, session: str, known: _Session, now: float) -> Return:
         assert known.left_at is not None, "only of idle sessions"

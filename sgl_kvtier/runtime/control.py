@@ -14,7 +14,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.config import PolicyConfig, parse_setting
+from sgl_kvtier.outside import is_number, refusal, shown
 from sgl_kvtier.runtime.attached import backend_of
 
 TARGET = (
@@ -30,20 +31,24 @@ Handler = Callable[[Any, float], None]
 
 def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig:
     """`config` with one setting changed. Raises ValueError on an unknown name or a value out of range."""
-    known = {f.name: f for f in dataclasses.fields(PolicyConfig)}
-    if name not in known:
-        raise ValueError(f"there is no setting policy.{name}")
-    meta = known[name].metadata
-    if meta["choices"]:
-        if not 0 <= int(value) < len(meta["choices"]):
-            raise ValueError(f"policy.{name} takes 0 to {len(meta['choices']) - 1}: {', '.join(meta['choices'])}")
-        return dataclasses.replace(config, **{name: meta["choices"][int(value)]})
-    low, high = meta["low"], meta["high"]
-    if isinstance(getattr(config, name), (bool, int)) and value != int(value):
-        raise ValueError(f"policy.{name} takes whole numbers")
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise ValueError(f"policy.{name} = {value} is out of range")
-    return dataclasses.replace(config, **{name: type(getattr(config, name))(value)})
+    default, choices = known_settings().get(name, (None, ()))
+    given: object = value
+    if choices:
+        if not is_number(value, 0, len(choices) - 1) or value != int(value):
+            raise ValueError(refusal(f"policy.{name}", value, f"0 to {len(choices) - 1}: {', '.join(choices)}"))
+        given = choices[int(value)]
+    elif isinstance(default, bool):
+        if not is_number(value, 0, 1) or value != int(value):
+            raise ValueError(refusal(f"policy.{name}", value, "0 or 1"))
+        given = bool(value)
+    elif isinstance(default, int) and is_number(value) and value == int(value):
+        given = int(value)  # SGLang's messages may have made 4 of it 4.0
+    return dataclasses.replace(config, **{name: parse_setting("policy", name, given)})
+
+
+def known_settings() -> dict[str, tuple[object, tuple[str, ...]]]:
+    """Defaults and choices of the policy section's settings."""
+    return {f.name: (f.default, f.metadata["choices"]) for f in dataclasses.fields(PolicyConfig)}
 
 
 def change_throttle(scheduler: Any, value: float) -> None:
@@ -51,7 +56,7 @@ def change_throttle(scheduler: Any, value: float) -> None:
     throttle = getattr(backend_of(getattr(scheduler.tree_cache, "cache_controller", None)), "throttle", None)
     if throttle is None:
         raise ValueError("no kvtier storage backend is attached")
-    throttle(value)
+    throttle(parse_setting("throttle", "read_gbps", value))
     notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
     if notes is not None:
         notes.forget_links()
@@ -103,8 +108,8 @@ HANDLERS: dict[str, Handler] = {
 
 
 def set_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
-    """Around SGLang's own: takes out our names, applies them, and leaves the rest to SGLang."""
-    ours = {name: value for name, value in message.server_args.items() if name.startswith(PREFIX)}
+    """Around SGLang's own: takes out our names, applies them, and leaves the rest to SGLang. Of ours nothing raises."""
+    ours = {name: value for name, value in message.server_args.items() if str(name).startswith(PREFIX)}
     if not ours:
         return original(controller, message)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
@@ -116,16 +121,21 @@ def set_internal_state(original: Callable[..., Any], controller: Any, message: A
 
 
 def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
-    handlers = {name: HANDLERS.get(name[len(PREFIX) :]) for name in values}
-    unknown = [name for name, handler in handlers.items() if handler is None]
+    unknown = [name for name in values if name[len(PREFIX) :] not in HANDLERS]
     if unknown:
-        logger.warning("kvtier: cannot change %s in a running server", ", ".join(unknown))
+        logger.warning("kvtier: cannot change %s in a running server", shown(unknown))
         return False
     for name, value in values.items():
         try:
-            handlers[name](scheduler, value)  # type: ignore[misc]
+            if not is_number(value):
+                raise ValueError(refusal(name, value, "a finite number"))
+            HANDLERS[name[len(PREFIX) :]](scheduler, value)
         except ValueError as error:
-            logger.warning("kvtier: %s = %s was refused: %s", name, value, error)
+            logger.warning("kvtier: %s = %s was refused: %s", name, shown(value), error)
+            return False
+        except Exception:
+            # In SGLang's loop it would end the server; what was changed of this setting so far stays.
+            logger.exception("kvtier: %s = %s was refused: changing it failed", name, shown(value))
             return False
         logger.info("kvtier: %s is now %s", name, value)
     return True

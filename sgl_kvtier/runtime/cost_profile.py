@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import threading
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.outside import is_number, is_whole, parse_json
 from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
 from sgl_kvtier.policy.sessions import Hint, HintAnswer
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 NAME = PROFILE
 SCHEMA = "kvtier.restore-profile/1"
 _MOST_BYTES = 1 << 20
+_MOST_SECONDS = 1e6
+_LEAST_RATE, _MOST_RATE = 1.0, 1e15
+"""Bytes per second of a link: nothing that is slower or faster was measured."""
 PERIOD_S = 5.0
 """Least time between two writes."""
 
@@ -64,12 +67,16 @@ class Profile:
 def read(path: Path) -> Profile | None:
     """The profile in a file, or None."""
     try:
-        data = json.loads(read_file(Env(), str(path), _MOST_BYTES))
+        data = parse_json(read_file(Env(), str(path), _MOST_BYTES))
         if data.pop("schema") != SCHEMA:
             return None
         profile = Profile(**data)
-        numbers = [profile.prefill[name] for name in _PREFILL] + list(profile.links.values())
-        if not all(math.isfinite(n) and n >= 0 for n in numbers) or min(profile.links.values(), default=1) <= 0:
+        counts = [profile.chunks, *profile.transfers.values()]
+        if not all(is_number(profile.prefill[name], 0, _MOST_SECONDS) for name in _PREFILL):
+            return None
+        if not all(is_number(rate, _LEAST_RATE, _MOST_RATE) for rate in profile.links.values()):
+            return None
+        if not all(is_whole(n, 0) for n in counts) or not is_number(profile.written) or not isinstance(profile.conditions, dict):
             return None
         if set(profile.prefill) != set(_PREFILL) or not set(profile.links) <= {link.value for link in Link}:
             return None

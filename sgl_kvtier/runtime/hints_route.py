@@ -53,7 +53,7 @@ async def ask(manager: Any, body: bytes) -> dict[str, Any]:
     """Hands a hint to the schedulers and says what came of it. Raises HintError."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
-    sent = await asyncio.to_thread(_address, manager, read(body))
+    sent = await asyncio.to_thread(lambda: _address(manager, read(body)))
     manager.auto_create_handle_loop()
     states = await manager.get_internal_state_communicator(GetInternalStateReq(rid=pack(sent)))
     return best([state.internal_state.get(ANSWER) or NOT_ANSWERED for state in states])

@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.outside import is_whole, parse_json
 from sgl_kvtier.runtime.seams import SGLANG_VERSION
 from sgl_kvtier.store.identity import Identity
 
@@ -133,13 +134,16 @@ def _sample_offsets(file: Any, size: int) -> list[int]:
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > min(size, 100 << 20):
         return list(range(0, size, max(1, size // 1024)))
-    header = json.loads(file.read(header_bytes))
     start = 8 + header_bytes
     offsets = list(range(0, start, _SAMPLE_BYTES))
-    for entry in header.values():
-        if "data_offsets" in entry:
-            first, last = entry["data_offsets"]
+    try:
+        ends = [entry["data_offsets"] for entry in parse_json(file.read(header_bytes)).values() if "data_offsets" in entry]
+        for first, last in ends:
+            if not (is_whole(first, 0, size) and is_whole(last, 0, size)):
+                raise ValueError("a tensor outside of its file")
             offsets += [start + first, start + last - _SAMPLE_BYTES]
+    except (ValueError, TypeError, AttributeError):  # a damaged file, of which SGLang will say so
+        return list(range(0, size, max(1, size // 1024)))
     return offsets
 
 

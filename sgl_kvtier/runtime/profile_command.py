@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.outside import is_whole, shown
 from sgl_kvtier.policy.cost import PrefillCost
 from sgl_kvtier.report import (
     Column,
@@ -166,7 +167,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     try:
         found = tuple(int(part[:-1]) * 1024 if part[-1:] in "kK" and part else int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: whole numbers with commas between, such as 2k,4k") from None
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: each must be at least 1")
+        raise argparse.ArgumentTypeError(f"{shown(text)}: whole numbers with commas between, such as 2k,4k") from None
+    if not all(is_whole(tokens, 1) for tokens in found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: each must be at least 1")
     return found

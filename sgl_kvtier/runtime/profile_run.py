@@ -7,6 +7,7 @@ its prefix comes back from storage.
 
 from __future__ import annotations
 
+import http.client
 import json
 import random
 import time
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal, shown
 
 _TOKENS = range(5, 250)
 """Ids that every vocabulary has."""
+_MOST_ANSWER_BYTES = 64 << 20
 _LONGEST_S = 600.0
 _STORED_S = 120.0
 
@@ -61,8 +64,14 @@ class LearningRun:
     def _generate(self, ids: Sequence[int]) -> int:
         """Cached tokens of this prompt."""
         body = {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-        answer = json.loads(self._call("POST", "/generate", body))
-        return int(answer["meta_info"].get("cached_tokens", 0))
+        answer = self._call("POST", "/generate", body)
+        try:
+            cached = parse_json(answer)["meta_info"].get("cached_tokens", 0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise KVTierError(f"{self._url}/generate answered {shown(answer)}, which no SGLang server does") from error
+        if not is_whole(cached, 0):
+            raise KVTierError(refusal(f"cached_tokens of {self._url}/generate", cached, "a whole number of at least 0"))
+        return cached
 
     def _wait_stored(self) -> None:
         """Pages are written behind the answer: until the store has not grown for a second."""
@@ -75,8 +84,12 @@ class LearningRun:
 
     def _stored_pages(self) -> float:
         text = self._call("GET", "/metrics")
-        values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith("kvtier:store_pages")]
-        if not values:
+        lines = [line.rsplit(" ", 1)[-1] for line in text.splitlines() if line.startswith("kvtier:store_pages")]
+        try:
+            values = [float(value) for value in lines]
+        except ValueError:
+            values = []
+        if not values or not all(map(is_number, values)):
             raise KVTierError(
                 f"{self._url}/metrics has no kvtier:store_pages: start the server with --hicache-storage-backend kvtier and --enable-metrics"
             )
@@ -89,10 +102,10 @@ class LearningRun:
         )
         try:
             with urllib.request.urlopen(request, timeout=_LONGEST_S) as response:
-                return str(response.read().decode())
+                return str(response.read(_MOST_ANSWER_BYTES).decode(errors="replace"))
         except urllib.error.HTTPError as error:
-            said = error.read().decode(errors="replace")[:200]
+            said = shown(error.read(1000).decode(errors="replace"))
             hint = "give --admin-api-key" if error.code in (401, 403) else "the server's log says more"
             raise KVTierError(f"{method} {path}: {error.code} {said}. {hint}") from error
-        except (urllib.error.URLError, OSError) as error:
-            raise KVTierError(f"no server answers at {self._url}: {error}") from error
+        except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+            raise KVTierError(f"no server answers at {self._url}: {str(error)[:200]}") from error

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.config import KVTierConfig, parse_config
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
 
 BACKEND = "kvtier"
 """The name in --hicache-storage-backend."""
 
 _HOST_ADDED = frozenset({"file_storage_path"})
+
+_MOST_SAID = 500
+"""Characters of a parser's own error that are repeated."""
 
 IN_SERVER = {"prefetch": "off", "eviction": "lru"}
 """Settings of the policy section that have another default in a server than in the simulator: a server looks ahead only
@@ -40,22 +45,25 @@ def check_server(args: Any) -> None:
 
 def of_server(args: Any) -> KVTierConfig:
     """The settings in a resolved SGLang configuration that uses our backend. Raises ConfigError."""
-    try:
-        extra = _extra_config(args)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--hicache-storage-backend-extra-config {args.hicache_storage_backend_extra_config!r}: {error}. "
-            "Give JSON text, or @ and the path of a .json, .yaml or .toml file"
-        ) from error
-    return from_extra_config(extra)
+    return from_extra_config(_extra_config(args))
 
 
 def _extra_config(args: Any) -> dict[str, Any]:
-    """--hicache-storage-backend-extra-config decoded by SGLang, less the keys it takes for itself. Raises OSError, ValueError."""
+    """--hicache-storage-backend-extra-config decoded by SGLang, less the keys it takes for itself. Raises ConfigError."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    extra = HybridCacheController.parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
-    return dict(extra or {})
+    given = args.hicache_storage_backend_extra_config
+    try:
+        nbytes = Path(given[1:]).stat().st_size if (given or "").startswith("@") else len(given or "")
+        if nbytes > MOST_SETTINGS_BYTES:
+            raise ValueError(f"it has {nbytes} bytes, at most {MOST_SETTINGS_BYTES} are read")
+        return dict(HybridCacheController.parse_storage_backend_extra_config(given)[0] or {})
+    except Exception as error:  # three formats, each with errors of its own, and none of them says which flag it is
+        said = str(error) if len(str(error)) < _MOST_SAID else type(error).__name__
+        raise ConfigError(
+            f"--hicache-storage-backend-extra-config {shown(given)}: {said}. "
+            "Give JSON text of an object, or @ and the path of a .json, .yaml or .toml file"
+        ) from error
 
 
 def uses_backend(args: Any) -> bool:
@@ -64,5 +72,5 @@ def uses_backend(args: Any) -> bool:
         return bool(args.hicache_storage_backend == BACKEND)
     try:
         return str(_extra_config(args).get("module_path", "")).startswith("sgl_kvtier.")
-    except (OSError, ValueError):
+    except ConfigError:
         return False  # SGLang itself will say what is wrong with it

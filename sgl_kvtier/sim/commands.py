@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from sgl_kvtier.arguments import above_nought, count, not_negative, positive, seed, size
 from sgl_kvtier.config import KVTierConfig, load_config
 from sgl_kvtier.errors import ConfigError, KVTierError
 from sgl_kvtier.report import (
@@ -23,6 +24,7 @@ from sgl_kvtier.report import (
     write_json,
     write_text,
 )
+from sgl_kvtier.report.restore_timeline import log_lines
 from sgl_kvtier.sim.arrivals import Pace
 from sgl_kvtier.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.sim.hardware import known_hardware, known_models
@@ -32,8 +34,6 @@ from sgl_kvtier.sim.pictures import cells_table, policies_table, sim_html
 from sgl_kvtier.sim.policies import POLICIES, policy
 from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.sim.requests import SimResult
-from sgl_kvtier.sizes import parse_bytes
-from sgl_kvtier.workload.commands import count, positive
 
 SCHEMA_RUN = "kvtier.sim.run/1"
 SCHEMA_PAPER = "kvtier.sim.paper/1"
@@ -53,9 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument("--config", metavar="FILE", help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix")
     running.add_argument("--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)")
     running.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the first N sessions")
-    running.add_argument("--seed", type=int, default=0, help="of session starts and generated sessions (default 0)")
-    running.add_argument("--start-every", type=_seconds, default=0.0, metavar="S", help="mean seconds between session starts, drawn at random (default: as recorded)")
-    running.add_argument("--most-gap", type=_seconds, default=600.0, metavar="S", help="cut longer waits between two calls (default 600)")
+    running.add_argument("--seed", type=seed, default=0, help="of session starts and generated sessions (default 0)")
+    running.add_argument("--start-every", type=not_negative, default=0.0, metavar="S", help="mean seconds between session starts, drawn at random (default: as recorded)")
+    running.add_argument("--most-gap", type=not_negative, default=600.0, metavar="S", help="cut longer waits between two calls (default 600)")
     running.add_argument("--most-output", type=positive, default=512, metavar="N", help="cut longer outputs (default 512 tokens)")
     running.add_argument("--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt")
     running.add_argument("--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
@@ -65,11 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = running.add_argument_group("machine")
     machine.add_argument("--hardware", default="H100", choices=known_hardware(), help="default %(default)s")
     machine.add_argument("--model", default="Llama-3.1-8B", choices=known_models(), help="default %(default)s")
-    machine.add_argument("--hbm", type=_size, metavar="SIZE", help="HBM for KV (default: what 90%% of it less the weights leave)")
-    machine.add_argument("--dram", type=_size, metavar="SIZE", help="DRAM for KV (default: no limit)")
-    machine.add_argument("--ssd", type=_size, metavar="SIZE", help="SSD for KV (default: no limit)")
-    machine.add_argument("--ssd-gbps", type=_rate, metavar="G", help="SSD read bandwidth in Gbit/s (default: the profile's)")
-    machine.add_argument("--pcie-gbps", type=_rate, metavar="G", help="PCIe bandwidth per direction in Gbit/s (default: the profile's)")
+    machine.add_argument("--hbm", type=size, metavar="SIZE", help="HBM for KV (default: what 90%% of it less the weights leave)")
+    machine.add_argument("--dram", type=size, metavar="SIZE", help="DRAM for KV (default: no limit)")
+    machine.add_argument("--ssd", type=size, metavar="SIZE", help="SSD for KV (default: no limit)")
+    machine.add_argument("--ssd-gbps", type=above_nought, metavar="G", help="SSD read bandwidth in Gbit/s (default: the profile's)")
+    machine.add_argument("--pcie-gbps", type=above_nought, metavar="G", help="PCIe bandwidth per direction in Gbit/s (default: the profile's)")
     machine.add_argument("--page-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
     machine.add_argument("--step-tokens", type=positive, default=2048, metavar="N", help="token budget of a step (default %(default)s)")
 
@@ -222,7 +222,7 @@ def _opened(path: Path) -> TextIO:
 
 def _whole_lines(log: TextIO) -> Iterator[str]:
     """Without a last line that its writer had not ended."""
-    return (line for line in log if line.strip() and line.endswith("\n"))
+    return (line for line in log_lines(log) if line.strip() and line.endswith("\n"))
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -238,26 +238,3 @@ def _list(args: argparse.Namespace) -> int:
 
 def _command() -> list[str]:
     return ["kvtier", *sys.argv[1:]]
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must not be negative")
-    return value
-
-
-def _rate(text: str) -> float:
-    value = float(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
-    return value
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: a size such as 64GiB") from error
-
-

@@ -88,7 +88,10 @@ def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None
     for number, line in enumerate(lines, 1):
         if run is None:
             header = decode_header(line)
-            run = _Run(make(header) if make else make_planner(header.config, header.engine, header.profile))
+            try:
+                run = _Run(make(header) if make else make_planner(header.config, header.engine, header.profile))
+            except (KeyError, ValueError, ArithmeticError) as error:
+                raise TraceError(f"line 1: no planner can be made as it says: {error!r:.200}") from error
             continue
         difference = run.take(number, decode(line))
         if difference is not None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any
 
+from sgl_kvtier.arguments import count, positive, seed
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.report import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.workload.catalogue import known_traces, trace_files
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     describing.add_argument(
         "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
     )
-    describing.add_argument("--seed", type=int, default=0, help="for generated sessions (default 0)")
+    describing.add_argument("--seed", type=seed, default=0, help="for generated sessions (default 0)")
     describing.add_argument(
         "--divisor", type=positive, default=1, metavar="D", help="scale tokens down by D (default 1)"
     )
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making.add_argument(
         "--sessions", type=positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
     )
-    making.add_argument("--seed", type=int, default=0, help="another seed gives other sessions (default 0)")
+    making.add_argument("--seed", type=seed, default=0, help="another seed gives other sessions (default 0)")
     making.add_argument(
         "--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output"
     )
@@ -206,19 +207,3 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _command() -> list[str]:
     return ["kvtier", *sys.argv[1:]]
-
-
-def positive(text: str) -> int:
-    """An argument: a whole number of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
-
-
-def count(text: str) -> int:
-    """An argument: a whole number of at least 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 0")
-    return value

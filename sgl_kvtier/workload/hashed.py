@@ -17,15 +17,28 @@ import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from sgl_kvtier.outside import is_number, is_text, is_whole, shown
 from sgl_kvtier.types import Span
 from sgl_kvtier.workload.catalogue import Origin
-from sgl_kvtier.workload.lines import BadRecord, count_of, list_of, parse_object, seconds_of, text_of, whole
+from sgl_kvtier.workload.lines import (
+    MOST_TOKENS,
+    BadRecord,
+    count_of,
+    list_of,
+    parse_object,
+    seconds_of,
+    text_of,
+    whole,
+)
 from sgl_kvtier.workload.session import Append, Blocks, Call, Edit, Event, Message, Session
 
 _MOONCAKE_BLOCK = 512
 _AZURE_BLOCK = 512
-_MOST_PROMPT_TOKENS = 1 << 27
-"""A damaged count must not fill the memory; the longest prompts recorded have under a million tokens."""
+_MOST_MILLISECONDS = 10**12
+_MOST_NAME = 1000
+_MOST_SAID = 200
+_MOST_AGENTS = 16
+"""So many levels of sub-agents: recorded ones have one."""
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -49,7 +62,7 @@ class ClaudeCodeReader:
         record = parse_object(text)
         if text_of(record, "hash_id_scope") != "local":
             raise BadRecord("'hash_id_scope' must be 'local'")
-        name = f"claude-code:{text_of(record, 'id')}"
+        name = f"claude-code:{_name_of(record, 'id')}"
         block_tokens = count_of(record, "block_size")
         if not block_tokens:
             raise BadRecord("'block_size' must be at least 1")
@@ -65,7 +78,10 @@ class ClaudeCodeReader:
         start_s: float,
         scope: _Scope,
         found: list[Session],
+        level: int = 0,
     ) -> None:
+        if level > _MOST_AGENTS:
+            raise BadRecord(f"sub-agents nested more than {_MOST_AGENTS} times")
         context = _BlockContext(scope)
         agents: list[tuple[str, float, dict[str, Any]]] = []
         for number, request in enumerate(list_of(record, "requests")):
@@ -73,7 +89,7 @@ class ClaudeCodeReader:
                 raise BadRecord(f"request {number}: must be an object")
             try:
                 if "requests" in request:  # of a session begun by this one
-                    agents.append((text_of(request, "agent_id"), seconds_of(request, "t") or 0.0, request))
+                    agents.append((_name_of(request, "agent_id"), seconds_of(request, "t") or 0.0, request))
                 else:
                     context.take(request)
             except BadRecord as error:
@@ -93,7 +109,7 @@ class ClaudeCodeReader:
                 )
             )
         for agent, at_s, inner in agents:
-            self._collect(inner, f"{name}/{agent}", name, start_s + at_s, scope, found)
+            self._collect(inner, f"{name}/{agent}", name, start_s + at_s, scope, found, level + 1)
 
 
 class MooncakeReader:
@@ -127,7 +143,7 @@ class MooncakeReader:
                 session_id=f"{self._stem}:{line}",
                 source=self._origin.source,
                 events=(Append(Message("user", blocks=blocks)), call),
-                start_s=count_of(record, "timestamp") / 1000,
+                start_s=count_of(record, "timestamp", _MOST_MILLISECONDS) / 1000,
                 licence=self._origin.licence,
             )
         ]
@@ -150,17 +166,19 @@ class AzureReader:
 
     def sessions(self, line: int, text: str, /) -> list[Session]:
         """The one request of a row. Raises BadRecord."""
-        row = next(csv.reader([text.strip()]))
         try:
+            row = next(csv.reader([text.strip()]))
             stamp, tokens, output = row[0], int(row[1]), int(row[2])
             # Seven digits after the point are more than Python 3.10 reads.
             at = datetime.datetime.fromisoformat(stamp[:26])
-        except (IndexError, ValueError) as error:
-            raise BadRecord(f"not a row of {AZURE_HEADER}: {error}") from error
-        if not 0 < tokens <= _MOST_PROMPT_TOKENS or output < 0:
-            raise BadRecord(f"{tokens} input and {output} output tokens")
-        if self._first is None:
-            self._first = at
+            start_s = (at - (self._first or at)).total_seconds()
+        except (IndexError, ValueError, TypeError, csv.Error) as error:  # TypeError: with a time zone, and without
+            raise BadRecord(f"not a row of {AZURE_HEADER}: {str(error)[:_MOST_SAID]}") from error
+        if not is_whole(tokens, 1, MOST_TOKENS) or not is_whole(output, 0, MOST_TOKENS):
+            raise BadRecord(f"{shown(tokens)} input and {shown(output)} output tokens")
+        if not is_number(start_s, 0, _MOST_MILLISECONDS / 1000):
+            raise BadRecord(f"{start_s:g} s after the first row")
+        self._first = self._first or at
         name = f"{self._stem}:{line}"
         blocks = Blocks(name, _AZURE_BLOCK, ((0, -(-tokens // _AZURE_BLOCK)),), tokens)
         return [
@@ -168,7 +186,7 @@ class AzureReader:
                 session_id=name,
                 source=self._origin.source,
                 events=(Append(Message("user", blocks=blocks)), Call(output_tokens=output, arrival_s=0.0)),
-                start_s=(at - self._first).total_seconds(),
+                start_s=start_s,
                 licence=self._origin.licence,
             )
         ]
@@ -183,7 +201,7 @@ class _Scope:
 
     def check(self, blocks: int) -> None:
         """Raises BadRecord when a prompt of so many blocks cannot be meant."""
-        if blocks * self._block_tokens > _MOST_PROMPT_TOKENS:
+        if blocks * self._block_tokens > MOST_TOKENS:
             raise BadRecord(f"a prompt of {blocks} blocks of {self._block_tokens} tokens")
 
     def message(self, runs: tuple[tuple[int, int], ...]) -> Message:
@@ -255,6 +273,14 @@ class _BlockContext:
         self.events.append(call)
         self.model = self.model or text_of(request, "model", "")
         self._end_s = None if at_s is None else at_s + (latency_s or 0.0)
+
+
+def _name_of(record: dict[str, Any], key: str) -> str:
+    """A text that a session's name is made of, one for each level of sub-agents."""
+    name = text_of(record, key)
+    if not is_text(name, _MOST_NAME):
+        raise BadRecord(f"{key!r} must have at most {_MOST_NAME} characters, not {len(name)}")
+    return name
 
 
 def _new_runs(flat: list[Any]) -> tuple[tuple[int, int], ...]:

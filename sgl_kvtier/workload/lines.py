@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
+from sgl_kvtier.outside import MOST_WHOLE, is_number, is_text, is_whole, parse_json, shown
 
-_MOST = 1 << 53
-"""No token count, id or time of a trace comes near; a damaged number may be beyond any."""
+MOST_LINE_BYTES = 64 << 20
+"""The longest line of the traces there are has under 1 MB; a packed file of 1 MB may hold one of a GB."""
+MOST_BAD_LINES = 10_000
+"""After so many a file is given up: each is kept with its reason."""
+MOST_TOKENS = 1 << 24
+"""Of one prompt or output: a damaged count must not fill the memory; the longest prompts recorded have under a million."""
+_PIECE = 1 << 20
+_MOST_SECONDS = 1e9
+"""Thirty years, in which no session waits."""
 
 
 class BadRecord(ValueError):
@@ -34,39 +41,48 @@ class BadLine:
 
 
 def read_lines(path: Path, bad: list[BadLine]) -> Iterator[tuple[int, str]]:
-    """The non-empty lines with their numbers from 1. Lines that are not UTF-8, and a file that breaks off, go to `bad`.
+    """The non-empty lines with their numbers from 1. Lines that are not UTF-8 or longer than `MOST_LINE_BYTES`, and a file that
+    breaks off, go to `bad`; no more of the file than one line is in memory.
 
-    Raises TraceError when the file cannot be opened or is unreadable from the start.
+    Raises TraceError when the file cannot be opened, is unreadable from the start, or has too many bad lines.
     """
     number = 0
     with _open(path) as stream:
         while True:
             try:
-                raw = stream.readline()
+                raw, whole_line = _next_line(stream)
             except (OSError, EOFError, zlib.error) as error:
                 if not number:
                     raise TraceError(f"cannot read {path}: {error}. Copy the file again") from error
-                bad.append(BadLine(str(path), number + 1, f"the file breaks off here: {error}"))
+                note(bad, path, number + 1, f"the file breaks off here: {error}")
                 return
             if not raw:
                 return
             number += 1
+            if not whole_line:
+                note(bad, path, number, f"longer than {MOST_LINE_BYTES >> 20} MiB")
+                continue
             if not raw.strip():
                 continue
             try:
                 text = raw.decode("utf-8")
             except UnicodeDecodeError as error:
-                bad.append(BadLine(str(path), number, f"not UTF-8 at byte {error.start}"))
+                note(bad, path, number, f"not UTF-8 at byte {error.start}")
                 continue
             yield number, text
+
+
+def note(bad: list[BadLine], path: Path, number: int, reason: str) -> None:
+    """Adds a line that was passed over. Raises TraceError when there were too many."""
+    bad.append(BadLine(str(path), number, reason))
+    if len(bad) > MOST_BAD_LINES:
+        raise TraceError(f"{path} has more than {MOST_BAD_LINES} bad lines, the first: {bad[0]}. It is no such trace, or damaged")
 
 
 def parse_object(text: str) -> dict[str, Any]:
     """The JSON object on one line. Raises BadRecord when it is anything else."""
     try:
-        record = json.loads(text)
-    except RecursionError as error:
-        raise BadRecord("JSON nested too deeply") from error
+        record = parse_json(text)
     except ValueError as error:
         raise BadRecord(f"not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -79,23 +95,23 @@ def text_of(record: dict[str, Any], key: str, default: str | None = None) -> str
     value = record.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, str):
-        raise BadRecord(f"{key!r} must be a text, not {_shown(value)}")
+    if not is_text(value, MOST_LINE_BYTES):
+        raise BadRecord(f"{key!r} must be a text, not {shown(value)}")
     return value
 
 
-def count_of(record: dict[str, Any], key: str) -> int:
-    """A whole number of at least 0. Raises BadRecord."""
-    return whole(record.get(key), repr(key))
+def count_of(record: dict[str, Any], key: str, most: int = MOST_TOKENS) -> int:
+    """A whole number from 0 to `most`. Raises BadRecord."""
+    return whole(record.get(key), repr(key), most)
 
 
 def seconds_of(record: dict[str, Any], key: str) -> float | None:
-    """A finite number, or None when it is null or missing. Raises BadRecord."""
+    """A number of seconds from 0 to 1e9, or None when it is null or missing. Raises BadRecord."""
     value = record.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
-        raise BadRecord(f"{key!r} must be a number of seconds, not {_shown(value)}")
+    if not is_number(value, 0, _MOST_SECONDS):
+        raise BadRecord(f"{key!r} must be a number of seconds from 0 to {_MOST_SECONDS:g}, not {shown(value)}")
     return float(value)
 
 
@@ -103,15 +119,27 @@ def list_of(record: dict[str, Any], key: str) -> list[Any]:
     """A list. Raises BadRecord."""
     value = record.get(key)
     if not isinstance(value, list):
-        raise BadRecord(f"{key!r} must be a list, not {_shown(value)}")
+        raise BadRecord(f"{key!r} must be a list, not {shown(value)}")
     return value
 
 
-def whole(value: object, what: str) -> int:
-    """`value` if it is a whole number of at least 0 that a machine word holds. Raises BadRecord naming `what`."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-        raise BadRecord(f"{what} must be a whole number of at least 0, not {_shown(value)}")
+def whole(value: object, what: str, most: int = MOST_WHOLE) -> int:
+    """`value` if it is a whole number from 0 to `most`. Raises BadRecord naming `what`."""
+    if not is_whole(value, 0, most):
+        raise BadRecord(f"{what} must be a whole number of at least 0 and at most {most}, not {shown(value)}")
     return value
+
+
+def _next_line(stream: io.BufferedReader | gzip.GzipFile) -> tuple[bytes, bool]:
+    """A line, and True; of one beyond the limit its last piece and False. Empty at the end."""
+    raw = stream.readline(MOST_LINE_BYTES)
+    if len(raw) < MOST_LINE_BYTES or raw.endswith(b"\n"):
+        return raw, True
+    del raw
+    while True:
+        piece = stream.readline(_PIECE)
+        if len(piece) < _PIECE or piece.endswith(b"\n"):
+            return b"\n", False
 
 
 def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
@@ -126,8 +154,3 @@ def _open(path: Path) -> io.BufferedReader | gzip.GzipFile:
     # By its first bytes, not its name: downloads lose or gain a .gz.
     packed = stream.peek(2)[:2] == b"\x1f\x8b"
     return gzip.GzipFile(fileobj=stream) if packed else stream
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:40] + "..."

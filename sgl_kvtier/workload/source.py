@@ -13,7 +13,7 @@ from sgl_kvtier.workload.catalogue import Origin, find_trace, name_of, origin_of
 from sgl_kvtier.workload.encoder import Encoder, PromptTokens
 from sgl_kvtier.workload.generate import generate, load_preset
 from sgl_kvtier.workload.hashed import AzureReader, ClaudeCodeReader, MooncakeReader
-from sgl_kvtier.workload.lines import BadLine, BadRecord, read_lines
+from sgl_kvtier.workload.lines import BadLine, BadRecord, note, read_lines
 from sgl_kvtier.workload.session import Call, Context, Event, Session
 from sgl_kvtier.workload.swe import SweReader
 
@@ -199,9 +199,11 @@ def _read_file(path: Path, origin: Origin, skip: int, bad: list[BadLine]) -> Ite
         if index < skip + reader.header_lines:
             continue
         try:
-            yield reader.sessions(number, text)
+            found = reader.sessions(number, text)
         except BadRecord as error:
-            bad.append(BadLine(str(path), number, str(error)))
+            note(bad, path, number, str(error))
+            continue
+        yield found
 
 
 def _reader_for(path: Path, origin: Origin) -> Reader:

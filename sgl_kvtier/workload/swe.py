@@ -14,9 +14,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sgl_kvtier.errors import TraceError
+from sgl_kvtier.outside import is_text, parse_json, read_bounded, shown
 from sgl_kvtier.types import Span
 from sgl_kvtier.workload.catalogue import Origin
-from sgl_kvtier.workload.lines import BadRecord, count_of, list_of, parse_object, seconds_of, text_of, whole
+from sgl_kvtier.workload.lines import (
+    MOST_LINE_BYTES,
+    BadRecord,
+    count_of,
+    list_of,
+    parse_object,
+    seconds_of,
+    text_of,
+    whole,
+)
 from sgl_kvtier.workload.session import Append, Call, Edit, Event, Message, Session
 
 TOOLS_FILE = "swe_tools.json"
@@ -71,15 +81,16 @@ class SweReader:
             if self._schemas is None:
                 self._schemas = self._read_schemas()
             if reference not in self._schemas:
-                raise BadRecord(f"tools_ref {reference!r} is not in {TOOLS_FILE}")
-            self._tools[reference] = Message(
-                "tools", json.dumps(self._schemas[reference], ensure_ascii=False)
-            )
+                raise BadRecord(f"tools_ref {shown(reference)} is not in {TOOLS_FILE}")
+            schemas = json.dumps(self._schemas[reference], ensure_ascii=False)
+            if not is_text(schemas, MOST_LINE_BYTES):
+                raise TraceError(f"{self._tools_path}: {shown(reference)} holds what UTF-8 cannot. Copy the file again")
+            self._tools[reference] = Message("tools", schemas)
         return self._tools[reference]
 
     def _read_schemas(self) -> dict[str, Any]:
         try:
-            schemas = json.loads(self._tools_path.read_text("utf-8"))
+            schemas = parse_json(read_bounded(self._tools_path, MOST_LINE_BYTES))
         except OSError as error:
             raise TraceError(
                 f"cannot read {self._tools_path}: {error.strerror}. Sessions with a tools_ref need {TOOLS_FILE} "
@@ -121,7 +132,7 @@ class _Turns:
             self.events.append(Append(Message(role, message_text(turn))))
             self._present += 1
         else:
-            raise BadRecord(f"unknown role {role!r}")
+            raise BadRecord(f"unknown role {shown(role)}")
         self._tool_s += seconds_of(turn, "tool_exec_s") or 0.0
         at_s = seconds_of(turn, "t_offset_s")
         if at_s is not None:
@@ -166,7 +177,7 @@ class _Turns:
 def message_text(turn: dict[str, Any]) -> str:
     """What a turn puts into the context: reasoning where it was sent back, content, then each tool call's name and arguments."""
     pieces = [text_of(turn, "reasoning", ""), text_of(turn, "content", "")]
-    for call in turn.get("tool_calls") or ():
+    for call in list_of(turn, "tool_calls") if turn.get("tool_calls") else ():
         if not isinstance(call, dict):
             raise BadRecord("a tool call must be an object")
         pieces.append(f"{text_of(call, 'name')} {text_of(call, 'arguments', '')}")
@@ -223,7 +234,7 @@ def _turn(message: Message) -> dict[str, Any]:
 
 def _span(part: Any, present: int) -> Span:
     if not isinstance(part, list) or len(part) != 2:
-        raise BadRecord(f"an edit's part must be [a, b] or a message, not {part!r:.40}")
+        raise BadRecord(f"an edit's part must be [a, b] or a message, not {shown(part)}")
     start, stop = (whole(bound, "an edit's bound") for bound in part)
     if not start <= stop <= present:
         raise BadRecord(f"an edit takes messages {part} of a context of {present}")

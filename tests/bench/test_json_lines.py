@@ -79,6 +79,11 @@ def test_what_is_not_known_is_refused_with_its_place_and_not_touched(tmp_path: P
     path.write_text("buy milk")
     with pytest.raises(BenchError, match=r"notes\.txt:1: not a line of this bench.*Name another --log"):
         lines(path)
+    for damage in ("[" * 200_000, "1" * 5000):
+        path.write_text('{"a": 1}\n' + damage + '\n{"c": 3}\n')
+        with pytest.raises(BenchError, match=r"notes\.txt:2") as found:
+            lines(path)
+        assert len(str(found.value)) < 500
     path.write_text('{"a": 1}\nbuy milk\n{"c": 3}\n')
     with pytest.raises(BenchError, match=r"notes\.txt:2"):
         lines(path)

@@ -6,6 +6,7 @@ import json
 from dataclasses import fields
 
 import pytest
+from hostile import HOSTILE, SETTINGS, allowed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,15 +35,15 @@ def test_sglangs_own_keys_are_passed_over():
     ("data", "message"),
     [
         ([], "must be an object"),
-        ({"store": []}, "store must be an object"),
+        ({"store": []}, r"store = \[\]: must be an object"),
         ({"stores": {}}, r"unknown setting stores\. Did you mean store\?"),
         ({"store": {"pathh": ""}}, r"unknown setting store\.pathh\. Did you mean store\.path\?"),
         ({"store": {"path": 3}}, r"store\.path = 3: must be a text"),
-        ({"store": {"io_threads": True}}, r"store\.io_threads = True: must be a whole number"),
+        ({"store": {"io_threads": True}}, r"store\.io_threads = true: must be a whole number"),
         ({"store": {"io_threads": 257}}, "from 1 to 256"),
         ({"store": {"direct_io": "maybe"}}, "must be one of auto, on, off"),
         ({"store": {"capacity_bytes": "many"}}, "a size such as"),
-        ({"store": {"capacity_bytes": "1KiB"}}, r"at least 1\.0 MiB"),
+        ({"store": {"capacity_bytes": "1KiB"}}, r"from 1\.0 MiB to 1,024\.0 TiB"),
         ({"faults": {"corrupt_rate": 1.5}}, "from 0 to 1"),
         ({"throttle": {"read_gbps": float("nan")}}, "must be a number"),
         ({"store": {"verify_reads": 1}}, "true or false"),
@@ -51,6 +52,70 @@ def test_sglangs_own_keys_are_passed_over():
 def test_a_mistake_is_named_with_key_value_and_range(data, message):
     with pytest.raises(ConfigError, match=message):
         config.parse_config(data)
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("key", SETTINGS)
+def test_no_setting_takes_a_hostile_value(key, kind):
+    section, name = key.split(".")
+    value = HOSTILE[kind]
+    if allowed(SETTINGS[key], value):
+        assert getattr(getattr(config.parse_config({section: {name: value}}), section), name) == value
+        return
+    with pytest.raises(ConfigError) as found:
+        config.parse_config({section: {name: value}})
+    text = str(found.value)
+    assert text.startswith(f"{key} = ") and "must be " in text
+    assert len(text) < 600
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("place", ["file", "section"])
+def test_sections_take_objects_only(place, value):
+    if value == {}:
+        return
+    with pytest.raises(ConfigError, match="must be an object") as found:
+        config.parse_config(value if place == "file" else {"policy": value})
+    assert len(str(found.value)) < 600
+
+
+def test_every_number_among_the_settings_has_a_range():
+    numbers = [f for f in SETTINGS.values() if type(f.default) in (int, float)]
+    assert numbers
+    assert all(f.metadata["low"] <= f.default <= f.metadata["high"] for f in numbers)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "9" * 5000], ids=lambda text: text[:9])
+def test_numbers_beyond_json_are_refused_in_a_file(tmp_path, number):
+    file = tmp_path / "kvtier.json"
+    file.write_text('{"throttle": {"read_gbps": ' + number + "}}")
+    with pytest.raises(ConfigError) as found:
+        config.load_config(file)
+    assert len(str(found.value)) < 600
+
+
+@pytest.mark.parametrize("key", ["x" * 1_000_000, "\ud800", 7])
+def test_an_unknown_key_is_shown_short(key):
+    with pytest.raises(ConfigError, match="unknown setting") as found:
+        config.parse_config({"store": {key: 1}})
+    assert len(str(found.value).encode()) < 900
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 200_000, "nested too deeply"),
+        (b'{"store":' * 100_000, "nested too deeply"),
+        (b"\xff\xfe", "utf-8"),
+        (b" " * 2_000_000 + b"{}", "more than 1048576 bytes"),
+    ],
+    ids=len,
+)
+def test_a_file_that_is_no_settings_file_is_one_short_error(tmp_path, content, message):
+    file = tmp_path / "kvtier.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        config.load_config(file)
 
 
 def test_a_missing_file_and_broken_json_say_where(tmp_path):
@@ -70,7 +135,9 @@ def test_sizes_are_read_in_both_units(text, nbytes):
     assert config.parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 parsec", "0x10", True])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1 parsec", "0x10", True, "9" * 39, "9" * 5000, 10**400, "1" + " " * 10_000_000 + "x"], ids=lambda text: str(text)[:8]
+)
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="not a size"):
         config.parse_bytes(text)

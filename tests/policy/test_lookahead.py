@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import pytest
 from effort import examples
@@ -145,6 +146,21 @@ def test_a_hint_reaches_the_order_of_eviction():
     assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5))
     ahead.hint("a", Hint(expected_delay_s=1.0), 2.0)
     assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5, 100))
+
+
+def test_hints_without_end_for_one_session_take_no_more_memory_than_a_thousand():
+    ahead = look(hint_limit_s=1e6)
+    arrive(ahead, "1", named(4), session="a")
+    run(ahead, "1", named(4), 1.0)
+    tracemalloc.start()
+    try:
+        for n in range(20_000):
+            assert ahead.hint("a", Hint(expected_delay_s=1e5 + n), 2.0 + n * 1e-3).accepted
+        assert tracemalloc.get_traced_memory()[0] < 500_000
+    finally:
+        tracemalloc.stop()
+    expected = ahead.sessions.expected("a", 30.0)
+    assert expected is not None and expected.at == pytest.approx(2.0 + 19.999 + 1e5 + 19_999)
 
 
 def test_a_session_that_is_given_up_owns_nothing():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -186,6 +188,65 @@ def test_whoever_is_forgotten_is_expected_no_more():
     sessions.returned("c", 1.0)
     found = {one.session: one.at for one in sessions.changed(12.0)}
     assert found["a"] == math.inf > found["b"]
+
+
+def kept_bytes(hints: int, sessions: Sessions) -> int:
+    """Memory that so many hints for one idle session leave behind."""
+    sessions.returned("a", 0.0)
+    sessions.left("a", 1.0)
+    tracemalloc.start()
+    try:
+        for n in range(hints):
+            assert sessions.hint("a", Hint(expected_delay_s=3000.0, priority=n % 3), 2.0 + n * 1e-3).accepted
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_hints_without_end_for_one_session_take_no_more_memory_than_a_thousand():
+    assert kept_bytes(20_000, Sessions()) < 500_000
+
+
+def test_sessions_that_are_told_to_be_forgotten_take_no_memory_with_them():
+    sessions = Sessions()
+    tracemalloc.start()
+    try:
+        for n in range(3000):
+            sessions.returned(f"s{n}", n * 1e-3)
+            for delay_s in (3000.0, 2000.0, 1000.0, 500.0):
+                sessions.left(f"s{n}", n * 1e-3)
+                sessions.hint(f"s{n}", Hint(expected_delay_s=delay_s), n * 1e-3)
+        before = tracemalloc.get_traced_memory()[0]
+        for n in range(3000):
+            sessions.forget(f"s{n}")
+        assert tracemalloc.get_traced_memory()[0] < before / 3
+    finally:
+        tracemalloc.stop()
+    assert len(sessions.changed(4000.0)) == 3000, "each is told once that it is gone"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_many_hints_of_one_session_clear_away_changes_nothing_for_others(seed: int):
+    def run(noise: int) -> list[object]:
+        rng, sessions, seen, now = random.Random(seed), Sessions(), [], 0.0
+        for _ in range(400):
+            now += rng.random()
+            name, what = f"s{rng.randrange(20)}", rng.randrange(4)
+            if what == 0:
+                sessions.returned(name, now)
+            elif what == 1:
+                seen.append(sessions.left(name, now, rng.choice([None, "tool"])))
+            elif what == 2:
+                seen.append(sessions.hint(name, Hint(rng.choice([None, 5.0, 50.0]), rng.randrange(3), rng.choice([None, 9.0])), now))
+            else:
+                seen.append([one for one in sessions.changed(now) if one.session != "noise"])
+            sessions.returned("noise", now)
+            sessions.left("noise", now)
+            for _ in range(noise):
+                sessions.hint("noise", Hint(expected_delay_s=3000.0), now)
+        return seen
+
+    assert run(30) == run(1)
 
 
 def test_sessions_idle_the_longest_are_forgotten_beyond_the_limit():

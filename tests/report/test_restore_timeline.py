@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.report.figure import plots_available
-from sgl_kvtier.report.restore_timeline import read_timelines, timeline_plot
+from sgl_kvtier.report.restore_timeline import MOST_LINE, log_lines, read_timelines, timeline_plot
 
 HEAD = {"log": "kvtier.decisions", "version": 1, "config": {}, "engine": {"page_tokens": 16}}
 RUN = [
@@ -48,6 +50,33 @@ def test_something_else_than_a_log_is_refused() -> None:
         read_timelines(["{}"])
     with pytest.raises(TraceError, match="line 2"):
         read_timelines([json.dumps(HEAD), "{"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 10**400, "x", None, [], {}, True, [1], [float("inf"), 2]], ids=str)
+@pytest.mark.parametrize("field", ["now", "pages", "resident", "prompt_tokens", "tokens", "span", "rid"])
+def test_a_hostile_value_is_damage_or_passed_over(field: str, value: object) -> None:
+    for number in range(len(RUN)):
+        if field in RUN[number]:
+            records = [*RUN[:number], {**RUN[number], field: value}, *RUN[number + 1 :]]
+            try:
+                found = read_timelines(log(*records))
+            except TraceError as error:
+                assert f"line {number + 2} of the decision log is damaged" in str(error)
+            else:
+                assert all(math.isfinite(one.seconds) for one in found)
+
+
+def test_a_line_nested_without_end_is_damage() -> None:
+    with pytest.raises(TraceError, match="line 2 of the decision log is damaged"):
+        read_timelines([json.dumps(HEAD), "[" * 200_000])
+
+
+@pytest.mark.parametrize(("content", "says"), [("x" * (MOST_LINE + 1), "line 1 .* longer than 64 MiB"), (b"a\n\xff\n", "line . .* not UTF-8")], ids=[0, 1])
+def test_lines_that_cannot_be_read_are_named(tmp_path: Path, content: str | bytes, says: str) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with path.open(encoding="utf-8") as file, pytest.raises(TraceError, match=says):
+        list(log_lines(file))
 
 
 @pytest.mark.skipif(not plots_available(), reason="needs matplotlib")

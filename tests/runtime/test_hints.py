@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,17 @@ from sgl_kvtier.policy.sessions import Hint
 from sgl_kvtier.runtime.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.decision_file import Recorded
 from sgl_kvtier.runtime.hints import MOST_SESSIONS, take
-from sgl_kvtier.runtime.hints_message import MOST_BYTES, HintError, Sent, pack, read, unpack
-from sgl_kvtier.runtime.hints_route import best
+from sgl_kvtier.runtime.hints_message import (
+    MOST_BYTES,
+    MOST_TEXT_BYTES,
+    MOST_TOKENS,
+    HintError,
+    Sent,
+    pack,
+    read,
+    unpack,
+)
+from sgl_kvtier.runtime.hints_route import ANSWER, ask, best
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import PageKey, Tier
@@ -49,9 +60,24 @@ def test_a_whole_hint_is_read() -> None:
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b"[1]", "an object, not list"),
+        (b"[1]", "an object, not [1]"),
+        (b"7" * 5000, "not JSON"),
+        (b'{"\\ud800": 1, "session": "a", "priority": 1}', 'unknown: "\\ud800". A hint may have'),
+        (body(**{"x" * 100_000: 1}), "…. A hint may have"),
+        (body(**{str(n): n for n in range(1000)}), '"4" and more. A hint'),
+        (body(session="\ud800", priority=1), 'session = "\\ud800": must be a text'),
+        (body(text="a\udfffb", priority=1), "text = \"a\\udfffb\": must be a text"),
+        (body(tokens=[1], cache_salt="\ud800", priority=1), 'cache_salt = "\\ud800": must be a text'),
+        (body(tokens=[1], extra_key="\udfff", priority=1), 'extra_key = "\\udfff": must be a text'),
+        (body(session="a", tool="\ud800"), 'tool = "\\ud800": must be a text'),
+        (body(text="x" * MOST_TEXT_BYTES, priority=1), "send the text's beginning"),
+        (b'{"priority":1,"tokens":[' + b"1," * (2 * MOST_TOKENS) + b"1]}", f"{MOST_TOKENS} tokens are read"),
+        (b'{"priority":1,"tokens":[' + b"1," * MOST_TOKENS + b"1]}", f"a list of at most {MOST_TOKENS} token ids"),
+        (body(tokens=10**400, priority=1), "tokens = a whole number of 1329 bits"),
+        (b'{"session": "a", "ttl_s": 1e999}', "ttl_s = Infinity"),
+        (body(session="a", priority=10**400), "priority = a whole number of 1329 bits"),
         (b" " * (MOST_BYTES + 1), "name the session instead"),
-        (body(session="a", delay=3), "unknown: delay. A hint may have session"),
+        (body(session="a", delay=3), "unknown: \"delay\". A hint may have session"),
         (body(expected_delay_s=3), "exactly one of session, tokens, text"),
         (body(session="a", text="b", ttl_s=1), "it has 2"),
         (body(session="a"), "says nothing"),
@@ -61,17 +87,55 @@ def test_a_whole_hint_is_read() -> None:
         (b'{"session": "a", "ttl_s": NaN}', "ttl_s = NaN"),
         (body(session="a", ttl_s=True), "ttl_s = true"),
         (body(session="a", priority=1.5), "priority = 1.5: must be a whole number"),
-        (body(tokens=[], ttl_s=1), "must be a list of token ids"),
-        (body(tokens=[1, "2"], ttl_s=1), "must be a list of token ids"),
-        (body(tokens=[True], ttl_s=1), "must be a list of token ids"),
+        (body(tokens=[], ttl_s=1), "token ids, the beginning of"),
+        (body(tokens=[1, "2"], ttl_s=1), "token ids, the beginning of"),
+        (body(tokens=[True], ttl_s=1), "token ids, the beginning of"),
         (body(tokens=[*range(1000), -1], ttl_s=1), "…: must be a list"),
     ],
+    ids=lambda text: repr(text[:30]),
 )
 def test_what_is_wrong_is_said_with_what_to_send(sent: bytes, says: str) -> None:
     with pytest.raises(HintError) as found:
         read(sent)
     assert says in str(found.value)
+    assert len(str(found.value).encode()) < 400
     assert isinstance(found.value, KVTierError)
+
+
+def test_a_prefix_of_a_million_tokens_is_read() -> None:
+    sent = json.dumps({"tokens": [999_999] * MOST_TOKENS, "extra_key": "tenant", "priority": 1}).encode()
+    assert len(read(sent).tokens or ()) == MOST_TOKENS
+
+
+def test_of_a_tools_name_the_beginning_counts() -> None:
+    assert read(body(session="a", tool="x" * 100_000)).hint.tool == "x" * 64
+
+
+class Body(bytes):
+    """A request's body that knows which threads looked at it."""
+
+    threads: set[int]
+
+    def count(self, *what: Any) -> int:
+        self.threads.add(threading.get_ident())
+        return super().count(*what)
+
+    def decode(self, *how: Any) -> str:
+        self.threads.add(threading.get_ident())
+        return super().decode(*how)
+
+
+def test_a_body_is_read_outside_the_http_servers_event_loop() -> None:
+    sent = Body(body(session="a", priority=1))
+    sent.threads = set()
+
+    async def answered(question: Any) -> list[Any]:
+        return [SimpleNamespace(internal_state={ANSWER: {"result": "accepted"}})]
+
+    manager = SimpleNamespace(auto_create_handle_loop=lambda: None, get_internal_state_communicator=answered)
+    assert asyncio.run(ask(manager, sent)) == {"result": "accepted"}
+    assert sent.threads
+    assert threading.get_ident() not in sent.threads
 
 
 def test_a_priority_of_nought_is_a_hint() -> None:

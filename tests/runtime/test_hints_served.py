@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import urllib.error
+import urllib.request
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hostile import HOSTILE, SETTINGS
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 
 pytestmark = pytest.mark.server
@@ -80,6 +83,45 @@ def test_a_session_is_known_by_the_tokens_and_the_text_its_prompts_begin_with(se
     served.ask(ids, session_id="agent-3", extra_key="tenant")
     assert hint(served, tokens=ids[:64], expected_delay_s=5)["result"] == "refused"
     assert hint(served, tokens=ids[:64], extra_key="tenant", expected_delay_s=5)["result"] == "accepted"
+
+
+def post(served: Served, path: str, body: str) -> tuple[int, str]:
+    """Status and text of an answer to bytes that no JSON writer of ours would make."""
+    request = urllib.request.Request(served.server.url + path, body.encode(), {"Content-Type": "application/json", **ADMIN})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")
+
+
+def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: Served) -> None:
+    ids = prompts(1, seed=34)[0]
+    before = served.ask(ids)
+    names = [*SETTINGS, "lookahead.check", "nothing", "policy.\\ud800"]
+    texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {"1e999": "1e999", "digits": "9" * 5000}
+    taken = []
+    for name in names:
+        for kind, text in texts.items():
+            code, answer = post(served, "/set_internal_state", f'{{"server_args": {{"kvtier.{name}": {text}}}}}')
+            assert code in (200, 400, 422), (name, kind, code, answer[:200])
+            if code == 200 and "true" in answer:
+                taken.append((name, kind))
+    # JSON's true is 1 for SGLang's message of numbers.
+    fixed_split = {"name": "policy.fixed_split", "kind": "-1"}
+    in_range = {f"policy.{name}" for name in ("min_chunk_tokens", "load_tokens", "split_margin", "split_gain_s")}
+    assert all(kind == "true" or (name, kind) == tuple(fixed_split.values()) for name, kind in taken), taken
+    assert in_range
+    for text in texts.values():
+        for key in ("expected_delay_s", "priority", "ttl_s", "tool", "session", "tokens", "cache_salt", "\\ud800"):
+            fields = {"session": '"agent-9"', key: text}
+            code, answer = post(served, "/kvtier/hint", "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}")
+            assert code in (200, 400), (key, text[:20], code, answer[:200])
+    with suppress(urllib.error.URLError, ConnectionError):  # closed before all of it was sent
+        assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
+    after = served.ask(ids)
+    assert (after.tokens, after.logprobs) == (before.tokens, pytest.approx(before.logprobs, abs=1e-3))
+    assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"
 
 
 def test_a_server_without_our_backend_says_so(tmp_path) -> None:

@@ -111,6 +111,17 @@ def test_a_damaged_weights_file_still_has_a_digest(model):
     assert len(identity.weights_digest(model)) == 64
 
 
+@pytest.mark.parametrize(
+    "header",
+    [b"{", b"[" * 100_000, b"[]", b'{"a": 5}', b'{"a": {"data_offsets": 5}}', b'{"a": {"data_offsets": [0, "x"]}}',
+     b'{"a": {"data_offsets": [0, 1%s]}}' % (b"0" * 400), b'{"a": {"data_offsets": [-1, 7]}}', b"\xff\xff"],
+    ids=range(9),
+)  # fmt: skip
+def test_a_damaged_header_of_a_weights_file_still_has_a_digest(model, header):
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(5000))
+    assert len(identity.weights_digest(model)) == 64
+
+
 def test_a_model_that_is_one_file_is_known_by_its_contents(tmp_path):
     file = tmp_path / "model.gguf"
     file.write_bytes(bytes(100_000))

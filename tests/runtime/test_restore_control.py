@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import HOSTILE
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.restore import EngineShape
 from sgl_kvtier.runtime.agreement import Agreement
-from sgl_kvtier.runtime.control import FIXED, HANDLERS
+from sgl_kvtier.runtime.control import FIXED, HANDLERS, PREFIX, set_internal_state
 from sgl_kvtier.runtime.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.restore_notes import RestoreNotes
 from sgl_kvtier.types import Span, Tier
@@ -86,6 +87,61 @@ def test_a_server_that_cannot_restore_can_be_told_off_but_not_on() -> None:
     for name, value in (("restore", 0), ("load_tokens", 64)):
         with pytest.raises(ValueError, match="SGLang's own way since it started"):
             HANDLERS[f"policy.{name}"](stock, value)
+
+
+def told(scheduler: SimpleNamespace, **values: Any) -> bool:
+    """Whether the handler in SGLang's loop took a message of these settings, names without their prefix."""
+    message = SimpleNamespace(server_args={PREFIX + name: value for name, value in values.items()})
+    return bool(set_internal_state(lambda *_: None, SimpleNamespace(scheduler=scheduler), message).updated)
+
+
+class Throttled:
+    """A backend whose store imitates a slower device."""
+
+    def __init__(self) -> None:
+        self.read_gbps = 1.0
+
+    def throttle(self, read_gbps: float) -> None:
+        self.read_gbps = read_gbps
+
+    def begin_read(self) -> None:
+        """What tells our backend from others."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("name", HANDLERS)
+def test_no_running_setting_takes_a_hostile_value_or_raises(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, backend = lab(PolicyConfig()), Throttled()
+    scheduler.tree_cache.cache_controller = SimpleNamespace(storage_backend=backend)
+    setting = {f"policy.{f.name}": f for f in dataclasses.fields(PolicyConfig)}.get(name)
+    if kind == "-1" and setting is not None and name[7:] not in FIXED and setting.metadata["low"] == -1:
+        assert told(scheduler, **{name: HOSTILE[kind]})
+        return
+    assert not told(scheduler, **{name: HOSTILE[kind]})
+    assert scheduler.notes.config == PolicyConfig()
+    assert backend.read_gbps == 1.0
+    assert "was refused" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_a_bandwidth_in_its_range_reaches_the_store() -> None:
+    scheduler, backend = lab(PolicyConfig()), Throttled()
+    scheduler.tree_cache.cache_controller = SimpleNamespace(storage_backend=backend)
+    assert told(scheduler, **{"throttle.read_gbps": 2})
+    assert backend.read_gbps == 2.0
+
+
+def test_a_defect_while_a_setting_is_changed_is_a_refusal_and_not_the_end_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    assert not told(SimpleNamespace(), **{"policy.load_tokens": 64})
+    assert "AttributeError" in caplog.text
+
+
+@pytest.mark.parametrize("values", [{"nothing": 1}, {"x" * 1_000_000: 1}, {"policy.restore": 0, "\ud800": 1}], ids=[0, 1, 2])
+def test_names_that_nobody_handles_are_refused_shortly(values: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert not told(lab(PolicyConfig()), **values)
+    assert "cannot change" in caplog.text
+    assert len(caplog.text) < 500
 
 
 class Joined:

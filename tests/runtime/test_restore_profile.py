@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,27 @@ def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_
 
     assert first(None) == (Mode.BOTH, "not measured yet")
     assert first(cost_profile.taken(cost_profile.as_numbers(read))) == (Mode.LOAD, "loading is faster")
+
+
+HOSTILE = ["NaN", "Infinity", "-1", "1e308", "1" + "0" * 400, '""', "[]", "{}", "true", "null", "[" * 100_000, "9" * 5000]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda text: text[:9])
+@pytest.mark.parametrize("field", ["fixed_s", "per_token_s", "ssd-hbm", "chunks", "prefill", "links", "transfers", "conditions", "written", "schema"])
+def test_a_file_with_a_hostile_value_is_no_profile(tmp_path: Path, field: str, value: str) -> None:
+    cost_profile.write(tmp_path / NAME, KNOWN)
+    text = (tmp_path / NAME).read_text()
+    pattern = rf'"{field}": (\{{[^}}]*\}}|"[^"]*"|[-\d.e]+)'
+    spoiled = re.sub(pattern, lambda _: f'"{field}": {value}', text, count=1)
+    assert spoiled != text
+    (tmp_path / NAME).write_text(spoiled)
+    harmless = {"written": {"-1"}, "links": {"{}"}, "transfers": {"{}"}, "conditions": {"{}"}}
+    assert (cost_profile.read(tmp_path / NAME) is None) == (value not in harmless.get(field, ()))
+
+
+def test_a_file_without_end_is_no_profile(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(" " * 2_000_000 + "{}")
+    assert cost_profile.read(tmp_path / NAME) is None
 
 
 def test_nothing_is_kept_before_chunks_were_timed_alone(tmp_path: Path) -> None:

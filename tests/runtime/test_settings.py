@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from hostile import HOSTILE, SETTINGS, allowed
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime import settings
@@ -33,15 +34,56 @@ def test_good_settings_pass_with_sglangs_own_keys_among_them():
         ("{}", r"store\.path is not set"),
         (None, r"store\.path is not set"),
         ("{", "Give JSON text"),
+        ("[1]", "Give JSON text of an object"),
+        ("7", "Give JSON text of an object"),
+        ("[" * 100_000, "Give JSON text of an object"),
+        ('{"throttle":' * 100_000, "Give JSON text of an object"),
+        (" " * 100_000_000 + "{}", "at most 1048576 are read"),
+        ('{"store": {"path": "p"}, "throttle": {"read_gbps": NaN}}', r"throttle\.read_gbps = NaN"),
+        ('{"store": {"path": "p"}, "policy": 1}', "policy = 1: must be an object"),
         ("@no-such-file.json", "no-such-file.json"),
         ("@kvtier.ini", "kvtier.ini"),
         ('{"prefetch_threshold": "many"}', "prefetch_threshold must be int"),
     ],
+    ids=lambda text: str(text)[:30],
 )
 def test_a_wrong_setting_is_named_with_what_is_allowed(extra, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as found:
         settings.check_server(args(hicache_storage_backend_extra_config=extra))
+    assert len(str(found.value)) < 800
 
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", b"[" * 200_000),
+        ("a.json", b"\xff\xfe"),
+        ("a.json", b" " * 2_000_000 + b"{}"),
+        ("a.yaml", b"a: [" * 200),
+        ("a.yaml", b"\x00"),
+        ("a.toml", b"= 3"),
+    ],
+    ids=range(6),
+)
+def test_a_settings_file_that_cannot_be_read_is_one_short_error(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="--hicache-storage-backend-extra-config") as found:
+        settings.check_server(args(hicache_storage_backend_extra_config=f"@{tmp_path / name}"))
+    assert len(str(found.value)) < 800
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("key", SETTINGS)
+def test_what_an_engine_is_given_as_objects_is_checked_like_a_file(key, kind):
+    section, name = key.split(".")
+    given = {"store": {"path": "p"}, section: {name: HOSTILE[kind]}}
+    given["store"].setdefault("path", "p")
+    if allowed(SETTINGS[key], HOSTILE[kind]) and key != "store.path":
+        settings.from_extra_config(given)
+        return
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")) as found:
+        settings.from_extra_config(given)
+    assert len(str(found.value)) < 800
 
 def test_the_backend_needs_the_hierarchical_cache():
     with pytest.raises(ConfigError, match="--enable-hierarchical-cache"):

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.workload.lines import BadLine, BadRecord, parse_object, read_lines, seconds_of, whole
+from sgl_kvtier.workload.lines import (
+    MOST_BAD_LINES,
+    MOST_LINE_BYTES,
+    BadLine,
+    BadRecord,
+    count_of,
+    parse_object,
+    read_lines,
+    seconds_of,
+    text_of,
+    whole,
+)
 
 
 def lines_of(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
@@ -66,7 +78,55 @@ def test_lines_that_are_no_json_object_are_bad(text: str) -> None:
         parse_object(text)
 
 
-@pytest.mark.parametrize("value", [True, "1", [1], float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_beyond_the_limit_is_noted_and_not_kept_in_memory(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    data = b"one\n" + bytes(3 * MOST_LINE_BYTES) + b"\nthree\n"
+    path.write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
+    del data
+    tracemalloc.start()
+    try:
+        found = lines_of(path)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == ([(1, "one"), (3, "three")], [BadLine(str(path), 2, "longer than 64 MiB")])
+    assert most < 2.5 * MOST_LINE_BYTES
+
+
+def test_a_last_line_beyond_the_limit_that_never_ends_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(bytes(MOST_LINE_BYTES + 1), 1))
+    assert lines_of(path) == ([], [BadLine(str(path), 1, "longer than 64 MiB")])
+
+
+def test_a_file_of_bad_lines_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"\xff\n" * 5_000_000, 1))
+    with pytest.raises(TraceError, match=f"more than {MOST_BAD_LINES} bad lines"):
+        lines_of(path)
+
+
+def test_what_a_bad_record_holds_is_shown_short() -> None:
+    for check in (seconds_of, count_of, text_of):
+        with pytest.raises(BadRecord) as found:
+            check({"key": [["x" * 1_000_000] * 1000]}, "key")
+        assert len(str(found.value)) < 200
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\udfffb"])
+def test_a_text_that_utf8_cannot_hold_is_bad(value: str) -> None:
+    with pytest.raises(BadRecord, match="'t' must be a text"):
+        text_of({"t": value}, "t")
+
+
+@pytest.mark.parametrize("value", [1 << 40, 10**400])
+def test_counts_beyond_all_prompts_are_bad(value: int) -> None:
+    with pytest.raises(BadRecord, match="'n' must be a whole number of at least 0"):
+        count_of({"n": value}, "n")
+
+
+@pytest.mark.parametrize("value", [True, "1", [1], float("nan"), float("inf"), float("-inf"), -0.5, 1e10, 10**400], ids=lambda v: str(v)[:9])
 def test_times_are_finite_numbers(value: object) -> None:
     with pytest.raises(BadRecord, match="'t' must be a number of seconds"):
         seconds_of({"t": value}, "t")

@@ -257,3 +257,87 @@ def test_only_known_files_are_given_a_source_and_a_licence(tmp_path: Path) -> No
     assert origin_of(tmp_path / "mooncake_synthetic_trace.jsonl.gz").licence == "Apache-2.0"
     assert origin_of(tmp_path / "mine.jsonl").licence == ""
     assert all(origin.source.count("/") == 1 and origin.licence for origin in known_traces().values())
+
+
+HOSTILE = [float("inf"), float("nan"), float("-inf"), -1, 1e308, 10**400, "", [], {}, True, None, "\ud800", [[]], "x" * 100_000, 1 << 60]
+RECORDS: list[dict[str, Any]] = [
+    swe_record(
+        user("a", t_offset_s=0.0),
+        assistant("b", 1.0, usage={"out": 7}, reasoning="r", tool_calls=[{"name": "ls", "arguments": "-l"}]),
+        tool("c", 2.0, tool_exec_s=0.5),
+        {"role": "context_edit", "parts": [[0, 1], {"role": "user", "content": "d"}], "why": "w"},
+        assistant("e", 3.0),
+        truncated=False,
+        model="m",
+    ),
+    claude_record(request(0, 1, 2), {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]}, request(1, 7, 2)),
+    mooncake_record(1100, 0, 7, 8),
+]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where something stands in a record."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(one for key, item in inner for one in places(item, (*path, key)))]
+
+
+def with_value(record: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """The record with something else in one place."""
+    if not path:
+        return value
+    copied = dict(record) if isinstance(record, dict) else list(record)
+    copied[path[0]] = with_value(record[path[0]], path[1:], value)
+    return copied
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=["swe", "claude", "mooncake"])
+def test_a_hostile_value_anywhere_is_a_bad_line_or_harmless(write_trace: WriteTrace, record: dict[str, Any]) -> None:
+    spoiled = [with_value(record, path, value) for path in places(record) for value in HOSTILE]
+    loaded = load_sessions(str(write_trace("a.jsonl", *map(json.dumps, [record, *spoiled]))))
+    assert len(loaded.bad_lines) > len(spoiled) / 3
+    assert all(len(line.reason) < 300 for line in loaded.bad_lines)
+    rows = describe(loaded.sessions, ByteEncoder(500, 1000), page_tokens=16).rows()
+    assert all(abs(value) < 1e12 for row in rows for value in row.values() if isinstance(value, float))
+
+
+AZURE_BAD = [
+    "2023-11-16 18:17:04+00:00,3,1",  # with a time zone after rows without
+    "2023-11-16 18:17:02,3,1",  # before the first
+    "9999-11-16 18:17:02,3,1",
+    "2023-11-16 18:17:04,inf,1",
+    "2023-11-16 18:17:04," + "9" * 400 + ",1",
+    "2023-11-16 18:17:04,3," + "9" * 400,
+    "2023-11-16 18:17:04," + "9" * 5000 + ",1",
+    "2023-11-16 18:17:04," + "9" * 200_000 + ",1",
+    '"' + "x" * 200_000,
+    "2023-11-16 18:17:04,3,1\rx",
+    "\u2003",
+    "\0",
+]
+
+
+@pytest.mark.parametrize("row", AZURE_BAD, ids=range(len(AZURE_BAD)))
+def test_a_hostile_row_of_an_azure_trace_is_a_bad_line(write_trace: WriteTrace, row: str) -> None:
+    head = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03,3,1"]
+    loaded = load_sessions(str(write_trace("a.csv", *head, row)))
+    assert len(loaded.sessions) == 1
+    (bad,) = loaded.bad_lines
+    assert bad.line == 3
+    assert len(bad.reason) < 300
+
+
+@pytest.mark.parametrize("levels", [40, 400, 100_000])
+def test_sub_agents_nested_without_end_are_a_bad_line(write_trace: WriteTrace, levels: int) -> None:
+    inner = '{"agent_id": "g", "t": 0, "requests": [' * levels + "]}" * levels
+    good = json.dumps(claude_record(request(0, 1, 2)))
+    loaded = load_sessions(str(write_trace("a.jsonl", good, good.replace('"requests": [', f'"requests": [{inner}, '))))
+    assert len(loaded.bad_lines) == 1
+    assert "nested" in loaded.bad_lines[0].reason
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"s": "\\ud800"}', b"\xff"], ids=len)
+def test_tool_schemas_that_cannot_be_used_are_one_clear_error(tmp_path: Path, write_trace: WriteTrace, content: bytes) -> None:
+    (tmp_path / "swe_tools.json").write_bytes(content)
+    path = write_trace("a.jsonl", swe_record(user("a"), assistant("b"), tools_ref="s"))
+    with pytest.raises(TraceError, match=r"swe_tools\.json"):
+        load_sessions(str(path))

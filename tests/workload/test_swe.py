@@ -99,7 +99,7 @@ def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) ->
     with pytest.raises(TraceError, match=r"need swe_tools\.json in the trace's folder"):
         read(record, tmp_path)
     (tmp_path / "swe_tools.json").write_text("{}")
-    with pytest.raises(BadRecord, match="tools_ref 'kit' is not in"):
+    with pytest.raises(BadRecord, match="tools_ref \"kit\" is not in"):
         read(record, tmp_path)
     (tmp_path / "swe_tools.json").write_text("not json")
     with pytest.raises(TraceError, match="is not JSON"):
@@ -162,7 +162,7 @@ def test_clipped_results_are_counted() -> None:
 BAD_LINES = [
     (swe_record(user("a")), "makes no request"),
     (swe_record("turn"), "turn 0: a turn must be an object"),  # type: ignore[arg-type]
-    (swe_record({"role": "robot", "content": "a"}), "turn 0: unknown role 'robot'"),
+    (swe_record({"role": "robot", "content": "a"}), "turn 0: unknown role \"robot\""),
     (swe_record({"content": "a"}), "turn 0: 'role' must be a text"),
     (swe_record(user("a"), assistant("b", usage={"out": -1})), "turn 1: 'out' must be a whole number"),
     (swe_record(user("a"), assistant("b", tool_calls=["ls"])), "turn 1: a tool call must be an object"),

@@ -1,0 +1,69 @@
+"""Types of command line arguments: text to a number in its range, with a message that says what is allowed.
+
+All raise argparse.ArgumentTypeError, which argparse turns into its one line of usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from sgl_kvtier.outside import MOST_WHOLE, is_number, is_whole, shown
+from sgl_kvtier.sizes import parse_bytes
+
+
+def whole_from(low: int, high: int = MOST_WHOLE) -> Callable[[str], int]:
+    """The type of whole numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value: object = int(text)
+        except ValueError:
+            value = None
+        if not is_whole(value, low, high):
+            raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number {_span(low, high)}")
+        return value
+
+    return parse
+
+
+def number_from(low: float, high: float = MOST_WHOLE) -> Callable[[str], float]:
+    """The type of finite numbers from `low` to `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value: object = float(text)
+        except ValueError:
+            value = None
+        if not is_number(value, low, high):
+            raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number {_span(low, high)}")
+        return value
+
+    return parse
+
+
+positive = whole_from(1)
+count = whole_from(0)
+seed = whole_from(0)
+port = whole_from(1, 65535)
+not_negative = number_from(0)
+
+
+def above_nought(text: str) -> float:
+    """A finite number above 0."""
+    value = not_negative(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a number above 0")
+    return value
+
+
+def size(text: str) -> int:
+    """A size in bytes such as 4GiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a size such as 4GiB or 500MB") from error
+
+
+def _span(low: float, high: float) -> str:
+    return f"of at least {low:g}" if high == MOST_WHOLE else f"from {low:g} to {high:g}"
