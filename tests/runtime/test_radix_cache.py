@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime.radix_cache import KVTierRadixCache
@@ -45,11 +47,13 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
 ) -> None:
     monkeypatch.setattr(UnifiedRadixCache, "init_hicache", lambda self, server_args, params: None)
     tree = bare()
-    tree.sidecar_pool_specs = ["indexer"]
+    tree.tree_components = (ComponentType.FULL,)
+    tree.sidecar_pool_specs = [SimpleNamespace(pool_name=PoolName.INDEXER)]
+    extra = '{"store": {"path": "unused"}, "policy": {"restore": "both", "prefetch": "kvtier"}}'
     with caplog.at_level(logging.WARNING):
-        tree.init_hicache(None, None)
-    assert tree.engine is None and tree.tick is None and tree.turns is None
-    assert "another kind" in caplog.text
+        tree.init_hicache(SimpleNamespace(hicache_storage_backend_extra_config=extra), None)
+    assert tree.engine is None and tree.tick is None and tree.ahead is None and tree.turns is None
+    assert "prefixes are restored and pages are prefetched and evicted SGLang's own way: indexer" in caplog.text
 
 
 def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
