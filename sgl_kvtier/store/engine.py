@@ -19,7 +19,8 @@ from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, 
 from sgl_kvtier.store.columns import Columns, columns_of
 from sgl_kvtier.store.core import Complaints, Core
 from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import DROP, POOL_BYTES, RECORD, SlotHead
+from sgl_kvtier.store.erasing import Eraser
+from sgl_kvtier.store.format import POOL_BYTES, RECORD, SlotHead
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.store.index_log import IndexLog
 from sgl_kvtier.store.jobs import Ended
@@ -32,7 +33,7 @@ from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
 from sgl_kvtier.store.slots import EMPTY, Rows, State
 from sgl_kvtier.store.transfer import Mover
-from sgl_kvtier.store.writes import Writer, find_pages, pool_names, records_of
+from sgl_kvtier.store.writes import Writer, find_pages, pool_names
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -68,13 +69,14 @@ class DiskStore:
 
     def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
         io = probe_direct_io(env, folder.path, config.direct_io)
-        log = IndexLog(env, folder.path, identity.fingerprint)
+        log = IndexLog(env, folder.path, identity.fingerprint, durable=config.durable)
         self._folder = folder
         self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path))
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
         self._lanes = self._open_lanes()
-        self._writer = Writer(self._core, self._room, self._lanes)
+        self._eraser = Eraser(self._core, self._room)
+        self._writer = Writer(self._core, self._room, self._lanes, self._eraser)
         self._suspects: dict[int, int] = {}
         self._opened_at = env.now()
         logger.info(
@@ -138,8 +140,8 @@ class DiskStore:
             located = self._locate(columns, names)
         try:
             return self._lanes.read(columns, located, priority, deadline, on_page, self._settle)
-        except (BufferError, TypeError, ValueError):
-            # Memory that cannot be read into is the caller's mistake; the pages must not stay pinned for it.
+        except BaseException:
+            # Memory that cannot be read into, or none left: the pages must not stay pinned for it.
             self._unpin(located.rows[located.rows != EMPTY])
             raise
 
@@ -150,20 +152,16 @@ class DiskStore:
         return self._writer.put(pages)
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
-        with self._core.lock:
+        def here() -> Rows:
             rows = self._core.table.find(keys, pool)
-            rows = np.unique(rows[rows != EMPTY])
-            rows, heads = self._doom(rows[self._core.table.state[rows] == State.LIVE])
-        self._erase(rows, heads)
-        return len(rows)
+            return np.unique(rows[rows != EMPTY])
+
+        return self._remove(here)
 
     def clear(self) -> int:
         table = self._core.table
         removed = self._room.give_back_idle()
-        with self._core.lock:
-            rows, heads = self._doom(np.flatnonzero(table.state == State.LIVE))
-        self._erase(rows, heads)
-        return removed + len(rows)
+        return removed + self._remove(lambda: np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING)))
 
     def sync(self) -> bool:
         """Makes every page stored so far survive a power loss; False when the device did not confirm it."""
@@ -198,15 +196,17 @@ class DiskStore:
             core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any())
         # Whoever still makes or removes a segment ends first: the folder may be another owner's as soon as it is released.
         with self._room.changing:
-            if core.log.lost or core.log.worth_rewriting(0):
-                core.log.rewrite(self._snapshot)
-            with contextlib.suppress(OSError):
-                self._room.sync()
-            with contextlib.suppress(OSError):
-                core.log.sync()
-            core.log.close()
-            self._room.close()
-            self._folder.release(core.env)
+            try:
+                if core.log.lost or core.log.worth_rewriting(0):
+                    core.log.rewrite(self._snapshot)
+                with contextlib.suppress(OSError):
+                    self._room.sync()
+                with contextlib.suppress(OSError):
+                    core.log.sync()
+            finally:
+                core.log.close()
+                self._room.close()
+                self._folder.release(core.env)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
         """Flips one bit of a stored page's payload on disk, for fault injection; False when the page is not there."""
@@ -245,13 +245,14 @@ class DiskStore:
         hit = (rows != EMPTY) & (table.state[any_row] == State.LIVE) & (lengths == asked.lengths)
         rows[~hit] = EMPTY
         found = rows[hit]
-        table.pin(found)
-        table.touch(found)
         segment = table.segment[any_row]
-        return Located(
+        located = Located(
             self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row], lengths,
             *self._room.slots_of(any_row, segment, hit),
         )  # fmt: skip
+        table.touch(found)
+        table.pin(found)  # last: whoever gets no answer has nothing to give back
+        return located
 
     def _heads(self, rows: Rows) -> list[SlotHead]:
         """Locked. What the slots of these rows must say."""
@@ -284,16 +285,16 @@ class DiskStore:
         good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
         corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT} if len(good) < len(ended) else set()
         failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED] if len(good) < len(ended) else []
-        if corrupt or failed:
-            deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
-            # A slot that was deleted while it was being read is no damage.
-            ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
         indexes = good if len(good) == len(ended) else np.array([i for i, _ in ended], np.int64)
         rows = located.rows[indexes]
+        try:
+            if corrupt or failed:
+                deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
+                # A slot that was deleted while it was being read is no damage.
+                ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
+        finally:
+            self._unpin(rows[rows != EMPTY])
         with core.lock:
-            self._room.release(core.table.unpin(rows[rows != EMPTY]))
-            if core.closing:
-                core.lock.notify_all()
             core.counters.pages_read += len(good)
             core.counters.bytes_read += int(located.lengths[good].sum())
             for _, outcome in ended if len(good) < len(ended) else ():
@@ -315,48 +316,50 @@ class DiskStore:
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
         """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows stay pinned."""
         core = self._core
-        dropped = []
+        dropped: dict[int, int] = {}
         with core.lock:
             for i in corrupt + failed:
                 row, sequence = int(located.rows[i]), int(located.sequences[i])
-                if core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
+                if row in dropped or core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
                     continue
                 if i not in corrupt and self._suspects.pop(row, None) != sequence:
                     # One failed read may be the device's bad moment; a second one costs the page.
                     self._suspects[row] = sequence
                     continue
-                dropped.append(i)
-                core.table.drop(np.array([row]))
-        self._erase_heads([located.head(i) for i in dropped if i in corrupt])
-        core.log.append(records_of([located.head(i) for i in dropped], DROP))
-        return set(dropped)
+                dropped[row] = i
+            gone = self._eraser.forget(np.array(list(dropped), np.int64))
+        self._eraser.erase(gone)
+        return set(dropped.values())
 
-    def _doom(self, rows: Rows) -> tuple[Rows, list[SlotHead]]:
-        """Locked. Pages that nobody can find any more, pinned until `_erase`. None while closing."""
-        rows = rows[:0] if self._core.closing else rows
-        heads = self._heads(rows)
-        self._core.table.pin(rows)
-        self._core.table.drop(rows)
-        return rows, heads
-
-    def _erase(self, rows: Rows, heads: list[SlotHead]) -> None:
-        """Takes pages off the disk for good, so that no later scan finds them."""
-        self._erase_heads(heads)
-        self._core.log.append(records_of(heads, DROP))
-        self._unpin(rows)
+    def _remove(self, find: Callable[[], Rows]) -> int:
+        """Deletes the pages that `find` returns, called with the lock, and any trace of pages that are gone already. None while
+        closing."""
+        core = self._core
+        removed = 0
+        for _ in range(2):  # what is being written the first time is there the second time
+            with core.lock:
+                if core.closing:
+                    return removed
+                unsaid = self._eraser.unsaid()
+                rows = find()
+                live = rows[core.table.state[rows] == State.LIVE]
+                gone = self._eraser.forget(live)
+            self._eraser.erase(gone)
+            removed += len(live)
+            self._eraser.settle(unsaid)
+            if len(live) == len(rows):
+                break
+        if core.config.durable and self.sync():
+            try:
+                self._room.sync_names()
+            except OSError as error:
+                core.complaints.about("syncing the folder", error)
+        return removed
 
     def _unpin(self, rows: Rows) -> None:
         with self._core.lock:
             self._room.release(self._core.table.unpin(rows))
             self._core.lock.notify_all()
-
-    def _erase_heads(self, heads: list[SlotHead]) -> None:
-        mover = self._mover() if heads else None
-        for head in heads:
-            try:
-                mover.erase(self._room.segments[head.segment], head.slot)  # type: ignore[union-attr]
-            except OSError as error:
-                self._core.complaints.about("deleting pages", error)
 
     def _snapshot(self) -> np.ndarray:
         return snapshot(self._core, self._room)

@@ -46,7 +46,8 @@ RECORD = np.dtype(
         ("kind", "<u4"),
     ]
 )
-"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP)."""
+"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP); or nothing was written that is not in the lines
+before (SETTLED)."""
 
 FIRST_WORD = np.dtype({"names": ["word"], "formats": ["<u8"], "offsets": [0], "itemsize": RECORD.itemsize})
 """The same line, of which only the first 64 bits of the key are of interest."""
@@ -70,6 +71,7 @@ HEAD = np.dtype(
 
 PUT = 1
 DROP = 2
+SETTLED = 3
 
 _ZEROS = bytes(BLOCK)
 
@@ -211,6 +213,11 @@ def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] |
     if block[:BLOCK] != pack_segment_head(identity, segment, nbytes, slots):
         return None
     return segment, nbytes, slots
+
+
+def settled(sequence: int) -> np.ndarray:
+    """The line that says: whatever was written up to this sequence number and is not in the lines before is gone."""
+    return np.array([(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD)  # segments are counted from 1: it is about no slot
 
 
 def pack_log_head(identity: bytes) -> bytes:
