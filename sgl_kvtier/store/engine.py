@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store import forks
 from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
 from sgl_kvtier.store.columns import Columns, columns_of
 from sgl_kvtier.store.core import Complaints, Core
@@ -23,7 +25,7 @@ from sgl_kvtier.store.erasing import Eraser
 from sgl_kvtier.store.format import POOL_BYTES, RECORD, SlotHead
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.jobs import Ended
+from sgl_kvtier.store.jobs import Ended, OrderedJob
 from sgl_kvtier.store.lanes import Lanes, ThreadLanes
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
@@ -31,7 +33,7 @@ from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes, ring_lanes
 from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
-from sgl_kvtier.store.slots import EMPTY, Rows, State
+from sgl_kvtier.store.slots import EMPTY, Rows, SlotTable, State
 from sgl_kvtier.store.transfer import Mover
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
 from sgl_kvtier.types import Lookup, PageKey
@@ -51,26 +53,33 @@ def open_store(
     if ranks < 1:
         raise StoreError(f"a store has at least one rank, not {ranks}")
     folder = own_rank_folder(env, config.path, identity, rank)
+    forks.owns(folder)
     try:
-        return DiskStore(env, config, identity, folder, ranks)
+        store = DiskStore(env, config, identity, folder, ranks)
+        forks.owns(folder, store._leave_to_parent)
+        return store
     except OSError as error:
-        folder.release(env)
+        forks.release(env, folder)
         raise StoreError(
             f"cannot open the pages in {folder.path}: {error}. Check the disk, set store.direct_io to auto if it is on, "
             "or choose another store.path"
         ) from error
     except BaseException:
-        folder.release(env)
+        forks.release(env, folder)
         raise
 
 
 class DiskStore:
-    """A `PageStore` in a folder that this process owns. Made by `open_store`."""
+    """A `PageStore` in a folder that this process owns. Made by `open_store`.
+
+    In a process forked from the one that opened it, it is closed and empty: every page is a miss and every put refused.
+    """
 
     def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
         io = probe_direct_io(env, folder.path, config.direct_io)
         log = IndexLog(env, folder.path, identity.fingerprint, durable=config.durable)
         self._folder = folder
+        self._forked = False
         self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path))
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
@@ -133,6 +142,10 @@ class DiskStore:
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob:
+        if self._forked:
+            nothing = OrderedJob(len(pages), None, on_page)
+            nothing.end_rest(ReadOutcome.MISS)
+            return nothing
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
         columns = columns_of(pages)
         names = pool_names(columns)
@@ -164,7 +177,9 @@ class DiskStore:
         return removed + self._remove(lambda: np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING)))
 
     def sync(self) -> bool:
-        """Makes every page stored so far survive a power loss; False when the device did not confirm it."""
+        """Makes every page stored so far survive a power loss; False when the device did not confirm it, or after `close`."""
+        if self._core.closing:
+            return False
         try:
             self._room.sync()
             self._core.log.sync()
@@ -206,7 +221,7 @@ class DiskStore:
             finally:
                 core.log.close()
                 self._room.close()
-                self._folder.release(core.env)
+                forks.release(core.env, self._folder)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
         """Flips one bit of a stored page's payload on disk, for fault injection; False when the page is not there."""
@@ -215,7 +230,7 @@ class DiskStore:
             rows = self._core.table.find([key], pool)
             if core.closing or rows[0] == EMPTY or core.table.state[rows[0]] != State.LIVE:
                 return False
-            head = self._heads(rows)[0]
+            head = self._head(int(rows[0]))
             core.table.pin(rows)
         try:
             self._mover().flip(self._room.segments[head.segment], head, bit % (8 * head.length))
@@ -229,6 +244,16 @@ class DiskStore:
             rings = ring_lanes(core.config.io, self.direct_io, core.config.io_threads)
             return NativeLanes(core.config.io_threads, core.config.verify_reads, core.io.alignment, rings)
         return ThreadLanes(core.env, self._mover, core.config.io_threads)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: forgets the pages and closes the files. No lock of before is touched, since whoever holds it is not in this process."""
+        core = self._core
+        self._forked = True
+        core.lock = threading.Condition()
+        core.closing = True
+        core.table = SlotTable()
+        core.log.leave_to_parent()
+        self._room.leave_to_parent()
 
     def _mover(self) -> Mover:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
@@ -254,24 +279,14 @@ class DiskStore:
         table.pin(found)  # last: whoever gets no answer has nothing to give back
         return located
 
-    def _heads(self, rows: Rows) -> list[SlotHead]:
-        """Locked. What the slots of these rows must say."""
+    def _head(self, row: int) -> SlotHead:
+        """Locked. What the slot of this row must say."""
         table = self._core.table
-        heads = []
-        for row in rows.tolist():
-            segment = self._room.segments[int(table.segment[row])]
-            heads.append(
-                SlotHead(
-                    self._core.identity,
-                    table.key_of(row),
-                    table.pools[table.pool[row]],
-                    int(table.sequence[row]),
-                    int(table.length[row]),
-                    segment.number,
-                    row - segment.base,
-                )
-            )
-        return heads
+        segment = self._room.segments[int(table.segment[row])]
+        pool = table.pools[table.pool[row]]
+        return SlotHead(
+            self._core.identity, table.key_of(row), pool, int(table.sequence[row]), int(table.length[row]), segment.number, row - segment.base
+        )
 
     def _settle(self, located: Located, ended: Ended) -> Ended:
         """Settles pages that were read or will not be: drops the damaged, unpins, counts."""

@@ -43,7 +43,7 @@ class Eraser:
         self._room = room
         self._under_way: list[Gone] = []
         self._left = False
-        """A header that could not be erased, and no record says so."""
+        """There is a header that could not be erased, and no record says so."""
 
     def forget(self, rows: Rows) -> Gone:
         """Locked. Makes pages impossible to find; `erase` has to follow outside the lock."""
@@ -68,18 +68,21 @@ class Eraser:
         """Zeroes the headers of slots that nobody else may write, and logs that they hold nothing. Never raises OSError."""
         if not len(records):
             return
-        mover = Mover(self._core.env, self._core.io, self._core.config.verify_reads)
-        failed = False
-        for number, slot in zip(records["segment"].tolist(), records["slot"].tolist(), strict=True):
-            segment = self._room.segments[number]
-            try:
-                mover.erase(segment, slot)
-            except OSError as error:
-                self._core.complaints.about("deleting pages", error)
-                failed = True
-            segment.dirty = True
-        if not self._core.log.append(records) and failed:
-            self._left = True
+        said = failed = False
+        try:
+            mover = Mover(self._core.env, self._core.io, self._core.config.verify_reads)
+            for number, slot in zip(records["segment"].tolist(), records["slot"].tolist(), strict=True):
+                segment = self._room.segments[number]
+                try:
+                    mover.erase(segment, slot)
+                except OSError as error:
+                    self._core.complaints.about("deleting pages", error)
+                    failed = True
+                segment.dirty = True
+            said = self._core.log.append(records) or not failed
+        finally:
+            if not said:
+                self._left = True
 
     def unsaid(self) -> Unsaid:
         """Locked. What `settle` has to wait for, so that all that was forgotten until now is gone."""

@@ -167,6 +167,11 @@ class IndexLog:
             self._closed = True
             self._drop_descriptor()
 
+    def leave_to_parent(self) -> None:
+        """`close` in a forked child, where nobody may be left to give the lock back."""
+        self._lock = threading.Lock()
+        self.close()
+
     def _lose(self, error: OSError) -> None:
         """Locked. Makes a log that misses records end in the middle of a frame, or takes it away. What it says stays true of the
         time before. Also a full disk lets a file grow by nothing, or go."""

@@ -93,7 +93,7 @@ class TroubledEnv(Env):
 
     def open(self, path: str, flags: int) -> int:
         fd = super().open(path, flags)
-        (self._logs.add if os.path.basename(path) == "index.log" else self._logs.discard)(fd)
+        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(fd)
         return fd
 
     def pwritev(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
