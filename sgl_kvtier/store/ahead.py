@@ -50,7 +50,8 @@ class ReadAhead:
                 self._jobs[-1].cancel()
         while len(self._ended) < last - first:
             self._jobs[0].wait()
-            self._ended += self._jobs.popleft().outcomes
+            self._ended += self._jobs[0].outcomes
+            self._jobs.popleft()  # not before its outcomes are there: those of the next pages would be taken for them
         self._collected = last
         found, self._ended = self._ended[: last - first], self._ended[last - first :]
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,14 +17,16 @@ from numpy.typing import NDArray
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store import forks
 from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
 from sgl_kvtier.store.columns import Columns, columns_of
 from sgl_kvtier.store.core import Complaints, Core
 from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import DROP, POOL_BYTES, RECORD, SlotHead
+from sgl_kvtier.store.erasing import Eraser
+from sgl_kvtier.store.format import POOL_BYTES, RECORD, SlotHead
 from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.jobs import Ended
+from sgl_kvtier.store.jobs import Ended, OrderedJob
 from sgl_kvtier.store.lanes import Lanes, ThreadLanes
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
@@ -31,9 +34,9 @@ from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes, ring_lanes
 from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.room import Room
 from sgl_kvtier.store.segment import probe_direct_io
-from sgl_kvtier.store.slots import EMPTY, Rows, State
+from sgl_kvtier.store.slots import EMPTY, Rows, SlotTable, State
 from sgl_kvtier.store.transfer import Mover
-from sgl_kvtier.store.writes import Writer, find_pages, pool_names, records_of
+from sgl_kvtier.store.writes import Writer, find_pages, pool_names
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -51,32 +54,40 @@ def open_store(
     if ranks < 1:
         raise StoreError(f"a store has at least one rank, not {ranks}")
     folder = own_rank_folder(env, config.path, identity, rank)
+    forks.owns(folder)
     try:
-        return DiskStore(env, config, identity, folder, ranks)
+        store = DiskStore(env, config, identity, folder, ranks)
+        forks.owns(folder, store._leave_to_parent)
+        return store
     except OSError as error:
-        folder.release(env)
+        forks.release(env, folder)
         raise StoreError(
             f"cannot open the pages in {folder.path}: {error}. Check the disk, set store.direct_io to auto if it is on, "
             "or choose another store.path"
         ) from error
     except BaseException:
-        folder.release(env)
+        forks.release(env, folder)
         raise
 
 
 class DiskStore:
-    """A `PageStore` in a folder that this process owns. Made by `open_store`."""
+    """A `PageStore` in a folder that this process owns. Made by `open_store`.
+
+    In a process forked from the one that opened it, it is closed and empty: every page is a miss and every put refused.
+    """
 
     def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
         io = probe_direct_io(env, folder.path, config.direct_io)
         check_owner = functools.partial(folder.check, env)
-        log = IndexLog(env, folder.path, identity.fingerprint, check_owner)
+        log = IndexLog(env, folder.path, identity.fingerprint, check_owner, durable=config.durable)
         self._folder = folder
+        self._forked = False
         self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path), check_owner)
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
         self._lanes = self._open_lanes()
-        self._writer = Writer(self._core, self._room, self._lanes)
+        self._eraser = Eraser(self._core, self._room)
+        self._writer = Writer(self._core, self._room, self._lanes, self._eraser)
         self._suspects: dict[int, int] = {}
         self._opened_at = env.now()
         logger.info(
@@ -133,6 +144,10 @@ class DiskStore:
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob:
+        if self._forked:
+            nothing = OrderedJob(len(pages), None, on_page)
+            nothing.end_rest(ReadOutcome.MISS)
+            return nothing
         deadline = None if deadline_s is None else self._core.env.now() + deadline_s
         columns = columns_of(pages)
         names = pool_names(columns)
@@ -140,8 +155,8 @@ class DiskStore:
             located = self._locate(columns, names)
         try:
             return self._lanes.read(columns, located, priority, deadline, on_page, self._settle)
-        except (BufferError, TypeError, ValueError):
-            # Memory that cannot be read into is the caller's mistake; the pages must not stay pinned for it.
+        except BaseException:
+            # Memory that cannot be read into, or none left: the pages must not stay pinned for it.
             self._unpin(located.rows[located.rows != EMPTY])
             raise
 
@@ -152,23 +167,21 @@ class DiskStore:
         return self._writer.put(pages)
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
-        with self._core.lock:
+        def here() -> Rows:
             rows = self._core.table.find(keys, pool)
-            rows = np.unique(rows[rows != EMPTY])
-            rows, heads = self._doom(rows[self._core.table.state[rows] == State.LIVE])
-        self._erase(rows, heads)
-        return len(rows)
+            return np.unique(rows[rows != EMPTY])
+
+        return self._remove(here)
 
     def clear(self) -> int:
         table = self._core.table
         removed = self._room.give_back_idle()
-        with self._core.lock:
-            rows, heads = self._doom(np.flatnonzero(table.state == State.LIVE))
-        self._erase(rows, heads)
-        return removed + len(rows)
+        return removed + self._remove(lambda: np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING)))
 
     def sync(self) -> bool:
-        """Makes every page stored so far survive a power loss; False when the device did not confirm it."""
+        """Makes every page stored so far survive a power loss; False when the device did not confirm it, or after `close`."""
+        if self._core.closing:
+            return False
         try:
             self._room.sync()
             self._core.log.sync()
@@ -200,15 +213,17 @@ class DiskStore:
             core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any())
         # Whoever still makes or removes a segment ends first: the folder may be another owner's as soon as it is released.
         with self._room.changing:
-            if core.log.lost or core.log.worth_rewriting(0):
-                core.log.rewrite(self._snapshot)
-            with contextlib.suppress(OSError):
-                self._room.sync()
-            with contextlib.suppress(OSError):
-                core.log.sync()
-            core.log.close()
-            self._room.close()
-            self._folder.release(core.env)
+            try:
+                if core.log.lost or core.log.worth_rewriting(0):
+                    core.log.rewrite(self._snapshot)
+                with contextlib.suppress(OSError):
+                    self._room.sync()
+                with contextlib.suppress(OSError):
+                    core.log.sync()
+            finally:
+                core.log.close()
+                self._room.close()
+                forks.release(core.env, self._folder)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
         """Flips one bit of a stored page's payload on disk, for fault injection; False when the page is not there."""
@@ -217,7 +232,7 @@ class DiskStore:
             rows = self._core.table.find([key], pool)
             if core.closing or rows[0] == EMPTY or core.table.state[rows[0]] != State.LIVE:
                 return False
-            head = self._heads(rows)[0]
+            head = self._head(int(rows[0]))
             core.table.pin(rows)
         try:
             self._mover().flip(self._room.segments[head.segment], head, bit % (8 * head.length))
@@ -231,6 +246,16 @@ class DiskStore:
             rings = ring_lanes(core.config.io, self.direct_io, core.config.io_threads)
             return NativeLanes(core.config.io_threads, core.config.verify_reads, core.io.alignment, rings)
         return ThreadLanes(core.env, self._mover, core.config.io_threads)
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: forgets the pages and closes the files. No lock of before is touched, since whoever holds it is not in this process."""
+        core = self._core
+        self._forked = True
+        core.lock = threading.Condition()
+        core.closing = True
+        core.table = SlotTable()
+        core.log.leave_to_parent()
+        self._room.leave_to_parent()
 
     def _mover(self) -> Mover:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
@@ -247,32 +272,23 @@ class DiskStore:
         hit = (rows != EMPTY) & (table.state[any_row] == State.LIVE) & (lengths == asked.lengths)
         rows[~hit] = EMPTY
         found = rows[hit]
-        table.pin(found)
-        table.touch(found)
         segment = table.segment[any_row]
-        return Located(
+        located = Located(
             self._core.identity, rows, table.keys[any_row], names, table.sequence[any_row], lengths,
             *self._room.slots_of(any_row, segment, hit),
         )  # fmt: skip
+        table.touch(found)
+        table.pin(found)  # last: whoever gets no answer has nothing to give back
+        return located
 
-    def _heads(self, rows: Rows) -> list[SlotHead]:
-        """Locked. What the slots of these rows must say."""
+    def _head(self, row: int) -> SlotHead:
+        """Locked. What the slot of this row must say."""
         table = self._core.table
-        heads = []
-        for row in rows.tolist():
-            segment = self._room.segments[int(table.segment[row])]
-            heads.append(
-                SlotHead(
-                    self._core.identity,
-                    table.key_of(row),
-                    table.pools[table.pool[row]],
-                    int(table.sequence[row]),
-                    int(table.length[row]),
-                    segment.number,
-                    row - segment.base,
-                )
-            )
-        return heads
+        segment = self._room.segments[int(table.segment[row])]
+        pool = table.pools[table.pool[row]]
+        return SlotHead(
+            self._core.identity, table.key_of(row), pool, int(table.sequence[row]), int(table.length[row]), segment.number, row - segment.base
+        )
 
     def _settle(self, located: Located, ended: Ended) -> Ended:
         """Settles pages that were read or will not be: drops the damaged, unpins, counts."""
@@ -286,16 +302,16 @@ class DiskStore:
         good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
         corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT} if len(good) < len(ended) else set()
         failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED] if len(good) < len(ended) else []
-        if corrupt or failed:
-            deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
-            # A slot that was deleted while it was being read is no damage.
-            ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
         indexes = good if len(good) == len(ended) else np.array([i for i, _ in ended], np.int64)
         rows = located.rows[indexes]
+        try:
+            if corrupt or failed:
+                deleted = corrupt - self._drop_bad(located, sorted(corrupt), failed)
+                # A slot that was deleted while it was being read is no damage.
+                ended = [(i, ReadOutcome.MISS if i in deleted else outcome) for i, outcome in ended]
+        finally:
+            self._unpin(rows[rows != EMPTY])
         with core.lock:
-            self._room.release(core.table.unpin(rows[rows != EMPTY]))
-            if core.closing:
-                core.lock.notify_all()
             core.counters.pages_read += len(good)
             core.counters.bytes_read += int(located.lengths[good].sum())
             for _, outcome in ended if len(good) < len(ended) else ():
@@ -317,48 +333,50 @@ class DiskStore:
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
         """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows stay pinned."""
         core = self._core
-        dropped = []
+        dropped: dict[int, int] = {}
         with core.lock:
             for i in corrupt + failed:
                 row, sequence = int(located.rows[i]), int(located.sequences[i])
-                if core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
+                if row in dropped or core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
                     continue
                 if i not in corrupt and self._suspects.pop(row, None) != sequence:
                     # One failed read may be the device's bad moment; a second one costs the page.
                     self._suspects[row] = sequence
                     continue
-                dropped.append(i)
-                core.table.drop(np.array([row]))
-        self._erase_heads([located.head(i) for i in dropped if i in corrupt])
-        core.log.append(records_of([located.head(i) for i in dropped], DROP))
-        return set(dropped)
+                dropped[row] = i
+            gone = self._eraser.forget(np.array(list(dropped), np.int64))
+        self._eraser.erase(gone)
+        return set(dropped.values())
 
-    def _doom(self, rows: Rows) -> tuple[Rows, list[SlotHead]]:
-        """Locked. Pages that nobody can find any more, pinned until `_erase`. None while closing."""
-        rows = rows[:0] if self._core.closing else rows
-        heads = self._heads(rows)
-        self._core.table.pin(rows)
-        self._core.table.drop(rows)
-        return rows, heads
-
-    def _erase(self, rows: Rows, heads: list[SlotHead]) -> None:
-        """Takes pages off the disk for good, so that no later scan finds them."""
-        self._erase_heads(heads)
-        self._core.log.append(records_of(heads, DROP))
-        self._unpin(rows)
+    def _remove(self, find: Callable[[], Rows]) -> int:
+        """Deletes the pages that `find` returns, called with the lock, and any trace of pages that are gone already. None while
+        closing."""
+        core = self._core
+        removed = 0
+        for _ in range(2):  # what is being written the first time is there the second time
+            with core.lock:
+                if core.closing:
+                    return removed
+                unsaid = self._eraser.unsaid()
+                rows = find()
+                live = rows[core.table.state[rows] == State.LIVE]
+                gone = self._eraser.forget(live)
+            self._eraser.erase(gone)
+            removed += len(live)
+            self._eraser.settle(unsaid)
+            if len(live) == len(rows):
+                break
+        if core.config.durable and self.sync():
+            try:
+                self._room.sync_names()
+            except OSError as error:
+                core.complaints.about("syncing the folder", error)
+        return removed
 
     def _unpin(self, rows: Rows) -> None:
         with self._core.lock:
             self._room.release(self._core.table.unpin(rows))
             self._core.lock.notify_all()
-
-    def _erase_heads(self, heads: list[SlotHead]) -> None:
-        mover = self._mover() if heads else None
-        for head in heads:
-            try:
-                mover.erase(self._room.segments[head.segment], head.slot)  # type: ignore[union-attr]
-            except OSError as error:
-                self._core.complaints.about("deleting pages", error)
 
     def _snapshot(self) -> np.ndarray:
         return snapshot(self._core, self._room)

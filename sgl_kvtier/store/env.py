@@ -46,7 +46,8 @@ class Env:
     """Whether the native lanes may bypass this object. False in subclasses that want to see every call."""
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of a regular file; anything else is refused at once, whatever opening it would wait for.
+        """A descriptor of a regular file, or with O_DIRECTORY of a folder; anything else is refused at once, whatever opening it
+        would wait for.
 
         What is opened for writing belongs to this user and has mode 0600 afterwards, whatever the umask says: raises NotOursError
         where it belongs to somebody else.
@@ -54,7 +55,7 @@ class Env:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(found.st_mode) and not flags & os.O_DIRECTORY:
                 raise OSError(errno.EINVAL, "not a regular file: remove it", path)
             if flags & os.O_ACCMODE != os.O_RDONLY:
                 check_owned(path, found)

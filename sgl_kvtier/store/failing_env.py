@@ -34,6 +34,11 @@ class FailingEnv(Env):
         self.calls = 0
         self.failed = 0
 
+    @property
+    def lasting(self) -> bool:
+        """Whether calls go on failing once one has failed."""
+        return self._fault is not None and self._fault.forever
+
     def arm(self, fault: Fault | None) -> None:
         """Starts counting anew with another plan."""
         with self._lock:

@@ -46,7 +46,8 @@ RECORD = np.dtype(
         ("kind", "<u4"),
     ]
 )
-"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP)."""
+"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP); or nothing was written that is not in the lines
+before (SETTLED)."""
 
 FIRST_WORD = np.dtype({"names": ["word"], "formats": ["<u8"], "offsets": [0], "itemsize": RECORD.itemsize})
 """The same line, of which only the first 64 bits of the key are of interest."""
@@ -70,6 +71,7 @@ HEAD = np.dtype(
 
 PUT = 1
 DROP = 2
+SETTLED = 3
 
 _ZEROS = bytes(BLOCK)
 
@@ -224,6 +226,11 @@ def may_begin_a_segment(blocks: bytes) -> bool:
     if blocks[:BLOCK].startswith(_SEGMENT_MAGIC) or blocks[BLOCK:].startswith(_SLOT_MAGIC):
         return True
     return not any(blocks)
+
+
+def settled(sequence: int) -> np.ndarray:
+    """The line that says: whatever was written up to this sequence number and is not in the lines before is gone."""
+    return np.array([(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD)  # segments are counted from 1: it is about no slot
 
 
 def pack_log_head(identity: bytes) -> bytes:

@@ -50,15 +50,19 @@ class IndexLog:
     pages turned out to be damaged.
 
     An append that fails loses hints, never pages: `append` and `rewrite` return False and go on. A log that misses records is
-    removed, so that nobody takes it for whole, until `rewrite` has made another.
+    given a torn end, so that nobody takes it for whole, until `rewrite` has made another. With `durable` a new log is synced
+    before it takes the old one's place.
     """
 
-    def __init__(self, env: Env, folder: str, identity: bytes, check_owner: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, env: Env, folder: str, identity: bytes, check_owner: Callable[[], None] = lambda: None, *, durable: bool = False
+    ) -> None:
         """`check_owner` raises OSError once the folder is no longer this process's: then nothing in it is made, replaced or removed."""
         self._env = env
         self._check_owner = check_owner
         self._path = os.path.join(folder, NAME)
         self._identity = identity
+        self._durable = durable
         self._lock = threading.Lock()
         self._fd = -1
         self._end = 0
@@ -119,16 +123,20 @@ class IndexLog:
                 fd = create_file(self._env, fresh, os.O_WRONLY)
                 data = pack_log_head(self._identity) + pack_frame(live)
                 write_fully(self._env, fd, [memoryview(data)], 0)
+                if self._durable:
+                    self._env.sync(fd)
                 self._check_owner()
                 self._env.rename(fresh, self._path)
-            except OSError as error:
-                logger.debug("the index log was not rewritten: %s", error)
+            except BaseException as error:
+                self._again_at = self._env.now() + _AGAIN_S
                 if fd >= 0:
                     self._env.close(fd)
                     with contextlib.suppress(OSError):
                         self._check_owner()
                         self._env.unlink(fresh)  # on a full disk somebody else needs the room
-                self._again_at = self._env.now() + _AGAIN_S
+                if not isinstance(error, OSError):
+                    raise
+                logger.debug("the index log was not rewritten: %s", error)
                 return False
             self._drop_descriptor()
             if self._lost:
@@ -177,18 +185,30 @@ class IndexLog:
             self._closed = True
             self._drop_descriptor()
 
+    def leave_to_parent(self) -> None:
+        """`close` in a forked child, where nobody may be left to give the lock back."""
+        self._lock = threading.Lock()
+        self.close()
+
     def _lose(self, error: OSError) -> None:
-        """Locked. Takes a log away that misses records. Also a full disk lets go of a file."""
+        """Locked. Makes a log that misses records end in the middle of a frame, or takes it away. What it says stays true of the
+        time before. Also a full disk lets a file grow by nothing, or go."""
         logger.debug("index records were lost: %s", error)
         self._lost = error.errno or errno.EIO
         self._again_at = max(self._again_at, self._mended_at + _AGAIN_S)  # a disk that is full again at once
+        try:
+            if self._fd < 0:
+                raise OSError(errno.EBADF, "the index log could not be opened")
+            self._env.truncate(self._fd, self._end + 1)
+        except OSError as whole:
+            logger.debug("the index log does not grow: %s", whole)
+            try:
+                self._check_owner()
+                self._env.unlink(self._path)
+            except OSError as stays:
+                logger.debug("the index log cannot be removed: %s", stays)
         self._drop_descriptor()
         self._end = self._records = 0
-        try:
-            self._check_owner()
-            self._env.unlink(self._path)
-        except OSError as stays:
-            logger.debug("the index log cannot be removed: %s", stays)
 
     def _drop_descriptor(self) -> None:
         if self._fd >= 0:

@@ -99,7 +99,7 @@ class OrderedJob:
     def _close(self, ended: Ended, begun: int) -> None:
         if not ended:
             return
-        ended = self._settle(ended)
+        ended = settled_or_failed(lambda: self._settle(ended), ended)
         if self._on_page is not None:
             self._call_back(self._on_page, ended)
         with self._changed:
@@ -118,6 +118,16 @@ class OrderedJob:
             except Exception:
                 # Somebody else's code on our I/O thread: the lane has to outlive it.
                 logger.exception("an on_page callback failed")
+
+
+def settled_or_failed(settle: Callable[[], Ended], ended: Ended) -> Ended:
+    """What `settle` makes of pages that ended; FAILED where it raises, so that whoever waits for them is not left waiting."""
+    try:
+        return settle()
+    except Exception:
+        # Out of memory, or a mistake of ours: nobody is told that these pages are right.
+        logger.exception("settling pages failed")
+        return [(index, ReadOutcome.FAILED) for index, _ in ended]
 
 
 Settle = Callable[[Located, Ended], Ended]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -104,18 +105,21 @@ class ThreadLanes:
         parts = iter([memoryview(part).cast("B") for part in pages.buffers])
         into = [list(itertools.islice(parts, count)) for count in pages.parts.tolist()]
         job = DiskReadJob(into, located, deadline, on_page, settle)
-        order = next(self._order)
+        entry = (operator.index(priority), next(self._order), job)  # what cannot be compared would stay in the queue
         with self._changed:
             closing = self._closing
             if not closing:
-                heapq.heappush(self._queue, (priority, order, job))
+                heapq.heappush(self._queue, entry)
                 self._changed.notify(job.count)
         if closing:
             job.end_rest(ReadOutcome.CANCELLED)
         elif deadline is not None:
-            with self._watch_changed:
-                heapq.heappush(self._deadlines, (deadline, order, job))
-                self._watch_changed.notify()
+            try:
+                with self._watch_changed:
+                    heapq.heappush(self._deadlines, (deadline, entry[1], job))
+                    self._watch_changed.notify()
+            except MemoryError:
+                job.end_rest(ReadOutcome.LATE)  # it is under way: whoever gets an exception believes that it is not
         return job
 
     def write(

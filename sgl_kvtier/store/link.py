@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import operator
+import os
 import threading
 import time
 from collections import deque
@@ -62,6 +64,7 @@ class Link:
         self._under_way: deque[tuple[LinkJob, int, float]] = deque()
         self._free_at = 0.0
         self._closing = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._serve, name="kvtier-link", daemon=True)
         self._thread.start()
 
@@ -77,12 +80,16 @@ class Link:
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
     ) -> LinkJob:
-        """Queues a read; after `close` it is CANCELLED at once."""
+        """Queues a read; after `close` it is CANCELLED at once, and in a forked process, which has no link, a MISS."""
         job = LinkJob(pages, deadline, on_page, time.monotonic() + self._latency_s)
+        if os.getpid() != self._process:
+            job.end_rest(ReadOutcome.MISS)
+            return job
+        entry = (operator.index(priority), next(self._order), job)  # what cannot be compared would stay in the queue
         with self._changed:
             closing = self._closing
             if not closing:
-                heapq.heappush(self._queue, (priority, next(self._order), job))
+                heapq.heappush(self._queue, entry)
                 self._changed.notify()
         if closing:
             job.end_rest(ReadOutcome.CANCELLED)
@@ -90,6 +97,8 @@ class Link:
 
     def close(self) -> None:
         """Delivers what is under way and cancels the rest. Idempotent."""
+        if os.getpid() != self._process:
+            return
         with self._changed:
             self._closing = True
             left, self._queue = self._queue, []

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.columns import Columns
 from sgl_kvtier.store.format import BLOCK, HEAD
-from sgl_kvtier.store.jobs import Ended, Settle
+from sgl_kvtier.store.jobs import Ended, Settle, settled_or_failed
 from sgl_kvtier.store.lanes import WRITE_RUN_BYTES
 from sgl_kvtier.store.located import Located
 from sgl_kvtier.store.slots import EMPTY, Rows
@@ -131,7 +131,7 @@ class NativeReadJob:
     def wait(self, timeout_s: float | None = None) -> bool:
         if not self._job.wait(-1.0 if timeout_s is None else max(0.0, timeout_s)):
             self._reap()
-            return False
+            return self._unsettled == 0  # all may have ended just now, or before this process was forked
         self._reap()
         with self._settling:
             return self._settled.wait_for(lambda: self._unsettled == 0, timeout_s)
@@ -144,7 +144,7 @@ class NativeReadJob:
         with self._settling:
             ended: Ended = self._job.take(_OUTCOMES)
             if ended:
-                ended = self._settle(self.located, ended)
+                ended = settled_or_failed(functools.partial(self._settle, self.located, ended), ended)
             if self.on_page is None:
                 self._record(ended)
         if self.on_page is not None:
@@ -211,13 +211,17 @@ class NativeLanes:
         fds, sizes, offsets = _places(located)
         heads = located.heads()
         with self._lock:
-            job.begin(
-                self._pool.submit(
-                    False, on_page is not None, priority, min(deadline or 0.0, threading.TIMEOUT_MAX),
-                    fds, sizes, offsets, located.lengths, heads, pages.parts, pages.buffers,
-                )
-            )  # fmt: skip
-            self._jobs[id(job)] = job
+            self._jobs[id(job)] = job  # first: what is under way must be settled by somebody
+            try:
+                job.begin(
+                    self._pool.submit(
+                        False, on_page is not None, priority, min(deadline or 0.0, threading.TIMEOUT_MAX),
+                        fds, sizes, offsets, located.lengths, heads, pages.parts, pages.buffers,
+                    )
+                )  # fmt: skip
+            except BaseException:
+                del self._jobs[id(job)]
+                raise
             closing = self._closing
         if closing:
             self._settle_all()
@@ -258,7 +262,13 @@ class NativeLanes:
         with self._lock:
             jobs = list(self._jobs.items())
         for name, job in jobs:
-            if job.settle_ended():
+            try:
+                ended = job.settle_ended()
+            except Exception:
+                # Out of memory, or a mistake of ours: tried again, and the thread that does it lives on.
+                logger.exception("settling pages failed")
+                continue
+            if ended:
                 with self._lock:
                     self._jobs.pop(name, None)
 

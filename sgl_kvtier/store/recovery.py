@@ -23,8 +23,10 @@ from sgl_kvtier.store.format import (
     MAX_PAYLOAD,
     PUT,
     RECORD,
+    SETTLED,
     SlotHead,
     key_words,
+    settled,
     slot_bytes,
 )
 from sgl_kvtier.store.hashtable import key_hash
@@ -41,19 +43,23 @@ def load_table(core: Core, room: Room) -> None:
     """Fills an empty slot table from what the folder holds, and lets the log go on from there. Raises OSError."""
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
+    newest = newest_sequence(core.env)
     written, whole = core.log.load(sum(segment.slots for segment in segments))
+    believed = seen = written
     if not whole and segments:
         logger.warning("the index of %s is missing or damaged: reading %d slot headers", core.folder, sum(s.slots for s in segments))
         with ThreadPoolExecutor(core.config.io_threads) as pool:
-            written = np.concatenate(list(pool.map(lambda s: scan(core.env, s, core.identity), segments)))
-    newest = newest_sequence(core.env)
-    live = latest(written, segments, newest)
+            found = np.concatenate(list(pool.map(lambda s: scan(core.env, s, core.identity), segments)))
+        believed, seen = believable(found, written, newest), np.concatenate([written, found])
+    live = latest(believed, segments, newest)
     _enter(core, live, {segment.number: segment.base for segment in segments})
-    known = written["sequence"][written["sequence"] <= newest]
+    known = seen["sequence"][seen["sequence"] <= newest]
     core.sequence = max(core.env.wall_ns(), int(known.max()) if len(known) else 0)
     room.settle(int(written["segment"].max()) if len(written) else 0)
     if not whole or not core.log.resume(len(written)) or core.log.worth_rewriting(len(live)):
-        core.log.rewrite(lambda: live[np.isin(live["segment"], list(room.segments))])
+        core.log.rewrite(lambda: np.concatenate([live[np.isin(live["segment"], list(room.segments))], settled(core.sequence)]))
+    else:
+        core.log.append(settled(core.sequence))
 
 
 def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
@@ -75,18 +81,7 @@ def snapshot(core: Core, room: Room) -> np.ndarray:
     table = core.table
     with core.lock:
         rows = np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
-        records = np.zeros(len(rows), RECORD)
-        bases = np.zeros(max(room.segments, default=0) + 1, np.int64)
-        for number, segment in room.segments.items():
-            bases[number] = segment.base
-        records["key"] = table.keys[rows].view("V32").reshape(-1)
-        records["pool"] = np.array([name.encode() for name in table.pools] or [b""], "S32")[table.pool[rows]]
-        records["sequence"] = table.sequence[rows]
-        records["segment"] = table.segment[rows]
-        records["slot"] = rows - bases[table.segment[rows]]
-        records["length"] = table.length[rows]
-        records["kind"] = PUT
-        return records
+        return np.concatenate([room.records(rows, PUT), settled(core.sequence)])
 
 
 def open_segments(
@@ -160,6 +155,27 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
     return _newest_of_each_key(records if untouched else records[chosen])
 
 
+def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarray:
+    """Of PUT records made of headers, those that a log which ends early does not rule out.
+
+    What it says was so until it ended: a header that is older than the last word on its slot, or than a moment at which
+    everything was in the log, is of a page that was evicted, deleted or never acknowledged.
+    """
+    written = written[written["sequence"] <= newest]
+    marks = written["sequence"][written["kind"] == SETTLED]
+    said = written[written["kind"] != SETTLED]
+    places, last = np.unique(_places(said)[::-1], return_index=True)
+    said = said[len(said) - 1 - last]
+    floor = np.full(len(found), int(marks.max()) if len(marks) else 0, np.uint64)
+    same = np.zeros(len(found), bool)
+    if len(said):
+        at = np.minimum(np.searchsorted(places, _places(found)), len(said) - 1)
+        known = places[at] == _places(found)
+        same = known & (said["kind"][at] == PUT) & (said["sequence"][at] == found["sequence"])
+        floor = np.maximum(floor, np.where(known, said["sequence"][at], np.uint64(0)))
+    return found[same | (found["sequence"] > floor)]
+
+
 def scan(env: Env, segment: Segment, identity: bytes) -> np.ndarray:
     """PUT records from the slot headers of one segment. Unreadable headers are free slots."""
     rows = []
@@ -190,6 +206,11 @@ def pool_codes(records: np.ndarray) -> tuple[list[str], NDArray[np.int64]]:
         return [pools[0].decode("ascii", "replace")], np.zeros(len(pools), np.int64)
     names, codes = np.unique(pools, return_inverse=True)
     return [name.decode("ascii", "replace") for name in names], codes
+
+
+def _places(records: np.ndarray) -> NDArray[np.uint64]:
+    """Segment and slot of each record as one number."""
+    return records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"].astype(np.uint64)
 
 
 def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:

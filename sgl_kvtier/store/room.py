@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.core import Core
 from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
-from sgl_kvtier.store.format import BLOCK
+from sgl_kvtier.store.format import BLOCK, DROP, RECORD
 from sgl_kvtier.store.index_log import INDEX_BYTES_PER_SLOT
 from sgl_kvtier.store.removal import others_by_age, remove_namespace
 from sgl_kvtier.store.segment import MOST_SEGMENT_NUMBER, Segment, create_segment, segment_name, spoil_segment
@@ -51,6 +51,7 @@ class Room:
         self._stuck_bytes = 0
         self._others: list[tuple[str, int]] = []
         self._left_alone: set[str] = set()
+        self._removed = False
         self.segments: dict[int, Segment] = {}
 
     @property
@@ -113,6 +114,22 @@ class Room:
         bases = np.array([segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64)
         return rows - bases, numbers, segments
 
+    def records(self, rows: Rows, kind: int) -> NDArray[np.void]:
+        """Locked. Records for the index log of what these rows hold or held last."""
+        table = self._core.table
+        bases = np.zeros(max(self.segments, default=0) + 1, np.int64)
+        for number, segment in self.segments.items():
+            bases[number] = segment.base
+        records = np.zeros(len(rows), RECORD)
+        records["key"] = table.keys[rows].view("V32").reshape(-1)
+        records["pool"] = np.array([name.encode() for name in table.pools] or [b""], "S32")[table.pool[rows]]
+        records["sequence"] = table.sequence[rows]
+        records["segment"] = table.segment[rows]
+        records["slot"] = rows - bases[table.segment[rows]]
+        records["length"] = table.length[rows]
+        records["kind"] = kind
+        return records
+
     def has_free(self, slot_bytes: int, count: int) -> bool:
         """Locked. Whether `take` would find so many slots without evicting anything."""
         return len(self._free[slot_bytes]) >= count
@@ -145,16 +162,24 @@ class Room:
         try:
             self._core.check_owner()
             env.unlink(segment.path)
+            self._removed = True
         except OSError as error:
             self._stuck_bytes += segment.nbytes
             self._core.complaints.about("removing a segment", error)
-            # Whatever the log says of it or its slots do: its pages must not come back when the folder is opened again,
-            # unless another owner has it by now.
-            if error.errno != errno.ESTALE:
-                with contextlib.suppress(OSError):
-                    spoil_segment(env, segment)
+            if error.errno != errno.ESTALE:  # then another owner has the folder by now
+                self._disown(segment)
         with self._syncing:  # who syncs may be at it
             env.close(segment.fd)
+
+    def _disown(self, segment: Segment) -> None:
+        """A segment that stays on disk: whatever the log or its slots say, its pages must not come back at the next opening."""
+        try:
+            spoil_segment(self._core.env, segment)
+        except OSError:
+            dropped = np.zeros(segment.slots, RECORD)
+            dropped["segment"], dropped["slot"], dropped["kind"] = segment.number, np.arange(segment.slots), DROP
+            dropped["sequence"] = self._core.sequence
+            self._core.log.append(dropped)
 
     def forget(self, segment: Segment) -> None:
         """Locked. Drops a segment's rows and pages; `remove` has to follow outside the lock."""
@@ -183,6 +208,12 @@ class Room:
         for segment in self.segments.values():
             self._core.env.close(segment.fd)
 
+    def leave_to_parent(self) -> None:
+        """Closes all files in a forked child, where nobody may be left to give the locks back."""
+        self.changing, self._syncing = threading.Lock(), threading.Lock()
+        self.close()
+        self.segments = {}
+
     def sync(self) -> None:
         """Makes everything written so far survive a power loss. Raises OSError."""
         # One at a time: what another thread has taken upon itself to sync is not safe before it is done.
@@ -195,6 +226,18 @@ class Room:
                     except OSError:
                         segment.dirty = True
                         raise
+
+    def sync_names(self) -> None:
+        """Makes it survive a power loss that segments were removed. Raises OSError."""
+        if not self._removed:
+            return
+        env = self._core.env
+        fd = env.open(self._core.folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            env.sync(fd)
+            self._removed = False
+        finally:
+            env.close(fd)
 
     def _of_size(self, slot_bytes: int) -> list[Segment]:
         return [s for s in self.segments.values() if s.slot_bytes == slot_bytes]

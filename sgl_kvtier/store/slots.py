@@ -112,8 +112,8 @@ class SlotTable:
         self.pool[rows] = pools
         self.length[rows] = lengths
         self.sequence[rows] = sequences
-        self.state[rows] = State.WRITING
         self._table.insert(rows, self.keys, self.pool)
+        self.state[rows] = State.WRITING  # not before they can be found: `drop` takes them out again
         self.touch(rows)
 
     def publish(self, rows: Rows) -> None:

@@ -12,7 +12,8 @@ from sgl_kvtier.store.admission import admission_of
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 from sgl_kvtier.store.columns import Columns, columns_of
 from sgl_kvtier.store.core import Core
-from sgl_kvtier.store.format import BLOCK, MAX_PAYLOAD, POOL_BYTES, PUT, RECORD, SlotHead, slot_bytes
+from sgl_kvtier.store.erasing import Eraser
+from sgl_kvtier.store.format import BLOCK, DROP, MAX_PAYLOAD, POOL_BYTES, PUT, slot_bytes
 from sgl_kvtier.store.index_log import Frame
 from sgl_kvtier.store.lanes import Lanes
 from sgl_kvtier.store.located import Located
@@ -31,6 +32,8 @@ class _Batch:
     columns: Columns
     names: NDArray[np.bytes_]
     outcomes: list[PutOutcome]
+    claimed: list[Rows]
+    """Slots taken for its pages that are not written yet. They are given up on every path."""
 
     @property
     def slot_bytes(self) -> NDArray[np.int64]:
@@ -54,21 +57,31 @@ class _New:
 class Writer:
     """The write path of one open store. Any number of threads."""
 
-    def __init__(self, core: Core, room: Room, lanes: Lanes) -> None:
+    def __init__(self, core: Core, room: Room, lanes: Lanes, eraser: Eraser) -> None:
         self._core = core
         self._room = room
         self._lanes = lanes
+        self._eraser = eraser
         self._admission = admission_of(core.config)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
         columns = columns_of(pages)
-        batch = _Batch(pages, columns, pool_names(columns), [PutOutcome.REFUSED] * len(pages))
+        batch = _Batch(pages, columns, pool_names(columns), [PutOutcome.REFUSED] * len(pages), [])
+        try:
+            self._put(batch)
+        except BaseException:
+            self._give_up(batch)
+            raise
+        self._count_refused(batch.outcomes)
+        return batch.outcomes
+
+    def _put(self, batch: _Batch) -> None:
+        columns = batch.columns
         alike = self._claim_alike(batch)
         if alike is not None:
             self._write_all(alike, batch)
-            self._count_refused(batch.outcomes)
-            return batch.outcomes
+            return
         fitting = np.flatnonzero((columns.lengths > 0) & (columns.lengths <= MAX_PAYLOAD))
         fitting = self._worth_it(batch, fitting)
         claimed: list[_New] = []
@@ -91,8 +104,6 @@ class Writer:
         if claimed:
             self._write_all(_upwards(claimed), batch)
         self._await_others(others, batch.outcomes)
-        self._count_refused(batch.outcomes)
-        return batch.outcomes
 
     def _claim_alike(self, batch: _Batch) -> _New | None:
         """Slots for all pages at once in the ordinary case: new pages of one size and pool, and slots that are free.
@@ -137,8 +148,10 @@ class Writer:
         first = {name[i]: i for i in reversed(missing)}
         fresh = missing if len(first) == len(missing) else sorted(first.values())
         table.pin(there)  # no page of a batch gives way to another one of it: its outcome would be a lie
-        new = self._claim(batch, np.array(fresh, np.int64))
-        table.unpin(there)
+        try:
+            new = self._claim(batch, np.array(fresh, np.int64))
+        finally:
+            table.unpin(there)
         if len(fresh) == len(indexes) == sum(len(n.indexes) for n in new):
             return new, [], indexes[:0]
         row_of = dict(zip(indexes.tolist(), here.tolist(), strict=True))
@@ -175,6 +188,7 @@ class Writer:
         """Locked. Slots of one size, for as many of the pages as there are slots."""
         core, columns = self._core, batch.columns
         rows = self._room.take(size, len(indexes))
+        batch.claimed.append(rows)
         whole = len(rows) == len(columns.lengths)
         mine = indexes[: len(rows)]
         keys, lengths, names = columns.keys, columns.lengths, batch.names
@@ -191,13 +205,25 @@ class Writer:
         return _New(mine, Located(core.identity, rows, keys, names, sequences, lengths.astype(np.uint32), *where))
 
     def _write_all(self, new: _New, batch: _Batch) -> None:
-        written = new.indexes[:0]
         frames: list[Frame] = []
+        # What the log will say is made while the device is busy, and said only of pages that were written.
+        written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
+        self._publish(new, self._say(new, written, frames), batch)
+
+    def _give_up(self, batch: _Batch) -> None:
+        """Slots that were claimed are free again. Neither what was to be written nor what stood there before is found again."""
+        core = self._core
+        rows = np.concatenate([np.empty(0, np.int64), *batch.claimed])
         try:
-            # What the log will say is made while the device is busy, and said only of pages that were written.
-            written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
+            with core.lock:
+                records = self._room.records(rows, DROP)
+            self._eraser.wipe(records)
         finally:
-            self._publish(new, written, batch, frames)
+            with core.lock:
+                batch.claimed.clear()
+                core.table.drop(rows[core.table.state[rows] == State.WRITING])
+                self._room.release(rows)
+                core.lock.notify_all()
 
     def _write(self, new: _New, batch: _Batch, meanwhile: Callable[[], None]) -> Rows:
         """Which of the pages are on disk."""
@@ -220,33 +246,41 @@ class Writer:
         core.counters.write_busy_s += core.env.now() - started
         return written
 
-    def _publish(self, new: _New, written: Rows, batch: _Batch, frames: list[Frame]) -> None:
+    def _say(self, new: _New, written: Rows, frames: list[Frame]) -> Rows:
+        """Tells the log of the pages written; which of them count as stored."""
         core = self._core
-        if len(written):
-            every = len(written) == len(new.indexes)
-            # Before they become readable, and so evictable: the log's order on a slot is the order of its pages.
-            core.log.append_frame(frames[0] if every and frames else Frame(new.located.at(written).records(PUT)))
-            if core.config.durable:
-                try:
-                    core.log.sync()
-                except OSError as error:
-                    # As with the pages themselves: nobody knows which of them would be found again.
-                    core.complaints.about("syncing the index", error)
-                    written = written[:0]
+        if not len(written):
+            return written
+        every = len(written) == len(new.indexes)
+        # Before they become readable, and so evictable: the log's order on a slot is the order of its pages.
+        core.log.append_frame(frames[0] if every and frames else Frame(new.located.at(written).records(PUT)))
+        if core.config.durable:
+            try:
+                core.log.sync()
+            except OSError as error:
+                # As with the pages themselves: nobody knows which of them would be found again.
+                core.complaints.about("syncing the index", error)
+                return written[:0]
+        return written
+
+    def _publish(self, new: _New, written: Rows, batch: _Batch) -> None:
+        core = self._core
         whole = len(written) == len(new.indexes)
         good = new.located if whole else new.located.at(written)
         indexes = new.indexes if whole else new.indexes[written]
         nbytes, padded_bytes = int(good.lengths.sum()), int((BLOCK + -(-good.lengths.astype(np.int64) // BLOCK) * BLOCK).sum())
         with core.lock:
             core.table.publish(good.rows)
-            if not whole:
-                self._room.release(core.table.drop(np.setdiff1d(new.located.rows, good.rows)))
+            # What was not written stays claimed until nothing on disk says it, nor the pages that stood there.
+            batch.claimed[:] = [] if whole else [np.setdiff1d(new.located.rows, good.rows)]
             core.counters.pages_written += len(written)
             core.counters.bytes_written += nbytes
             core.counters.bytes_written_to_device += padded_bytes
             core.lock.notify_all()
         for i in indexes.tolist():
             batch.outcomes[i] = PutOutcome.STORED
+        if not whole:
+            self._give_up(batch)
 
     def _await_others(self, others: list[tuple[int, int, int]], outcomes: list[PutOutcome]) -> None:
         """Another thread, or this batch itself, writes the same page: its outcome is ours."""
@@ -302,9 +336,3 @@ def find_pages(core: Core, pages: Columns, which: Rows | None = None) -> Rows:
         mine = pools == pool
         rows[mine] = core.table.find_words(np.ascontiguousarray(keys[mine]), pool)
     return rows
-
-
-def records_of(heads: Sequence[SlotHead], kind: int) -> np.ndarray:
-    """Records for the index log."""
-    rows = [(h.key, h.pool.encode(), h.sequence, h.segment, h.slot, h.length, kind) for h in heads]
-    return np.array(rows, RECORD)

@@ -113,3 +113,27 @@ def test_a_page_that_is_not_there_is_a_miss_among_the_others(tmp_path: Path) -> 
     assert [i for i, outcome in enumerate(found) if outcome is not ReadOutcome.OK] == [7] and found[7] is ReadOutcome.MISS
     reading.close()
     store.close()
+
+
+def test_pages_whose_outcomes_could_not_be_had_are_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(OrderedJob):
+        forgets = True
+
+        @property
+        def outcomes(self) -> list[ReadOutcome | None]:
+            if self.forgets:
+                self.forgets = False
+                raise MemoryError
+            return super().outcomes
+
+    def begin(first: int, last: int) -> ReadJob:
+        job = Forgetful(last - first, None, None)
+        job.end_rest(ReadOutcome.MISS if first == 0 else ReadOutcome.OK)
+        return job
+
+    monkeypatch.setattr(ahead, "AHEAD_BYTES", 2 * NBYTES)
+    reading = ReadAhead(begin, 4, NBYTES)
+    with pytest.raises(MemoryError):
+        reading.collect(2)
+    assert reading.collect(2) == [ReadOutcome.MISS] * 2
+    reading.close()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from store_pages import IDENTITY, content, key, open_at, put
+from store_pages import IDENTITY, content, key, open_at, put, read
 
-from sgl_kvtier.store.base import PutOutcome
+from sgl_kvtier.store import jobs, native_lanes
+from sgl_kvtier.store.base import PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
 from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.format import RECORD
 from sgl_kvtier.store.index_log import IndexLog
+from sgl_kvtier.types import Lookup
 
 
 class SlowEnv(Env):
@@ -93,3 +97,117 @@ def test_a_log_that_was_closed_is_not_written_to_whatever_came_too_late(tmp_path
     assert not log.rewrite(lambda: records[:0]) and not log.append(records)
     assert (tmp_path / "index.log").read_bytes() == before
     assert not log.lost
+
+
+class ForgetfulEnv(Env):
+    """Runs out of memory at one kind of call, while it is told to."""
+
+    native = False
+
+    def __init__(self) -> None:
+        self.at = ""
+        self._logs: set[int] = set()
+
+    def _call(self, call: str) -> None:
+        if call == self.at:
+            raise MemoryError(call)
+
+    def open(self, path: str, flags: int) -> int:
+        self._call(os.path.basename(path))
+        fd = super().open(path, flags)
+        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(fd)
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if fd in self._logs and self.at == "full log":
+            raise OSError(errno.ENOSPC, "no space left")
+        self._call("append" if fd in self._logs else "page" if sum(map(len, buffers)) > 4096 else "head" if offset else "segment")
+        return super().pwritev(fd, buffers, offset)
+
+    def rename(self, old: str, new: str) -> None:
+        self._call("rename")
+        super().rename(old, new)
+
+
+def closes(store: DiskStore) -> bool:
+    closer = threading.Thread(target=store.close, daemon=True)
+    closer.start()
+    closer.join(30)
+    return not closer.is_alive()
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, KeyboardInterrupt])
+def test_a_read_that_could_not_begin_leaves_nothing_to_wait_for(
+    opened: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    store = opened()
+    put(store, {key(0): content(0, 5000)})
+
+    def fail(*_: object) -> None:
+        raise error("no more")
+
+    for module, name in ((native_lanes.NativeReadJob, "begin"), (jobs.DiskReadJob, "__init__")):
+        monkeypatch.setattr(module, name, fail)
+    with pytest.raises(error):
+        read(store, {key(0): 5000})
+    monkeypatch.undo()
+    assert read(store, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
+    assert store.delete([key(0)]) == 1 and closes(store)
+
+
+@pytest.mark.parametrize("priority", [1 << 70, "urgent", 1.5])
+def test_a_priority_that_is_no_whole_number_leaves_nothing_to_wait_for(opened: Callable[..., DiskStore], priority: Any) -> None:
+    store = opened()
+    put(store, {key(0): content(0, 5000)})
+    try:
+        read(store, {key(0): 5000}, priority=priority)
+    except (TypeError, OverflowError):
+        pass
+    assert read(store, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
+    assert closes(store)
+
+
+@pytest.mark.parametrize("at", ["page", "append", "seg-00000002", "segment", "index.log.new"])
+def test_a_put_that_runs_out_of_memory_leaves_nothing_to_wait_for(tmp_path: Path, at: str) -> None:
+    env = ForgetfulEnv()
+    store = open_at(tmp_path, env=env)
+    put(store, {key(0): content(0, 5000)})
+    if at == "index.log.new":
+        env.at = "full log"
+        put(store, {key(1): content(1, 5000)})
+    env.at = at
+    pages = {key("small"): content("small", 5000), key("large"): content("large", 50_000)}
+    with pytest.raises(MemoryError):
+        put(store, pages)
+    env.at = ""
+    assert store.lookup(list(pages)) == [Lookup.MISS] * 2
+    assert put(store, pages) == [PutOutcome.STORED] * 2
+    assert read(store, {k: len(data) for k, data in pages.items()}) == [(ReadOutcome.OK, data) for data in pages.values()]
+    assert closes(store)
+    open_at(tmp_path).close()
+
+
+def test_a_damaged_page_that_cannot_be_dropped_for_lack_of_memory_ends_all_the_same(tmp_path: Path) -> None:
+    env = ForgetfulEnv()
+    store = open_at(tmp_path, env=env)
+    put(store, {key(0): content(0, 5000)})
+    assert store.damage(key(0))
+    env.at = "head"
+    assert read(store, {key(0): 5000})[0][0] in (ReadOutcome.CORRUPT, ReadOutcome.FAILED)
+    env.at = ""
+    assert closes(store)
+
+
+@pytest.mark.parametrize("at", ["rename", "index.log.new"])
+def test_a_folder_is_given_back_although_its_log_could_not_be_written_for_lack_of_memory(tmp_path: Path, at: str) -> None:
+    env = ForgetfulEnv()
+    store = open_at(tmp_path, env=env)
+    env.at = "full log"
+    put(store, {key(0): content(0, 5000)})
+    env.at = at
+    with pytest.raises(MemoryError):
+        store.close()
+    store.close()
+    again = open_at(tmp_path)
+    assert read(again, {key(0): 5000}) == [(ReadOutcome.OK, content(0, 5000))]
+    again.close()

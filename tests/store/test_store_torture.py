@@ -9,19 +9,45 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.store.torture import command
+from sgl_kvtier.store.base import PageWrite
+from sgl_kvtier.store.torture import command, deletes
 from sgl_kvtier.store.torture.command import PARTS, QUICK, bad, torture
 from sgl_kvtier.store.torture.kills import POINTS
+from sgl_kvtier.store.torture.oracle import Oracle, content, open_at, page_key
 
 DONE = {
     "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
     "points": lambda r: r["points"] == dict.fromkeys(map(" ".join, POINTS), QUICK.per_point),
+    "deletes": lambda r: r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recent_found"] == r["recent"] > 0,
     "sweep": lambda r: r["io_faults"] > 100 and r["io_calls"] > 200,
     "power": lambda r: r["power_loss_states"] == QUICK.power_states and r["synced"] > 100,
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
     "crowd": lambda r: r["crowd_operations"] > 7000,
     "stall": lambda r: r["stall"]["late_pages"] > 0,
 }
+
+
+def test_the_oracle_tells_a_page_that_was_deleted_from_one_that_is_wrong(tmp_path: Path) -> None:
+    oracle, store = Oracle(), open_at(str(tmp_path))
+    for name in (0, 1, 2):
+        store.put([PageWrite(page_key(name), [memoryview(content(name, 7))])])
+        oracle.intends(name, 7 if name < 2 else 8)
+    oracle.deleted(1)
+    verdict = oracle.check(store, range(3))
+    store.close()
+    assert (verdict.right, verdict.resurrected, verdict.wrong) == (1, 1, 1)
+    assert bad(torture(str(tmp_path), QUICK, seed=1, parts=()) | {"resurrected": 1}) == 1
+
+
+def test_what_is_under_way_while_everything_is_deleted_may_stay_or_go() -> None:
+    oracle = deletes.Oracle()
+    for word, names, *rest in (
+        ("put", [0, 1], 1), ("stored", [0, 1], 1, []), ("put", [1], 2), ("delete", [0, 1, 2], "a"), ("put", [2], 3), ("deleted", [], "a"),
+        ("stored", [1], 2, []), ("stored", [2], 3, []), ("put", [0], 4), ("stored", [0], 4, []),
+    ):  # fmt: skip
+        oracle.hear(word, names, rest)
+    assert oracle.gone == {0: {1}, 1: {1}, 2: set()} and oracle.allowed == {0: {4}, 1: {2}, 2: {3}}
+    assert oracle.sure == {0: 4} and oracle.answered == 1
 
 
 @pytest.mark.parametrize("part", PARTS)

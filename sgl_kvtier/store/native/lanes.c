@@ -12,7 +12,7 @@
 typedef struct {
     PyObject_HEAD
     Pool pool;
-    int started;
+    pid_t owner; /* 0: not started. In any other process its threads are not there, and its locks may be held for ever. */
 } PoolObject;
 
 typedef struct {
@@ -24,6 +24,8 @@ typedef struct {
 } JobObject;
 
 static PyTypeObject PoolType, JobType;
+
+static int is_here(const PoolObject *self) { return self->owner == getpid(); }
 
 static uint64_t later_ns(double seconds) {
     if (seconds > 1e9) seconds = 1e9;
@@ -103,7 +105,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     pool->depth_bytes = (size_t)depth_bytes;
     pool->look_ns = UINT64_MAX;
     pool->threads = calloc((size_t)threads, sizeof(pthread_t));
-    self->started = 1;
+    self->owner = getpid();
     Py_BEGIN_ALLOW_THREADS start_lanes(pool, rings);
     Py_END_ALLOW_THREADS
     for (int i = 0; pool->threads && i < threads; i++) {
@@ -121,7 +123,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
 }
 
 static void pool_dealloc(PoolObject *self) {
-    if (self->started) {
+    if (is_here(self)) {
         Py_BEGIN_ALLOW_THREADS stop(self);
         Py_END_ALLOW_THREADS free(self->pool.threads);
         free(self->pool.lanes);
@@ -134,6 +136,7 @@ static void pool_dealloc(PoolObject *self) {
 }
 
 static PyObject *pool_close(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
+    if (!is_here(self)) Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS stop(self);
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
@@ -142,6 +145,7 @@ static PyObject *pool_wait(PoolObject *self, PyObject *args) {
     unsigned long long seen;
     double seconds;
     if (!PyArg_ParseTuple(args, "Kd", &seen, &seconds)) return NULL;
+    if (!is_here(self)) return PyLong_FromUnsignedLongLong(seen);
     uint64_t until = later_ns(seconds);
     Py_BEGIN_ALLOW_THREADS seen = await_any(&self->pool, seen, until);
     Py_END_ALLOW_THREADS return PyLong_FromUnsignedLongLong(seen);
@@ -150,7 +154,7 @@ static PyObject *pool_wait(PoolObject *self, PyObject *args) {
 static PyObject *pool_rings(PoolObject *self, void *Py_UNUSED(closure)) { return PyLong_FromLong(self->pool.rings); }
 
 static PyObject *pool_busy(PoolObject *self, PyObject *Py_UNUSED(ignored)) {
-    return PyFloat_FromDouble((double)self->pool.busy_ns * 1e-9);
+    return PyFloat_FromDouble((double)__atomic_load_n(&self->pool.busy_ns, __ATOMIC_RELAXED) * 1e-9);
 }
 
 /* An array of `n` items of `size` bytes, copied out of a buffer object. */
@@ -213,6 +217,7 @@ static PyObject *pool_submit(PoolObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "ppldOOOOOOO!", &writing, &notify, &priority, &deadline, &fds, &sizes, &offsets, &lengths, &heads,
                           &parts, &PyList_Type, &buffers))
         return NULL;
+    if (!is_here(self)) return PyErr_Format(PyExc_OSError, "the I/O threads are another process's");
     Py_ssize_t n = PyObject_Length(fds);
     if (n < 0) return NULL;
     JobObject *result = (JobObject *)JobType.tp_alloc(&JobType, 0);
@@ -255,7 +260,12 @@ static PyObject *pool_submit(PoolObject *self, PyObject *args) {
 
 static void job_dealloc(JobObject *self) {
     Job *job = &self->job;
-    if (self->owner && job->open) {
+    int here = self->owner && is_here(self->owner);
+    if (here && !__atomic_load_n(&job->open, __ATOMIC_ACQUIRE)) {
+        /* Who ended its last page may hold the lock still, to tell of it. For microseconds, so Python's lock is kept. */
+        pthread_mutex_lock(&self->owner->pool.lock);
+        pthread_mutex_unlock(&self->owner->pool.lock);
+    } else if (here) {
         Py_BEGIN_ALLOW_THREADS pthread_mutex_lock(&self->owner->pool.lock);
         end_rest(&self->owner->pool, job, CANCELLED);
         pthread_mutex_unlock(&self->owner->pool.lock);
@@ -264,7 +274,7 @@ static void job_dealloc(JobObject *self) {
     }
     for (size_t i = 0; i < self->buffer_count; i++) PyBuffer_Release(&self->buffers[i]);
     free(self->buffers), free(job->iov), free(job->pages), free(job->state), free(job->ended), free(job->heads);
-    if (self->owner) pthread_cond_destroy(&job->progress);
+    if (here) pthread_cond_destroy(&job->progress);
     Py_XDECREF(self->owner);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
@@ -276,10 +286,11 @@ static PyObject *job_take(JobObject *self, PyObject *outcomes) {
     size_t from, to;
     if (!PyTuple_Check(outcomes) || PyTuple_GET_SIZE(outcomes) <= CANCELLED)
         return PyErr_Format(PyExc_TypeError, "take() takes a tuple with an entry per outcome");
+    if (!is_here(self->owner)) return PyList_New(0);
     pthread_mutex_lock(&pool->lock);
     expire(pool, job);
     from = self->taken;
-    self->taken = to = job->n - job->open;
+    to = job->n - job->open;
     pthread_mutex_unlock(&pool->lock);
     /* What lies before `to` in `ended` does not change any more. */
     PyObject *list = PyList_New((Py_ssize_t)(to - from));
@@ -290,12 +301,14 @@ static PyObject *job_take(JobObject *self, PyObject *outcomes) {
         if (!pair) Py_CLEAR(list);
         else PyList_SET_ITEM(list, (Py_ssize_t)(i - from), pair);
     }
+    if (list) self->taken = to;
     return list;
 }
 
 /* The indexes of the pages that ended well, as bytes of int64 in their order. */
 static PyObject *job_good(JobObject *self, PyObject *Py_UNUSED(ignored)) {
     Job *job = &self->job;
+    if (!is_here(self->owner)) return PyBytes_FromStringAndSize(NULL, 0);
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(job->n * sizeof(int64_t)));
     if (!bytes) return NULL;
     int64_t *index = (int64_t *)PyBytes_AS_STRING(bytes);
@@ -313,13 +326,15 @@ static PyObject *job_wait(JobObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "d", &seconds)) return NULL;
     uint64_t until = seconds < 0 ? 0 : later_ns(seconds);
     /* Letting go of Python's lock can cost 5 ms beside a busy thread: not where there is nothing to wait for. */
+    if (!is_here(self->owner)) Py_RETURN_FALSE; /* its pages land in the other process's memory */
     if (!__atomic_load_n(&self->job.open, __ATOMIC_ACQUIRE)) Py_RETURN_TRUE;
     Py_BEGIN_ALLOW_THREADS await_job(&self->owner->pool, &self->job, until);
-    Py_END_ALLOW_THREADS return PyBool_FromLong(self->job.open == 0);
+    Py_END_ALLOW_THREADS return PyBool_FromLong(__atomic_load_n(&self->job.open, __ATOMIC_ACQUIRE) == 0);
 }
 
 static PyObject *job_cancel(JobObject *self, PyObject *Py_UNUSED(ignored)) {
     Pool *pool = &self->owner->pool;
+    if (!is_here(self->owner)) Py_RETURN_NONE;
     pthread_mutex_lock(&pool->lock);
     end_rest(pool, &self->job, CANCELLED);
     pthread_mutex_unlock(&pool->lock);
@@ -334,7 +349,9 @@ static PyObject *job_open(JobObject *self, void *Py_UNUSED(closure)) {
     return PyLong_FromSize_t(__atomic_load_n(&self->job.open, __ATOMIC_ACQUIRE));
 }
 
-static PyObject *job_error(JobObject *self, void *Py_UNUSED(closure)) { return PyLong_FromLong(self->job.error); }
+static PyObject *job_error(JobObject *self, void *Py_UNUSED(closure)) {
+    return PyLong_FromLong(__atomic_load_n(&self->job.error, __ATOMIC_RELAXED));
+}
 
 static PyObject *checksum(PyObject *Py_UNUSED(module), PyObject *buffers) {
     if (!PyList_Check(buffers)) return PyErr_Format(PyExc_TypeError, "checksum() takes a list of buffers");

@@ -61,11 +61,14 @@ static void wake_reader(Pool *pool) {
     }
 }
 
+/* Locked. Counters that are also read without the lock are written as a whole: by the lock's holder alone, so no more is needed. */
+#define SET(counter, value) __atomic_store_n(&(counter), (value), __ATOMIC_RELEASE)
+
 /* Locked. */
 static void end_page(Job *job, size_t index, int outcome) {
     job->ended[job->n - job->open] = (uint32_t)index;
     job->state[index] = (uint8_t)outcome;
-    job->open--;
+    SET(job->open, job->open - 1);
 }
 
 /* Locked. */
@@ -158,7 +161,7 @@ static Run begin_run(Pool *pool, Job *job) {
     run.count = run_length(pool, job, run.start, &run.step);
     run.low = run.step > 0 ? run.start : run.start + run.count - 1;
     job->next += run.count;
-    job->in_flight += run.count;
+    SET(job->in_flight, job->in_flight + run.count);
     memset(job->state + run.start, BEGUN, run.count);
     if (job->next == job->n) leave_queue(pool, job);
     return run;
@@ -167,7 +170,7 @@ static Run begin_run(Pool *pool, Job *job) {
 /* Locked. The job may be gone once the lock is. */
 static void end_run(Pool *pool, const Run *run, const uint8_t *outcomes) {
     Job *job = run->job;
-    job->in_flight -= run->count;
+    SET(job->in_flight, job->in_flight - run->count);
     for (size_t i = 0; i < run->count; i++)
         end_page(job, run->start + i, outcomes[run->step > 0 ? i : run->count - 1 - i]);
     tell(pool, job);
@@ -233,7 +236,7 @@ static void *serve(void *argument) {
             read_run(&pool->device, &run, &scratch, outcomes);
 
         pthread_mutex_lock(&pool->lock);
-        if (!writing) pool->busy_ns += now_ns() - began;
+        if (!writing) SET(pool->busy_ns, pool->busy_ns + now_ns() - began);
         pool->writers -= writing;
         if (writing && pool->writes) pthread_cond_signal(&pool->work);
         end_run(pool, &run, outcomes);

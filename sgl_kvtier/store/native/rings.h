@@ -167,7 +167,7 @@ static void finish_one(Rings *r) {
         judge_read(&r->pool->device, &flight->run, &flight->scratch, flight->copy, flight->error, flight->moved, outcomes);
     uint64_t now = now_ns();
     pthread_mutex_lock(&r->pool->lock);
-    r->pool->busy_ns += now - r->marked_ns;
+    SET(r->pool->busy_ns, r->pool->busy_ns + now - r->marked_ns);
     r->marked_ns = now;
     r->pool->flying--;
     r->free[r->free_count++] = index;

@@ -176,7 +176,7 @@ static int prepare_read(const Device *device, const Run *run, Scratch *scratch, 
 static void judge_read(const Device *device, const Run *run, Scratch *scratch, const uint8_t *copy, int error, size_t moved,
                        uint8_t *outcomes) {
     if (error) {
-        run->job->error = error;
+        __atomic_store_n(&run->job->error, error, __ATOMIC_RELAXED); /* several threads work on one job */
         memset(outcomes, FAILED, run->count);
         return;
     }
@@ -234,7 +234,7 @@ static void write_run(const Device *device, const Run *run, Scratch *scratch, ui
         n = 1;
     }
     if (!error) error = transfer(1, first->fd, scratch->iov, n, first->offset, &moved);
-    if (error) job->error = error;
+    if (error) __atomic_store_n(&job->error, error, __ATOMIC_RELAXED);
     memset(outcomes, error ? FAILED : OK, run->count);
 }
 

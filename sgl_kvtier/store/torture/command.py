@@ -26,7 +26,9 @@ from sgl_kvtier.report import (
 )
 from sgl_kvtier.store.torture.crowd import crowd, stall
 from sgl_kvtier.store.torture.damage import torture_bytes
+from sgl_kvtier.store.torture.deletes import AMPLE, EVICTING, Deleting
 from sgl_kvtier.store.torture.kills import POINTS, Killing
+from sgl_kvtier.store.torture.oracle import Verdict
 from sgl_kvtier.store.torture.power import torture_power
 from sgl_kvtier.store.torture.sweep import sweep
 
@@ -39,6 +41,7 @@ class Amounts:
 
     kills: int
     per_point: int
+    delete_kills: int
     sweep_stride: int
     power_states: int
     corruptions: int
@@ -47,10 +50,10 @@ class Amounts:
     stalls: int
 
 
-FULL = Amounts(1000, 100, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20)
-QUICK = Amounts(25, 1, 61, 100, 2_000, 20_000, 8_000, 3)
+FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20)
+QUICK = Amounts(25, 1, 20, 61, 100, 2_000, 20_000, 8_000, 3)
 Points = tuple[tuple[str, str], ...]
-PARTS = ("kills", "points", "sweep", "power", "damage", "crowd", "stall")
+PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def bad(result: dict[str, Any]) -> int:
     """Everything that must be 0."""
-    names = ("wrong_pages", "failed_opens", "undetected", "false_alarms", "exceptions", "over_cap_bytes", "canary_touched")
+    names = ("wrong_pages", "resurrected", "failed_opens", "undetected", "false_alarms", "exceptions", "over_cap_bytes", "canary_touched")
     return sum(int(result[name]) for name in names)
 
 
@@ -143,11 +146,32 @@ def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> N
             shutil.rmtree(killing.root, ignore_errors=True)
 
 
+def _deletes(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
+    rooms = [Deleting(os.path.join(root, str(room)), seed, room) for room in (EVICTING, AMPLE)]
+    with progress("kills beside deletes", amounts.delete_kills, "kills") as shown:
+        for number in range(amounts.delete_kills):
+            rooms[number % 2].kill()
+            shown.advance()
+    for deleting in rooms:
+        result["kills"] += deleting.kills
+        result["failed_opens"] += deleting.failed_opens
+        result["deletes"] += deleting.oracle.answered
+        result["recent"] += deleting.sure
+        result["recent_found"] += deleting.sure_found
+        _add_verdict(deleting.verdict, result)
+
+
+def _add_verdict(verdict: Verdict, result: dict[str, Any]) -> None:
+    result["wrong_pages"] += verdict.wrong
+    result["resurrected"] += verdict.resurrected
+    result["pages_checked"] += verdict.right + verdict.wrong + verdict.resurrected
+
+
 def _add_killing(killing: Killing, result: dict[str, Any]) -> None:
     result["kills"] += killing.kills
     result["failed_opens"] += killing.failed_opens
-    result["wrong_pages"] += killing.verdict.wrong
-    result["pages_checked"] += killing.verdict.right + killing.verdict.wrong
+    result["deletes"] += killing.deletes
+    _add_verdict(killing.verdict, result)
     result["recent"] += killing.recent
     result["recent_found"] += killing.recent_found
     result["points"] |= dict(killing.points)
@@ -160,7 +184,8 @@ def _sweep(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
     result["io_calls"] = found.calls
     result["exceptions"] += len(found.exceptions)
     result["exception_texts"] = {str(i): text for i, text in enumerate(found.exceptions[:20])}
-    result["wrong_pages"] += found.verdict.wrong
+    result["deletes"] += found.deletes
+    _add_verdict(found.verdict, result)
 
 
 def _power(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
@@ -168,7 +193,8 @@ def _power(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
         found = torture_power(root, seed, amounts.power_states, _advance(shown))
     result["power_loss_states"] += found.power_loss_states
     result["failed_opens"] += found.failed_opens
-    result["wrong_pages"] += found.verdict.wrong
+    result["deletes"] += found.deletes
+    _add_verdict(found.verdict, result)
     result["synced"] += found.synced
     result["synced_found"] += found.synced_found
 
@@ -207,7 +233,7 @@ def _advance(shown: Progress) -> Callable[[int], None]:
 
 
 _COUNTS = (
-    "kills", "failed_opens", "wrong_pages", "pages_checked", "recent", "recent_found", "io_faults", "io_calls",
+    "kills", "failed_opens", "wrong_pages", "deletes", "resurrected", "pages_checked", "recent", "recent_found", "io_faults", "io_calls",
     "exceptions", "power_loss_states", "synced", "synced_found", "corruptions", "undetected", "clean_reads",
     "false_alarms", "crowd_operations", "over_cap_bytes", "canary_touched",
 )  # fmt: skip
@@ -218,5 +244,6 @@ _PARTS = {
     "power": _power,
     "damage": _damage,
     "crowd": _crowd,
+    "deletes": _deletes,
     "stall": _stall,
 }

@@ -103,6 +103,7 @@ class Killing:
     version: int = 0
     kills: int = 0
     failed_opens: int = 0
+    deletes: int = 0
     recent: int = 0
     recent_found: int = 0
     points: Counter[str] = field(default_factory=Counter)
@@ -142,6 +143,7 @@ class Killing:
         killed = os.WIFSIGNALED(status)
         self.kills += killed
         self.version = max(self.version, hear(self.oracle, said))
+        self.deletes += said.count(b'"deleted"')
         self._verify()
         return killed
 

@@ -63,12 +63,15 @@ class Verdict:
 
     right: int = 0
     wrong: int = 0
+    resurrected: int = 0
+    """Pages that a delete or clear was answered for, as they were before it."""
     missing: int = 0
     corrupt: int = 0
 
     def add(self, other: Verdict) -> None:
         self.right += other.right
         self.wrong += other.wrong
+        self.resurrected += other.resurrected
         self.missing += other.missing
         self.corrupt += other.corrupt
 
@@ -80,6 +83,8 @@ class Oracle:
     allowed: dict[int, set[int]] = field(default_factory=dict)
     acknowledged: list[int] = field(default_factory=list)
     """Names in the order they were acknowledged, deleted ones left out."""
+    gone: dict[int, set[int]] = field(default_factory=dict)
+    """Versions of each page that were deleted."""
 
     def intends(self, name: int, version: int) -> None:
         self.allowed.setdefault(name, set()).add(version)
@@ -89,7 +94,7 @@ class Oracle:
         self.acknowledged.append(name)
 
     def deleted(self, name: int) -> None:
-        self.allowed.pop(name, None)
+        self.gone.setdefault(name, set()).update(self.allowed.pop(name, set()))
         self.acknowledged = [other for other in self.acknowledged if other != name]
 
     def check(self, store: PageStore, names: Iterable[int]) -> Verdict:
@@ -103,8 +108,10 @@ class Oracle:
         for name, data, outcome in zip(names, into, job.outcomes, strict=True):
             if outcome is ReadOutcome.OK:
                 fine = any(data == content(name, version) for version in self.allowed.get(name, ()))
+                back = not fine and any(data == content(name, version) for version in self.gone.get(name, ()))
                 verdict.right += fine
-                verdict.wrong += not fine
+                verdict.resurrected += back
+                verdict.wrong += not fine and not back
             elif outcome is ReadOutcome.CORRUPT:
                 verdict.corrupt += 1
             else:
@@ -123,7 +130,7 @@ class Journal:
 
 
 def work(store: PageStore, journal: Journal, seed: int, first_version: int, calls: int) -> None:
-    """Puts, deletes and reads at random, announced before and reported after. Runs until killed or `calls` are done."""
+    """Puts, deletes and clears at random, announced before and reported after. Runs until killed or `calls` are done."""
     chance = random.Random(seed)
     version = first_version
     for _ in range(calls):
@@ -132,6 +139,11 @@ def work(store: PageStore, journal: Journal, seed: int, first_version: int, call
             journal.say("delete", names)
             store.delete([page_key(n) for n in names])
             journal.say("deleted", names)
+            continue
+        if chance.random() < 0.01:
+            journal.say("delete", list(range(NAMES)))
+            store.clear()
+            journal.say("deleted", list(range(NAMES)))
             continue
         version += 1
         journal.say("put", names, version)

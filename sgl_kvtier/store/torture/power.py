@@ -95,24 +95,36 @@ class PowerLoss:
     failed_opens: int = 0
     synced: int = 0
     synced_found: int = 0
+    deletes: int = 0
+    """Pages that were deleted for good before the loss, summed over states."""
     verdict: Verdict = field(default_factory=Verdict)
 
 
 def record(root: str, seed: int) -> Record:
-    """A run of puts, evictions and deletes, half of its stores syncing every batch."""
+    """A run of puts, evictions, deletes and clears, two of its three stores syncing every batch."""
     chance = random.Random(seed)
     env = RecordingEnv()
     run = Record(root, env.events)
     version = 0
     for life in range(3):
         store = open_at(root, env, capacity_bytes=512 << 10, segment_bytes=64 << 10, io_threads=1, durable=life != 1)
+        unsynced: dict[int, None] = {}
         for _ in range(14):
             names = chance.sample(range(_NAMES), chance.randint(1, 8))
-            if chance.random() < 0.15:
-                run.marks.append((len(env.events), "deleting", names[0], 0))
-                store.delete([page_key(names[0])])
-                run.marks.append((len(env.events), "deleted", names[0], 0))
+            if (act := chance.random()) < 0.2:
+                gone = names[:1] if act < 0.15 else list(range(_NAMES))
+                run.marks += [(len(env.events), "deleting", n, 0) for n in gone]
+                if act < 0.15:
+                    store.delete([page_key(n) for n in gone])
+                else:
+                    store.clear()
+                if life == 1:
+                    unsynced.update(dict.fromkeys(gone))
+                else:
+                    run.marks += [(len(env.events), "deleted", n, 0) for n in gone]
                 continue
+            for n in names:
+                unsynced.pop(n, None)
             version += 1
             run.marks += [(len(env.events), "intended", n, version) for n in names]
             outcomes = store.put([PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names])
@@ -122,7 +134,8 @@ def record(root: str, seed: int) -> Record:
                 for n, outcome in zip(names, outcomes, strict=True)
                 if outcome is PutOutcome.STORED
             ]
-        store.close()
+        store.close()  # syncs
+        run.marks += [(len(env.events), "deleted", n, 0) for n in unsynced]
     return run
 
 
@@ -153,6 +166,7 @@ def _one_state(run: Record, target: str, chance: random.Random, result: PowerLos
         result.failed_opens += 1
     else:
         result.verdict.add(oracle.check(store, range(_NAMES)))
+        result.deletes += len(oracle.gone)
         result.synced += len(synced)
         result.synced_found += oracle.check(store, synced).right
         store.close()
@@ -173,6 +187,8 @@ def _oracle(run: Record, cut: int) -> tuple[Oracle, list[int]]:
         elif word in ("intended", "stored"):
             # Until a newer version is promised, an older one that was evicted may still stand on the disk.
             oracle.allowed[name] = oracle.allowed.get(name, set()) | {version}
+        elif word == "deleted":
+            oracle.deleted(name)
     # Only the newest are sure not to have been evicted meanwhile.
     return oracle, [name for name in list(latest)[-12:] if latest[name] == "synced"]
 

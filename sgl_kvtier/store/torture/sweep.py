@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.errors import StoreError
@@ -19,6 +19,7 @@ class Sweep:
 
     io_faults: int = 0
     calls: int = 0
+    deletes: int = 0
     exceptions: list[str] = field(default_factory=list)
     verdict: Verdict = field(default_factory=Verdict)
 
@@ -63,7 +64,20 @@ def _life(root: str, env: FailingEnv, result: Sweep) -> None:
                     oracle.stored(n, life)
         result.verdict.add(oracle.check(store, range(50)))
         store.delete([page_key(n) for n in range(40, 45)])
+        result.deletes += _deleted(range(40, 45), env, oracle)
         store.lookup([page_key(n) for n in range(50)])
         if life:
             store.clear()
+            result.deletes += _deleted(range(50), env, oracle)
         store.close()
+    if not env.lasting:
+        store = open_at(root, capacity_bytes=384 << 10, segment_bytes=64 << 10, io_threads=1)
+        result.verdict.add(oracle.check(store, range(50)))
+        store.close()
+
+
+def _deleted(names: Iterable[int], env: FailingEnv, oracle: Oracle) -> bool:
+    """One failure must not bring back what was deleted; where every call fails from then on nothing can be promised."""
+    for name in [] if env.lasting else names:
+        oracle.deleted(name)
+    return not env.lasting

@@ -1,0 +1,107 @@
+"""Taking pages off the disk so that no later opening finds them: deleted ones, damaged ones, and what a failed write left.
+
+A page that nobody can find may still stand in a slot: evicted for a write that is under way, or deleted by another thread at
+this moment. A delete is answered when none of those is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_kvtier.store.core import Core
+from sgl_kvtier.store.format import DROP
+from sgl_kvtier.store.recovery import snapshot
+from sgl_kvtier.store.room import Room
+from sgl_kvtier.store.slots import Rows, State
+from sgl_kvtier.store.transfer import Mover
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gone:
+    """Pages that nobody can find any more while their slots still say them. The rows are pinned until `Eraser.erase`."""
+
+    rows: Rows
+    records: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaid:
+    """Rows being written and pages being erased at one moment: their slots may say a page that the table does not know."""
+
+    rows: Rows
+    sequences: np.ndarray
+    gone: list[Gone]
+
+
+class Eraser:
+    """Erases pages of one open store. Any number of threads. Methods marked "locked" are called with the core's lock held."""
+
+    def __init__(self, core: Core, room: Room) -> None:
+        self._core = core
+        self._room = room
+        self._under_way: list[Gone] = []
+        self._left = False
+        """There is a header that could not be erased, and no record says so."""
+
+    def forget(self, rows: Rows) -> Gone:
+        """Locked. Makes pages impossible to find; `erase` has to follow outside the lock."""
+        gone = Gone(rows, self._room.records(rows, DROP))
+        self._core.table.pin(rows)
+        self._core.table.drop(rows)
+        self._under_way.append(gone)
+        return gone
+
+    def erase(self, gone: Gone) -> None:
+        """Does I/O; never raises OSError."""
+        core = self._core
+        try:
+            self.wipe(gone.records)
+        finally:
+            with core.lock:
+                self._under_way.remove(gone)
+                self._room.release(core.table.unpin(gone.rows))
+                core.lock.notify_all()
+
+    def wipe(self, records: np.ndarray) -> None:
+        """Zeroes the headers of slots that nobody else may write, and logs that they hold nothing. Never raises OSError."""
+        if not len(records):
+            return
+        said = failed = False
+        try:
+            mover = Mover(self._core.env, self._core.io, self._core.config.verify_reads)
+            for number, slot in zip(records["segment"].tolist(), records["slot"].tolist(), strict=True):
+                segment = self._room.segments[number]
+                try:
+                    mover.erase(segment, slot)
+                except OSError as error:
+                    self._core.complaints.about("deleting pages", error)
+                    failed = True
+                segment.dirty = True
+            said = self._core.log.append(records) or not failed
+        finally:
+            if not said:
+                self._left = True
+
+    def unsaid(self) -> Unsaid:
+        """Locked. What `settle` has to wait for, so that all that was forgotten until now is gone."""
+        table = self._core.table
+        rows = np.flatnonzero(table.state == State.WRITING)
+        return Unsaid(rows, table.sequence[rows], list(self._under_way))
+
+    def settle(self, unsaid: Unsaid) -> None:
+        """Returns when these slots say what they hold, and segments given up are removed. Never raises OSError."""
+        core = self._core
+        with core.lock:
+            core.lock.wait_for(lambda: not self._open(unsaid))
+        with self._room.changing:  # whoever forgot a segment's pages holds it until the file is gone
+            left = self._left
+        # Neither the slot nor the log could be written: a new log rules out whatever it does not name.
+        if left and core.log.rewrite(lambda: snapshot(core, self._room)):
+            self._left = False
+
+    def _open(self, unsaid: Unsaid) -> bool:
+        table = self._core.table
+        writing = (table.state[unsaid.rows] == State.WRITING) & (table.sequence[unsaid.rows] == unsaid.sequences)
+        return bool(writing.any()) or any(gone in self._under_way for gone in unsaid.gone)

@@ -1,0 +1,41 @@
+"""Folders that this process owns, so that a process forked from it lets go of them.
+
+A folder's lock is held as long as any process has its descriptor: a child that kept it would hold the folder for as long as it
+lives, and only the thread that forked goes on in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+
+from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.namespace import RankFolder
+
+_owned: dict[int, weakref.WeakMethod[Callable[[], None]] | None] = {}
+"""By the descriptor of its lock each folder that was not released; None while its store is being opened."""
+
+
+def owns(folder: RankFolder, leave: Callable[[], None] | None = None) -> None:
+    """From now on a forked child closes this folder's lock and calls `leave`, a method of the store that is open there."""
+    _owned[folder.lock_fd] = weakref.WeakMethod(leave) if leave is not None else None
+
+
+def release(env: Env, folder: RankFolder) -> None:
+    """Gives a folder back to whoever wants it next."""
+    _owned.pop(folder.lock_fd, None)
+    folder.release(env)
+
+
+def _leave_to_parent() -> None:
+    for lock_fd, method in _owned.items():
+        with contextlib.suppress(OSError):
+            os.close(lock_fd)
+        if method is not None and (leave := method()) is not None:
+            leave()
+    _owned.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
