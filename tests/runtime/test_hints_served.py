@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -116,8 +115,7 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
             fields = {"session": '"agent-9"', key: text}
             code, answer = post(served, "/kvtier/hint", "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}")
             assert code in (200, 400), (key, text[:20], code, answer[:200])
-    with suppress(urllib.error.URLError, ConnectionError):  # closed before all of it was sent
-        assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
+    assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
     after = served.ask(ids)
     assert (after.tokens, after.logprobs) == (before.tokens, pytest.approx(before.logprobs, abs=1e-3))
     assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"
