@@ -22,6 +22,7 @@ TARGET = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init
 PATH = "/kvtier/hint"
 ANSWER = "kvtier.hint"
 """Where a scheduler's answer stands in the state it sends back."""
+_MOST_PASSED_OVER = 8 * MOST_BYTES
 _SERVER = "sglang.srt.entrypoints.http_server"
 
 logger = logging.getLogger(__name__)
@@ -73,12 +74,14 @@ def best(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _body(request: Any) -> bytes:
-    """The whole body, read no further than what a hint may have."""
+    """The body, kept no further than what a hint may have: of a longer one the rest is passed over, so that who is still sending it
+    gets an answer, up to where nobody does by mistake."""
     parts, size = [], 0
     async for part in request.stream():
-        parts.append(part)
+        if size <= MOST_BYTES:
+            parts.append(part)
         size += len(part)
-        if size > MOST_BYTES:
+        if size > _MOST_PASSED_OVER:
             break
     return b"".join(parts)
 

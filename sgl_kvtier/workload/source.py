@@ -223,4 +223,5 @@ def _reader_for(path: Path, origin: Origin) -> Reader:
     raise TraceError(
         f"{path} is in no format this reads: a line must have 'turns' (agent sessions), 'requests' and 'block_size' "
         f"(Claude Code blocks), 'hash_ids' and 'input_length' (Mooncake), or the file the header of an Azure trace"
+        + (f". Its first bad line: {ignored[0]}" if ignored else "")
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -100,25 +99,23 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
     before = served.ask(ids)
     names = [*SETTINGS, "lookahead.check", "nothing", "policy.\\ud800"]
     texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {"1e999": "1e999", "digits": "9" * 5000}
-    taken = []
+    texts.pop("true")  # SGLang's message of numbers makes 1 of it, which is in many a range
+    taken = set()
     for name in names:
         for kind, text in texts.items():
             code, answer = post(served, "/set_internal_state", f'{{"server_args": {{"kvtier.{name}": {text}}}}}')
             assert code in (200, 400, 422), (name, kind, code, answer[:200])
             if code == 200 and "true" in answer:
-                taken.append((name, kind))
-    # JSON's true is 1 for SGLang's message of numbers.
-    fixed_split = {"name": "policy.fixed_split", "kind": "-1"}
-    in_range = {f"policy.{name}" for name in ("min_chunk_tokens", "load_tokens", "split_margin", "split_gain_s")}
-    assert all(kind == "true" or (name, kind) == tuple(fixed_split.values()) for name, kind in taken), taken
-    assert in_range
+                taken.add((name, kind))
+    # Its default, and a setting that is none: nothing has another value than before.
+    assert ("policy.fixed_split", "-1") in taken
+    assert taken <= {("policy.fixed_split", "-1"), ("lookahead.check", "-1")}
     for text in texts.values():
         for key in ("expected_delay_s", "priority", "ttl_s", "tool", "session", "tokens", "cache_salt", "\\ud800"):
             fields = {"session": '"agent-9"', key: text}
             code, answer = post(served, "/kvtier/hint", "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}")
             assert code in (200, 400), (key, text[:20], code, answer[:200])
-    with suppress(urllib.error.URLError, ConnectionError):  # closed before all of it was sent
-        assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
+    assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
     after = served.ask(ids)
     assert (after.tokens, after.logprobs) == (before.tokens, pytest.approx(before.logprobs, abs=1e-3))
     assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"

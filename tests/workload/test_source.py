@@ -341,3 +341,10 @@ def test_tool_schemas_that_cannot_be_used_are_one_clear_error(tmp_path: Path, wr
     path = write_trace("a.jsonl", swe_record(user("a"), assistant("b"), tools_ref="s"))
     with pytest.raises(TraceError, match=r"swe_tools\.json"):
         load_sessions(str(path))
+
+
+def test_a_file_that_is_one_endless_line_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(bytes((64 << 20) + 1), 1))
+    with pytest.raises(TraceError, match=r"first bad line: .*a\.jsonl\.gz:1: longer than 64 MiB"):
+        load_sessions(str(path))
