@@ -37,7 +37,7 @@ def compile_policy(target: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            policy = sorted(str(path) for path in Path("sgl_kvtier/policy").glob("*.py") if path.name not in SOURCE_ONLY)
+            policy = sorted(str(path) for path in Path("sgl_kvtier/policy").rglob("*.py") if path.name not in SOURCE_ONLY)
             modules = mypycify([*policy, "sgl_kvtier/types.py"], opt_level="2", debug_level="0", target_dir=f"{scratch}/c")
             for module in modules:
                 module.extra_compile_args = [flag for flag in module.extra_compile_args if flag != "-Werror"]

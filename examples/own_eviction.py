@@ -1,6 +1,6 @@
 """A rule of your own for which page gives way first, and what it is worth: run `python examples/own_eviction.py`.
 
-A rule (sgl_kvtier/policy/eviction.py, `Rule`) answers four questions; the map of pages does the rest. This one is a
+A rule (sgl_kvtier/policy/pages/eviction.py, `Rule`) answers four questions; the map of pages does the rest. This one is a
 segmented LRU: a page that was used again is protected, so that a flood of pages seen once cannot wash it out.
 """
 
@@ -10,9 +10,9 @@ import hashlib
 import math
 from collections.abc import Iterable, KeysView
 
-from sgl_kvtier.policy.eviction import LFU, LRU, Rule
-from sgl_kvtier.policy.owners import Owners
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.eviction import LFU, LRU, Rule
+from sgl_kvtier.policy.pages.owners import Owners
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Tier
 
 ONCE, AGAIN = 0, 1

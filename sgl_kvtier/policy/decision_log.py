@@ -29,8 +29,8 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal, shown
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.sessions import Hint
+from sgl_kvtier.policy.sessions.sessions import Hint
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 NAME = "kvtier.decisions"

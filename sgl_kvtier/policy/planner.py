@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.ahead.planner import Lookahead
+from sgl_kvtier.policy.ahead.read_turns import due
 from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.read_turns import due
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.restore_planner import RestorePlanner
-from sgl_kvtier.policy.sessions import Hint, HintAnswer
+from sgl_kvtier.policy.restore.planner import RestorePlanner
+from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
+from sgl_kvtier.policy.shape import EngineShape
 
 
 class KVTierPlanner:

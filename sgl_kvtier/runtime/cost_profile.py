@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.outside import is_number, is_whole, parse_json
-from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
-from sgl_kvtier.policy.sessions import Hint, HintAnswer
+from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
 from sgl_kvtier.store.env import Env, create_file, read_file
 from sgl_kvtier.store.namespace import PROFILE
 from sgl_kvtier.types import Link

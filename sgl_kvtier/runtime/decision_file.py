@@ -17,6 +17,7 @@ from typing import TextIO
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.decision_log import (
     Header,
     Hinted,
@@ -29,10 +30,9 @@ from sgl_kvtier.policy.decision_log import (
     encode,
     encode_header,
 )
-from sgl_kvtier.policy.lookahead import Lookahead
 from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.planner import KVTierPlanner
-from sgl_kvtier.policy.sessions import Hint, HintAnswer
+from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
 
 logger = logging.getLogger(__name__)
 

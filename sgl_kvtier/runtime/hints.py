@@ -1,7 +1,7 @@
 """Clients' hints in the scheduler: handed to the planner between two steps, answered with what came of them.
 
 Every rank gets the same message in the same step with the same time in it, so all planners take the same note of it. Hands
-only: whether a hint is taken, cut or refused is decided in policy/sessions.py.
+only: whether a hint is taken, cut or refused is decided in policy/sessions/sessions.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.policy.sessions import HintAnswer
+from sgl_kvtier.policy.sessions.sessions import HintAnswer
 from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.hints_message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints_route import ANSWER

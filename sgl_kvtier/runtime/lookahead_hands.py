@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.idle import MOST_IDLE
-from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.ahead.idle import MOST_IDLE
+from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.messages import (
     Fact,
     Move,
@@ -28,7 +28,7 @@ from sgl_kvtier.policy.messages import (
     StepPlan,
     StepView,
 )
-from sgl_kvtier.policy.owners import owner_of, session_of
+from sgl_kvtier.policy.pages.owners import owner_of, session_of
 from sgl_kvtier.runtime.attached import store_of
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.host_pins import MOST_PINS

@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.outside import is_whole, shown
-from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.report import (
     Column,
     Table,

@@ -12,7 +12,7 @@ import torch
 from sgl_kvtier.config import KVTierConfig, PolicyConfig
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import cost_profile, settings
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.attached import backend_of

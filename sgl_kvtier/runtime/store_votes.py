@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.attached import backend_of
 from sgl_kvtier.runtime.page_names import from_hex
 from sgl_kvtier.runtime.polls import Poll

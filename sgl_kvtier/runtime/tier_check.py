@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.attached import backend_of
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.types import Lookup, PageKey, Tier

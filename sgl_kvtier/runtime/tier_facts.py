@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 

@@ -2,7 +2,7 @@
 
 SGLang asks storage for a request once, when it arrives, and reads what is there into host memory, where nothing holds it
 until the request runs; who arrives while it reads as much as it allows itself may never be asked for. Here a request whose
-pages have no room yet is kept back until they have (`policy/read_turns.py` says whose turn it is), and one that finds less at
+pages have no room yet is kept back until they have (`policy/ahead/read_turns.py` says whose turn it is), and one that finds less at
 its turn than storage had is asked for again. Scheduler's thread; all of it follows from what ranks have in common, so they
 do the same. Not with pipeline stages: there SGLang decides on the first.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvtier.policy.ahead.read_turns import due
 from sgl_kvtier.policy.messages import Queued
-from sgl_kvtier.policy.read_turns import due
 from sgl_kvtier.runtime.restore_engine import RestoreEngine
 
 _MOST_READS = 3

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.page_names import from_hex
 from sgl_kvtier.runtime.tier_facts import TierFacts

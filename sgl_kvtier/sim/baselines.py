@@ -30,7 +30,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     TransferDone,
 )
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 _NEVER_S = 1e9

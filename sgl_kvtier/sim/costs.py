@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.types import Span
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import simpy
 
 from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, StepPlan, TransferDone
-from sgl_kvtier.policy.restore import LINK_OF
+from sgl_kvtier.policy.restore.modes import LINK_OF
 from sgl_kvtier.sim.caches import Caches
 from sgl_kvtier.sim.live import Live, Restoring
 from sgl_kvtier.sim.transfers import Transfer, Transfers

@@ -11,7 +11,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.sim.baselines import RecomputeOnly, StaticTiering, StockHiCache, StockSettings, Stop
 from sgl_kvtier.sim.oracle import Oracle
 from sgl_kvtier.sim.requests import SimRequest

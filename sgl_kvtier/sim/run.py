@@ -9,7 +9,7 @@ import simpy
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.policy.messages import Planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.sim.costs import Cost, Speed
 from sgl_kvtier.sim.hands import Hands
 from sgl_kvtier.sim.hardware import Hardware, ModelShape, step_cost

@@ -36,7 +36,9 @@ def test_the_wall_checker_would_notice(tmp_path):
 def test_every_room_has_a_readme(room):
     readme = ROOT / "sgl_kvtier" / room / "README.md"
     assert readme.is_file()
-    modules = [p.name for p in (ROOT / "sgl_kvtier" / room).glob("*.py") if p.name != "__init__.py"]
+    inside = [p for p in (ROOT / "sgl_kvtier" / room).iterdir() if p.name not in ("__init__.py", "__pycache__")]
+    folders = [f"{p.name}/" for p in inside if p.is_dir()]
+    modules = folders + [p.name for p in inside if p.suffix == ".py"]
     text = readme.read_text()
     missing = [name for name in modules if name not in text and f"`{name[:-3]}`" not in text]
     assert missing == []

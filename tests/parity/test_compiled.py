@@ -40,8 +40,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def test_it_is_compiled_as_a_whole(compiled: dict[str, str]) -> None:
     folder = Path(compiled["PYTHONPATH"], "sgl_kvtier")
-    sources = {path.stem for path in (folder / "policy").glob("*.py")} - SOURCE_ONLY
-    assert {path.name.split(".")[0] for path in (folder / "policy").glob("*.so")} == sources
+    sources = {path.stem for path in (folder / "policy").rglob("*.py")} - SOURCE_ONLY
+    assert {path.name.split(".")[0] for path in (folder / "policy").rglob("*.so")} == sources
     script = "import sgl_kvtier.types, sgl_kvtier.policy.planner as p; print(p.__file__, sgl_kvtier.types.__file__)"
     found = _python(compiled, "-c", script).split()
     assert all(name.startswith(str(folder)) and name.endswith(".so") for name in found)

@@ -15,7 +15,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy import messages as m
 from sgl_kvtier.policy.decision_log import Header, decode, decode_header, encode, encode_header
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 _WORDS = st.text(max_size=8)

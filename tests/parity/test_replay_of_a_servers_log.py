@@ -22,7 +22,7 @@ from sgl_kvtier.policy.decision_log import (
 )
 from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import Span, Tier
 

@@ -26,7 +26,7 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 PAGE = 16

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.cost import CostModel, PrefillCost
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.cost import CostModel, PrefillCost
 from sgl_kvtier.types import Link
 
 TRUE = PrefillCost(0.02, 1 / 3500, 3e-8)

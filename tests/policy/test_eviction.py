@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.policy.eviction import LFU, LRU, RULES, NextUse, Shelves
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.eviction import LFU, LRU, RULES, NextUse, Shelves
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Tier
 
 ROOT = Path(__file__).parents[2]
@@ -88,8 +88,8 @@ def test_the_example_of_an_own_rule_runs_and_its_rule_pays():
 
 def test_the_order_does_not_depend_on_the_hash_seed():
     code = (
-        "from sgl_kvtier.policy.tier_map import TierMap\n"
-        "from sgl_kvtier.policy.eviction import NextUse\n"
+        "from sgl_kvtier.policy.pages.tier_map import TierMap\n"
+        "from sgl_kvtier.policy.pages.eviction import NextUse\n"
         "from sgl_kvtier.types import Tier\n"
         "import hashlib\n"
         "m = TierMap(500, NextUse(), NextUse())\n"

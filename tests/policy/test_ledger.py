@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.ledger import _MOST, _START, _TRIED, Ledger
+from sgl_kvtier.policy.ahead.ledger import _MOST, _START, _TRIED, Ledger
 from sgl_kvtier.types import PageKey, Tier
 
 CAPACITY = 1000

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.behind import Behind
-from sgl_kvtier.policy.eviction import NextUse
-from sgl_kvtier.policy.lookahead import Lookahead
+from sgl_kvtier.policy.ahead.behind import Behind
+from sgl_kvtier.policy.ahead.planner import Lookahead
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
     PagesDropped,
@@ -24,9 +23,10 @@ from sgl_kvtier.policy.messages import (
     StepDone,
     StepView,
 )
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.sessions import Hint
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.eviction import NextUse
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.sessions.sessions import Hint
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=1000, chunk_tokens=512)

@@ -7,10 +7,10 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.meeting import Pace, best_split, open_of
-from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.policy.restore.meeting import Pace, best_split, open_of
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span
 
 PAGE, PAGE_BYTES, CHUNK = 16, 1000, 64

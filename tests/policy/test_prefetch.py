@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.eviction import NextUse
-from sgl_kvtier.policy.prefetch import Prefetcher
-from sgl_kvtier.policy.tier_map import TierMap
-from sgl_kvtier.policy.turns import Turn, turns_of
+from sgl_kvtier.policy.ahead.prefetch import Prefetcher
+from sgl_kvtier.policy.ahead.turns import Turn, turns_of
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.pages.eviction import NextUse
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Tier
 
 PAGE = 1000

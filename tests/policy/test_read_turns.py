@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_kvtier.policy.ahead.read_turns import due
 from sgl_kvtier.policy.messages import Queued
-from sgl_kvtier.policy.read_turns import due
 
 QUEUES = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=12).map(
     lambda entries: [Queued(f"r{place}", pages, unread) for place, (pages, unread) in enumerate(entries)]

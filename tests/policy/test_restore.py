@@ -2,10 +2,10 @@ import pytest
 from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import crossover_tokens, layer_split, token_split
+from sgl_kvtier.policy.restore.modes import crossover_tokens, layer_split, token_split
 from sgl_kvtier.types import Span, Tier
 
 RATIOS = (1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16)

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Span
 
 

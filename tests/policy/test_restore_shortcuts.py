@@ -12,13 +12,13 @@ from random_hands import ENGINE, PROFILE, RandomHands
 from test_planner_machine import configs
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.chunks import Chunks
-from sgl_kvtier.policy.loads import Loads
-from sgl_kvtier.policy.meeting import Pace, Split, best_split, open_of
 from sgl_kvtier.policy.messages import Compute, RequestFinished, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.offers import Offers
-from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.policy.restore.chunks import Chunks
+from sgl_kvtier.policy.restore.loads import Loads
+from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
+from sgl_kvtier.policy.restore.offers import Offers
+from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.sim.step_time import Scene
 from sgl_kvtier.types import Link
 

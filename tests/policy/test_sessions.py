@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.gaps import Gaps, longer, quantile
-from sgl_kvtier.policy.returns import Returns
-from sgl_kvtier.policy.sessions import Hint, Sessions
+from sgl_kvtier.policy.sessions.gaps import Gaps, longer, quantile
+from sgl_kvtier.policy.sessions.returns import Returns
+from sgl_kvtier.policy.sessions.sessions import Hint, Sessions
 
 
 def teach(sessions: Sessions, session: str, gaps: list[float], start: float = 0.0, tool: str | None = None) -> float:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sgl_kvtier.policy.eviction import LFU, LRU, NextUse
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.eviction import LFU, LRU, NextUse
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Span, Tier
 
 KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(12))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import (
     CANCELLED,
     ChunkDone,
@@ -20,7 +20,7 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=16 * 16384, chunk_tokens=512)

@@ -16,8 +16,8 @@ from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.policy.decision_log import Header, Hinted, decode, encode, encode_header
 from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinished, StepView
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.sessions import Hint
+from sgl_kvtier.policy.sessions.sessions import Hint
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.decision_file import Recorded
 from sgl_kvtier.runtime.hints import MOST_SESSIONS, take

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sgl_kvtier.config import StoreConfig
-from sgl_kvtier.policy.eviction import NextUse
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.eviction import NextUse
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.host_pins import evict_others
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.page_names import SessionNames, keys_of

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvtier.policy.messages import RequestFinished
-from sgl_kvtier.policy.owners import owner_of
+from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.runtime import lookahead_hands
 from sgl_kvtier.runtime.host_pins import MOST_PINS
 from sgl_kvtier.runtime.lookahead_hands import LookaheadHands, _Known

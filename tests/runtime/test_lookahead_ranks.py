@@ -11,7 +11,7 @@ import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepDone, StepPlan
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.chunk_clock import Chunk
 from sgl_kvtier.runtime.polls import Poll

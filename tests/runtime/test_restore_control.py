@@ -13,7 +13,7 @@ from hostile import HOSTILE
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.agreement import Agreement
 from sgl_kvtier.runtime.control import FIXED, HANDLERS, PREFIX, set_internal_state
 from sgl_kvtier.runtime.cost_profile import Learning, Profile

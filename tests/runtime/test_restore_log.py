@@ -14,7 +14,7 @@ from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.policy.decision_log import Header, LinesDropped, decode, encode_header
 from sgl_kvtier.policy.messages import Queued, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import decision_file
 from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
 from sgl_kvtier.sim.replay import replay

@@ -12,7 +12,7 @@ import pytest
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import ChunkDone, Mode, RestoreOffered, StepView, TransferDone
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import cost_profile
 from sgl_kvtier.runtime.cost_profile import NAME, Learning, Profile, ProfileKeeper
 from sgl_kvtier.types import Link, Span, Tier

@@ -11,7 +11,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, RestoreOffered, StepView, TransferDone
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.report.figure import plots_available
 from sgl_kvtier.sim.replay import Recording
 from sgl_kvtier.types import Link, Span, Tier

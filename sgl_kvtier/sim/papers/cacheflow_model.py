@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.restore import crossover_tokens, layer_split, token_split
+from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.policy.restore.modes import crossover_tokens, layer_split, token_split
 from sgl_kvtier.sim.costs import StepCost
 from sgl_kvtier.sim.hardware import load_model
 from sgl_kvtier.sim.papers.cacheflow_cells import THEIRS, cell

@@ -14,10 +14,10 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.sim.baselines import RecomputeOnly
 from sgl_kvtier.sim.costs import StepCost
 from sgl_kvtier.sim.hardware import Hardware, ModelShape, load_hardware, load_model, step_cost

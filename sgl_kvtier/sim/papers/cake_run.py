@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.cost import PrefillCost
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore import EngineShape
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.sim.costs import Batch
 from sgl_kvtier.sim.hardware import Hardware, ModelShape, load_hardware, step_cost
 from sgl_kvtier.sim.links import Pipe

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sgl_kvtier.policy.eviction import LFU, LRU, NextUse, Rule
-from sgl_kvtier.policy.prefetch import Turn
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.ahead.prefetch import Turn
+from sgl_kvtier.policy.pages.eviction import LFU, LRU, NextUse, Rule
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.sim.papers.tierkv_load import Request
 from sgl_kvtier.sim.papers.tierkv_lookahead import paper_prefetcher
 from sgl_kvtier.sim.papers.tierkv_machine import Batch, Paging, Running, Server

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.eviction import LRU, NextUse
-from sgl_kvtier.policy.prefetch import Prefetcher, Turn
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.ahead.prefetch import Prefetcher, Turn
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.pages.eviction import LRU, NextUse
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.sim.papers.tierkv_machine import Server
 from sgl_kvtier.types import Link, PageKey, Tier
 

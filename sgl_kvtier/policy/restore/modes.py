@@ -13,30 +13,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.meeting import Pace, Split, best_split, open_of
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Mode
-from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
 LINK_OF: Final[Mapping[Tier, Link]] = {Tier.DRAM: Link.DRAM_TO_HBM, Tier.SSD: Link.SSD_TO_HBM, Tier.REMOTE: Link.SSD_TO_HBM}
 """The link a restoration loads over, by where the page lies."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineShape:
-    """What a plan has to fit: sizes of the engine that do not change while it runs.
-
-    `chunk_tokens` is the most one prefill step takes, `staged` says that loads from below DRAM need a DRAM page each
-    while they are in flight.
-    """
-
-    page_tokens: int
-    page_bytes: int
-    chunk_tokens: int
-    layers: int = 1
-    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

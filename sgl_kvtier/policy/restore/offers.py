@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, choose_mode, fixed_share, leave
-from sgl_kvtier.policy.two_pointer import TwoPointer
-from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, choose_mode, fixed_share, leave
+from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
+from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN: Final = 16

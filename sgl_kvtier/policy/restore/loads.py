@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from sgl_kvtier.policy.chunks import Chunks, in_run_order, step_cover
-from sgl_kvtier.policy.meeting import Split
 from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
-from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import LINK_OF, Forecast, Restoration, fixed_share
-from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.policy.restore.chunks import Chunks, in_run_order, step_cover
+from sgl_kvtier.policy.restore.meeting import Split
+from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, fixed_share
+from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOAD_S: Final = 0.02

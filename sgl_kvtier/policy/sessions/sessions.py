@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from sgl_kvtier.policy.gaps import Gaps, longer, quantile
-from sgl_kvtier.policy.returns import Returns
+from sgl_kvtier.policy.sessions.gaps import Gaps, longer, quantile
+from sgl_kvtier.policy.sessions.returns import Returns
 
 _PRIOR: Final = 2.0
 """What others did counts as much as so many gaps of the session's own."""

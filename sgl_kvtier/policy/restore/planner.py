@@ -9,8 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.chunks import Chunks
-from sgl_kvtier.policy.loads import Loads
 from sgl_kvtier.policy.messages import (
     Compute,
     Fact,
@@ -20,10 +18,12 @@ from sgl_kvtier.policy.messages import (
     StepPlan,
     StepView,
 )
-from sgl_kvtier.policy.offers import Offers
-from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.policy.restore.chunks import Chunks
+from sgl_kvtier.policy.restore.loads import Loads
+from sgl_kvtier.policy.restore.offers import Offers
+from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.shape import EngineShape
 
 
 class RestorePlanner:

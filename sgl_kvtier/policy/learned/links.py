@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sgl_kvtier.policy.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.types import Link, Span
 
 

@@ -27,16 +27,16 @@ from dataclasses import dataclass
 from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.brought import Brought
-from sgl_kvtier.policy.charge import TWO_HOPS, LinkTime, Room
-from sgl_kvtier.policy.flights import Flights
+from sgl_kvtier.policy.ahead.brought import Brought
+from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.ahead.flights import Flights
+from sgl_kvtier.policy.ahead.overlap import Overlap, Overlaps
+from sgl_kvtier.policy.ahead.reach import SOON, Step, in_dram, reach
+from sgl_kvtier.policy.ahead.turns import Turn
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Evict, Move
-from sgl_kvtier.policy.overlap import Overlap, Overlaps
-from sgl_kvtier.policy.page_state import Missing
-from sgl_kvtier.policy.reach import SOON, Step, in_dram, reach
-from sgl_kvtier.policy.tier_map import TierMap
-from sgl_kvtier.policy.turns import Turn
+from sgl_kvtier.policy.pages.page_state import Missing
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 SCOPE: Final = 32

@@ -11,8 +11,8 @@ import heapq
 import math
 from typing import Final
 
-from sgl_kvtier.policy.owners import owner_of
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.owners import owner_of
+from sgl_kvtier.policy.pages.tier_map import TierMap
 
 _SPARE: Final = 1.25
 """Sessions are put off to so many times the queue, so that this is worked out anew only after the rest of it."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from sgl_kvtier.policy.meeting import Open, Pace, Split, best_split, open_of
 from sgl_kvtier.policy.messages import StepView
-from sgl_kvtier.policy.restore import Forecast, Restoration
-from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.policy.restore.meeting import Open, Pace, Split, best_split, open_of
+from sgl_kvtier.policy.restore.modes import Forecast, Restoration
+from sgl_kvtier.policy.restore.under_way import UnderWay
 
 _MOST_BEHIND: Final = 8
 """So many waiting requests are charged for at most."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.cost import GUESS, CostModel, PrefillCost
-from sgl_kvtier.policy.links import LinkQueues
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.cost import GUESS, CostModel, PrefillCost
+from sgl_kvtier.policy.learned.links import LinkQueues
 from sgl_kvtier.policy.messages import (
     CANCELLED,
     ChunkDone,
@@ -23,7 +23,8 @@ from sgl_kvtier.policy.messages import (
     RequestFinished,
     TransferDone,
 )
-from sgl_kvtier.policy.restore import EngineShape, Restoration, rule_of
+from sgl_kvtier.policy.restore.modes import Restoration, rule_of
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.cost import PrefillCost
-from sgl_kvtier.policy.two_pointer import TwoPointer
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span
 
 Runs: TypeAlias = list[tuple[int, int]]

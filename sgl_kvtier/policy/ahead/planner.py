@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.eviction import RULES
-from sgl_kvtier.policy.idle import MOST_IDLE, IdleSessions
+from sgl_kvtier.policy.ahead.idle import MOST_IDLE, IdleSessions
+from sgl_kvtier.policy.ahead.prefetch import SCOPE, Prefetch, Prefetcher
+from sgl_kvtier.policy.ahead.turns import Turn
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
     Evict,
@@ -34,13 +35,12 @@ from sgl_kvtier.policy.messages import (
     StepDone,
     StepView,
 )
-from sgl_kvtier.policy.owners import owner_of, session_of
-from sgl_kvtier.policy.page_state import Missing
-from sgl_kvtier.policy.prefetch import SCOPE, Prefetch, Prefetcher
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.sessions import Hint, HintAnswer, Sessions
-from sgl_kvtier.policy.tier_map import TierMap
-from sgl_kvtier.policy.turns import Turn
+from sgl_kvtier.policy.pages.eviction import RULES
+from sgl_kvtier.policy.pages.owners import owner_of, session_of
+from sgl_kvtier.policy.pages.page_state import Missing
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer, Sessions
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey
 
 _KEEP: Final = 0.8

@@ -11,14 +11,14 @@ import math
 from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.behind import Behind
+from sgl_kvtier.policy.ahead.behind import Behind
+from sgl_kvtier.policy.ahead.prefetch import Prefetcher
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Move, StepView
-from sgl_kvtier.policy.owners import owner_of
-from sgl_kvtier.policy.prefetch import Prefetcher
-from sgl_kvtier.policy.restore import EngineShape
-from sgl_kvtier.policy.sessions import Return
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.pages.owners import owner_of
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.sessions.sessions import Return
+from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 MOST_IDLE: Final = 10_000

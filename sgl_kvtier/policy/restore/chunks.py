@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
-from sgl_kvtier.policy.outlook import Outlook
-from sgl_kvtier.policy.restore import LINK_OF, Restoration, chunk_tokens
-from sgl_kvtier.policy.under_way import UnderWay
+from sgl_kvtier.policy.restore.modes import LINK_OF, Restoration, chunk_tokens
+from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Span
 
 _STEP_COVER: Final = 1.5

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.ahead.overlap import Overlap
+from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.messages import Move
-from sgl_kvtier.policy.overlap import Overlap
-from sgl_kvtier.policy.page_state import Missing
-from sgl_kvtier.policy.turns import Turn
+from sgl_kvtier.policy.pages.page_state import Missing
 from sgl_kvtier.types import Link, Tier
 
 _EARLY: Final = 0.5

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from sgl_kvtier.policy.flights import Flights
-from sgl_kvtier.policy.ledger import Ledger
+from sgl_kvtier.policy.ahead.flights import Flights
+from sgl_kvtier.policy.ahead.ledger import Ledger
 from sgl_kvtier.types import PageKey, Tier
 
 _PAUSE_S: Final = 0.05

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
 from typing import Protocol, cast
 
-from sgl_kvtier.policy.owners import UNOWNED, Owners
+from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 
 
 class Rule(Protocol):

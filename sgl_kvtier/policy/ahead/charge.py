@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from sgl_kvtier.policy.bandwidth import Bandwidth
-from sgl_kvtier.policy.tier_map import TierMap
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
+from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Tier
 
 TWO_HOPS: Final = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM)

@@ -12,9 +12,9 @@ from itertools import repeat
 from operator import itemgetter
 from typing import Final
 
-from sgl_kvtier.policy.eviction import LRU, Rule, Shelves
-from sgl_kvtier.policy.owners import NOWHERE, UNOWNED, Owners, common
-from sgl_kvtier.policy.page_state import (
+from sgl_kvtier.policy.pages.eviction import LRU, Rule, Shelves
+from sgl_kvtier.policy.pages.owners import NOWHERE, UNOWNED, Owners, common
+from sgl_kvtier.policy.pages.page_state import (
     COLD,
     IN_DRAM,
     IN_HBM,

@@ -1,0 +1,1 @@
+"""Looking ahead: which pages to move before their request or session runs."""

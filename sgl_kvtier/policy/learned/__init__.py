@@ -1,0 +1,1 @@
+"""What was measured: the cost of prefill and the bandwidth of links."""

@@ -1,0 +1,1 @@
+"""Where each page is, who will use it, and which page to evict."""

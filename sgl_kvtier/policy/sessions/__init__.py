@@ -1,0 +1,1 @@
+"""When a session is expected to return."""

@@ -1,0 +1,20 @@
+"""The engine that a plan has to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What a plan has to fit: sizes of the engine that do not change while it runs.
+
+    `chunk_tokens` is the most one prefill step takes, `staged` says that loads from below DRAM need a DRAM page each
+    while they are in flight.
+    """
+
+    page_tokens: int
+    page_bytes: int
+    chunk_tokens: int
+    layers: int = 1
+    staged: bool = False
