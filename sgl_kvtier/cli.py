@@ -76,17 +76,17 @@ COMMANDS = {
         "kvtier profile /mnt/nvme/kvtier\n  kvtier profile /mnt/nvme/kvtier --lengths 4k,32k --json -",
     ),
     "stat": Command(
-        "sgl_kvtier.store.commands:stat",
+        "sgl_kvtier.store.tools.commands:stat",
         "what is in a page store, and who has it open",
         "kvtier stat /mnt/nvme/kvtier",
     ),
     "fsck": Command(
-        "sgl_kvtier.store.commands:fsck",
+        "sgl_kvtier.store.tools.commands:fsck",
         "read and check every page of a store that is not in use",
         "kvtier fsck /mnt/nvme/kvtier",
     ),
     "purge": Command(
-        "sgl_kvtier.store.commands:purge",
+        "sgl_kvtier.store.tools.commands:purge",
         "remove pages from a store",
         "kvtier purge /mnt/nvme/kvtier --all --dry-run",
     ),

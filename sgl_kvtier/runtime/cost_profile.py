@@ -24,8 +24,8 @@ from sgl_kvtier.outside import is_number, is_whole, parse_json
 from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
 from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
-from sgl_kvtier.store.env import Env, create_file, read_file
-from sgl_kvtier.store.namespace import PROFILE
+from sgl_kvtier.store.disk.env import Env, create_file, read_file
+from sgl_kvtier.store.disk.namespace import PROFILE
 from sgl_kvtier.types import Link
 
 logger = logging.getLogger(__name__)

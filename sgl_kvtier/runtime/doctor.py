@@ -20,7 +20,7 @@ from sgl_kvtier.errors import KVTierError, StoreError
 from sgl_kvtier.report import Column, Table, check_target, envelope, format_bytes, print_table, write_json
 from sgl_kvtier.runtime import disk_probe, seams
 from sgl_kvtier.runtime.cpu import platform
-from sgl_kvtier.store.namespace import check_root
+from sgl_kvtier.store.disk.namespace import check_root
 
 SCHEMA = "kvtier.doctor/1"
 _OPEN_FILES = 4096

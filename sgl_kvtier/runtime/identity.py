@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_kvtier.outside import is_whole, parse_json
 from sgl_kvtier.runtime.seams import SGLANG_VERSION
-from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.disk.identity import Identity
 
 _HASHED_NAME = 64
 _SAMPLE_BYTES = 1024

@@ -31,8 +31,8 @@ from sgl_kvtier.runtime.page_names import page_key
 from sgl_kvtier.runtime.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
-from sgl_kvtier.store.jobs import OrderedJob
-from sgl_kvtier.store.wrappers import Faulty, Throttled
+from sgl_kvtier.store.front.wrappers import Faulty, Throttled
+from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)

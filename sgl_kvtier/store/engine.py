@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store import forks
 from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
-from sgl_kvtier.store.columns import Columns, columns_of
-from sgl_kvtier.store.core import Complaints, Core
-from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.disk import forks
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import POOL_BYTES, RECORD, SlotHead
+from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.disk.index_log import IndexLog
+from sgl_kvtier.store.disk.namespace import RankFolder, own_rank_folder
+from sgl_kvtier.store.disk.segment import probe_direct_io
 from sgl_kvtier.store.erasing import Eraser
-from sgl_kvtier.store.format import POOL_BYTES, RECORD, SlotHead
-from sgl_kvtier.store.identity import Identity
-from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.jobs import Ended, OrderedJob
-from sgl_kvtier.store.lanes import Lanes, ThreadLanes
-from sgl_kvtier.store.located import Located
-from sgl_kvtier.store.namespace import RankFolder, own_rank_folder
-from sgl_kvtier.store.native_lanes import NATIVE, NativeLanes, ring_lanes
+from sgl_kvtier.store.index.columns import Columns, columns_of
+from sgl_kvtier.store.index.core import Complaints, Core
+from sgl_kvtier.store.index.located import Located
+from sgl_kvtier.store.index.room import Room
+from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State
+from sgl_kvtier.store.io.jobs import Ended, OrderedJob
+from sgl_kvtier.store.io.native_threads import NATIVE, NativeLanes, ring_lanes
+from sgl_kvtier.store.io.threads import Lanes, ThreadLanes
+from sgl_kvtier.store.io.transfer import Mover
 from sgl_kvtier.store.recovery import load_table, snapshot
-from sgl_kvtier.store.room import Room
-from sgl_kvtier.store.segment import probe_direct_io
-from sgl_kvtier.store.slots import EMPTY, Rows, SlotTable, State
-from sgl_kvtier.store.transfer import Mover
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
 from sgl_kvtier.types import Lookup, PageKey
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sgl_kvtier.store.core import Core
-from sgl_kvtier.store.format import DROP
+from sgl_kvtier.store.disk.format import DROP
+from sgl_kvtier.store.index.core import Core
+from sgl_kvtier.store.index.room import Room
+from sgl_kvtier.store.index.slots import Rows, State
+from sgl_kvtier.store.io.transfer import Mover
 from sgl_kvtier.store.recovery import snapshot
-from sgl_kvtier.store.room import Room
-from sgl_kvtier.store.slots import Rows, State
-from sgl_kvtier.store.transfer import Mover
 
 
 @dataclass(frozen=True, slots=True, eq=False)

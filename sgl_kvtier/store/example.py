@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sgl_kvtier.store.format import (
+from sgl_kvtier.store.disk.format import (
     BLOCK,
     PUT,
     RECORD,
@@ -16,7 +16,7 @@ from sgl_kvtier.store.format import (
     seal,
     slot_bytes,
 )
-from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.disk.identity import Identity
 
 IDENTITY = Identity({"model": "example", "dtype": "bfloat16"}, name="example")
 KEY = bytes(range(32))

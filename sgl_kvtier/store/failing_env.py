@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.disk.env import Env
 
 SHORT = "short"
 """Instead of an error number: a transfer moves only part of what was asked. Calls that move nothing succeed."""

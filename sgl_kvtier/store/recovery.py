@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.buffers import Scratch
-from sgl_kvtier.store.core import Core
-from sgl_kvtier.store.env import Env, NotOursError, read_fully
-from sgl_kvtier.store.format import (
+from sgl_kvtier.store.disk.buffers import Scratch
+from sgl_kvtier.store.disk.env import Env, NotOursError, read_fully
+from sgl_kvtier.store.disk.format import (
     BLOCK,
     FIRST_WORD,
     MAX_PAYLOAD,
@@ -29,10 +28,11 @@ from sgl_kvtier.store.format import (
     settled,
     slot_bytes,
 )
-from sgl_kvtier.store.hashtable import key_hash
-from sgl_kvtier.store.room import Room
-from sgl_kvtier.store.segment import DirectIO, NotASegmentError, Segment, open_segment, segment_number
-from sgl_kvtier.store.slots import State
+from sgl_kvtier.store.disk.segment import DirectIO, NotASegmentError, Segment, open_segment, segment_number
+from sgl_kvtier.store.index.core import Core
+from sgl_kvtier.store.index.hashtable import key_hash
+from sgl_kvtier.store.index.room import Room
+from sgl_kvtier.store.index.slots import State
 
 logger = logging.getLogger(__name__)
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_kvtier.store.admission import admission_of
 from sgl_kvtier.store.base import PageWrite, PutOutcome
-from sgl_kvtier.store.columns import Columns, columns_of
-from sgl_kvtier.store.core import Core
+from sgl_kvtier.store.disk.format import BLOCK, DROP, MAX_PAYLOAD, POOL_BYTES, PUT, slot_bytes
+from sgl_kvtier.store.disk.index_log import Frame
 from sgl_kvtier.store.erasing import Eraser
-from sgl_kvtier.store.format import BLOCK, DROP, MAX_PAYLOAD, POOL_BYTES, PUT, slot_bytes
-from sgl_kvtier.store.index_log import Frame
-from sgl_kvtier.store.lanes import Lanes
-from sgl_kvtier.store.located import Located
-from sgl_kvtier.store.room import Room
-from sgl_kvtier.store.slots import EMPTY, Rows, State
+from sgl_kvtier.store.index.admission import admission_of
+from sgl_kvtier.store.index.columns import Columns, columns_of
+from sgl_kvtier.store.index.core import Core
+from sgl_kvtier.store.index.located import Located
+from sgl_kvtier.store.index.room import Room
+from sgl_kvtier.store.index.slots import EMPTY, Rows, State
+from sgl_kvtier.store.io.threads import Lanes
 
 _ROUNDS = 2
 """Making room for new pages can cost one of the same batch that was there a moment ago; it gets a second chance."""

@@ -20,8 +20,8 @@ from sgl_kvtier.runtime.page_names import SessionNames, keys_of
 from sgl_kvtier.runtime.tier_check import TierCheck
 from sgl_kvtier.runtime.tier_facts import TierFacts
 from sgl_kvtier.runtime.victims import Victims
+from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import open_store
-from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4

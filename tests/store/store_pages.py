@@ -13,10 +13,10 @@ import pytest
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore, open_store
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.identity import Identity
-from sgl_kvtier.store.native_lanes import NATIVE, io_uring_error
+from sgl_kvtier.store.io.native_threads import NATIVE, io_uring_error
 from sgl_kvtier.types import PageKey
 
 IDENTITY = Identity({"model": "lab", "dtype": "bfloat16", "page_size": 16}, name="lab")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from store_pages import LANES, aligned, content, key, lanes, open_at, put
 
-from sgl_kvtier.store import ahead
-from sgl_kvtier.store.ahead import ReadAhead
 from sgl_kvtier.store.base import PageRead, ReadJob, ReadOutcome
-from sgl_kvtier.store.jobs import OrderedJob
+from sgl_kvtier.store.front import read_ahead as ahead
+from sgl_kvtier.store.front.read_ahead import ReadAhead
+from sgl_kvtier.store.io.jobs import OrderedJob
 
 NBYTES = 4096
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
-from sgl_kvtier.store import jobs, native_lanes
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import RECORD
+from sgl_kvtier.store.disk.index_log import IndexLog
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import RECORD
-from sgl_kvtier.store.index_log import IndexLog
+from sgl_kvtier.store.io import jobs
+from sgl_kvtier.store.io import native_threads as native_lanes
 from sgl_kvtier.types import Lookup
 
 

@@ -14,10 +14,10 @@ import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
 from sgl_kvtier.errors import StoreBusyError, StoreError
-from sgl_kvtier.store import commands
 from sgl_kvtier.store.base import PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.tools import commands
 from sgl_kvtier.types import Lookup
 
 OTHER = Identity({"model": "other", "dtype": "float8"}, name="other")

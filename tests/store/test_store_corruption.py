@@ -10,8 +10,8 @@ import pytest
 from store_pages import content, key, put, read, segments
 
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.format import BLOCK, SlotHead
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.format import BLOCK, SlotHead
 from sgl_kvtier.types import PageKey
 
 NBYTES = 6000

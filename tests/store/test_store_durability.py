@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from store_pages import IDENTITY, content, key, open_at, put, read
 
-from sgl_kvtier.store import index_log
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk import index_log
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import PUT
+from sgl_kvtier.store.disk.index_log import IndexLog
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import PUT
-from sgl_kvtier.store.index_log import IndexLog
 from sgl_kvtier.types import Lookup, PageKey
 
 STORED = PutOutcome.STORED

@@ -13,8 +13,8 @@ import pytest
 from store_pages import aligned, content, key, open_at, put, read
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
 from sgl_kvtier.types import Lookup
 
 STORED, KEPT, REFUSED = PutOutcome.STORED, PutOutcome.KEPT, PutOutcome.REFUSED

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.store.env import Env, create_file, read_file, write_file
+from sgl_kvtier.store.disk.env import Env, create_file, read_file, write_file
 from sgl_kvtier.store.failing_env import FailingEnv, Fault
 
 

@@ -13,9 +13,9 @@ import pytest
 from store_pages import content, key, open_at, put, read, segments
 
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import BLOCK
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import BLOCK
 from sgl_kvtier.types import Lookup, PageKey
 
 NBYTES = 5000

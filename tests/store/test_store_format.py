@@ -10,8 +10,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.store import example, format
-from sgl_kvtier.store.format import BLOCK, HEAD, RECORD, SlotHead, unpack_log, unpack_segment_head
+from sgl_kvtier.store import example
+from sgl_kvtier.store.disk import format
+from sgl_kvtier.store.disk.format import BLOCK, HEAD, RECORD, SlotHead, unpack_log, unpack_segment_head
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "store-format.md"
 

@@ -15,10 +15,10 @@ from store_pages import IDENTITY, content, key, open_at, put, read
 
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.namespace import PATIENT, is_open, lock_folder
+from sgl_kvtier.store.disk.removal import remove_namespace
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.namespace import PATIENT, is_open, lock_folder
-from sgl_kvtier.store.removal import remove_namespace
 from sgl_kvtier.types import Lookup
 
 NOBODY = 65534
@@ -190,8 +190,8 @@ def test_an_owner_that_has_ended_is_not_named_as_the_one_that_runs(tmp_path: Pat
 
 LOOKER = """
 import sys
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.namespace import is_open
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.namespace import is_open
 print("looking", flush=True)
 while True:
     is_open(Env(), sys.argv[1])

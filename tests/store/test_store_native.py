@@ -11,11 +11,11 @@ import pytest
 import xxhash
 from store_pages import LANES, aligned, content, key, lanes, open_at, put, read
 
-from sgl_kvtier.store import native_lanes
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
-from sgl_kvtier.store.format import BLOCK, HEAD, SlotHead, heads_of
-from sgl_kvtier.store.native_lanes import NATIVE
-from sgl_kvtier.store.slots import words
+from sgl_kvtier.store.disk.format import BLOCK, HEAD, SlotHead, heads_of
+from sgl_kvtier.store.index.slots import words
+from sgl_kvtier.store.io import native_threads as native_lanes
+from sgl_kvtier.store.io.native_threads import NATIVE
 
 if not NATIVE:
     pytest.skip("the native lanes are not built here", allow_module_level=True)

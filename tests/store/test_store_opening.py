@@ -15,12 +15,12 @@ from store_pages import IDENTITY, content, key, open_at, put, read, segments
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
 from sgl_kvtier.store.base import PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import DROP
+from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.disk.index_log import IndexLog
+from sgl_kvtier.store.disk.segment import MOST_SEGMENT_NUMBER
 from sgl_kvtier.store.engine import DiskStore, open_store
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import DROP
-from sgl_kvtier.store.identity import Identity
-from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.segment import MOST_SEGMENT_NUMBER
 from sgl_kvtier.types import Lookup
 
 PAGES = {key(i): content(i, 5000) for i in range(20)}

@@ -13,10 +13,10 @@ import pytest
 from store_pages import IDENTITY, content, key, open_at, put
 
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.disk.removal import remove_namespace
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.identity import Identity
-from sgl_kvtier.store.removal import remove_namespace
 from sgl_kvtier.types import Lookup
 
 OTHER = Identity({"model": "other"}, "other")

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from store_pages import aligned, content, hang, key, lanes, open_at, put, read, segments
 
-from sgl_kvtier.store import native_lanes
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.format import BLOCK
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.format import BLOCK
-from sgl_kvtier.store.native_lanes import NATIVE, ring_lanes
+from sgl_kvtier.store.io import native_threads as native_lanes
+from sgl_kvtier.store.io.native_threads import NATIVE, ring_lanes
 
 if not NATIVE:
     pytest.skip("the native lanes are not built here", allow_module_level=True)

@@ -16,7 +16,7 @@ from sgl_kvtier.config import FaultConfig, ThrottleConfig
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.wrappers import Faulty, Throttled
+from sgl_kvtier.store.front.wrappers import Faulty, Throttled
 from sgl_kvtier.types import Lookup
 
 NBYTES = 50_000

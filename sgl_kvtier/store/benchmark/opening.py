@@ -8,13 +8,13 @@ import time
 import numpy as np
 
 from sgl_kvtier.config import StoreConfig
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import PUT, RECORD
+from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.disk.index_log import IndexLog
+from sgl_kvtier.store.disk.namespace import own_rank_folder
+from sgl_kvtier.store.disk.segment import BUFFERED, create_segment
 from sgl_kvtier.store.engine import open_store
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import PUT, RECORD
-from sgl_kvtier.store.identity import Identity
-from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.namespace import own_rank_folder
-from sgl_kvtier.store.segment import BUFFERED, create_segment
 
 _SLOT = 8192
 _IDENTITY = Identity({"benchmark": "open"}, "benchmark")

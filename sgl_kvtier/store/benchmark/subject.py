@@ -17,10 +17,10 @@ from typing import Any
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.store.ahead import AHEAD_BYTES, ReadAhead
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome
+from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore, open_store
-from sgl_kvtier.store.identity import Identity
+from sgl_kvtier.store.front.read_ahead import AHEAD_BYTES, ReadAhead
 from sgl_kvtier.types import PageKey
 
 BATCH = 128

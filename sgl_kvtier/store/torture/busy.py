@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.native_lanes import NATIVE
+from sgl_kvtier.store.io.native_threads import NATIVE
 from sgl_kvtier.store.torture.oracle import NAMES, buffers, content, open_at, page_key
 
 _THREADS = 8

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.torture.oracle import NAMES, SEGMENT, Oracle, buffers, content, open_at, page_key
 
 _CAPACITY = 1 << 20

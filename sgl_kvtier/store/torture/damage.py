@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.format import BLOCK, SlotHead
+from sgl_kvtier.store.disk.segment import segment_name
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.format import BLOCK, SlotHead
-from sgl_kvtier.store.segment import segment_name
 from sgl_kvtier.store.torture.oracle import open_at, page_key, quick_pages
 
 PAGES = 64

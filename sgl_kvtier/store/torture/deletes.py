@@ -17,8 +17,8 @@ from typing import Any
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.format import BLOCK
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.format import BLOCK
 from sgl_kvtier.store.torture.oracle import NAMES, Journal, Verdict, buffers, content, open_at, page_key
 from sgl_kvtier.store.torture.oracle import Oracle as Plain
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.env import Env
 from sgl_kvtier.store.torture.oracle import NAMES, Journal, Oracle, Verdict, hear, open_at, work
 
 _RECENT = 15

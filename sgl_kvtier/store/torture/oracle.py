@@ -15,9 +15,9 @@ import numpy as np
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore, open_store
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.identity import Identity
 from sgl_kvtier.types import PageKey
 
 IDENTITY = Identity({"model": "torture"}, name="torture")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.store.base import PageWrite, PutOutcome
-from sgl_kvtier.store.env import Env
+from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.torture.oracle import Oracle, Verdict, content, open_at, page_key
 
 _NAMES = 90

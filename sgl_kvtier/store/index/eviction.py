@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from sgl_kvtier.store.segment import Segment
-from sgl_kvtier.store.slots import Rows, SlotTable, State
+from sgl_kvtier.store.disk.segment import Segment
+from sgl_kvtier.store.index.slots import Rows, SlotTable, State
 
 _SHARE = 64
 """One refill sorts out one page in so many, so that its cost is spread over as many evictions."""

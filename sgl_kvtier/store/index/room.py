@@ -13,13 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.core import Core
-from sgl_kvtier.store.eviction import LeastRecentlyUsed, coldest_segment
-from sgl_kvtier.store.format import BLOCK, DROP, RECORD
-from sgl_kvtier.store.index_log import INDEX_BYTES_PER_SLOT
-from sgl_kvtier.store.removal import others_by_age, remove_namespace
-from sgl_kvtier.store.segment import MOST_SEGMENT_NUMBER, Segment, create_segment, segment_name, spoil_segment
-from sgl_kvtier.store.slots import Rows, State
+from sgl_kvtier.store.disk.format import BLOCK, DROP, RECORD
+from sgl_kvtier.store.disk.index_log import INDEX_BYTES_PER_SLOT
+from sgl_kvtier.store.disk.removal import others_by_age, remove_namespace
+from sgl_kvtier.store.disk.segment import (
+    MOST_SEGMENT_NUMBER,
+    Segment,
+    create_segment,
+    segment_name,
+    spoil_segment,
+)
+from sgl_kvtier.store.index.core import Core
+from sgl_kvtier.store.index.eviction import LeastRecentlyUsed, coldest_segment
+from sgl_kvtier.store.index.slots import Rows, State
 
 logger = logging.getLogger(__name__)
 

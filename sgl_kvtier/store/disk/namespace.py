@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
-from sgl_kvtier.store.env import Env, NotOursError, read_file, write_file, write_fully
-from sgl_kvtier.store.identity import Identity, fingerprint_of
-from sgl_kvtier.store.index_log import NAME
-from sgl_kvtier.store.segment import PROBE, segment_number
+from sgl_kvtier.store.disk.env import Env, NotOursError, read_file, write_file, write_fully
+from sgl_kvtier.store.disk.identity import Identity, fingerprint_of
+from sgl_kvtier.store.disk.index_log import NAME
+from sgl_kvtier.store.disk.segment import PROBE, segment_number
 
 CONFIG = "config.json"
 LOCK = "lock"

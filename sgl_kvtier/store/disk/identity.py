@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.format import VERSION
+from sgl_kvtier.store.disk.format import VERSION
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_kvtier.config import StoreConfig
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.index_log import IndexLog
-from sgl_kvtier.store.segment import DirectIO
-from sgl_kvtier.store.slots import SlotTable
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.index_log import IndexLog
+from sgl_kvtier.store.disk.segment import DirectIO
+from sgl_kvtier.store.index.slots import SlotTable
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import re
 import stat
 
 from sgl_kvtier.errors import StoreBusyError, StoreError, StoreFormatError
-from sgl_kvtier.store.env import Env, NotOursError, check_owned, check_private
-from sgl_kvtier.store.namespace import (
+from sgl_kvtier.store.disk.env import Env, NotOursError, check_owned, check_private
+from sgl_kvtier.store.disk.namespace import (
     CONFIG,
     LOCK,
     PROFILE,
@@ -27,7 +27,7 @@ from sgl_kvtier.store.namespace import (
     namespace_bytes,
     read_identity,
 )
-from sgl_kvtier.store.segment import is_segment, segment_number
+from sgl_kvtier.store.disk.segment import is_segment, segment_number
 
 logger = logging.getLogger(__name__)
 

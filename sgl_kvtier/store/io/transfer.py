@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.store.buffers import Scratch
-from sgl_kvtier.store.env import Env, read_fully, write_fully
-from sgl_kvtier.store.format import BLOCK, SlotHead, checksum, matches, padded, same_head, seal
-from sgl_kvtier.store.segment import DirectIO, Segment
+from sgl_kvtier.store.disk.buffers import Scratch
+from sgl_kvtier.store.disk.env import Env, read_fully, write_fully
+from sgl_kvtier.store.disk.format import BLOCK, SlotHead, checksum, matches, padded, same_head, seal
+from sgl_kvtier.store.disk.segment import DirectIO, Segment
 
 MOST_BUFFERS = 1000
 """Below the kernel's limit of 1024 buffers in one call."""

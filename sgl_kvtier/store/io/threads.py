@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
-from sgl_kvtier.store.columns import Columns
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.jobs import DiskReadJob, Ended, Settle
-from sgl_kvtier.store.located import Located
-from sgl_kvtier.store.slots import Rows
-from sgl_kvtier.store.transfer import MOST_BUFFERS, Mover
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.index.columns import Columns
+from sgl_kvtier.store.index.located import Located
+from sgl_kvtier.store.index.slots import Rows
+from sgl_kvtier.store.io.jobs import DiskReadJob, Ended, Settle
+from sgl_kvtier.store.io.transfer import MOST_BUFFERS, Mover
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from sgl_kvtier.errors import StoreError
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.store.env import Env, NotOursError, read_large_file
-from sgl_kvtier.store.format import BLOCK, PUT, SlotHead, unpack_log
-from sgl_kvtier.store.identity import fingerprint_of
-from sgl_kvtier.store.index_log import NAME, most_bytes
-from sgl_kvtier.store.namespace import (
+from sgl_kvtier.store.disk.env import Env, NotOursError, read_large_file
+from sgl_kvtier.store.disk.format import BLOCK, PUT, SlotHead, unpack_log
+from sgl_kvtier.store.disk.identity import fingerprint_of
+from sgl_kvtier.store.disk.index_log import NAME, most_bytes
+from sgl_kvtier.store.disk.namespace import (
     CONFIG,
     PATIENT,
     folder_bytes,
@@ -26,9 +26,9 @@ from sgl_kvtier.store.namespace import (
     namespace_bytes,
     read_identity,
 )
+from sgl_kvtier.store.disk.segment import BUFFERED, Segment
+from sgl_kvtier.store.io.transfer import Mover
 from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, scan
-from sgl_kvtier.store.segment import BUFFERED, Segment
-from sgl_kvtier.store.transfer import Mover
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_kvtier.store.format import KEY_BYTES
-from sgl_kvtier.store.hashtable import EMPTY, HashTable, Rows
+from sgl_kvtier.store.disk.format import KEY_BYTES
+from sgl_kvtier.store.index.hashtable import EMPTY, HashTable, Rows
 from sgl_kvtier.types import PageKey
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from sgl_kvtier.store.format import BLOCK
+from sgl_kvtier.store.disk.format import BLOCK
 
 
 class Scratch:

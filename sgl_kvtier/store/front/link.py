@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from sgl_kvtier.store.base import PageRead, PageStore, ReadOutcome
-from sgl_kvtier.store.jobs import OrderedJob
+from sgl_kvtier.store.io.jobs import OrderedJob
 
 logger = logging.getLogger(__name__)
 

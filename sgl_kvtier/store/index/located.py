@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_kvtier.store.format import RECORD, SlotHead, heads_of
-from sgl_kvtier.store.segment import Segment
-from sgl_kvtier.store.slots import EMPTY, Rows
+from sgl_kvtier.store.disk.format import RECORD, SlotHead, heads_of
+from sgl_kvtier.store.disk.segment import Segment
+from sgl_kvtier.store.index.slots import EMPTY, Rows
 
 
 @dataclass(frozen=True, slots=True)

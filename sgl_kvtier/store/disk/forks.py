@@ -11,8 +11,8 @@ import os
 import weakref
 from collections.abc import Callable
 
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.namespace import RankFolder
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.namespace import RankFolder
 
 _owned: dict[int, weakref.WeakMethod[Callable[[], None]] | None] = {}
 """By the descriptor of its lock each folder that was not released; None while its store is being opened."""

@@ -7,9 +7,9 @@ import errno
 import os
 from dataclasses import dataclass
 
-from sgl_kvtier.store.buffers import Scratch
-from sgl_kvtier.store.env import Env, address, create_file, read_fully, write_fully
-from sgl_kvtier.store.format import (
+from sgl_kvtier.store.disk.buffers import Scratch
+from sgl_kvtier.store.disk.env import Env, address, create_file, read_fully, write_fully
+from sgl_kvtier.store.disk.format import (
     BLOCK,
     may_begin_a_segment,
     pack_segment_head,

@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sgl_kvtier.store.env import Env, create_file, read_large_file, write_fully
-from sgl_kvtier.store.format import FRAME_HEAD_BYTES, RECORD, pack_frame, pack_log_head, unpack_log
+from sgl_kvtier.store.disk.env import Env, create_file, read_large_file, write_fully
+from sgl_kvtier.store.disk.format import FRAME_HEAD_BYTES, RECORD, pack_frame, pack_log_head, unpack_log
 
 logger = logging.getLogger(__name__)
 

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.store.columns import Columns
-from sgl_kvtier.store.format import BLOCK, HEAD
-from sgl_kvtier.store.jobs import Ended, Settle, settled_or_failed
-from sgl_kvtier.store.lanes import WRITE_RUN_BYTES
-from sgl_kvtier.store.located import Located
-from sgl_kvtier.store.slots import EMPTY, Rows
+from sgl_kvtier.store.disk.format import BLOCK, HEAD
+from sgl_kvtier.store.index.columns import Columns
+from sgl_kvtier.store.index.located import Located
+from sgl_kvtier.store.index.slots import EMPTY, Rows
+from sgl_kvtier.store.io.jobs import Ended, Settle, settled_or_failed
+from sgl_kvtier.store.io.threads import WRITE_RUN_BYTES
 
 _native: Any
 try:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.base import PageRead, PageWrite
-from sgl_kvtier.store.slots import Rows, words
+from sgl_kvtier.store.index.slots import Rows, words
 
 _native: Any
 try:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.store.located import Located
+from sgl_kvtier.store.index.located import Located
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     StoreStats,
 )
-from sgl_kvtier.store.link import Link, LinkJob
+from sgl_kvtier.store.front.link import Link, LinkJob
 from sgl_kvtier.types import Lookup, PageKey
 
 

@@ -20,10 +20,10 @@ from sgl_kvtier.report import (
     progress,
     write_json,
 )
-from sgl_kvtier.store.env import Env
-from sgl_kvtier.store.namespace import PATIENT, is_open
-from sgl_kvtier.store.offline import Namespace, check_rank, count_pages, namespaces
-from sgl_kvtier.store.removal import look_through, remove_namespace
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.namespace import PATIENT, is_open
+from sgl_kvtier.store.disk.removal import look_through, remove_namespace
+from sgl_kvtier.store.tools.offline import Namespace, check_rank, count_pages, namespaces
 
 SCHEMA_STAT = "kvtier.stat/1"
 SCHEMA_FSCK = "kvtier.fsck/1"

@@ -1,0 +1,1 @@
+"""Stores in front of a store: faults, a throttled link, reading ahead."""

@@ -1,0 +1,1 @@
+"""Which page is where, in memory, and where the next one goes."""

@@ -1,0 +1,1 @@
+"""I/O threads: who moves the bytes of pages."""

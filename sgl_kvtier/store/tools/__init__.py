@@ -1,0 +1,1 @@
+"""`kvtier stat`, `fsck` and `purge`."""
