@@ -71,7 +71,7 @@ COMMANDS = {
         "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
     ),
     "profile": Command(
-        "sgl_kvtier.runtime.profile_command",
+        "sgl_kvtier.runtime.tools.profile_command",
         "what servers learned of prefill and links, and what follows for restoring prefixes",
         "kvtier profile /mnt/nvme/kvtier\n  kvtier profile /mnt/nvme/kvtier --lengths 4k,32k --json -",
     ),
@@ -91,7 +91,7 @@ COMMANDS = {
         "kvtier purge /mnt/nvme/kvtier --all --dry-run",
     ),
     "doctor": Command(
-        "sgl_kvtier.runtime.doctor",
+        "sgl_kvtier.runtime.tools.doctor",
         "check this machine: versions, SGLang's seams, platform, disk, memory",
         "kvtier doctor --config kvtier.json",
     ),

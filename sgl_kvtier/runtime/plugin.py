@@ -12,8 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.runtime import control, hints, hints_route, quiet_stop, restore_hooks
-from sgl_kvtier.runtime.attached import store_of
+from sgl_kvtier.runtime import control
+from sgl_kvtier.runtime.backend import quiet_stop
+from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.hints import route as hints_route
+from sgl_kvtier.runtime.hints import scheduler as hints
+from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
 from sgl_kvtier.runtime.settings import BACKEND
 
 logger = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ def register() -> None:
     if "sglang.srt.managers.scheduler" in sys.modules:  # other processes need not import what these targets import
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-        StorageBackendFactory.register_backend(BACKEND, "sgl_kvtier.runtime.storage", "KVTierStorage")
+        StorageBackendFactory.register_backend(BACKEND, "sgl_kvtier.runtime.backend.storage", "KVTierStorage")
         HookRegistry.register(FACTORY, _create_backend, HookType.AROUND)
         HookRegistry.register(ATTACH, _use_zero_copy, HookType.AFTER)
         HookRegistry.register(STOP, _cut_reads_short, HookType.AROUND)
@@ -89,7 +93,8 @@ def _check_arguments(result: None, server_args: Any) -> None:
     del result
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    from sgl_kvtier.runtime import seams, settings
+    from sgl_kvtier.runtime import settings
+    from sgl_kvtier.runtime.sglang import seams
 
     args = resolving_view(server_args)
     if settings.uses_backend(args):
@@ -110,7 +115,7 @@ def _use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> N
     del result, args, kwargs
     if store_of(controller) is None:
         return
-    from sgl_kvtier.runtime.host_pages import is_page_contiguous
+    from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
 
     if is_page_contiguous(controller.storage_host_pool):
         controller.page_get_func = controller._page_get_zero_copy
@@ -151,7 +156,7 @@ def _leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> 
     del args, kwargs
     if getattr(result, "success", True) is False:
         return  # a call that was refused
-    from sgl_kvtier.runtime import identity
+    from sgl_kvtier.runtime.backend import identity
 
     identity.weights_changed()
     tree = getattr(updater.scheduler, "tree_cache", None)

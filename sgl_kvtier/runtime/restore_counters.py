@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from sgl_kvtier.runtime.restoration import Restoration
+from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.types import Link, Tier
 
 Count: TypeAlias = tuple[str, dict[str, str], float]

@@ -46,7 +46,7 @@ def test_every_room_has_a_readme(room):
 
 def test_the_manifest_in_patches_is_the_one_the_package_ships():
     link = ROOT / "patches" / "sglang-0.5.23" / "seams.json"
-    assert link.resolve() == (ROOT / "sgl_kvtier" / "runtime" / "seams-sglang-0.5.23.json").resolve()
+    assert link.resolve() == (ROOT / "sgl_kvtier" / "runtime" / "sglang" / "seams-sglang-0.5.23.json").resolve()
 
 
 def test_every_json_schema_is_documented():

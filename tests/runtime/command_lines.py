@@ -17,7 +17,8 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sgl_kvtier.bench.lab_model import write_model
-from sgl_kvtier.runtime import hints_route, plugin
+from sgl_kvtier.runtime import plugin
+from sgl_kvtier.runtime.hints import route as hints_route
 
 KVTIER = (
     "--enable-hierarchical-cache", "--hicache-storage-backend", "kvtier",

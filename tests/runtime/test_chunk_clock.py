@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvtier.runtime.chunk_clock import Chunk, ChunkClock
-from sgl_kvtier.runtime.restore_hooks import _forward_stream
+from sgl_kvtier.runtime.scheduler.hooks import _forward_stream
+from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
 
 
 class Event:

@@ -8,7 +8,7 @@ import torch
 from pools import latent_host_pool, latent_pool, slots
 from sglang.srt.mem_cache.l2_transfer import L2Transfer
 
-from sgl_kvtier.runtime.copy_device import CpuCopies
+from sgl_kvtier.runtime.restore.copy_device import CpuCopies
 
 
 def test_a_drafts_layer_comes_to_the_device_with_the_others():

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from sgl_kvtier import cli
-from sgl_kvtier.runtime import disk_probe, doctor, seams
+from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.tools import disk_probe, doctor
 
 
 def findings(capsys, *arguments: str) -> dict[str, dict[str, str]]:

@@ -18,10 +18,7 @@ from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinis
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.policy.sessions.sessions import Hint
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.runtime.cost_profile import Learning, Profile
-from sgl_kvtier.runtime.decision_file import Recorded
-from sgl_kvtier.runtime.hints import MOST_SESSIONS, take
-from sgl_kvtier.runtime.hints_message import (
+from sgl_kvtier.runtime.hints.message import (
     MOST_BYTES,
     MOST_TEXT_BYTES,
     MOST_TOKENS,
@@ -31,8 +28,11 @@ from sgl_kvtier.runtime.hints_message import (
     read,
     unpack,
 )
-from sgl_kvtier.runtime.hints_route import ANSWER, ask, best
-from sgl_kvtier.runtime.restore_notes import RestoreNotes
+from sgl_kvtier.runtime.hints.route import ANSWER, ask, best
+from sgl_kvtier.runtime.hints.scheduler import MOST_SESSIONS, take
+from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
+from sgl_kvtier.runtime.records.decision_file import Recorded
+from sgl_kvtier.runtime.records.notes import RestoreNotes
 from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import PageKey, Tier
 

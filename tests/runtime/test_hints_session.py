@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_kvtier.runtime.hints_session import MOST_CHARACTERS, known_as, session_of
+from sgl_kvtier.runtime.step.session_name import MOST_CHARACTERS, known_as, session_of
 
 
 def request(**more: Any) -> Req:

@@ -11,7 +11,7 @@ import torch
 from pools import host_pool, server_args, storage_config
 from safetensors.numpy import save_file
 
-from sgl_kvtier.runtime import identity
+from sgl_kvtier.runtime.backend import identity
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import RequestFinished
 from sgl_kvtier.policy.pages.owners import owner_of
-from sgl_kvtier.runtime import lookahead_hands
-from sgl_kvtier.runtime.host_pins import MOST_PINS
-from sgl_kvtier.runtime.lookahead_hands import LookaheadHands, _Known
-from sgl_kvtier.runtime.promotions import Path
+from sgl_kvtier.runtime.ahead import engine as lookahead_hands
+from sgl_kvtier.runtime.ahead.engine import LookaheadHands, _Known
+from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
+from sgl_kvtier.runtime.ahead.promotions import Path
 from sgl_kvtier.types import PageKey
 
 PAGE = 4

@@ -12,13 +12,13 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, StepDone, StepPlan
 from sgl_kvtier.policy.pages.tier_map import TierMap
-from sgl_kvtier.runtime.agreement import Agreement
-from sgl_kvtier.runtime.chunk_clock import Chunk
-from sgl_kvtier.runtime.polls import Poll
-from sgl_kvtier.runtime.radix_cache import KVTierRadixCache
-from sgl_kvtier.runtime.restoration import LANDED, LOST
-from sgl_kvtier.runtime.restore_tick import RestoreTick
-from sgl_kvtier.runtime.store_votes import StoreVotes
+from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.restore.restoration import LANDED, LOST
+from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Span, Tier
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_kvtier.config import PolicyConfig, parse_config
-from sgl_kvtier.runtime import restore_setup
-from sgl_kvtier.runtime.refusals import STAGES as MORE_THAN_ONE_STAGE
+from sgl_kvtier.runtime.scheduler import setup as restore_setup
+from sgl_kvtier.runtime.scheduler.refusals import STAGES as MORE_THAN_ONE_STAGE
 from sgl_kvtier.runtime.settings import from_extra_config
 
 ONE = SimpleNamespace(tp_size=1, pp_size=1, device="cpu")

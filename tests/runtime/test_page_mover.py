@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvtier.runtime import page_mover
-from sgl_kvtier.runtime.page_mover import PageMover
-from sgl_kvtier.runtime.restoration import LANDED, LOST, OPEN, Load
+from sgl_kvtier.runtime.restore import page_mover
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, OPEN, Load
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span
 

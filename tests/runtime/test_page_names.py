@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from sgl_kvtier.runtime.page_names import compact
+from sgl_kvtier.runtime.step.page_names import compact
 
 
 def test_ids_take_four_bytes_unless_images_are_among_them() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_kvtier.policy.messages import Compute
-from sgl_kvtier.runtime.prefill_adder import KVTierPrefillAdder
+from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
 from sgl_kvtier.types import Span
 
 PAGE = 16

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.runtime.profile_run import Answered, LearningRun
+from sgl_kvtier.runtime.tools.profile_run import Answered, LearningRun
 
 GOOD = {"/generate": b'{"meta_info": {"cached_tokens": 16}}', "/metrics": b"kvtier:store_pages{a=\"b\"} 1.5e+06\n", "/flush_cache": b""}
 

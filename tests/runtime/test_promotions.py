@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from sgl_kvtier.policy.messages import Move, StepPlan, StepView
-from sgl_kvtier.runtime import promotions, restore_hooks
+from sgl_kvtier.runtime.ahead import promotions
+from sgl_kvtier.runtime.ahead.engine import LookaheadHands
+from sgl_kvtier.runtime.ahead.promotions import Path, Promotions, _Fetch
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
-from sgl_kvtier.runtime.lookahead_hands import LookaheadHands
-from sgl_kvtier.runtime.polls import Poll
-from sgl_kvtier.runtime.promotions import Path, Promotions, _Fetch
-from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4

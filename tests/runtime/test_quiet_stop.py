@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sgl_kvtier.runtime import quiet_stop
+from sgl_kvtier.runtime.backend import quiet_stop
 
 
 def controller(ranks: int) -> Any:

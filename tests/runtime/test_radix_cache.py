@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_kvtier.runtime.radix_cache import KVTierRadixCache
+from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 
 
 def bare() -> Any:

@@ -16,8 +16,9 @@ from sglang.srt.platforms import current_platform
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.runtime import refusals, restore_setup
-from sgl_kvtier.runtime.refusals import OF_ARGUMENTS, OF_MODEL, SIDE_PAGES, STAGES, UNPROVEN
+from sgl_kvtier.runtime.scheduler import refusals
+from sgl_kvtier.runtime.scheduler import setup as restore_setup
+from sgl_kvtier.runtime.scheduler.refusals import OF_ARGUMENTS, OF_MODEL, SIDE_PAGES, STAGES, UNPROVEN
 
 BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
 AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")

@@ -17,11 +17,11 @@ from sgl_kvtier.policy.messages import (
     StepPlan,
     TransferDone,
 )
-from sgl_kvtier.runtime.agreement import Agreement
-from sgl_kvtier.runtime.chunk_clock import Chunk
-from sgl_kvtier.runtime.restoration import LANDED, LOST, OPEN, REASON, Load, Restoration
-from sgl_kvtier.runtime.restore_engine import RestoreEngine
-from sgl_kvtier.runtime.restore_tick import RestoreTick
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, OPEN, REASON, Load, Restoration
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
 

@@ -19,9 +19,9 @@ import torch
 
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Mode
-from sgl_kvtier.runtime.page_mover import PageMover
-from sgl_kvtier.runtime.restoration import LANDED, OPEN, Load, Restoration
-from sgl_kvtier.runtime.restore_engine import RestoreEngine
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.restore.restoration import LANDED, OPEN, Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 

@@ -15,8 +15,8 @@ from sgl_kvtier.policy.decision_log import Header, LinesDropped, decode, encode_
 from sgl_kvtier.policy.messages import Queued, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.runtime import decision_file
-from sgl_kvtier.runtime.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.records import decision_file
+from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
 from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import Span, Tier
 

@@ -13,8 +13,8 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import ChunkDone, Mode, RestoreOffered, StepView, TransferDone
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.runtime import cost_profile
-from sgl_kvtier.runtime.cost_profile import NAME, Learning, Profile, ProfileKeeper
+from sgl_kvtier.runtime.records import cost_profile
+from sgl_kvtier.runtime.records.cost_profile import NAME, Learning, Profile, ProfileKeeper
 from sgl_kvtier.types import Link, Span, Tier
 
 CONFIG = PolicyConfig()

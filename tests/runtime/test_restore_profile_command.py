@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.runtime import cost_profile
-from sgl_kvtier.runtime.cost_profile import NAME, Profile
+from sgl_kvtier.runtime.records import cost_profile
+from sgl_kvtier.runtime.records.cost_profile import NAME, Profile
 
 CONDITIONS = {"device": "cpu", "chunk_tokens": 1024, "page_tokens": 64, "page_bytes": 64 * 1000}
 BALANCED = Profile(

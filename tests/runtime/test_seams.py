@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvtier.errors import SeamError
-from sgl_kvtier.runtime import plugin, seams
-from sgl_kvtier.runtime.seams import Seam
+from sgl_kvtier.runtime import plugin
+from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.sglang.seams import Seam
 
 
 @pytest.fixture

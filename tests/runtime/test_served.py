@@ -175,7 +175,7 @@ def test_a_disk_that_loses_reads_and_flips_bits_changes_no_answer(tmp_path):
 def test_the_dynamic_form_serves_as_well(tmp_path):
     ids = prompts(1, seed=10)[0]
     config = config_file(
-        tmp_path, backend_name="kvtier", module_path="sgl_kvtier.runtime.storage", class_name="KVTierStorage", interface_v1=1
+        tmp_path, backend_name="kvtier", module_path="sgl_kvtier.runtime.backend.storage", class_name="KVTierStorage", interface_v1=1
     )
     with serving(tmp_path, flags(backend="dynamic"), config) as server:
         first = server.ask(ids)

@@ -91,7 +91,7 @@ def test_the_backend_needs_the_hierarchical_cache():
 
 
 def test_both_forms_are_recognised_and_other_backends_left_alone():
-    dynamic = '{"backend_name": "kvtier", "module_path": "sgl_kvtier.runtime.storage", "class_name": "KVTierStorage"}'
+    dynamic = '{"backend_name": "kvtier", "module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage"}'
     assert settings.uses_backend(args())
     assert settings.uses_backend(args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=dynamic))
     assert not settings.uses_backend(args(hicache_storage_backend="file"))
@@ -101,7 +101,7 @@ def test_both_forms_are_recognised_and_other_backends_left_alone():
 
 def test_the_dynamic_form_is_recognised_in_a_settings_file(tmp_path):
     file = tmp_path / "kvtier.json"
-    file.write_text('{"module_path": "sgl_kvtier.runtime.storage", "class_name": "KVTierStorage", "backend_name": "kvtier"}')
+    file.write_text('{"module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage", "backend_name": "kvtier"}')
     dynamic = {"hicache_storage_backend": "dynamic"}
     assert settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config=f"@{file}"))
     file.write_text('{"module_path": "another.backend"}')

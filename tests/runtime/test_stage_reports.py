@@ -15,9 +15,9 @@ import torch
 from restore_lab import CHUNK, GBPS, LONG, counts
 from serving import config_file, flags, prompts, serving
 
-from sgl_kvtier.runtime.agreement import Agreement
-from sgl_kvtier.runtime.restoration import LANDED, LOST, OPEN, Load, Restoration
-from sgl_kvtier.runtime.stage_reports import StageReports
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.ranks.stage_reports import StageReports
+from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, OPEN, Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
 

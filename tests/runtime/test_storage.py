@@ -17,9 +17,10 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
-from sgl_kvtier.runtime import identity, plugin
-from sgl_kvtier.runtime.host_pages import is_page_contiguous
-from sgl_kvtier.runtime.storage import KVTierStorage
+from sgl_kvtier.runtime import plugin
+from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
+from sgl_kvtier.runtime.backend.storage import KVTierStorage
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
 
@@ -40,7 +41,7 @@ def make(tmp_path, monkeypatch):
 
     def opening(pool, side_pools=(), faults=None, throttle=None, **config):
         extra = {
-            "module_path": "sgl_kvtier.runtime.storage",
+            "module_path": "sgl_kvtier.runtime.backend.storage",
             "store": {"path": str(tmp_path / "store"), "min_free_bytes": 0, "segment_bytes": "4MiB"},
         }
         if faults:

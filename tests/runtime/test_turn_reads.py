@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from sgl_kvtier.runtime.ahead.turn_reads import _SWEEP, TurnReads
 from sgl_kvtier.runtime.restore_counters import RestoreCounters
-from sgl_kvtier.runtime.turn_reads import _SWEEP, TurnReads
 
 PAGE, THRESHOLD = 16, 64
 

@@ -10,9 +10,9 @@ import torch
 from pools import host_pool, index_key_pool, server_args, state_pool, storage_config
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from sgl_kvtier.runtime import seams
+from sgl_kvtier.runtime.backend.storage import KVTierStorage
 from sgl_kvtier.runtime.cpu import hicache
-from sgl_kvtier.runtime.storage import KVTierStorage
+from sgl_kvtier.runtime.sglang import seams
 
 NAMES = [hashlib.sha256(name).hexdigest() for name in (b"a", b"b")]
 
@@ -39,7 +39,7 @@ def test_pages_of_a_side_pool_come_back_from_storage(parallel, tmp_path, name, m
     def places(first: int, second: int) -> torch.Tensor:
         return torch.cat([torch.arange(first * page, (first + 1) * page), torch.arange(second * page, (second + 1) * page)])
 
-    extra = {"module_path": "sgl_kvtier.runtime.storage", "store": {"path": str(tmp_path), "min_free_bytes": 0, "segment_bytes": "4MiB"}}
+    extra = {"module_path": "sgl_kvtier.runtime.backend.storage", "store": {"path": str(tmp_path), "min_free_bytes": 0, "segment_bytes": "4MiB"}}
     backend = KVTierStorage(storage_config(extra_config=extra), {})
     try:
         backend.register_mem_pool_host(host_pool())

@@ -1,0 +1,1 @@
+"""Carries out lookahead: page moves, evictions, the map's facts."""

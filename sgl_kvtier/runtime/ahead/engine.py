@@ -1,0 +1,419 @@
+"""Looking ahead in SGLang: what the planner is told of requests, sessions and pages, and its moves and victims carried out.
+
+One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides nothing: the planner's map
+says who leaves first, the planner's moves say what comes up. Everything runs on the scheduler's thread.
+
+With several ranks each has such hands, a map and a planner of its own, and all are told the same in the same steps: what
+follows from requests and from the tree is the same anyway, times are the first rank's, and the rest is polled (`polls.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.ahead.idle import MOST_IDLE
+from sgl_kvtier.policy.ahead.planner import Lookahead
+from sgl_kvtier.policy.messages import (
+    Fact,
+    Move,
+    RequestArrived,
+    RequestFinished,
+    StepDone,
+    StepPlan,
+    StepView,
+)
+from sgl_kvtier.policy.pages.owners import owner_of, session_of
+from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
+from sgl_kvtier.runtime.ahead.promotions import Path, Promotions
+from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
+from sgl_kvtier.runtime.ahead.tier_check import TierCheck
+from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
+from sgl_kvtier.runtime.ahead.victims import Victims
+from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
+from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.restore_counters import Count
+from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.page_names import SessionNames, compact, keys_of
+from sgl_kvtier.types import PageKey, Tier
+
+logger = logging.getLogger(__name__)
+
+BROKEN = -1
+"""The fingerprint of a map that is not kept any more, on whichever rank."""
+_LATER = 0.0
+_IDLE_PERIOD_S = 0.01
+"""A server with nothing to run looks at its sessions this often."""
+_SWEEP = 256
+"""Every so many ticks requests that have vanished are looked for."""
+_MOST_IDLE_TOKENS = 64_000_000
+"""Tokens of idle sessions that are kept to find their pages again: 4 bytes each."""
+
+
+@dataclass
+class _Known:
+    """A request the planner was told of. `keys` name its pages as far as they have names."""
+
+    req: Any
+    keys: tuple[PageKey, ...]
+    session: str
+    prompt_tokens: int
+    scheduled: bool = False
+    restored: Restoration | None = None
+    node: int | None = None
+    kept: int = 0
+    """Tokens of it that are in the tree."""
+    missed: bool = False
+    path: Path | None = None
+    """Where its session's pages are, until it runs."""
+
+
+class LookaheadHands:
+    """The hands of one planner's `ahead`. `engine` is the restore engine, whose facts queue and slots are shared."""
+
+    def __init__(
+        self, engine: RestoreEngine, ahead: Lookahead, config: PolicyConfig, *, orders_evictions: bool, alone: bool = True
+    ) -> None:
+        """`alone`: there is no other rank to agree with."""
+        tree = engine.tree
+        self.engine = engine
+        self.ahead = ahead
+        self.counters = LookaheadCounters()
+        self.facts = TierFacts(tree, self._tell, ahead.map)
+        self.promotions = Promotions(engine, self.facts, self._tell, self.counters)
+        self.victims = Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
+        self.check = TierCheck(tree, ahead.map, self.facts)
+        self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, engine.next_number)
+        self.sessions = SessionNames()
+        self.metrics: LookaheadMetrics | None = None
+        self.broken = False
+        """Something went wrong on this rank: all ranks stop looking ahead in the next step, since they agree on it."""
+        self.off: dict[str, int] = {}
+        """What the last whole comparison found."""
+        self._config = config
+        self._requests: dict[str, _Known] = {}
+        self._idle: dict[str, Path] = {}
+        self._idle_tokens = 0
+        self._next: list[Path] | None = None
+        """Paths of idle sessions in the order of their return, as far as they can be held back; None: to be looked up."""
+        self._expected = 0
+        """How many sessions are expected in all."""
+        self._backend: Any = None
+        self._step_at = 0.0
+        self._planned_at = 0.0
+        self._ticks = 0
+
+    # --- what SGLang tells --------------------------------------------------------------------------------------------
+
+    def checkpointed(self, req: Any, before: int) -> None:
+        """A request's tokens [before, cache_protected_len) were put into the tree."""
+        after = int(req.kv.cache_protected_len)
+        known = self._requests.get(req.rid)
+        if known is None:
+            return
+        page = self.engine.page
+        if after // page > len(known.keys):
+            known.keys = keys_of(req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys)
+        known.node, known.kept = req.last_node, after
+        if after <= before:
+            return  # all of it was there: a prompt that was asked before
+        self.facts.placed(known.keys[before // page : after // page], Tier.HBM)
+
+    def released(self, req: Any) -> None:
+        """A request gives its row back; one that was retracted comes again and is still the same."""
+        known = self._requests.get(req.rid)
+        if known is None or not req.finished():
+            return
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        del self._requests[req.rid]
+        page = self.engine.page
+        keys = known.keys[: known.kept // page]
+        aborted = isinstance(req.finished_reason, FINISH_ABORT)
+        self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
+        self.sessions.ended(known.session, keys)
+        if self._config.sessions and keys:
+            self._park(known.session, Path(compact(req.full_untruncated_fill_ids[: len(keys) * page]), keys, req.extra_key, req.cache_salt, known.node))
+
+    def gone(self, rid: str) -> None:
+        """A waiting request was aborted: its session is idle again, with what it had."""
+        known = self._requests.pop(rid, None)
+        if known is not None:
+            if known.path is not None:
+                self._park(known.session, known.path)
+            self._tell(RequestFinished(rid, _LATER, aborted=True))
+
+    def note_chunk(self, chunk: Chunk) -> None:
+        """A prefill was launched, or has ended."""
+        if chunk.seconds is None:
+            known = self._requests.get(chunk.rid)
+            if known is not None and not known.scheduled:
+                known.scheduled, known.path = True, None
+                self._count_hits(known, chunk.tokens.start)
+        elif chunk.at != self._step_at:  # one of several in a batch
+            self._step_at = chunk.at
+            tokens = len(chunk.tokens) + chunk.shared_tokens
+            self._tell(StepDone(chunk.seconds, tokens, 0, _LATER))
+
+    def reset(self) -> None:
+        """Before the pools are emptied."""
+        self.promotions.reset()
+        self.facts.dropped(self.facts.cleared(), Tier.DRAM)
+        self.facts.dropped(tuple(self.ahead.map.resident(Tier.HBM)), Tier.HBM)
+        for path in (*self._idle.values(), *(known.path for known in self._requests.values() if known.path is not None)):
+            path.node = None
+
+    def store_cleared(self) -> None:
+        """Nothing is in storage any more, which is no drift: it was said."""
+        self._forget_stored()
+        if self._votes is None and self._backend is not None:
+            self._backend.take_seen()
+
+    def give_up(self) -> None:
+        """The planner failed: from now on all of it is SGLang's own way. What is under way is waited for."""
+        logger.error("kvtier: not looking ahead any more")
+        self.counters.failures += 1
+        self.facts.stop()
+        if self._votes is not None:
+            self._votes.stop()
+        self.promotions.reset()
+
+    def close(self) -> None:
+        """Ends the thread that publishes. Idempotent."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def found(self, hashes: list[str]) -> None:
+        """A storage query has found these pages, on every rank."""
+        if self._votes is not None:
+            self._votes.found(hashes)
+
+    # --- once per step ------------------------------------------------------------------------------------------------
+
+    def polls(self) -> list[Poll]:
+        """What is waited for, in the same order on every rank."""
+        return self.promotions.polls() + (self._votes.polls() if self._votes is not None else [])
+
+    def fingerprint(self) -> int:
+        """A number that is the same on all ranks while their maps are; `BROKEN` where this rank's is not kept any more."""
+        if self.broken:
+            return BROKEN
+        known = self.ahead.map
+        tiers = [known.count(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)]
+        state = (len(known), *tiers, len(self._requests), len(self._idle), self._idle_tokens, self.facts.unused, self._ticks, self.victims is None)
+        return zlib.crc32(repr(state).encode())
+
+    def look(self, scheduler: Any) -> None:
+        """Takes note of new requests and of what ended, before the planner is told."""
+        self._ticks += 1
+        self._next = None
+        for req in scheduler.waiting_queue:
+            if req.rid not in self._requests:
+                self._arrive(req)
+        for rid, restoration in self.engine.restorations.items():
+            if rid in self._requests:
+                self._requests[rid].restored = restoration
+        self.promotions.look()
+        self._look_at_store()
+        if self._ticks % _SWEEP == 0:
+            self._sweep(scheduler)
+
+    def due(self, scheduler: Any) -> bool:
+        """Whether the planner has to be asked although nothing happened: its sessions return as time goes by."""
+        if scheduler.waiting_queue or scheduler.chunked_req is not None:
+            return True
+        return self.ahead.active and self.engine.now - self._planned_at >= _IDLE_PERIOD_S
+
+    def told(self) -> None:
+        """The planner has been told everything."""
+        self.facts.told()
+        self._planned_at = self.engine.now
+
+    def empty_pages(self) -> dict[Tier, int]:
+        """Pages of the pools that hold nothing."""
+        tree, page = self.engine.tree, self.engine.page
+        host = tree.cache_controller.mem_pool_host.available_size()
+        return {Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page, Tier.DRAM: host // page}
+
+    def carry_out(self, plan: StepPlan, view: StepView) -> None:
+        """Begins the plan's moves. Its evictions are not needed: room is made by the map's order when it is asked for."""
+        if plan.moves and self.engine.scheduler.weight_updater.offload_tags:
+            self.promotions.refuse(plan.moves, "released")  # the device's memory, until it is taken again
+        elif plan.moves:
+            self.promotions.carry_out(plan.moves, self._path_of, view.free_pages.get(Tier.HBM, 0), self._config.load_deadline_s)
+
+    def compare(self, scheduler: Any) -> None:
+        """The whole map against the truth, on an idle server: what differs is logged and counted."""
+        tree = self.engine.tree
+        tree.check_hicache_events()
+        tree.tick.hear()
+        self.look(scheduler)
+        tree.tick.tell()
+        self.off = self.check.whole()
+        self.counters.drift += sum(self.off.values())
+        self.counters.checks += 1
+        logger.info("kvtier: the map of %d pages compared with the truth: %s", len(self.ahead.map), self.off)
+
+    # --- evictions ----------------------------------------------------------------------------------------------------
+
+    def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
+        """Before SGLang's own eviction from the device, which makes up for what is missing."""
+        if self.victims is not None:
+            self._guarded(lambda: self.victims.evict(tokens, tracker))  # type: ignore[union-attr]
+
+    def wanted_in_host(self) -> tuple[list[int], bool]:
+        """Ends of the paths of sessions that host pages are kept for: those whose request waits, then idle ones, those that
+        return first first; and whether room has to be made all the same.
+
+        When room is needed for a path that is brought early: all that return before it. Else the half that returns first,
+        so that something is left to SGLang's order."""
+        if self.victims is None or self._config.eviction != "next-use":
+            return [], True
+        claiming = self.promotions.claiming_for
+        due = self._look_up_order() if self._next is None else self._next
+        stop = -(-self._expected // 2)
+        if claiming is not None:
+            stop = next((place for place, path in enumerate(due) if path is claiming), len(due) - 1) + 1
+        waiting = [known.path for known in self._requests.values() if known.path is not None]
+        nodes = [path.node for path in (*waiting, *due[:stop]) if path.node is not None]
+        return nodes, claiming is None
+
+    def _look_up_order(self) -> list[Path]:
+        """Once in a step at most: room is made in host memory for every node that is written through."""
+        owners = self.ahead.map.owners
+        turns = ((owners.number(owner_of(session)), path) for session, path in self._idle.items())
+        due = [(owners.turn(number), path) for number, path in turns if number is not None]
+        self._expected = len(due)
+        self._next = [path for _, path in heapq.nsmallest(MOST_PINS, due, key=lambda entry: entry[0])]
+        return self._next
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _tell(self, fact: Fact) -> None:
+        self.engine.facts.append(fact)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            logger.exception("kvtier: choosing victims failed; SGLang chooses from now on")
+            self.counters.failures += 1
+            self.victims = None
+
+    def _arrive(self, req: Any) -> None:
+        tokens, page = req.full_untruncated_fill_ids, self.engine.page
+        if not len(tokens):
+            tokens = req.origin_input_ids
+        keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
+        session = self.sessions.of(req, keys)
+        self._requests[req.rid] = _Known(req, keys, session, len(tokens), path=self._unpark(session))
+        self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
+
+    def _park(self, session: str, path: Path) -> None:
+        self._unpark(session)
+        self._idle[session] = path
+        self._idle_tokens += len(path.tokens)
+        while self._idle_tokens > _MOST_IDLE_TOKENS or len(self._idle) > MOST_IDLE:
+            self._unpark(next(iter(self._idle)))
+
+    def _unpark(self, session: str) -> Path | None:
+        path = self._idle.pop(session, None)
+        self._next = None
+        if path is not None:
+            self._idle_tokens -= len(path.tokens)
+        return path
+
+    def _path_of(self, move: Move) -> Path | None:
+        """Where a move's pages are: a waiting request's path, or an idle session's whose turns they are of."""
+        if move.rid is not None:
+            known = self._requests.get(move.rid)
+            if known is None or known.scheduled:
+                return None
+            req = known.req
+            return Path(req.full_untruncated_fill_ids, known.keys, req.extra_key, req.cache_salt)
+        page = self.ahead.map.page(move.keys[-1])
+        owners = page.owners if page is not None else ()
+        return next((self._idle[name] for name in map(session_of, owners) if name is not None and name in self._idle), None)
+
+    def _look_at_store(self) -> None:
+        """What was written to the store, or found there, since the last tick; and what it has dropped."""
+        controller = self.engine.tree.cache_controller
+        backend = store_of(controller)
+        if backend is not self._backend:
+            self._backend = backend
+            self._forget_stored()
+            if self._votes is None and backend is not None:
+                backend.watch_pages()
+        if self._votes is not None:
+            self.counters.drift += self._votes.look(self.engine.now)
+            return
+        if backend is not None:
+            self.facts.placed(backend.take_seen(), Tier.SSD)
+        self.counters.drift += self.check.roll(self.engine.now)
+
+    def _forget_stored(self) -> None:
+        """What the map has in storage is there no more."""
+        self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
+        self.check.forget()
+        if self._votes is not None:
+            self._votes.forget()
+
+    def _sweep(self, scheduler: Any) -> None:
+        """Requests that left without a word."""
+        there = {req.rid for req in scheduler.waiting_queue}
+        stages = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))  # of pipeline stages
+        for batch in (scheduler.running_batch, scheduler.last_batch, *stages):
+            there.update(req.rid for req in (batch.reqs if batch is not None else ()))
+        if scheduler.chunked_req is not None:
+            there.add(scheduler.chunked_req.rid)
+        for rid, known in list(self._requests.items()):
+            if rid in there:
+                known.missed = False
+            elif known.missed:
+                self.gone(rid)
+            else:
+                known.missed = True
+
+    def _count_hits(self, known: _Known, prefix: int) -> None:
+        """Where a prompt's tokens are when it first runs; what a restoration has landed by then is on the device."""
+        req, r, hits = known.req, known.restored, self.counters.hit_tokens
+        below: dict[Tier, int] = {}
+        if r is not None and r.admitted:
+            first = prefix // self.engine.page
+            for span, tier in r.sources:
+                below[tier] = max(0, span.stop - max(span.start, first)) * self.engine.page
+            device = prefix
+        else:
+            device = req.cached_tokens_device
+            below = {Tier.DRAM: req.cached_tokens_host, Tier.SSD: req.cached_tokens_storage}
+        hits[Tier.HBM] += device
+        for tier, tokens in below.items():
+            hits[tier] += tokens
+        hits[None] += max(0, known.prompt_tokens - device - sum(below.values()))
+
+    # --- metrics ------------------------------------------------------------------------------------------------------
+
+    def counts(self) -> list[Count]:
+        """All counters, for /metrics. Any thread."""
+        ahead = self.ahead.prefetcher
+        tests = (("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items()))
+        return [*self.counters.counts((ahead.brought.wasted + self.facts.wasted) * self.engine.page_bytes), *tests]
+
+    def gauges(self) -> dict[str, float]:
+        """The map's size, and of what it knows. Any thread."""
+        known = self.ahead.map
+        return {
+            "map_pages": len(known),
+            "map_hbm_pages": known.count(Tier.HBM),
+            "map_dram_pages": known.count(Tier.DRAM),
+            "map_ssd_pages": known.count(Tier.SSD),
+            "sessions": len(self._idle),
+        }

@@ -1,0 +1,366 @@
+"""Moves of a plan, carried out: host pages to the device, and pages of expected sessions from storage to host memory.
+
+    DRAM -> HBM    SGLang's own load-back of a path of the tree, begun before its request is admitted. Slots are the tree's
+                   at once; a batch that is launched while copies are under way carries their layer counters, as SGLang's
+                   own admitting batch does, so no layer reads what has not come.
+    SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into host pages, then grafted
+                   into the tree. Waiting requests' pages in storage are SGLang's prefetch's and restorations' to bring.
+
+What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end on the store's. Several
+ranks begin the same in the same steps; what has ended is a poll (`polls.py`), which tells what has on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.policy.messages import Fact, Move, TransferDone
+from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
+from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
+from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.restoration import LANDED, LOST
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+logger = logging.getLogger(__name__)
+
+_LATER = 0.0
+_NO_SPAN = Span(0, 0)
+_RESET_S = 30.0
+_MOST_FETCHES = 4
+_HOST_SHARE = 4
+"""A quarter of the host pool at most, and half of what the device's copies leave of it, may be pages that were brought early
+and not used yet."""
+_AGAIN_S = 0.1
+"""What cannot be moved is not asked for again before this."""
+
+
+@dataclass
+class Path:
+    """Where pages of a request or a session are in the tree. `tokens` name them all, `keys` likewise; `node` is the last
+    node of the path that was there when it was noted, which may be gone since."""
+
+    tokens: Any
+    keys: tuple[PageKey, ...]
+    extra_key: str | None
+    cache_salt: str | None
+    node: int | None = None
+
+    def radix_key(self, start: int, stop: int) -> Any:
+        """Tokens [start, stop) as a key of the tree."""
+        from array import array
+
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        return RadixKey(array("q", self.tokens[start:stop]), self.extra_key, cache_salt=self.cache_salt)
+
+
+@dataclass
+class _Fetch:
+    """Pages on their way from storage to host memory."""
+
+    path: Path
+    keys: tuple[PageKey, ...]
+    start: int
+    host: Any
+    anchor: int
+    pin: Any
+    job: Any
+    poll: Poll
+    begun_at: float
+    deadline_at: float
+    onwards: bool
+
+
+@dataclass
+class _Copying:
+    """Copies to the device that were begun last. `ack` is SGLang's record of them."""
+
+    counter: int
+    ack: Any
+    begun_at: float
+    started: float
+    """`begun_at` by this rank's own clock."""
+    poll: Poll
+
+    def look(self) -> None:
+        """Whether they have ended on this rank."""
+        if self.poll.local[0] or not self.ack.finish_event.query():
+            return
+        seconds = time.monotonic() - self.started
+        if self.ack.timing_enabled:
+            seconds = self.ack.start_event.elapsed_time(self.ack.finish_event) / 1e3
+        self.poll.mark(0, LANDED, self.begun_at + seconds)
+
+
+class Promotions:
+    """One per scheduler process."""
+
+    def __init__(
+        self, engine: RestoreEngine, facts: TierFacts, tell: Callable[[Fact], None], counters: LookaheadCounters
+    ) -> None:
+        """`engine` lends its slots, its clock, which is the same on every rank, and its numbers."""
+        self._tree = tree = engine.tree
+        self._engine = engine
+        self._facts = facts
+        self._slots = engine.slots
+        self._tell = tell
+        self._counters = counters
+        self._page = int(tree.page_size)
+        host = int(tree.cache_controller.mem_pool_host.size) // self._page
+        device = int(tree.token_to_kv_pool_allocator.size) // self._page
+        # With write-through what is on the device has its copy in host memory too, which cannot leave: the rest is the room.
+        self._most_unused = min(host // _HOST_SHARE, max(0, host - device) // 2)
+        self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
+        self._fetches: list[_Fetch] = []
+        self._copying: _Copying | None = None
+        """None when they have been reported."""
+        self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
+        self.claiming_for: Path | None = None
+        """While host pages are claimed for a path: others that are wanted sooner do not give way to it."""
+
+    @property
+    def consumer(self) -> int:
+        """The layer counter a batch has to heed that begins no loads of its own; -1 when nothing is under way."""
+        if self._copying is None or self._copying.ack.finish_event.query():
+            return -1
+        return self._copying.counter
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a read goes to host pages although its time is over and it was cancelled."""
+        return any(self._engine.now > fetch.deadline_at for fetch in self._fetches)
+
+    def polls(self) -> list[Poll]:
+        """What is under way, in the order in which it began."""
+        copying = self._copying
+        if copying is None:
+            return [fetch.poll for fetch in self._fetches]
+        copying.look()
+        return [copying.poll, *(fetch.poll for fetch in self._fetches)]
+
+    # --- moves --------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, moves: tuple[Move, ...], path_of: Callable[[Move], Path | None], room: int, deadline_s: float) -> None:
+        """Begins what can be begun. `room` are device pages that may be claimed."""
+        loaded = False
+        for move in moves:
+            path = path_of(move)
+            if move.target > move.source:
+                self._fail(move.keys, move.target, "written through")  # every page gets its copy below as soon as it is computed
+            elif path is None:
+                self._fail(move.keys, move.target, "unknown")
+            elif move.source is Tier.SSD:
+                if move.rid is None:
+                    self._fetch(move, path, deadline_s)
+                # else: SGLang's prefetch or a restoration brings them; if not, the planner gives the move up in time
+            elif self._tree.cache_controller.ack_load_queue or not self._tree.has_free_load_back_slot():
+                self._fail(move.keys, move.target, "busy")
+            else:
+                pages = self._load_back(path, move.keys, room)
+                room -= pages
+                loaded = loaded or pages > 0
+        if loaded:
+            self._begin_copies()
+
+    def refuse(self, moves: tuple[Move, ...], reason: str) -> None:
+        """Begins none of them."""
+        for move in moves:
+            self._fail(move.keys, move.target, reason)
+
+    def _fail(self, keys: tuple[PageKey, ...], target: Tier, reason: str) -> None:
+        """Counts it at once and reports it a little later, so that the same is not asked for again in every step."""
+        if keys:
+            self._counters.failed_moves[reason] += len(keys)
+            self._failed.append((self._engine.now + _AGAIN_S, keys, target))
+
+    def _report_failed(self) -> None:
+        now = self._engine.now
+        while self._failed and self._failed[0][0] <= now:
+            _, keys, target = self._failed.popleft()
+            self._facts.failed(keys, target)
+
+    def _load_back(self, path: Path, keys: tuple[PageKey, ...], room: int) -> int:
+        """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many pages."""
+        nodes = self._nodes(path)
+        try:
+            last = path.keys.index(keys[-1])
+        except ValueError:
+            nodes = []
+        absent = [n for n in nodes if n.full_value_len is None]
+        fitting = [n for n in absent if n.path_end <= (last + 1) * self._page] or absent[:1]
+        pages = (fitting[-1].path_end - absent[0].path_start) // self._page if fitting else 0
+        reason = "" if 0 < pages <= room else "no room" if pages else "not there"
+        if not reason:
+            self._slots.claiming = True  # restorations need not give anything up for it
+            try:
+                if not self._tree.load_back(fitting[-1].node_id):
+                    reason, pages = "refused", 0
+            finally:
+                self._slots.claiming = False
+        there = nodes[0].path_start if nodes else 0
+        for node in nodes:
+            if node.full_value_len is None and not (pages and not reason and node.path_end <= fitting[-1].path_end):
+                break
+            there = node.path_end
+        came = frozenset(path.keys[: there // self._page])
+        self._facts.placed(tuple(key for key in keys if key in came), Tier.HBM)
+        self._fail(tuple(key for key in keys if key not in came), Tier.HBM, reason or "partly")
+        return 0 if reason else pages
+
+    def _nodes(self, path: Path) -> list[Any]:
+        """The nodes of a path from the root on, as far as it is in the tree with a copy in host memory or on the device."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        core = self._tree.tree_core
+        try:
+            if path.node is None:
+                raise KeyError
+            nodes = core.collect_path_info([path.node])[0]
+        except KeyError:
+            found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
+            path.node = found.best_match_node
+            nodes = core.collect_path_info([path.node])[0]
+        usable = []
+        for node in nodes:
+            if node.full_value_len is None and not core.is_backuped(node.node_id):
+                break
+            usable.append(node)
+        return usable
+
+    # --- copies to the device -----------------------------------------------------------------------------------------
+
+    def _begin_copies(self) -> None:
+        controller, engine, started = self._tree.cache_controller, self._engine, time.monotonic()
+        counter = controller.start_loading()
+        if counter >= 0:
+            ack, poll = controller.ack_load_queue[-1], Poll(engine.next_number(), 1)
+            self._copying = _Copying(counter, ack, engine.now, started, poll)
+            self._copying.look()
+
+    def _note_copied(self) -> None:
+        """Reports copies that have ended, with the time their link took."""
+        copying = self._copying
+        if copying is None or not copying.poll.over:
+            return
+        self._copying = None
+        seconds = max(0.0, copying.poll.seen_at - copying.begun_at)
+        nbytes = copying.ack.num_tokens * (self._page_bytes // self._page)
+        self._counters.moved_bytes[Link.DRAM_TO_HBM] += nbytes
+        self._tell(TransferDone("", Link.DRAM_TO_HBM, _NO_SPAN, nbytes, seconds, _LATER))
+
+    # --- reads from storage -------------------------------------------------------------------------------------------
+
+    def _fetch(self, move: Move, path: Path, deadline_s: float) -> None:
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        storage = store_of(self._tree.cache_controller)
+        if storage is None or len(self._fetches) >= _MOST_FETCHES:
+            self._fail(move.keys, move.target, "busy")
+            return
+        found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
+        start = (found.device_prefix_len + found.host_hit_length) // self._page
+        anchor = found.last_host_node
+        keys = move.keys
+        first = path.keys.index(keys[0]) if keys[0] in path.keys else len(path.keys)
+        keys = keys[start - first :] if first <= start else ()
+        core = self._tree.tree_core
+        if not keys or path.keys[start : start + len(keys)] != keys or not (core.is_backuped(anchor) or core.is_root(anchor)):
+            self._fail(move.keys, move.target, "gap")
+            return
+        self._facts.failed(move.keys[: len(move.keys) - len(keys)], move.target)
+        pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
+        left = self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
+        self._fail(keys[max(0, left) :], move.target, "no room")
+        keys = keys[: max(0, left)]
+        self.claiming_for = path
+        try:
+            host = self._slots.claim_host(len(keys) * self._page) if keys else None
+        finally:
+            self.claiming_for = None
+        if host is None:
+            self._tree.dec_host_lock_ref(anchor, pin)
+            self._fail(keys, move.target, "no room")
+            return
+        now, poll, started = self._engine.now, Poll(self._engine.next_number(), len(keys)), time.monotonic()
+
+        def on_page(page: int, outcome: ReadOutcome) -> None:
+            poll.mark(page, LANDED if outcome is ReadOutcome.OK else LOST[outcome], now + time.monotonic() - started)
+
+        job = storage.begin_read(keys, host, deadline_s, on_page)
+        for page in range(len(keys) if job is None else 0):
+            on_page(page, ReadOutcome.MISS)
+        self._fetches.append(_Fetch(path, keys, start, host, anchor, pin, job, poll, now, now + deadline_s, move.target is Tier.HBM))
+
+    def look(self) -> None:
+        """Takes note of what has ended since the last tick."""
+        self._note_copied()
+        self._report_failed()
+        fetches, self._fetches = self._fetches, []
+        for fetch in fetches:
+            if fetch.poll.over:
+                self._land(fetch, fetch.poll.well)
+                continue
+            if self._engine.now > fetch.deadline_at and fetch.job is not None:
+                fetch.job.cancel()
+            self._fetches.append(fetch)
+
+    def _land(self, fetch: _Fetch, pages: int) -> None:
+        """Grafts the first `pages` pages read into the tree and frees the rest. Nothing is read into them any more."""
+        kept = self._graft(fetch, pages) if pages else _NO_SPAN
+        self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
+        self._slots.put_back_host(fetch.host[: kept.start * self._page])
+        self._slots.put_back_host(fetch.host[kept.stop * self._page :])
+        self._slots.give_host(len(kept) * self._page)
+        self._fail(fetch.keys[kept.stop :], Tier.DRAM, "not read")
+        self._facts.brought(fetch.keys[kept.start : kept.stop])
+        if fetch.onwards:
+            self._facts.failed(fetch.keys, Tier.HBM)  # the second hop is a move of its own
+
+    def _graft(self, fetch: _Fetch, pages: int) -> Span:
+        """Which of the pages read are the tree's from now on: those behind what it had already; none when it takes none."""
+        page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
+        tokens = fetch.path.radix_key(fetch.start * page, (fetch.start + pages) * page)
+        try:
+            result = self._tree.tree_core.insert_host(fetch.anchor, tokens, fetch.host[: pages * page], names)
+        except KeyError:
+            return _NO_SPAN  # the anchor is gone with its path
+        self._tree._apply_cache_actions(result.cache_actions)
+        if result.host_insert_dropped:
+            return _NO_SPAN
+        fetch.path.node = result.inserted_host_node or fetch.path.node
+        nbytes = pages * self._page_bytes
+        self._counters.moved_bytes[Link.SSD_TO_DRAM] += nbytes
+        seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
+        self._tell(TransferDone("", Link.SSD_TO_DRAM, _NO_SPAN, nbytes, seconds, _LATER))
+        return Span(result.prefix_len // page, pages)
+
+    def reset(self) -> None:
+        """Before the pools are emptied, or for good: blocks until no read goes to host pages of ours. Pages of a read that hangs all
+        the same are nobody's until the pools are emptied, for which a server is not idle before that read has ended (`reads_hang` of
+        the engine), unless it has several ranks: they would have to agree on that."""
+        end = time.monotonic() + _RESET_S
+        jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
+        for job in jobs:
+            job.cancel()
+        fetches, self._fetches = self._fetches, []
+        for fetch in fetches:
+            self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
+            if fetch.job is None or fetch.job.wait(max(0.0, end - time.monotonic())):
+                self._slots.put_back_host(fetch.host)
+            else:
+                self._slots.give_host(len(fetch.host))
+                self._engine.hung_reads.append(fetch.job)
+                logger.error("kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush", len(fetch.keys))
+            self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
+        while self._failed:
+            _, keys, target = self._failed.popleft()
+            self._facts.failed(keys, target)
+        self._copying = None

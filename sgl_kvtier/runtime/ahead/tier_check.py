@@ -1,0 +1,105 @@
+"""The planner's map compared with the truth: the tree, the host pool and the store. What differs is counted and corrected.
+
+The map is advisory, so nothing depends on it for correctness; but a map that is wrong decides badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
+from sgl_kvtier.runtime.backend.attached import backend_of
+from sgl_kvtier.types import Lookup, PageKey, Tier
+
+_SLICE = 2048
+"""Pages looked up in the store at a time: about half a millisecond of the scheduler's."""
+_PERIOD_S = 1.0
+
+
+class TierCheck:
+    """A rolling check of what may change unseen, the store's pages, and a whole one for when the server is idle."""
+
+    def __init__(self, tree: Any, tier_map: TierMap, facts: TierFacts) -> None:
+        self._tree = tree
+        self._map = tier_map
+        self._facts = facts
+        self._at = 0.0
+        self._seen: tuple[int, int] | None = None
+        self._next: int | None = None
+        """Where on the map the next pages to be looked up are; None: nowhere."""
+        self._said = False
+
+    def _store(self) -> Any:
+        return getattr(backend_of(self._tree.cache_controller), "_store", None)
+
+    def roll(self, now: float) -> int:
+        """Pages the store dropped since are taken off the map, some at a time; returns how many."""
+        if now < self._at and self._next is None and not self._said:
+            return 0
+        self._at = now + _PERIOD_S
+        if self._said:
+            self._said = False
+            return 0
+        store = self._store()
+        if self._next is None:
+            stats = store.stats() if store is not None else None
+            seen = (stats.pages_evicted + stats.pages_corrupt, stats.pages) if stats is not None else (-1, 0)
+            if seen[0] == (self._seen or (0, 0))[0] and not (self._seen and seen[1] < self._seen[1]):
+                self._seen = seen
+                return 0
+            self._seen = seen
+            self._next = 0
+        part, self._next = self._map.resident_part(Tier.SSD, self._next, _SLICE)
+        gone = self._not_stored(store, part)
+        self._facts.dropped(gone, Tier.SSD)
+        return len(gone)
+
+    def forget(self) -> None:
+        """All stored pages were just said to be gone. The map learns it at the end of the tick, so `roll` looks for nothing
+        the next time: else what was said would be found and counted as well."""
+        self._next, self._seen, self._said = None, None, True
+
+    def _not_stored(self, store: Any, keys: Sequence[PageKey]) -> tuple[PageKey, ...]:
+        if store is None:
+            return tuple(keys)
+        return tuple(key for key, answer in zip(keys, store.lookup(keys), strict=True) if answer is Lookup.MISS)
+
+    def whole(self) -> dict[str, int]:
+        """Pages that differ, by kind. For an idle server whose facts have all been told; O(pages).
+
+        hbm: the device pages of the tree against the map's, by number; leaves beyond: names of all evictable paths' pages
+        that the map has elsewhere. dram: by name. ssd: by name."""
+        core, page = self._tree.tree_core, self._facts._page
+        known = {tier: dict.fromkeys(self._map.resident(tier)) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)}
+        paths: dict[PageKey, None] = {}
+        hosted: dict[PageKey, None] = {}
+        for path in core.collect_path_info(self._ends()):
+            for node in path:
+                keys = self._facts.node_keys(node.node_id)
+                paths.update(dict.fromkeys(keys if node.full_value_len is not None else ()))
+                hosted.update(dict.fromkeys(keys if core.is_backuped(node.node_id) else ()))
+        host = self._facts.host_pages()
+        store = self._store()
+        stored = list(islice(known[Tier.SSD], None))
+        return {
+            "hbm_number": abs(core.all_values_flatten().numel() // page - len(known[Tier.HBM])),
+            "hbm_names": sum(key not in known[Tier.HBM] for key in paths),
+            "dram_names": len(host.keys() ^ known[Tier.DRAM].keys()) + sum(key not in known[Tier.DRAM] for key in hosted),
+            "ssd_names": len(self._not_stored(store, stored)),
+        }
+
+    def _ends(self) -> list[int]:
+        """Ends of all paths that could be evicted from the device: all of them when nothing is running."""
+        from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
+
+        core, found = self._tree.tree_core, []
+        core.evict_device_start(FULL, 1 << 40)
+        try:
+            while (node := core.evict_device_next_node(FULL, {FULL: 0}).node_id) is not None:
+                found.append(node)
+        finally:
+            core.evict_device_end(FULL)
+        return found

@@ -1,0 +1,160 @@
+"""Where pages come into tiers and leave them in SGLang, told as facts.
+
+The tree core of SGLang has no callbacks, so its few mutating calls are watched: what is inserted, loaded back, copied to
+host memory, grafted there, evicted. A node's pages are named by SGLang's own page hashes. Host pages are freed by slot, so
+their names are kept by slot (about 100 bytes each); the device needs none, because its leaves are evicted one by one.
+
+Facts are noted in the order in which things happen and told at the next tick. Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.runtime.step.page_names import from_hex
+from sgl_kvtier.types import PageKey, Tier
+
+_LATER = 0.0
+"""The time in facts noted between two ticks; the tick puts its own in."""
+
+
+class TierFacts:
+    """Watches one tree. `left` and `_came` are pages that left the device, or came to it, since the facts were last told."""
+
+    def __init__(self, tree: Any, tell: Callable[[Fact], None], tier_map: TierMap) -> None:
+        """Begins watching the tree's core, which must still be empty."""
+        self._tell = tell
+        self._map = tier_map
+        self._page = int(tree.page_size)
+        self._core = tree.tree_core
+        pool = tree.cache_controller.mem_pool_host.anchor_entry.host_pool
+        self._host: list[PageKey | None] = [None] * (int(pool.logical_size) // self._page + 1)
+        self._hosted: dict[PageKey, None] = {}
+        self.left: dict[PageKey, None] = {}
+        self._came: dict[PageKey, None] = {}
+        self._unused: dict[PageKey, None] = {}
+        self.wasted = 0
+        """Pages brought to host memory early that left it without having been on the device."""
+        self._commit_backup = self._core.commit_backup
+        self._commit_load_back = self._core.commit_load_back
+        self._insert_host = self._core.insert_host
+        self._core.commit_backup = self._on_backup
+        self._core.commit_load_back = self._on_load_back
+        self._core.insert_host = self._on_host_insert
+
+    def stop(self) -> None:
+        """Watches no longer."""
+        self._core.commit_backup = self._commit_backup
+        self._core.commit_load_back = self._commit_load_back
+        self._core.insert_host = self._insert_host
+        self._tell = _nobody
+
+    def node_keys(self, node_id: int) -> tuple[PageKey, ...]:
+        """Names of a node's pages, without its ancestors'. KeyError when there is no such node."""
+        return from_hex(self._core.get_hash_values(node_id))
+
+    def host_pages(self) -> dict[PageKey, int]:
+        """Name and slot of every host page of the tree: to compare with."""
+        return {key: slot for slot, key in enumerate(self._host) if key is not None}
+
+    def placed(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
+        """Pages are in a tier from now on."""
+        if keys:
+            if tier is Tier.HBM:
+                for key in keys:
+                    self.left.pop(key, None)
+                    self._unused.pop(key, None)
+                self._came.update(dict.fromkeys(keys))
+            self._tell(PagesPlaced(keys, tier, _LATER))
+
+    def dropped(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
+        """Pages are not in a tier any more, or do not come to it."""
+        if keys:
+            if tier is Tier.HBM:
+                for key in keys:
+                    self._came.pop(key, None)
+                self.left.update(dict.fromkeys(keys))
+            elif tier is Tier.DRAM and self._unused:
+                self.wasted += sum(self._unused.pop(key, self) is None for key in keys)
+            self._tell(PagesDropped(keys, tier, _LATER))
+
+    def failed(self, keys: tuple[PageKey, ...], target: Tier) -> None:
+        """Pages did not come to a tier, those that came there another way excepted."""
+        gone = tuple(key for key in keys if not self._is_there(key, target))
+        if gone:
+            self._tell(PagesDropped(gone, target, _LATER))
+
+    def brought(self, keys: tuple[PageKey, ...]) -> None:
+        """Pages were brought to host memory before anybody asked for them."""
+        self._unused.update(dict.fromkeys(keys))
+
+    @property
+    def unused(self) -> int:
+        """Pages that were brought to host memory early and have not been on the device since."""
+        return len(self._unused)
+
+    def _is_there(self, key: PageKey, tier: Tier) -> bool:
+        if tier is Tier.DRAM:
+            return key in self._hosted
+        page = self._map.page(key)
+        return key in self._came or (page is not None and tier in page.tiers and key not in self.left)
+
+    def told(self) -> None:
+        """The map knows everything that was noted."""
+        self.left.clear()
+        self._came.clear()
+
+    def host_freed(self, freed: Any) -> None:
+        """The tree gives host pages back: tensors of token slots."""
+        keys = []
+        for slots in freed:
+            for slot in slots[:: self._page].tolist():
+                key, self._host[slot // self._page] = self._host[slot // self._page], None
+                if key is not None:
+                    keys.append(key)
+                    self._hosted.pop(key, None)
+        self.dropped(tuple(keys), Tier.DRAM)
+
+    def cleared(self) -> tuple[PageKey, ...]:
+        """Device and host pools are emptied; returns what was in host memory."""
+        keys = tuple(key for key in self._host if key is not None)
+        self._host = [None] * len(self._host)
+        self._hosted.clear()
+        return keys
+
+    def _on_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
+        """A node gets a copy in host memory."""
+        self._commit_backup(node_id, host_indices, comp_xfers)
+        self._hold(self.node_keys(node_id), host_indices)
+
+    def _on_load_back(self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any) -> Any:
+        """Nodes on a path get their device pages back."""
+        actions = self._commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
+        keys = tuple(key for node in kv_xfer.nodes_to_load or () for key in self.node_keys(node))
+        self.placed(keys, Tier.HBM)
+        return actions
+
+    def _on_host_insert(self, node_id: int, key: Any, host_value: Any, hash_value: Any) -> Any:
+        """Pages from storage become host pages of the tree; the first ones may be there already."""
+        result = self._insert_host(node_id, key, host_value, hash_value)
+        if not result.host_insert_dropped:
+            start = result.prefix_len // self._page
+            self._hold(from_hex(hash_value[start:]), host_value[result.prefix_len :])
+        return result
+
+    def _hold(self, keys: tuple[PageKey, ...], host_indices: Any) -> None:
+        slots = host_indices[:: self._page].tolist()
+        if len(slots) != len(keys):
+            return  # without a name: built while no storage was attached
+        for key, slot in zip(keys, slots, strict=True):
+            self._host[slot // self._page] = key
+        self._hosted.update(dict.fromkeys(keys))
+        self.placed(keys, Tier.DRAM)
+
+
+def _nobody(fact: Fact) -> None:
+    """Nobody is told any more."""
+    del fact

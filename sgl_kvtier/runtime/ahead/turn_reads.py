@@ -1,0 +1,210 @@
+"""Stored pages of waiting requests that are left to SGLang: read in the order of the queue, and again when they were lost.
+
+SGLang asks storage for a request once, when it arrives, and reads what is there into host memory, where nothing holds it
+until the request runs; who arrives while it reads as much as it allows itself may never be asked for. Here a request whose
+pages have no room yet is kept back until they have (`policy/ahead/read_turns.py` says whose turn it is), and one that finds less at
+its turn than storage had is asked for again. Scheduler's thread; all of it follows from what ranks have in common, so they
+do the same. Not with pipeline stages: there SGLang decides on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.policy.ahead.read_turns import due
+from sgl_kvtier.policy.messages import Queued
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+
+_MOST_READS = 3
+"""A request that has lost its pages is read for so often, then it is computed: something pushes them out again and again."""
+_MOST_IDLE_S = 2.0
+"""So long nothing may run while requests are kept back, then the first of them runs with what it has: a device may hang."""
+_SWEEP = 256
+"""Every so many ticks requests that have vanished are looked for."""
+_MOST_IDLE_PASSES = 10_000
+"""And so many passes of the scheduler, where ranks have no common clock."""
+
+
+@dataclass
+class _Stored:
+    """What storage has of a request's prompt, or may have: tokens [0, end), what the tree had before included."""
+
+    end: int
+    kept_back: bool = False
+    node: Any = None
+    """The last node of the tree with pages that were read for it."""
+    reads: int = 0
+    missed: bool = False
+    """It was not in the queue when it was last looked for."""
+
+
+class TurnReads:
+    """One per scheduler process. `clock` gives seconds that are the same on every rank, and may stand still."""
+
+    def __init__(self, engine: RestoreEngine, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._tree = engine.tree
+        self.decide: Callable[[Iterable[Queued], int], list[str]] = due
+        """The planner's word."""
+        self._stored: dict[str, _Stored] = {}
+        self._idle_since = 0.0
+        self._idle_passes = 0
+        self._ticks = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is done here: not where all is SGLang's own way, nor where no request may wait for its pages."""
+        tree = self._tree
+        return tree.pp_size == 1 and tree.prefetch_stop_policy != "best_effort" and (self._engine.taking or tree.ahead is not None)
+
+    @property
+    def kept_back(self) -> list[str]:
+        """Requests whose read was not begun. SGLang need not ask for them by itself."""
+        return [rid for rid, stored in self._stored.items() if stored.kept_back]
+
+    def declines(self, handle: Any, tokens: int, start: int) -> bool:
+        """Storage is about to be asked for `tokens` of a request from `start` on. True: not now, SGLang reads enough already."""
+        if not self.active or tokens < self._tree.prefetch_threshold or not self._tree.cache_controller.prefetch_rate_limited():
+            return False
+        self._note(handle.rid, start + tokens)
+        self._keep_back(handle.rid)
+        return True
+
+    def hit(self, operation: Any, hit_tokens: int) -> bool:
+        """Storage has these tokens of a waiting request, and SGLang is about to read them. True: not now."""
+        rid = operation.handle.rid
+        if not self.active:
+            return False
+        self._note(rid, operation.storage_start + hit_tokens)
+        if rid in self._due(rid):
+            return False
+        self._keep_back(rid)
+        return True
+
+    def landed(self, operation: Any) -> None:
+        """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are not asked for again."""
+        stored, req = self._stored.get(operation.handle.rid), self._engine.waiting(operation.handle)
+        if stored is None or req is None:
+            return
+        if operation.completed_tokens < operation.storage_hit_count:
+            stored.end = operation.storage_start + operation.completed_tokens
+        req.init_next_round_input(self._tree)
+        stored.node = req.best_match_node
+
+    def nodes(self) -> list[Any]:
+        """Ends of the paths that were read for waiting requests, in the order of the queue: they should stay till then."""
+        if not self._stored or self._engine.scheduler is None:
+            return []
+        found = (self._stored.get(req.rid) for req in self._engine.scheduler.waiting_queue)
+        return [stored.node for stored in found if stored is not None and stored.node is not None]
+
+    def forget(self, rid: str) -> None:
+        """A request is gone: finished, aborted or retracted."""
+        self._stored.pop(rid, None)
+
+    def look(self, scheduler: Any) -> None:
+        """Has what was kept back and fits now read. Once per tick."""
+        self._ticks += 1
+        if self._stored and self._ticks % _SWEEP == 0:
+            self._sweep(scheduler)
+        if not self.kept_back:
+            return
+        limited = self._tree.cache_controller.prefetch_rate_limited
+        if limited():
+            return
+        ready = dict.fromkeys(self._due())
+        for req in [req for req in scheduler.waiting_queue if req.rid in ready]:
+            if self._stored[req.rid].kept_back and not limited():
+                self._ask(scheduler, req)
+
+    def admissible(self, handle: Any) -> bool | None:
+        """Whether a waiting request may be admitted in this pass: not while it is kept back. None when that is SGLang's to say."""
+        stored = self._stored.get(handle.rid)
+        return False if stored is not None and stored.kept_back and self.active else None
+
+    def at_turn(self, scheduler: Any, req: Any) -> bool:
+        """Right before a request may be admitted, and after a fresh match: whether it has to wait because pages that were read
+        for it, or found in storage, are not there any more."""
+        stored = self._stored.get(req.rid)
+        if stored is None or req.rid in self._engine.restorations or not self.active:
+            return False
+        if stored.end - req.prefix_len - req.host_hit_length < self._tree.prefetch_threshold:
+            return False
+        if stored.reads >= _MOST_READS:
+            self._let_go(stored)
+            return False
+        self._engine.counters.turn_reads["read again"] += 1
+        stored.reads += 1
+        if self._tree.cache_controller.prefetch_rate_limited() or req.rid not in self._due(req.rid):
+            stored.kept_back = True
+            return True
+        return self._ask(scheduler, req)
+
+    def passed(self, ran: bool) -> None:
+        """The scheduler has looked for a batch, and has one or not."""
+        kept = [] if ran or not self._stored else self.kept_back
+        if not kept:
+            self._idle_passes = 0
+            return
+        now = self._clock()
+        self._idle_since = self._idle_since if self._idle_passes else now
+        self._idle_passes += 1
+        if now - self._idle_since >= _MOST_IDLE_S or self._idle_passes >= _MOST_IDLE_PASSES:
+            self._idle_passes = 0
+            self._let_go(self._stored[kept[0]])
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, scheduler: Any) -> None:
+        """Forgets requests that have left the queue without a word; one that waits again is asked for again."""
+        there = {req.rid for req in scheduler.waiting_queue}
+        for rid, stored in list(self._stored.items()):
+            if rid in there:
+                stored.missed = False
+            elif stored.missed:
+                del self._stored[rid]
+            else:
+                stored.missed = True
+
+    def _let_go(self, stored: _Stored) -> None:
+        """It runs with what it has."""
+        self._engine.counters.turn_reads["given up"] += 1
+        stored.end, stored.kept_back = 0, False
+
+    def _note(self, rid: str, end: int) -> None:
+        self._stored.setdefault(rid, _Stored(0)).end = end
+
+    def _keep_back(self, rid: str) -> None:
+        self._stored[rid].kept_back = True
+        self._engine.counters.turn_reads["kept back"] += 1
+
+    def _ask(self, scheduler: Any, req: Any) -> bool:
+        """Has SGLang look in storage again; whether it does."""
+        stored = self._stored[req.rid]
+        stored.kept_back, stored.end = False, 0  # the answer says how much there is
+        scheduler._prefetch_kvcache(req)
+        return req.cache_request_handle in self._tree.ongoing_prefetch
+
+    def _due(self, asking: str = "") -> list[str]:
+        """Whose pages may be read. `asking` is a request that asks for some, besides those kept back."""
+        tree = self._tree
+        controller, device = tree.cache_controller, tree.token_to_kv_pool_allocator
+        room = int(controller.mem_pool_host.size)
+        if controller.write_policy != "write_back":
+            # What is on the device has its copy in host memory, which cannot leave: the rest is the room.
+            room -= int(device.size) - int(device.available_size())
+        return self.decide(self._waiting(asking), max(0, room) // self._engine.page)
+
+    def _waiting(self, asking: str) -> Iterator[Queued]:
+        engine = self._engine
+        for req in engine.scheduler.waiting_queue if engine.scheduler is not None else ():
+            if req.rid in engine.restorations:
+                continue  # it has pages of its own
+            stored = self._stored.get(req.rid)
+            there = req.prefix_len + req.host_hit_length
+            end = max(there, stored.end) if stored is not None else there
+            unread = req.rid == asking or (stored is not None and stored.kept_back)
+            yield Queued(req.rid, max(0, end - req.prefix_len) // engine.page, unread)

@@ -1,0 +1,89 @@
+"""Who leaves the device, in the order of the planner's map.
+
+SGLang's tree core offers leaves for eviction in its own order and evicts the one its caller names. So its offers are
+collected first, nothing is evicted meanwhile, and then the offered leaf that the map names first is evicted. Only what the
+core offered in that very moment is ever evicted: never a locked node, never one with a child on the device. What the map's
+order does not yield is left to SGLang's own eviction, which runs afterwards as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
+from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
+from sgl_kvtier.runtime.step.page_names import from_hex
+from sgl_kvtier.types import PageKey, Tier
+
+_SLACK_PAGES = 512
+"""So many victims more than needed are asked for: some are of nodes in use."""
+_ALL_TOKENS = 1 << 40
+
+
+class Victims:
+    """Evicts by the map's order. Scheduler's thread."""
+
+    def __init__(self, tree: Any, tier_map: TierMap, facts: TierFacts, counters: LookaheadCounters) -> None:
+        self._tree = tree
+        self._map = tier_map
+        self._facts = facts
+        self._counters = counters
+        self._page = int(tree.page_size)
+
+    def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
+        """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this eviction has freed."""
+        from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
+
+        if self._tree.cache_controller.write_policy == "write_back":
+            return  # what leaves the device has to be copied first, which is SGLang's to do
+        while tracker[FULL] < tokens:
+            leaves = self._leaves(FULL)
+            if not self._evict_some(leaves, tokens, tracker, FULL):
+                return
+
+    def _leaves(self, full: Any) -> dict[PageKey, int]:
+        """Nodes that could be evicted now, by the name of their last page. About 6 microseconds each."""
+        core, found = self._tree.tree_core, []
+        core.evict_device_start(full, _ALL_TOKENS)
+        try:
+            while True:
+                step = core.evict_device_next_node(full, {full: 0})
+                if step.node_id is None:
+                    break
+                found.append(step.node_id)
+        finally:
+            core.evict_device_end(full)
+        named = ((core.get_last_hash_value(node), node) for node in found)
+        return {from_hex((text,))[0]: node for text, node in named if text is not None}
+
+    def _evict_some(self, leaves: dict[PageKey, int], tokens: int, tracker: dict[Any, int], full: Any) -> bool:
+        """Evicts in the map's order until there is enough, or until it is the turn of a node that may have become a leaf by
+        that and was not offered yet. Whether any was evicted."""
+        missing = -(-(tokens - tracker[full]) // self._page)
+        evicted = False
+        bared: dict[PageKey, None] = {}
+        left = self._facts.left
+        for key in self._map.victims_aside(Tier.HBM, missing + len(left) + _SLACK_PAGES):
+            if key in left:
+                continue
+            node = leaves.pop(key, None)
+            if node is None:
+                if key in bared:
+                    return True
+                continue
+            bared.update(self._parent_end(node))
+            before = tracker[full]
+            self._tree._evict_device_leaf(node, tracker)
+            self._counters.victims += (tracker[full] - before) // self._page
+            evicted = True
+            if tracker[full] >= tokens:
+                return True
+        return evicted
+
+    def _parent_end(self, node: int) -> dict[PageKey, None]:
+        """The name of the last page of a node's parent, if it has one with pages."""
+        core = self._tree.tree_core
+        path = core.collect_path_info([node])[0]
+        text = core.get_last_hash_value(path[-2].node_id) if len(path) > 1 else None
+        return {} if text is None else {from_hex((text,))[0]: None}

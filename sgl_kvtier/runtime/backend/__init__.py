@@ -1,0 +1,1 @@
+"""The HiCache storage backend."""

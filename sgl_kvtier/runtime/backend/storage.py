@@ -1,0 +1,434 @@
+"""SGLang's HiCache storage backend on top of the page store (`--hicache-storage-backend kvtier`).
+
+One object per scheduler process, that is per rank. SGLang calls it from three threads of its own (existence queries,
+reads, write-back) and from the scheduler thread (`get_stats`, attach, detach, flush). Nothing here raises while serving:
+a page that cannot be read is a miss, one that cannot be written is not stored, and both are counted by the store.
+Interface: sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
+from sgl_kvtier.errors import ConfigError, StoreError
+from sgl_kvtier.runtime import plugin, settings
+from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous, nbytes_of, parts_of
+from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
+from sgl_kvtier.runtime.metrics import StoreMetrics
+from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
+from sgl_kvtier.runtime.scheduler import setup as restore_setup
+from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.step.page_names import page_key
+from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
+from sgl_kvtier.store.engine import open_store
+from sgl_kvtier.store.front.wrappers import Faulty, Throttled
+from sgl_kvtier.store.io.jobs import OrderedJob
+from sgl_kvtier.types import Lookup, PageKey
+
+logger = logging.getLogger(__name__)
+
+
+class KVTierStorage(HiCacheStorage):
+    """Keeps HiCache's pages in the verified page store of this rank."""
+
+    def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
+        """Checks SGLang and the settings; the store opens when all pools are known. Raises SeamError, ConfigError."""
+        del kwargs
+        seams.require("storage", "weights")
+        extra = storage_config.extra_config or {}
+        if "module_path" not in extra:
+            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.REDUCE, *plugin.WEIGHTS])
+        self.config = settings.from_extra_config(extra)
+        if self.config.policy.restore != "off" or restore_setup.looks_ahead(self.config.policy):
+            seams.require("restore")
+            if "module_path" not in extra:
+                seams.require_hooks(restore_hooks.TARGETS)
+        if restore_setup.looks_ahead(self.config.policy):
+            seams.require("lookahead")
+        self.storage_config = storage_config
+        self.registered_pools: dict[str, Any] = {}
+        self._seen: deque[PageKey] | None = None
+        self.folder: Path | None = None
+        """The folder of this server's identity, once the store was opened."""
+        self._store: PageStore | None = None
+        self._pool_tags: dict[str, str] = {}
+        self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
+        self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
+        self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
+        """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where it has nothing to load."""
+        self._metrics: StoreMetrics | None = None
+        self._reading: dict[int, ReadJob | PrefixRead] = {}
+        self._prefix = threading.local()
+        self._cut_short = False
+        if storage_config.is_mla_model and storage_config.tp_size > 1:
+            # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its own here, so each writes.
+            storage_config.is_mla_model = False
+            logger.info("kvtier: every rank keeps its own copy of the replicated MLA pages")
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The pool of ordinary KV pages. Raises ConfigError for a model without one."""
+        if getattr(mem_pool_host, "kv_buffer", None) is None:
+            raise ConfigError(
+                f"this model's KV pool ({type(mem_pool_host).__name__}) holds no pages of its own, which the kvtier "
+                "backend does not support. Choose another --hicache-storage-backend"
+            )
+        super().register_mem_pool_host(mem_pool_host)
+        self.registered_pools[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """A side pool (window or state pages). One registered after the store was opened gets a tag for its shape."""
+        name = str(host_pool_name)
+        if name == KV:
+            return
+        self.registered_pools[name] = host_pool
+        if self._store is not None:
+            shape = repr(sorted(identity._pool_fields(host_pool).items()))
+            self._pool_tags[name] = f"{name}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
+
+    def on_host_pools_registered(self) -> None:
+        """Opens the store under the identity that all pools together make. Raises StoreError (busy, not writable)."""
+        from sglang.srt.arg_groups.model_override_base import resolving_view
+        from sglang.srt.runtime_context import get_parallel, get_server_args
+
+        c, parallel = self.storage_config, get_parallel()
+        who = identity.identity_of(resolving_view(get_server_args()), c, self.registered_pools)
+        ranks = c.tp_size * c.pp_size * c.attn_cp_size * max(1, parallel.num_dp_ranks)
+        rank = identity.rank_name(c, parallel.dp_rank)
+        try:
+            self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank)
+        except StoreError as error:
+            again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
+            raise type(error)(f"{error}. {again}") from error
+        self.folder = Path(self.config.store.path) / who.directory_name
+        if c.enable_storage_metrics:
+            labels = {"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank), "dp_rank": str(parallel.dp_rank or 0)}
+            self._metrics = StoreMetrics(self._store, labels)
+        stats = self._store.stats()
+        logger.info(
+            "kvtier: %d pages in %s/%s/%s, zero copy %s, at most %d bytes",
+            stats.pages, self.config.store.path, who.directory_name, rank,
+            is_page_contiguous(self.mem_pool_host), stats.capacity_bytes,
+        )  # fmt: skip
+
+    def leave_identity(self) -> None:
+        """Stops serving and storing: the weights changed. Attaching the backend again starts a new, empty identity."""
+        if self._store is not None:
+            self.close()
+            logger.warning(
+                "kvtier: weights were changed at run time, so stored pages are not used any more. To store pages of the "
+                "new weights, detach and attach the storage backend (DELETE and PUT /hicache/storage-backend)"
+            )
+
+    # ---- existence ----
+
+    def exists(self, key: str) -> bool:
+        """Whether one page is there. No disk access."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages from the first on are there without a gap. No disk access."""
+        del extra_info
+        return _leading(self._has(keys, KV))
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The usable prefix when side pools must be present too, by each pool's rule."""
+        del extra_info
+        kv_pages = _leading(self._has(keys, KV))
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in pool_transfers or ():
+            if not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # block groups never gate the hit; without a verdict SGLang learns nothing from us
+            have = self._has(keys[:kv_pages], str(transfer.name))
+            window = 0
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+            fits = _restorable(have, window)
+            if fits:
+                hits[transfer.name] = max(fits)
+            restorable = [pages for pages in restorable if pages in fits]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    # ---- zero copy: pages by host slot ----
+
+    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Reads pages straight into host slots. Returns when no I/O touches the slots any more."""
+        del extra_info
+        prefix: PrefixRead | None = getattr(self._prefix, "read", None)
+        if prefix is not None and prefix.comes_next(keys, host_indices):
+            return prefix.read(len(keys))
+        return self._read(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
+
+    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+        """Writes pages straight from host slots. True also where the page was there already."""
+        del extra_info
+        return self._write(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
+
+    @contextmanager
+    def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
+        """Meanwhile this thread's `batch_get_v1` finds these pages under way when it asks for them, in this order and in parts.
+        No I/O touches the slots any more when this ends, whatever was asked for."""
+        page = self.mem_pool_host.page_size
+        host_indices = host_indices[: len(keys) * page]
+        if self._store is None or not keys or len(host_indices) < len(keys) * page or not is_page_contiguous(self.mem_pool_host):
+            yield
+            return
+        (first,) = parts_of(self.mem_pool_host, 1, host_indices[:page])
+        prefix = PrefixRead(keys, host_indices, sum(part.nbytes for part in first), self._begin)
+        self._reading[id(prefix)] = prefix
+        if self._cut_short:
+            prefix.cancel()
+        self._prefix.read = prefix
+        try:
+            yield
+        finally:
+            self._prefix.read = None
+            prefix.close()
+            del self._reading[id(prefix)]
+            nbytes = prefix.pages_read * prefix.page_bytes
+            self._note(self._read_batches, prefix.pages_read, nbytes, prefix.seconds)
+            if prefix.pages_read and prefix.tells:
+                self.own_reads.append((nbytes, prefix.seconds))
+
+    # ---- copies: pages as flat tensors ----
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """One page into a flat tensor, or None."""
+        return self.batch_get([key], [target_location], target_sizes)[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """Pages into flat tensors; None where a page is missing or damaged."""
+        del target_sizes
+        read = self._read(keys, [[bytes_of(t)] for t in target_locations], KV)
+        return [t if ok else None for t, ok in zip(target_locations, read, strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Stores one page given as a tensor."""
+        return self.batch_set([key], [value], target_location, target_sizes)
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores pages given as tensors; True when all of them can be read back."""
+        del target_locations, target_sizes
+        return all(self._write(keys, [[bytes_of(v.contiguous())] for v in values], KV))
+
+    # ---- side pools ----
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Reads the pages of side pools into their host slots."""
+        del extra_info
+        return {t.name: self._side_pool(t, self._get_side_pages) for t in transfers}
+
+    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Writes the pages of side pools from their host slots."""
+        del extra_info
+        return {t.name: self._side_pool(t, self._set_side_pages) for t in transfers}
+
+    # ---- ordered reads, for the restore engine ----
+
+    def begin_read(
+        self,
+        keys: Sequence[PageKey],
+        host_slots: torch.Tensor,
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
+    ) -> ReadJob | None:
+        """Begins reading pages, in this order, into host slots; None while no store is open, or where a page does not lie
+        in the host pool as it lies in the store. The slots belong to the store until each page's `on_page`, which an I/O
+        thread calls."""
+        store = self._store
+        if store is None or not is_page_contiguous(self.mem_pool_host):
+            return None
+        parts = parts_of(self.mem_pool_host, len(keys), host_slots)
+        reads = [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
+        return store.read(reads, deadline_s=deadline_s, on_page=on_page)
+
+    # ---- what is there, for lookahead ----
+
+    def watch_pages(self) -> None:
+        """From now on KV pages that were written, or found, are noted for `take_seen`."""
+        self._seen = deque()
+
+    def take_seen(self) -> tuple[PageKey, ...]:
+        """KV pages written or found since the last call, some perhaps twice. Never blocks."""
+        seen = self._seen
+        return tuple(seen.popleft() for _ in range(len(seen))) if seen else ()
+
+    # ---- upkeep ----
+
+    def get_stats(self) -> StorageMetrics | None:
+        """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick: takes no lock of an I/O."""
+        if self._metrics is None:
+            return None
+        stats = StorageMetrics()
+        _drain(self._read_batches, stats.prefetch_pgs, stats.prefetch_bandwidth)
+        _drain(self._write_batches, stats.backup_pgs, stats.backup_bandwidth)
+        return stats
+
+    def clear(self) -> None:
+        """Drops every page of this identity and rank."""
+        if self._store is not None:
+            logger.info("kvtier: dropped %d pages", self._store.clear())
+
+    def throttle(self, read_gbps: float) -> None:
+        """Sets the bandwidth of the device this store imitates; 0 = as fast as the disk. ValueError when it imitates none."""
+        if not isinstance(self._store, Throttled):
+            raise ValueError("the store was not started with a throttle section, so it has no bandwidth to change")
+        self._store.set_read_gbps(read_gbps)
+
+    @contextmanager
+    def reads_cut_short(self) -> Iterator[None]:
+        """Meanwhile `batch_get_v1` and its kin end as soon as no read is under way to their pages: what was not begun is False."""
+        self._cut_short = True
+        try:
+            for job in list(self._reading.values()):
+                job.cancel()
+            yield
+        finally:
+            self._cut_short = False
+
+    def close(self) -> None:
+        """Ends I/O and releases the folder. Idempotent."""
+        store, self._store = self._store, None
+        metrics, self._metrics = self._metrics, None
+        if metrics is not None:
+            metrics.close()
+        if store is not None:
+            store.close()
+
+    # ---- the store ----
+
+    def _has(self, keys: Sequence[str], pool: str) -> list[bool]:
+        store = self._store
+        if store is None:
+            return [False] * len(keys)
+        names = [page_key(k) for k in keys]
+        there = [a is Lookup.HIT for a in store.lookup(names, self._tag(pool))]
+        if self._seen is not None and pool == KV:
+            self._seen.extend(names[: _leading(there)])
+        return there
+
+    def _read(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
+        store = self._store
+        if store is None:
+            return [False] * len(keys)
+        started = time.perf_counter()
+        tag = self._tag(pool)
+        job = store.read([PageRead(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        self._reading[id(job)] = job
+        if self._cut_short:
+            job.cancel()
+        job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
+        del self._reading[id(job)]
+        outcomes = job.outcomes
+        read = [outcome is ReadOutcome.OK for outcome in outcomes]
+        seconds = time.perf_counter() - started
+        self._note(self._read_batches, sum(read), nbytes_of(parts, read), seconds)
+        if any(read) and read_or_given_up(outcomes):
+            self.own_reads.append((nbytes_of(parts, read), seconds))
+        return read
+
+    def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
+        job = self.begin_read([page_key(key) for key in keys], host_indices)
+        if job is None:
+            job = OrderedJob(len(keys), None, None)
+            job.end_rest(ReadOutcome.MISS)
+        return job
+
+    def _write(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
+        store = self._store
+        if store is None:
+            return [False] * len(keys)
+        started = time.perf_counter()
+        tag = self._tag(pool)
+        outcomes = store.put([PageWrite(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        stored = [outcome is PutOutcome.STORED for outcome in outcomes]
+        self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), time.perf_counter() - started)
+        if self._seen is not None and pool == KV:
+            self._seen.extend(page_key(k) for k, o in zip(keys, outcomes, strict=True) if o is not PutOutcome.REFUSED)
+        return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
+
+    def _note(self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float) -> None:
+        if self._metrics is not None and pages:
+            batches.append((pages, nbytes / max(seconds, 1e-9) / 1e9))
+
+    def _tag(self, pool: str) -> str:
+        return self._pool_tags.get(pool, pool)
+
+    def _side_pool(self, transfer: Any, move: Any) -> list[bool]:
+        """Runs one pool's transfer; a transfer whose slots do not fit its keys moves nothing."""
+        keys, pool = transfer.keys or [], self.registered_pools.get(str(transfer.name))
+        per_page = getattr(pool, "page_size", 1) or 1
+        slots = transfer.host_indices
+        if pool is None or slots is None or slots.numel() != len(keys) * per_page:
+            logger.error("kvtier: pool %s: %d keys do not fit its slots; nothing moved", transfer.name, len(keys))
+            return [False] * len(keys)
+        return list(move(str(transfer.name), pool, keys, slots, per_page))
+
+    def _get_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
+        if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
+            return self._read(keys, parts_of(pool, len(keys), slots), name)
+        pages = [pool.get_dummy_flat_data_page() for _ in keys]
+        read = self._read(keys, [[bytes_of(page)] for page in pages], name)
+        for i, ok in enumerate(read):
+            if ok:
+                pool.set_from_flat_data_page(slots[i * per_page].item(), pages[i])
+        return read
+
+    def _set_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
+        if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
+            return self._write(keys, parts_of(pool, len(keys), slots), name)
+        pages = [pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous() for i in range(len(keys))]
+        return self._write(keys, [[bytes_of(page)] for page in pages], name)
+
+
+def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
+    """The store behind the faults and the slower device that the settings ask for, if they do, on this rank."""
+    faulty = config.faults != FaultConfig(seed=config.faults.seed, rank=config.faults.rank)
+    if faulty and config.faults.rank in (-1, tp_rank):
+        logger.warning("kvtier: faults are injected on purpose: %s", config.faults)
+        store = Faulty(store, config.faults)
+    if config.throttle != ThrottleConfig():
+        logger.warning("kvtier: the store is slowed down on purpose: %s", config.throttle)
+        store = Throttled(store, config.throttle)
+    return store
+
+
+def _leading(have: Sequence[bool]) -> int:
+    for count, there in enumerate(have):
+        if not there:
+            return count
+    return len(have)
+
+
+def _restorable(have: Sequence[bool], window: int) -> list[int]:
+    """Prefix lengths in pages at which a pool suffices: all pages of it (window 0), or the last `window` of them."""
+    if window == 0:
+        return list(range(1, _leading(have) + 1))
+    return [n for n in range(1, len(have) + 1) if all(have[max(0, n - window) : n])]
+
+
+def _drain(batches: deque[tuple[int, float]], pages: list[int], bandwidth: list[float]) -> None:
+    for _ in range(len(batches)):
+        count, gbps = batches.popleft()
+        pages.append(count)
+        bandwidth.append(gbps)

@@ -1,0 +1,1 @@
+"""POST /kvtier/hint: clients say when a session returns."""

@@ -1,0 +1,107 @@
+"""POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back.
+
+The route is put beside SGLang's own when the tokenizer manager gets its channels to the schedulers, and has the same
+protection as its admin routes (docs/hints.md). A hint travels as SGLang's own question for the internal state, which goes
+to every scheduler process between two steps. With several tokenizer workers there is no route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_kvtier.runtime.hints.message import MOST_BYTES, Asked, HintError, Sent, pack, read
+from sgl_kvtier.types import PageKey
+
+TARGET = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
+PATH = "/kvtier/hint"
+ANSWER = "kvtier.hint"
+"""Where a scheduler's answer stands in the state it sends back."""
+_MOST_PASSED_OVER = 8 * MOST_BYTES
+_SERVER = "sglang.srt.entrypoints.http_server"
+
+logger = logging.getLogger(__name__)
+
+
+def add_route(result: None, manager: Any) -> None:
+    """After the tokenizer manager's channels were made, in a process that serves HTTP."""
+    del result
+    app = getattr(sys.modules.get(_SERVER), "app", None)
+    if app is None:
+        return  # an engine without HTTP
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+
+    async def kvtier_hint(request: Any) -> Any:
+        try:
+            answer = await ask(manager, await _body(request))
+        except HintError as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return JSONResponse(answer)
+
+    # The framework reads annotations to know what to pass; as text they could not be resolved here.
+    kvtier_hint.__annotations__ = {"request": Request}
+    app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(kvtier_hint), methods=["POST"], response_model=None)
+
+
+async def ask(manager: Any, body: bytes) -> dict[str, Any]:
+    """Hands a hint to the schedulers and says what came of it. Raises HintError."""
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    sent = await asyncio.to_thread(lambda: _address(manager, read(body)))
+    manager.auto_create_handle_loop()
+    states = await manager.get_internal_state_communicator(GetInternalStateReq(rid=pack(sent)))
+    return best([state.internal_state.get(ANSWER) or NOT_ANSWERED for state in states])
+
+
+NOT_ANSWERED = {
+    "result": "refused",
+    "reason": "this server's schedulers have no kvtier plugin: see kvtier doctor",
+    "sessions": 0,
+    "expected_in_s": None,
+}
+
+
+def best(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the data-parallel replicas' answers the one that took it: a session is known where its requests ran."""
+    return next((answer for answer in answers if answer["result"] != "refused"), answers[0])
+
+
+async def _body(request: Any) -> bytes:
+    """The body, kept no further than what a hint may have: of a longer one the rest is passed over, so that who is still sending it
+    gets an answer, up to where nobody does by mistake."""
+    parts, size = [], 0
+    async for part in request.stream():
+        if size <= MOST_BYTES:
+            parts.append(part)
+        size += len(part)
+        if size > _MOST_PASSED_OVER:
+            break
+    return b"".join(parts)
+
+
+def _address(manager: Any, asked: Asked) -> Sent:
+    """Whose hint it is: the session's name, or the last whole page of the prefix, hashed as SGLang hashes pages."""
+    now = time.monotonic()
+    if asked.session is not None:
+        return Sent(asked.hint, now, session=asked.session)
+    from sglang.srt.mem_cache.utils import get_hash_str, storage_namespace_seed
+
+    tokens = asked.tokens
+    if tokens is None:
+        if manager.tokenizer is None:
+            raise HintError("this server has no tokenizer (--skip-tokenizer-init): send tokens instead of text")
+        tokens = tuple(manager.tokenizer.encode(asked.text))
+    page = int(manager.config_value("page_size"))
+    whole = len(tokens) // page * page
+    if not whole:
+        raise HintError(f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of the prompt, or the session")
+    seed = storage_namespace_seed(asked.extra_key, asked.cache_salt)
+    hashes = get_hash_str(array("q", tokens[:whole]), seed, page_size=page)
+    return Sent(asked.hint, now, page=PageKey(bytes.fromhex(hashes[-1])))

@@ -1,0 +1,110 @@
+"""Clients' hints in the scheduler: handed to the planner between two steps, answered with what came of them.
+
+Every rank gets the same message in the same step with the same time in it, so all planners take the same note of it. Hands
+only: whether a hint is taken, cut or refused is decided in policy/sessions/sessions.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kvtier.policy.sessions.sessions import HintAnswer
+from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
+from sgl_kvtier.runtime.hints.route import ANSWER
+
+TARGET = (
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
+)
+MOST_SESSIONS = 16
+"""So many sessions may begin with the same prefix and all be meant by it."""
+
+logger = logging.getLogger(__name__)
+_counter: Any = None
+
+
+def get_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
+    """Around SGLang's own: a question that carries a hint is answered here."""
+    if not (message.rid or "").startswith(MARK):
+        return original(controller, message)
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+    answer = take(controller.scheduler, unpack(message.rid))
+    _count(controller.scheduler, answer["result"])
+    return GetInternalStateReqOutput(internal_state={ANSWER: answer})
+
+
+def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
+    """What became of a hint: `result` (accepted, clipped, refused), `reason`, `sessions` it was for, and `expected_in_s`,
+    when the idle one among them that comes back first is expected. Scheduler's thread."""
+    tick: Any = getattr(scheduler.tree_cache, "tick", None)
+    why = unable(scheduler.tree_cache, tick)
+    if why is not None:
+        return _answer([HintAnswer(False, why)], 0, None)
+    planner = tick.planner
+    now = max(sent.at, tick.engine.now) if _one_host(scheduler) else tick.engine.now
+    sessions = _meant(planner.ahead, sent)
+    if isinstance(sessions, str):
+        return _answer([HintAnswer(False, sessions)], 0, None)
+    answers = [planner.hint(session, sent.hint, now) for session in sessions]
+    returns = [planner.ahead.sessions.expected(session, now) for session in sessions]
+    at = min((one.at for one in returns if one is not None), default=math.inf)
+    return _answer(answers, len(sessions), max(0.0, at - now) if at < math.inf else None)
+
+
+def unable(tree: Any, tick: Any) -> str | None:
+    """Why this server can do nothing with any hint, or None."""
+    if tick is None or tick.notes is None:
+        if store_of(getattr(tree, "cache_controller", None)) is None:
+            return "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
+        return "this server restores prefixes SGLang's own way, so nothing is planned ahead: see policy.restore and its log"
+    if tick.ahead is None:
+        return "this server does not look ahead: name policy.prefetch or policy.eviction in kvtier.json, or see its log for why not"
+    if not tick.notes.config.sessions:
+        return "policy.sessions is off, so no session is known: set it to true in kvtier.json"
+    return None
+
+
+def _meant(ahead: Any, sent: Sent) -> list[str] | str:
+    """The sessions a hint is for, or why there are none."""
+    if sent.session is not None:
+        return [sent.session]
+    sessions = list(ahead.sessions_with(sent.page))
+    if not sessions:
+        return "no session is known whose prompts have the whole pages of this prefix"
+    if len(sessions) > MOST_SESSIONS:
+        return f"{len(sessions)} sessions begin so, more than {MOST_SESSIONS}: send more of the prompt, or the session's name"
+    return sessions
+
+
+def _answer(answers: list[HintAnswer], sessions: int, expected_in_s: float | None) -> dict[str, Any]:
+    taken = [answer for answer in answers if answer.accepted]
+    result = "refused" if not taken else "clipped" if any(answer.reason for answer in answers) else "accepted"
+    reasons = list(dict.fromkeys(answer.reason for answer in answers if answer.reason))
+    return {"result": result, "reason": "; ".join(reasons), "sessions": sessions, "expected_in_s": expected_in_s}
+
+
+def _one_host(scheduler: Any) -> bool:
+    """Whether the HTTP server's clock is the one facts are told in: else the last step's time has to do."""
+    args = getattr(scheduler, "server_args", None)
+    return getattr(args, "nnodes", 1) == 1 or getattr(args, "dp_size", 1) == 1
+
+
+def _count(scheduler: Any, result: str) -> None:
+    """kvtier:lookahead_hints_total{result}, on one rank of a replica: all of them get the same hints."""
+    global _counter
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    first = parallel.pp_rank == 0 and parallel.attn_tp_rank == 0
+    if not first or not scheduler.metrics_reporter.enable_metrics:
+        return
+    if _counter is None:
+        # SGLang has set the folder up that its processes share by now.
+        from prometheus_client import Counter
+
+        _counter = Counter("kvtier:lookahead_hints_total", "sgl_kvtier lookahead: clients' hints, by what came of them", ("result",))
+    _counter.labels(result=result).inc()

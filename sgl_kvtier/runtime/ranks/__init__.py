@@ -1,0 +1,1 @@
+"""What ranks and pipeline stages agree on."""

@@ -1,0 +1,97 @@
+"""What all ranks know: one reduction per scheduler tick, only while something is being restored.
+
+Of page states the smallest counts (`restoration.OPEN` < lost < `LANDED`). Of times, those of the first rank count. The
+ranks call with vectors of the same length, because what they hold follows from the same plans.
+
+Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes with the reduction that
+SGLang makes in every tick anyway (`packed`, `unpacked`), and none is added.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.ranks.stage_reports import StageReports
+from sgl_kvtier.runtime.restore.restoration import Load
+
+_MICRO = 1_000_000
+_OTHERS = (1 << 62) - 1
+_LARGEST = (1 << 63) - 1
+
+
+class Agreement:
+    """Reduces over the TP ranks and hands the first pipeline stage's result down. `reductions` counts the collectives."""
+
+    def __init__(self, tree: Any, ranks: int, first: bool, reports: StageReports | None = None) -> None:
+        """`ranks` is the number of processes that have to agree; `first` says whether this one's clock counts. `reports`
+        are needed with several pipeline stages, since a reduction knows of the first stage's ranks only."""
+        self._tree = tree
+        self._ranks = ranks
+        self._first = first
+        self._reports = reports
+        self.reductions = 0
+
+    @property
+    def alone(self) -> bool:
+        """Nobody to agree with."""
+        return self._ranks == 1
+
+    def first_says(self, values: Sequence[float]) -> list[float]:
+        """The first rank's values, none of them negative. A collective of its own, for the start; not counted."""
+        if self.alone:
+            return list(values)
+        # Doubles that are not negative are ordered as their bits are.
+        bits = [struct.unpack(">q", struct.pack(">d", v))[0] if self._first else _LARGEST for v in values]
+        data = torch.tensor(bits, dtype=torch.int64)
+        self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
+        return [struct.unpack(">d", struct.pack(">q", v))[0] for v in data.tolist()]
+
+    def least(self, value: int) -> int:
+        """The smallest of all ranks' values. Collectives of their own, for the start; not counted."""
+        data = torch.tensor([value], dtype=torch.int64)
+        if not self.alone:
+            self._tree._all_reduce_attn_groups(data, torch.distributed.ReduceOp.MIN)
+            if self._reports is not None:
+                torch.distributed.all_reduce(data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group)
+        return int(data.item())
+
+    def same(self, value: int) -> bool:
+        """Whether all ranks have the same value. Collectives of their own, for the start; not counted."""
+        return self.least(value) == -self.least(-value)
+
+    def local(self, loads: Sequence[Load | Poll]) -> tuple[bytes, list[float]]:
+        """The states of all pages of these loads and polls as far as this rank may speak for them, and when the last page of
+        each that has ended did so. What a later stage returns is of no interest: it is told."""
+        if self._reports is None:
+            states = b"".join(load.local for load in loads)  # before the times: a page's time is noted before its state
+            return states, [max(load.ended_at) for load in loads]
+        self._reports.exchange(loads)
+        states = b"".join(self._reports.state(load) for load in loads)
+        return states, [self._reports.ended_at(load) for load in loads]
+
+    def close(self) -> None:
+        """At the end of the process."""
+        if self._reports is not None:
+            self._reports.close()
+
+    def reduce(self, times: Sequence[float], states: bytes) -> tuple[list[float], bytes]:
+        """The agreed times and page states. A collective unless this process is alone."""
+        if self.alone:
+            return list(times), states
+        data = torch.tensor(self.packed(times, states), dtype=torch.int64)
+        self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
+        self.reductions += 1
+        return self.unpacked(data.tolist(), len(times))
+
+    def packed(self, times: Sequence[float], states: bytes) -> list[int]:
+        """What this rank gives into a reduction by MIN."""
+        return [*(int(t * _MICRO) if self._first else _OTHERS for t in times), *states]
+
+    def unpacked(self, values: Sequence[int], times: int) -> tuple[list[float], bytes]:
+        """What came of it: so many agreed times, and page states."""
+        return [v / _MICRO for v in values[:times]], bytes(values[times:])

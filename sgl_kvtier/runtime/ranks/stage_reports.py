@@ -1,0 +1,116 @@
+"""What later pipeline stages tell the first one: which pages of which loads have ended on them.
+
+Agreed values travel down the pipeline, from the first stage to the last, behind the batches: SGLang's stages run one after the
+other, so the first cannot wait for the last without stopping the pipeline. What the last knows therefore travels up by
+messages that nobody waits for. A page's state changes once, so a report that comes late is late, never wrong: until it
+is there the first stage counts the page as open.
+
+Each TP rank's stages have their own pipe, a Unix socket in a folder that only this user can enter and that is removed as soon
+as all have come. Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import zmq
+
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.restore.restoration import Load
+
+_HEAD = struct.Struct("<IQ")
+"""Stage, and number of the load; its pages' states follow."""
+_ADDRESS = 256
+_COME_S = 120.0
+"""How long the first stage waits for the later ones at the start."""
+
+
+class StageReports:
+    """One end of the pipe of this rank's pipeline stages. All stages build it at the same time: the address is passed down.
+    Raises KVTierError when a stage does not come."""
+
+    def __init__(self, tree: Any) -> None:
+        self._stage, self._stages = int(tree.pp_rank), int(tree.pp_size)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH if self._stage else zmq.PULL)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        data = torch.zeros(_ADDRESS, dtype=torch.int64)
+        if self._stage:
+            tree._pp_sync(data)
+            self._socket.connect(bytes(data.tolist()).rstrip(b"\0").decode())
+            self._socket.send(_HEAD.pack(self._stage, 0))
+        else:
+            with tempfile.TemporaryDirectory(prefix="kvtier-stages-") as folder:
+                address = f"ipc://{folder}/reports"
+                self._socket.bind(address)
+                data[: len(address)] = torch.tensor(list(address.encode()))
+                tree._pp_sync(data)
+                self._meet()
+        self._sent: dict[int, bytes] = {}
+        self._reports: dict[int, dict[int, bytes]] = {}
+        self._came: dict[int, float] = {}
+
+    def exchange(self, loads: Sequence[Load | Poll]) -> None:
+        """A later stage sends what has changed; the first one takes what has come. Never waits."""
+        if self._stage:
+            self._send(loads)
+        else:
+            self._receive({load.number for load in loads})
+
+    def state(self, load: Load | Poll) -> bytes:
+        """On the first stage: a load's pages as all stages have them, those of this rank's column."""
+        local = bytes(load.local)
+        reports = self._reports.get(load.number, {})
+        if len(reports) < self._stages - 1:
+            return bytes(len(local))
+        return bytes(min(states) for states in zip(local, *reports.values(), strict=True))
+
+    def ended_at(self, load: Load | Poll) -> float:
+        """On the first stage: when the last page that has ended did so, as far as is known here."""
+        return max(*load.ended_at, self._came.get(load.number, 0.0))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()
+        self._context.term()
+
+    def _meet(self) -> None:
+        end = time.monotonic() + _COME_S
+        for _ in range(self._stages - 1):
+            if not self._socket.poll(int(max(0.0, end - time.monotonic()) * 1e3)):
+                raise KVTierError(f"a pipeline stage has not come within {_COME_S:.0f} s; its log says why")
+            self._socket.recv()
+
+    def _send(self, loads: Sequence[Load | Poll]) -> None:
+        sent: dict[int, bytes] = {}
+        for load in loads:
+            states = bytes(load.local)
+            known = self._sent.get(load.number, bytes(len(states)))
+            if states != known:
+                try:
+                    self._socket.send(_HEAD.pack(self._stage, load.number) + states, zmq.NOBLOCK)
+                    known = states
+                except zmq.Again:
+                    pass  # in the next step
+            sent[load.number] = known
+        self._sent = sent
+
+    def _receive(self, numbers: set[int]) -> None:
+        while True:
+            try:
+                message = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            stage, number = _HEAD.unpack_from(message)
+            self._reports.setdefault(number, {})[stage] = message[_HEAD.size :]
+            self._came[number] = time.monotonic()
+        # A load begins on the first stage before it does on a later one, so one that is not known here is over.
+        self._reports = {number: reports for number, reports in self._reports.items() if number in numbers}
+        self._came = {number: at for number, at in self._came.items() if number in numbers}

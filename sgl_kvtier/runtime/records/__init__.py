@@ -1,0 +1,1 @@
+"""What a server writes down: decision log and learned profile."""

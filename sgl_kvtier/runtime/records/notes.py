@@ -1,0 +1,67 @@
+"""What a restoring server keeps beside its restorations: settings in force, decision log, learned profile, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.runtime.metrics import RestoreMetrics
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.records.cost_profile import Learning
+from sgl_kvtier.runtime.records.decision_file import DecisionFile
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore_counters import Count
+
+
+class RestoreNotes:
+    """One per scheduler process. Scheduler's thread, but for `counts`."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        engine: RestoreEngine,
+        planner: Learning,
+        agreement: Agreement,
+        log: DecisionFile | None,
+    ) -> None:
+        self.config = config
+        self.metrics: RestoreMetrics | None = None
+        self._engine = engine
+        self._planner = planner
+        self._agreement = agreement
+        self._log = log
+
+    def configure(self, config: PolicyConfig) -> None:
+        """Other settings from the next request on. Restorations under way go on in the mode they were given."""
+        self.config = config
+        self._engine.taking = config.restore != "off"
+        self._engine.min_tokens = config.min_restore_tokens
+        self._planner.configure(config)
+
+    def forget_links(self) -> None:
+        """The bandwidth was changed on purpose: what is learned from now on says nothing about the next start."""
+        self._planner.stop_keeping()
+
+    def counts(self) -> Iterator[Count]:
+        """All counters, for /metrics."""
+        yield from self._engine.counters.counts(self._engine.page)
+        yield "reductions", {}, self._agreement.reductions
+        yield "log_lines_dropped", {}, self._log.dropped if self._log is not None else 0
+
+    def meetings(self) -> Iterator[float]:
+        """Where restorations met since the last call."""
+        found = self._engine.counters.meetings
+        while found:
+            yield found.popleft()
+
+    def under_way(self) -> int:
+        """Restorations at this moment."""
+        return len(self._engine.restorations)
+
+    def close(self) -> None:
+        """Writes what is left and ends the threads. Idempotent."""
+        if self.metrics is not None:
+            self.metrics.close()
+        if self._log is not None:
+            self._log.close()
+        self._planner.close()

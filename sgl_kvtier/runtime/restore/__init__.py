@@ -1,0 +1,1 @@
+"""Carries out restorations: private slots, loads, copies, the splice."""

@@ -1,0 +1,451 @@
+"""The hands of restorations in SGLang: device slots, loads, splices, and their end on every path. It decides nothing.
+
+One per scheduler process. Everything runs on the scheduler's thread; the mover's thread only marks pages of loads. What
+to do comes from the planner through `restore_tick`; the prefill adder asks what a request may do in this pass.
+
+A load is kept until every page of it has ended on every rank, also when its request is long gone: until then its device
+slots and bounce pages are nobody else's. Splicing gives slots to the request's row, which is then their owner.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_kvtier.policy import messages
+from sgl_kvtier.policy.messages import (
+    Compute,
+    Fact,
+    Mode,
+    PagesLost,
+    RequestFinished,
+    RestoreOffered,
+    TransferDone,
+)
+from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.restore import offers
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.restore.private_slots import PrivateSlots
+from sgl_kvtier.runtime.restore.restoration import (
+    LANDED,
+    LOST,
+    OPEN,
+    REASON,
+    Load,
+    Restoration,
+    fresh_runs,
+    runs_of,
+)
+from sgl_kvtier.runtime.restore_counters import RestoreCounters
+from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+logger = logging.getLogger(__name__)
+
+_RESET_S = 30.0
+"""How long an emptying of the pools waits for transfers under way."""
+_CANCELLED = LOST[ReadOutcome.CANCELLED]
+_LATER = 0.0
+"""The time in facts noted between two ticks; the tick puts the agreed one in."""
+
+
+class RestoreEngine:
+    """Restorations, their loads and their slots. `facts` are what the next tick tells the planner."""
+
+    def __init__(self, tree: Any, mover: PageMover, min_tokens: int) -> None:
+        self.tree = tree
+        self.mover = mover
+        self.slots = PrivateSlots(tree)
+        self.page = int(tree.page_size)
+        self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
+        self.agreed_page_bytes = self.page_bytes
+        """What the planner takes a page to have: pipeline stages with other numbers of layers have other pages, and plan the same."""
+        self.min_tokens = min_tokens
+        self.now = 0.0
+        """The time of this tick, the same on every rank."""
+        self.scheduler: Any = None
+        self.leave: Callable[[RestoreOffered], str | None] = lambda _offer: None
+        """Why a prefix is better left to SGLang than offered: the planner's word."""
+        self.taking = True
+        """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
+        self.restorations: dict[str, Restoration] = {}
+        self.loads: list[Load] = []
+        self.facts: list[Fact | Chunk] = []
+        self.computes: dict[str, Compute] = {}
+        self.counters = RestoreCounters()
+        self._prefixes: dict[str, torch.Tensor] = {}
+        self._looking: dict[Any, None] = {}
+        self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
+        self._link_ended: dict[Link, float] = {}
+        self._numbered = 0
+        self.hung_reads: list[Any] = []
+        """Jobs of reads ahead that did not end in time: their host pages were given up, and are read into all the same."""
+        self.ending = False
+        """A restoration has ended since the planner was last told."""
+
+    # --- what SGLang asks -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a tick has anything to do: a restoration, a load that has not ended, or pages to be freed."""
+        return bool(self.restorations or self.loads or self.slots.waiting or self._looking or self._again)
+
+    @property
+    def holds_memory(self) -> bool:
+        """Whether transfers or slots of ours are in the pools."""
+        return bool(self.loads or self.slots.tokens)
+
+    @property
+    def reads_hang(self) -> bool:
+        """Whether reads that were given up still go to host pages that nobody counts."""
+        return any(not job.done for job in self.hung_reads)
+
+    @property
+    def owned(self) -> list[str]:
+        """Requests whose prefix SGLang need not ask storage for."""
+        return [*self.restorations, *(handle.rid for handle in self._again)]
+
+    def next_number(self) -> int:
+        """The number of a new load or poll, alike on every rank."""
+        self._numbered += 1
+        return self._numbered
+
+    def of(self, rid: str) -> Restoration | None:
+        """This request's restoration, from its offer until the front has reached its end."""
+        return self.restorations.get(rid)
+
+    def admissible(self, handle: Any) -> bool | None:
+        """Whether a waiting request may be admitted in this pass; None when that is SGLang's to say."""
+        if handle.rid in self.restorations:
+            return handle.rid in self.computes
+        if handle in self._again:
+            return False
+        if not self.taking:
+            return None
+        operation = getattr(self.tree.ongoing_prefetch.get(handle), "operation", None)
+        if operation is not None and operation.host_indices is None and not operation.is_terminated():
+            # Storage answers from memory: waiting for it costs a step or two, whatever the prefetch policy is.
+            return False
+        return None
+
+    def take_prefix(self, rid: str) -> torch.Tensor | None:
+        """The slots spliced at this request's admission, once."""
+        return self._prefixes.pop(rid, None)
+
+    def forget(self, rid: str) -> None:
+        """A request is gone: finished, aborted or retracted."""
+        if self._again:
+            self._again = {handle: offer for handle, offer in self._again.items() if handle.rid != rid}
+        r = self.restorations.get(rid)
+        if r is not None:
+            self.abandon(r, "aborted")
+
+    def give_room(self, tokens: int, but_for: str | None = None) -> bool:
+        """Device memory is short and nothing is left to evict: the youngest waiting restorations give up what they hold,
+        and what of the tree they keep from eviction. Returns whether any did."""
+        before = len(self.restorations)
+        if self.slots.claiming:
+            return False
+        for r in reversed(list(self.restorations.values())):
+            if tokens <= 0:
+                break
+            held = (sum(sum(load.held) for load in r.loads) + r.resident) * self.page
+            if held and not r.admitted and r.rid != but_for:
+                self.abandon(r, "gave room")
+                tokens -= held
+        self.slots.free()
+        return len(self.restorations) < before
+
+    def abandon_all(self, how: str) -> None:
+        """Ends every restoration; their requests are computed as usual."""
+        for r in list(self.restorations.values()):
+            self.abandon(r, how)
+
+    def reset(self) -> None:
+        """Ends everything before the pools are emptied. Blocks until no transfer is under way."""
+        self.abandon_all("flushed")
+        end = time.monotonic() + _RESET_S
+        while any(OPEN in load.local for load in self.loads) and time.monotonic() < end:
+            self.mover.wait_news(0.01)
+        # Without a reduction, ranks know of each other only what they agreed on before: whatever was open then is lost.
+        over = [bytes(load.seen) if OPEN in load.local else bytes(s or _CANCELLED for s in load.seen) for load in self.loads]
+        self.settle(over, [0.0] * len(over))
+        self.slots.free()
+        if self.loads:
+            logger.error("kvtier: %d loads are still under way after %.0f s", len(self.loads), _RESET_S)
+
+    def close(self) -> None:
+        """Ends the mover's thread. Idempotent."""
+        for load in self.loads:
+            load.cancel()
+        self.mover.close()
+
+    # --- offers -----------------------------------------------------------------------------------------------------
+
+    def offer_hit(self, operation: Any, hit_tokens: int) -> bool:
+        """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is restored by us."""
+        keys = tuple(PageKey(bytes.fromhex(h)) for h in operation.hash_value[: hit_tokens // self.page])
+        req = self.waiting(operation.handle)
+        if req is not None and store_of(self.tree.cache_controller) is None:
+            self.counters.declined["another backend"] += 1
+            return False
+        return req is not None and self._offer(req, operation.storage_start // self.page, keys)
+
+    def look_at(self, handle: Any) -> None:
+        """A waiting request for which storage has nothing: its host pages may be offered in the next tick."""
+        if self.taking:
+            self._looking[handle] = None
+
+    def offer_again(self, r: Restoration) -> None:
+        """The tree holds more of its prefix than when it was offered: what is left is a new restoration."""
+        self.abandon(r, "grown")
+        self._offer(r.req, r.pages - len(r.keys), r.keys, taken=True)
+
+    def look_for_offers(self) -> None:
+        """Offers the host pages of requests that were queued, or whose storage lookup ended, since the last tick."""
+        looking, self._looking = self._looking, {}
+        again, self._again = self._again, {}
+        for req, storage_start, keys in again.values():
+            self._offer(req, storage_start, keys, taken=True)
+        for handle in looking:
+            req = self.waiting(handle)
+            if req is None or handle.rid in self.restorations or handle in self.tree.ongoing_prefetch:
+                continue
+            if req.host_hit_length >= self.min_tokens:
+                self._offer(req, None, ())
+
+    def waiting(self, handle: Any) -> Any:
+        """The waiting request with this handle, or None."""
+        queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
+        return next((req for req in queue if req.cache_request_handle == handle), None)
+
+    def _offer(self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False) -> bool:
+        """`taken`: SGLang has dropped its own transfer from storage already, so that those pages are not left to it."""
+        reason = "again" if req.rid in self.restorations else offers.refusal(req) if self.taking else "switched off"
+        found = reason or offers.find(self.tree, req, storage_start, keys)
+        if isinstance(found, Restoration) and (found.pages - found.resident) * self.page < max(1, self.min_tokens):
+            found = "short"
+        if isinstance(found, Restoration):
+            offer = RestoreOffered(req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources)
+            found = found if taken and found.keys else self.leave(offer) or found
+        if isinstance(found, str):
+            self.counters.declined[found] += 1
+            return False
+        if any(load.restoration.rid == req.rid and not load.written_off for load in self.loads):
+            # Loads of an earlier restoration of it are still under way; what they report must not be taken for this one's.
+            self._again[req.cache_request_handle] = (req, storage_start, keys)
+            return True
+        found.node_lock = self.tree.lock(req.last_node)
+        if len(found.host_slots):
+            found.host_pin = (req.best_match_node, self.tree.inc_host_lock_ref(req.best_match_node).to_dec_params())
+        self.restorations[req.rid] = found
+        self.facts.append(offer)
+        return True
+
+    # --- carrying a plan out ----------------------------------------------------------------------------------------
+
+    def start(self, command: messages.RestoreStart) -> None:
+        """What the planner answered to an offer."""
+        r = self.restorations.get(command.rid)
+        if r is not None:
+            r.mode, r.moved_at = command.mode, self.now
+            self.counters.starts[f"{command.mode.value}: {command.reason}"] += 1
+            if command.mode is Mode.COMPUTE:
+                self._close(r, "computed")
+
+    def load(self, command: messages.Load) -> None:
+        """Claims device slots, and host pages where the source is storage, and begins the transfer."""
+        r, span = self.restorations.get(command.rid), command.span
+        if not span:
+            return
+        owns_host = command.source > Tier.DRAM
+        slots = self._claim(r, span, owns_host) if r is not None else None
+        if r is None or r.closed:  # ended by a load of the same plan: the planner counts this one as under way
+            self.facts.append(PagesLost(command.rid, span, "failed", _LATER))
+            return
+        if slots is None:
+            self._lose(r, span, "no room")
+            return
+        device, host = slots
+        due = self.now + 2 * command.deadline_s
+        load = Load(r, span, command.link, device, host, owns_host, self.now, due, self.next_number())
+        r.loads.append(load)
+        r.moved_at = self.now
+        self.loads.append(load)
+        for offset, page in enumerate(range(span.start, span.stop)):
+            r.owner[page] = (load, offset)
+        self.mover.submit(load, store_of(self.tree.cache_controller), command.deadline_s)
+
+    def _claim(self, r: Restoration, span: Span, owns_host: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Device and host slots of these pages, both or none. A pool that fails where it should hand out pages, or say that
+        it has none, costs this restoration; it is computed instead."""
+        device = host = None
+        try:
+            device = self.slots.claim_device(len(span) * self.page)
+            host = self._host_slots(r, span, owns_host) if device is not None else None
+        except Exception:
+            logger.exception("kvtier: %s: no pages could be claimed; it is computed instead", r.rid)
+            self.abandon(r, "failed")
+        if device is not None and host is None:
+            self.slots.put_back(device)
+        return None if device is None or host is None else (device, host)
+
+    def cancel(self, command: messages.Cancel) -> None:
+        """Takes loads back that lie in the span, as far as they were not begun."""
+        r = self.restorations.get(command.rid)
+        for load in r.loads if r is not None else ():
+            if not load.ended and command.span.start <= load.span.start and load.span.stop <= command.span.stop:
+                load.cancel()
+
+    def splice(self, r: Restoration, span: Span) -> torch.Tensor:
+        """Hands the landed pages of a span over: whoever asked owns their slots from now on."""
+        pieces = []
+        for load, first, stop in r.landed_runs(span):
+            load.held[first:stop] = bytes(stop - first)
+            pieces.append(load.device_pages(first, stop, self.page))
+        for page in range(span.start, span.stop):
+            tier = r.tier_of(page)
+            r.spliced[tier] = r.spliced.get(tier, 0) + 1
+            del r.owner[page]
+        self.slots.give(len(span) * self.page)
+        r.front = span.stop
+        r.jumps += 1
+        return torch.cat(pieces)
+
+    def trusted(self, r: Restoration, span: Span) -> bool:
+        """Whether these pages have landed. If not, plan and hands have come apart, and the restoration is given up: what
+        is in the slots of a page that has not landed is never used."""
+        if all(r.is_landed(page) for page in range(span.start, span.stop)):
+            return True
+        logger.error("kvtier: %s: pages [%d, %d) were to be used before they landed", r.rid, span.start, span.stop)
+        self.abandon(r, "mismatch")
+        return False
+
+    def admitted(self, r: Restoration, prefix: torch.Tensor | None, end: int) -> None:
+        """A waiting request was admitted with these slots spliced behind the tree's, and prefills up to token `end`."""
+        r.admitted = True
+        if prefix is not None:
+            self._prefixes[r.rid] = prefix
+        self._unlock(r)
+        self.advance(r, end)
+
+    def advance(self, r: Restoration, end: int) -> None:
+        """Its prefill up to token `end` was put into a batch."""
+        r.front = max(r.front, min(end // self.page, r.pages))
+        if r.front == r.pages:
+            self._close(r, "met")
+
+    # --- what ended -------------------------------------------------------------------------------------------------
+
+    def settle(self, states: list[bytes], ended_at: list[float]) -> None:
+        """Takes the agreed states of `loads`, in their order: notes what landed and what was lost, ends what has ended."""
+        under_way = []
+        for load, state, ended in zip(self.loads, states, ended_at, strict=True):
+            if OPEN in state and self.now > load.due and not load.written_off:
+                self._write_off(load, state)
+            for first, stop in fresh_runs(load.seen, state):
+                load.seen[first:stop] = state[first:stop]
+                self._settled(load, first, stop, ended)
+            if load.ended:
+                self._ended(load)
+            else:
+                under_way.append(load)
+        self.loads = under_way
+
+    def _settled(self, load: Load, first: int, stop: int, ended: float) -> None:
+        r, span = load.restoration, Span(load.span.start + first, load.span.start + stop)
+        landed = load.seen[first] == LANDED
+        r.moved_at = self.now
+        if r.closed or load.written_off or not landed:
+            self._drop(load, first, stop)
+        if load.written_off:
+            return
+        if landed:
+            nbytes = len(span) * self.page_bytes
+            self.counters.bytes_loaded[load.link] += nbytes
+            agreed = len(span) * self.agreed_page_bytes
+            self.facts.append(TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER))
+            return
+        for page in range(span.start, span.stop):
+            r.owner.pop(page, None)
+        self._lose(r, span, REASON[load.seen[first]])
+
+    def _write_off(self, load: Load, state: bytes) -> None:
+        """A device hangs: what is open is the front's now. The slots stay the load's until every page has ended."""
+        for first, stop in runs_of(bytearray(state), OPEN, 0, len(state)):
+            span = Span(load.span.start + first, load.span.start + stop)
+            for page in range(span.start, span.stop):
+                load.restoration.owner.pop(page, None)
+            self._lose(load.restoration, span, "hung")
+        for first, stop in fresh_runs(load.seen, state):
+            load.seen[first:stop] = state[first:stop]
+            self._settled(load, first, stop, self.now)
+        load.cancel()
+        load.written_off = True
+
+    def _busy_seconds(self, load: Load, ended: float) -> float:
+        """The time the link was busy with what has just ended: since the load began, or the page before it landed."""
+        before = max(load.begun_at, self._link_ended.get(load.link, 0.0))
+        self._link_ended[load.link] = max(ended, before)
+        return max(ended - before, 0.0)
+
+    def _ended(self, load: Load) -> None:
+        r = load.restoration
+        if load.owns_host:
+            self.slots.put_back_host(load.host_slots)
+        if r.closed:
+            self._unpin(r)
+
+    def _lose(self, r: Restoration, span: Span, reason: str) -> None:
+        self.counters.lost_pages[reason] += len(span)
+        self.facts.append(PagesLost(r.rid, span, reason, _LATER))
+
+    def _drop(self, load: Load, first: int, stop: int) -> None:
+        """Pages of a load that no I/O touches and nobody will use."""
+        for low, high in runs_of(load.held, 1, first, stop):
+            load.held[low:high] = bytes(high - low)
+            self.slots.put_back(load.device_pages(low, high, self.page))
+            if load.seen[low] == LANDED:
+                self.counters.unused_pages += high - low
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def abandon(self, r: Restoration, how: str) -> None:
+        """Ends a restoration that has not met, and lets the planner know. Its request is computed as usual, if it lives."""
+        self._close(r, how)
+        self.facts.append(RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True))
+
+    def _close(self, r: Restoration, how: str) -> None:
+        """Ends a restoration: what landed and is not spliced is freed, what is under way when it has ended."""
+        del self.restorations[r.rid]
+        self.ending = True
+        self.computes.pop(r.rid, None)
+        r.closed = True
+        r.owner.clear()
+        for load in r.loads:
+            if not load.ended:
+                load.cancel()
+            for first, stop in runs_of(load.seen, LANDED, 0, len(load.seen)):
+                self._drop(load, first, stop)
+        self._unlock(r)
+        self._unpin(r)
+        self.counters.note_end(r, how)
+
+    def _unlock(self, r: Restoration) -> None:
+        lock, r.node_lock = r.node_lock, None
+        self.tree.unlock(lock)
+
+    def _unpin(self, r: Restoration) -> None:
+        """The tree's host pages are read until the last load from them has ended."""
+        if r.host_pin is not None and all(load.ended or load.owns_host for load in r.loads):
+            (node, params), r.host_pin = r.host_pin, None
+            self.tree.dec_host_lock_ref(node, params)
+
+    def _host_slots(self, r: Restoration, span: Span, bounce: bool) -> torch.Tensor | None:
+        tokens, first = len(span) * self.page, (span.start - r.resident) * self.page
+        return self.slots.claim_host(tokens) if bounce else r.host_slots[first : first + tokens]

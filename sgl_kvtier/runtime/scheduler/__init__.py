@@ -1,0 +1,1 @@
+"""Where SGLang's scheduler is hooked: step, radix cache, admission."""

@@ -1,0 +1,166 @@
+"""What a server cannot restore or look ahead for, and which flag or setting mends it.
+
+Arguments are SGLang's resolved ones: what a user wrote may be in another field by then, as `--enable-dp-attention` is
+in `attn_dp_size`. So tests/runtime/test_refusals.py asks for each refusal by a real command line. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS
+
+_ANYWAY = 'policy.restore = "both" in kvtier.json asks for it anyway'
+_NO_FLAG = 'no flag mends it; policy.restore = "off" in kvtier.json ends this line'
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason why a server goes SGLang's own way. `holds` is asked with what its list says."""
+
+    what: str
+    mend: str
+    holds: Callable[[Any], bool] = lambda _: True
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.mend})"
+
+
+def _attention_is_data_parallel(args: Any) -> bool:
+    from sglang.srt.runtime_context import attn_dp_enabled_of  # only a scheduler asks
+
+    return bool(attn_dp_enabled_of(args))
+
+
+OF_MODEL = (
+    Refusal(
+        "the radix cache is off",
+        "SGLang has it off for embedding models, and for multimodal ones unless --model-impl sglang is given",
+        lambda ctx: ctx.disable_radix_cache,
+    ),
+    Refusal(
+        "window pages: layers with a sliding window keep pages of their own beside the KV pages",
+        "--disable-hybrid-swa-memory keeps whole sequences in all layers, in more device memory",
+        lambda ctx: ctx.is_hybrid_swa,
+    ),
+    Refusal(
+        "state pages: linear layers keep states beside the KV pages", _NO_FLAG, lambda ctx: ctx.is_hybrid_ssm
+    ),
+    Refusal(
+        "index keys: sparse attention (DSA) keeps them beside the KV pages", _NO_FLAG, lambda ctx: ctx.is_dsa
+    ),
+)
+"""Asked with the context that SGLang builds its cache in."""
+
+OF_ARGUMENTS = (
+    Refusal(
+        "chunked prefill is off",
+        "--chunked-prefill-size 4096",
+        lambda args: (args.chunked_prefill_size or 0) <= 0,
+    ),
+    Refusal(
+        "pages of one token, SGLang's default on CUDA, which are slow to store as well",
+        "--page-size 64",
+        lambda args: args.page_size == 1,
+    ),
+    Refusal(
+        "host pages in pieces",
+        "--hicache-mem-layout page_first_direct with --hicache-io-backend direct, or page_first with kernel",
+        lambda args: args.hicache_mem_layout not in CONTIGUOUS,
+    ),
+    Refusal(
+        "host memory is a buffer only",
+        "--hicache-host-memory-mode cache",
+        lambda args: args.hicache_host_memory_mode == "buffer_only",
+    ),
+    Refusal(
+        "speculative decoding: a draft's KV is not restored, and its pages are named by pairs of tokens",
+        "leave --speculative-algorithm away",
+        lambda args: args.speculative_algorithm is not None,
+    ),
+    Refusal("mixed chunks", "leave --enable-mixed-chunk away", lambda args: args.enable_mixed_chunk),
+    Refusal(
+        "data-parallel attention",
+        "leave --attn-dp-size, --enable-dp-attention, --dwdp-size and --elastic-ep-join-mode away",
+        _attention_is_data_parallel,
+    ),
+    Refusal(
+        "prefill and decode are apart",
+        "leave --disaggregation-mode away",
+        lambda args: args.disaggregation_mode != "null",
+    ),
+    Refusal(
+        "pipeline stages on several machines",
+        "--nnodes 1, or --pp-size 1",
+        lambda args: args.pp_size > 1 and args.nnodes > 1,
+    ),
+    Refusal("context parallelism of attention", "--attn-cp-size 1", lambda args: args.attn_cp_size > 1),
+    Refusal("context parallelism of decoding", "--dcp-size 1", lambda args: args.dcp_size > 1),
+)
+"""Asked with the resolved arguments."""
+
+UNPROVEN = (
+    Refusal(
+        "more than one rank, which was not shown under stress yet",
+        _ANYWAY,
+        lambda args: args.tp_size * args.pp_size > 1,
+    ),
+    Refusal(
+        "a device that is no CPU, which was not shown under stress yet",
+        _ANYWAY,
+        lambda args: args.device != "cpu",
+    ),
+)
+"""Of servers whose policy.restore was left at auto. Asked with the resolved arguments."""
+
+SIDE_PAGES = Refusal("the model keeps other pages beside its KV pages", _NO_FLAG)
+"""Of what was built for the model, where its settings did not tell."""
+
+STAGES = Refusal("not looking ahead: more than one pipeline stage", "--pp-size 1")
+UNEVEN = Refusal(
+    "not looking ahead: host memory does not hold equally many pages on all ranks",
+    "--max-total-tokens N gives all ranks equal pools",
+)
+WRITE_BACK = Refusal(
+    "SGLang chooses what leaves the device: with write-back it has to copy first",
+    "--hicache-write-policy write_through",
+)
+
+
+def unsupported(args: Any, ctx: Any) -> str | None:
+    """Why this server restores SGLang's own way and does not look ahead, or None."""
+    return _told([*_holding(OF_MODEL, ctx), *_holding(OF_ARGUMENTS, args)])
+
+
+def unproven(args: Any, policy: PolicyConfig) -> str | None:
+    """Why a server whose policy.restore was left at auto restores SGLang's own way though it could try, or None.
+
+    Restoration under stress was shown equal to computing on one CPU rank, with both event loops. Elsewhere it has to
+    be asked for by naming a mode: both, load or compute.
+    """
+    if policy.restore != "auto":
+        return None
+    return _told(_holding(UNPROVEN, args))
+
+
+def lacking(tree: Any) -> str | None:
+    """The same, by the pools that were built for the model.
+
+    Whoever restores counts and moves the bytes of KV pages alone, so nothing may lie beside them.
+    """
+    from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+
+    kinds = [kind.name.lower() for kind in tree.tree_components if kind is not BASE_COMPONENT_TYPE]
+    pools = [str(spec.pool_name) for spec in tree.sidecar_pool_specs]
+    return f"{', '.join([*kinds, *pools])}: {SIDE_PAGES}" if kinds or pools else None
+
+
+def _holding(refusals: tuple[Refusal, ...], asked: Any) -> list[Refusal]:
+    return [refusal for refusal in refusals if refusal.holds(asked)]
+
+
+def _told(refusals: list[Refusal]) -> str | None:
+    return "; ".join(map(str, refusals)) or None

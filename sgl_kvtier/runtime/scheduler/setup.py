@@ -1,0 +1,197 @@
+"""Whether a server can restore, and what it restores with: the parts put together when the cache is built."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_kvtier.config import KVTierConfig, PolicyConfig
+from sgl_kvtier.policy.decision_log import Header
+from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.runtime import settings
+from sgl_kvtier.runtime.ahead.engine import LookaheadHands
+from sgl_kvtier.runtime.backend.attached import backend_of
+from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
+from sgl_kvtier.runtime.metrics import RestoreMetrics
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.ranks.stage_reports import StageReports
+from sgl_kvtier.runtime.records import cost_profile
+from sgl_kvtier.runtime.records.cost_profile import Learning, Profile, ProfileKeeper
+from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.records.notes import RestoreNotes
+from sgl_kvtier.runtime.restore.copy_device import copies_for
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.scheduler.refusals import STAGES, UNEVEN, WRITE_BACK, lacking, unproven, unsupported
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+
+logger = logging.getLogger(__name__)
+
+
+def wanted(args: Any) -> KVTierConfig | None:
+    """The settings of a server that is to restore, by its resolved arguments; None when it is not."""
+    if not settings.uses_backend(args):
+        return None
+    config = settings.of_server(args)
+    return config if config.policy.restore != "off" or looks_ahead(config.policy) else None
+
+
+def looks_ahead(policy: PolicyConfig) -> bool:
+    """Whether these settings need to know of every page: to move it before it is asked for, or to choose who leaves."""
+    return policy.prefetch != "off" or policy.eviction != "lru"
+
+
+def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
+    """The line by which a server says that all of it is SGLang's own way although its settings ask for more, or None."""
+    reason = unsupported(args, ctx) or nothing_to_do(args, policy)
+    return None if reason is None else _told(policy, reason)
+
+
+def lacks(tree: Any, server_args: Any) -> str | None:
+    """The same, by the pools that were built for the model."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    reason = lacking(tree)
+    return None if reason is None else _told(settings.of_server(resolving_view(server_args)).policy, reason)
+
+
+def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
+    """A line for each part of these settings that this server leaves to SGLang, though it follows the rest."""
+    followed, lines = in_force(args, policy), []
+    if looks_ahead(policy) and not looks_ahead(followed):
+        lines.append(f"kvtier: {STAGES}. Prefetching and eviction are SGLang's own")
+    if policy.restore != followed.restore:
+        lines.append(f"kvtier: prefixes are restored SGLang's own way: {unproven(args, policy)}")
+    return lines
+
+
+def _told(policy: PolicyConfig, reason: str) -> str:
+    asked = ["prefixes are restored"] * (policy.restore != "off") + ["pages are prefetched and evicted"] * looks_ahead(policy)
+    return f"kvtier: {' and '.join(asked)} SGLang's own way: {reason}"
+
+
+def nothing_to_do(args: Any, policy: PolicyConfig) -> str | None:
+    """Why all of this server is SGLang's own way although it could do something, or None."""
+    followed = in_force(args, policy)
+    if looks_ahead(followed):
+        return None
+    reason = unproven(args, followed)
+    if looks_ahead(policy) and (reason is not None or followed.restore == "off"):
+        return str(STAGES) if reason is None else f"{reason}; {STAGES}"
+    return reason
+
+
+def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
+    """The settings as this server can follow them."""
+    if looks_ahead(policy) and args.pp_size > 1:
+        policy = replace(policy, prefetch="off", eviction="lru")
+    if looks_ahead(policy) and unproven(args, policy) is not None:
+        policy = replace(policy, restore="off")
+    return policy
+
+
+def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
+    """The engine and its tick for a tree whose host pools and storage backend are there. Raises SeamError, and ConfigError
+    when the decision log cannot be written."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.runtime_context import get_parallel
+
+    args = resolving_view(server_args)
+    config = settings.of_server(args)
+    policy = in_force(args, config.policy)
+    controller = tree.cache_controller
+    engine = RestoreEngine(tree, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
+    engine.taking = policy.restore != "off"
+    ranks = tree.tp_world_size * tree.pp_size
+    first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
+    agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
+    engine.agreed_page_bytes = int(agreement.first_says([engine.page_bytes])[0])
+    shape = EngineShape(
+        page_tokens=engine.page,
+        page_bytes=engine.agreed_page_bytes,
+        chunk_tokens=args.chunked_prefill_size,
+        layers=controller.transfer_layer_id_max,
+        staged=True,
+    )
+    unlike = looks_ahead(policy) and not agreement.same(int(controller.mem_pool_host.size))
+    if unlike:
+        policy = replace(policy, prefetch="off", eviction="lru")
+    replica = get_parallel().dp_rank or 0
+    path = _profile_path(controller)
+    here = conditions(args, config, shape)
+    known = cost_profile.fitting(cost_profile.read(path), here) if path is not None else None
+    # Ranks that planned with different costs would come apart: all begin with what the first one has.
+    profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
+    planner = make_planner(policy, shape, profile)
+    recorded: KVTierPlanner | Recorded = planner
+    log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
+    if log is not None:
+        recorded = Recorded(planner, log.write)
+    keeper = ProfileKeeper(path) if first and path is not None and not replica else None
+    learning = Learning(recorded, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
+    tick = RestoreTick(engine, learning, agreement, args.chunked_prefill_size)
+    tick.left_to_engine, tick.turns.decide = recorded.left_to_engine, recorded.reads_due
+    tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
+    if args.enable_metrics:
+        rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
+        labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
+        notes.metrics = RestoreMetrics(notes.counts, notes.meetings, notes.under_way, labels)
+    if looks_ahead(policy):
+        tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None, agreement.alone)
+    elif unlike:
+        logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", UNEVEN)
+    for line in not_followed(args, config.policy):
+        logger.warning("%s", line)
+    logger.info(
+        "kvtier: restoring prefixes, policy %s, %s", policy.restore,
+        "costs as learned earlier" if profile else "costs are learned from the first requests on",
+    )  # fmt: skip
+    return engine, tick
+
+
+def _look_ahead(
+    engine: RestoreEngine, planner: KVTierPlanner, policy: PolicyConfig, labels: dict[str, str] | None, alone: bool
+) -> LookaheadHands:
+    write_back = engine.tree.cache_controller.write_policy == "write_back"
+    if write_back and policy.eviction != "lru":
+        logger.warning("kvtier: %s", WRITE_BACK)
+    hands = LookaheadHands(
+        engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
+    )
+    if labels is not None:
+        hands.metrics = LookaheadMetrics(hands.counts, hands.gauges, labels)
+    logger.info("kvtier: looking ahead, prefetch %s, eviction %s, sessions %s", policy.prefetch, policy.eviction, policy.sessions)
+    return hands
+
+
+def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:
+    """What a learned profile depends on beside the identity: under other conditions it is passed over."""
+    cuda = args.device == "cuda" and torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else str(args.device),
+        "threads": None if cuda else torch.get_num_threads(),
+        "attention": str(args.attention_backend),
+        "chunk_tokens": shape.chunk_tokens,
+        "page_tokens": shape.page_tokens,
+        "page_bytes": shape.page_bytes,
+        "throttle": asdict(config.throttle),
+        "io_threads": config.store.io_threads,
+    }
+
+
+def _profile_path(controller: Any) -> Path | None:
+    folder = getattr(backend_of(controller), "folder", None)
+    return None if folder is None else Path(folder) / cost_profile.NAME
+
+
+def _decision_file(policy: PolicyConfig, shape: EngineShape, profile: dict[str, Any] | None, replica: int) -> DecisionFile:
+    path = Path(policy.decision_log)
+    if replica:
+        path = path.with_name(f"{path.stem}-dp{replica}{path.suffix}")
+    # The path is of no use to who replays it.
+    return DecisionFile(path, Header(replace(policy, decision_log=""), shape, profile))

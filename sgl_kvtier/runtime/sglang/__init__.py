@@ -1,0 +1,1 @@
+"""What is used of SGLang, and the check that it is as expected."""

@@ -1,0 +1,1 @@
+"""What the parts of one scheduler step share."""
