@@ -14,7 +14,7 @@ import time
 
 import sglang
 
-from sgl_kvtier.bench.lab_model import write_model
+from sgl_kvtier.lab.outside.lab_model import write_model
 
 
 def main() -> None:

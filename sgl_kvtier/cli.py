@@ -24,49 +24,49 @@ class Command:
 
 COMMANDS = {
     "serve": Command(
-        "sgl_kvtier.bench.commands:serve",
+        "sgl_kvtier.runtime.tools.serve_command",
         "run an SGLang server with the kvtier storage tier",
         "kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier\n  kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier --print -- --tp 2",
     ),
     "compare": Command(
-        "sgl_kvtier.bench.commands:compare",
+        "sgl_kvtier.lab.experiment.compare_command",
         "replay agent sessions against stock HiCache and kvtier, side by side",
         "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html out.html",
     ),
     "compare restore": Command(
-        "sgl_kvtier.bench.commands:restore",
+        "sgl_kvtier.lab.experiment.restore.command",
         "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
         "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute 1/4,1,4 --json out.json",
     ),
     "compare lookahead": Command(
-        "sgl_kvtier.bench.commands:lookahead",
+        "sgl_kvtier.lab.experiment.lookahead.command",
         "replay agent sessions with a device pool too small for them: stock, each part of looking ahead, and an oracle",
         "kvtier compare lookahead --quick\n"
         "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html out.html",
     ),
     "replay": Command(
-        "sgl_kvtier.bench.commands:replay",
+        "sgl_kvtier.lab.experiment.replay_command",
         "replay sessions against a server that is already running",
         "kvtier replay http://127.0.0.1:30000 --trace generated:swe-mini --json -",
     ),
     "model": Command(
-        "sgl_kvtier.bench.commands:model",
+        "sgl_kvtier.lab.outside.model_command",
         "write the small random-weight model that CPU runs use",
         "kvtier model lab-mha",
     ),
     "trace": Command(
-        "sgl_kvtier.workload.commands",
+        "sgl_kvtier.lab.workload.commands",
         "list, describe and generate workloads",
         "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10",
     ),
     "sim": Command(
-        "sgl_kvtier.sim.commands",
+        "sgl_kvtier.lab.sim_command",
         "simulate policies on traces in virtual time; the papers' tables; replay decision logs",
         "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --dram 64GiB --policy kvtier,stock,oracle\n"
         "  kvtier sim paper cake --table 3",
     ),
     "bench": Command(
-        "sgl_kvtier.runtime.benchmarks",
+        "sgl_kvtier.lab.bench_command",
         "measure one part: attention, store, torture, restore, restore-fuzz, restore-overhead, restore-timeline",
         "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
     ),
@@ -149,7 +149,12 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _load(where: str) -> Any:
     module, _, attribute = where.partition(":")
-    loaded = importlib.import_module(module)
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not module.startswith("sgl_kvtier.lab.") or ((error.name or "").startswith("sgl_kvtier.") and "lab" not in (error.name or "")):
+            raise
+        raise KVTierError(f"this command is part of the laboratory, which needs {error.name}. Install it with: pip install 'sgl-kvtier[lab]'") from None
     return getattr(loaded, attribute) if attribute else loaded
 
 

@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from recorded_run import record
 
+from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import decode, encode
 from sgl_kvtier.policy.messages import StepPlan
-from sgl_kvtier.sim.replay import replay
 
 RULES = ("kvtier", "cake", "cacheflow")
 

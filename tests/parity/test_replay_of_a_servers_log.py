@@ -8,6 +8,7 @@ import pytest
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import (
     Header,
     LeftToEngine,
@@ -23,7 +24,6 @@ from sgl_kvtier.policy.decision_log import (
 from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import Span, Tier
 
 CONFIG = PolicyConfig(restore="both")

@@ -7,8 +7,8 @@ import statistics
 import pytest
 from virtual_hands import COST, ENGINE, profile_of, restore
 
-from sgl_kvtier.bench.restore_trace import BandwidthTrace
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.experiment.restore.trace import BandwidthTrace
 
 SUFFIX = 64
 SEEDS = range(20)

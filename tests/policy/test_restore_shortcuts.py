@@ -12,6 +12,7 @@ from random_hands import ENGINE, PROFILE, RandomHands
 from test_planner_machine import configs
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.papers.step_time import Scene
 from sgl_kvtier.policy.messages import Compute, RequestFinished, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.restore.chunks import Chunks
 from sgl_kvtier.policy.restore.loads import Loads
@@ -19,7 +20,6 @@ from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.under_way import UnderWay
-from sgl_kvtier.sim.step_time import Scene
 from sgl_kvtier.types import Link
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sgl_kvtier.bench.lab_model import write_model
+from sgl_kvtier.lab.outside.lab_model import write_model
 from sgl_kvtier.runtime import plugin
 from sgl_kvtier.runtime.hints import route as hints_route
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.bench.lab_model import write_model
-from sgl_kvtier.bench.server import Launch, Server
+from sgl_kvtier.lab.outside.lab_model import write_model
+from sgl_kvtier.lab.outside.server import Launch, Server
 
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",

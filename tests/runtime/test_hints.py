@@ -13,6 +13,7 @@ import pytest
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import Header, Hinted, decode, encode, encode_header
 from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinished, StepView
 from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
@@ -33,7 +34,6 @@ from sgl_kvtier.runtime.hints.scheduler import MOST_SESSIONS, take
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.records.decision_file import Recorded
 from sgl_kvtier.runtime.records.notes import RestoreNotes
-from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import PageKey, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)

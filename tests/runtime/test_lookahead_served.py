@@ -18,7 +18,7 @@ from ahead_lab import (
 )
 from serving import config_file, flags, prompts, serving
 
-from sgl_kvtier.sim.replay import replay
+from sgl_kvtier.lab.sim.replay import replay
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 

@@ -11,13 +11,13 @@ import pytest
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError, TraceError
+from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import Header, LinesDropped, decode, encode_header
 from sgl_kvtier.policy.messages import Queued, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.records import decision_file
 from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
-from sgl_kvtier.sim.replay import replay
 from sgl_kvtier.types import Span, Tier
 
 CONFIG = PolicyConfig(restore="both")

@@ -14,10 +14,10 @@ from serving import Served, prompts
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import PolicyChanged, decode, decode_header
 from sgl_kvtier.policy.messages import Mode, StepPlan
 from sgl_kvtier.runtime.records import cost_profile
-from sgl_kvtier.sim.replay import replay
 
 pytestmark = pytest.mark.server
 

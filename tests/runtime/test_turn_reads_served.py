@@ -11,7 +11,7 @@ from ahead_lab import AHEAD, check_map, counts, looking_ahead
 from restore_lab import counts as restore_counts
 from serving import ADMIN, Served, prompts
 
-from sgl_kvtier.sim.replay import replay
+from sgl_kvtier.lab.sim.replay import replay
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvtier.lab.torture.failing_env import FailingEnv, Fault
 from sgl_kvtier.store.disk.env import Env, create_file, read_file, write_file
-from sgl_kvtier.store.failing_env import FailingEnv, Fault
 
 
 def make_socket(path: Path) -> None:

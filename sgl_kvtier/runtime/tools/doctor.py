@@ -16,8 +16,8 @@ import psutil
 
 from sgl_kvtier import __version__
 from sgl_kvtier.config import KVTierConfig, describe_config, load_config
+from sgl_kvtier.console import Column, Table, check_target, envelope, format_bytes, print_table, write_json
 from sgl_kvtier.errors import KVTierError, StoreError
-from sgl_kvtier.report import Column, Table, check_target, envelope, format_bytes, print_table, write_json
 from sgl_kvtier.runtime.cpu import platform
 from sgl_kvtier.runtime.sglang import seams
 from sgl_kvtier.runtime.tools import disk_probe

@@ -12,10 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.outside import is_whole, shown
-from sgl_kvtier.policy.learned.cost import PrefillCost
-from sgl_kvtier.report import (
+from sgl_kvtier.console import (
     Column,
     Table,
     check_target,
@@ -25,6 +22,9 @@ from sgl_kvtier.report import (
     progress,
     write_json,
 )
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.outside import is_whole, shown
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import NAME, PERIOD_S, Profile
 from sgl_kvtier.runtime.tools.profile_run import LearningRun

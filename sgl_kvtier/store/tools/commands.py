@@ -9,8 +9,7 @@ import os
 import sys
 from typing import Any
 
-from sgl_kvtier.errors import StoreBusyError, StoreError
-from sgl_kvtier.report import (
+from sgl_kvtier.console import (
     Column,
     Table,
     check_target,
@@ -20,6 +19,7 @@ from sgl_kvtier.report import (
     progress,
     write_json,
 )
+from sgl_kvtier.errors import StoreBusyError, StoreError
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import PATIENT, is_open
 from sgl_kvtier.store.disk.removal import look_through, remove_namespace

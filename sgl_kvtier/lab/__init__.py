@@ -1,0 +1,1 @@
+"""The laboratory: workloads, simulator, papers, experiments. The product never imports it."""

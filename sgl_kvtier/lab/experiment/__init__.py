@@ -1,0 +1,1 @@
+"""Comparisons of servers: arms, trials, rounds, results."""

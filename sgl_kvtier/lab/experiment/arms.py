@@ -1,0 +1,156 @@
+"""What is compared: each arm as launch flags for the same model, pools, chunk and page size, and our recommended flags.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside.server import Launch
+from sgl_kvtier.launch import cache_flags, device_flags, storage_flags
+
+BASELINE = "recompute"
+OURS = "kvtier"
+NOT_RESTORED = "kvtier-off"
+ARMS = {
+    BASELINE: "radix cache on the device only: what was evicted is computed again",
+    "hicache": "SGLang's HiCache with its host pool, no storage",
+    "hicache-file": "HiCache with its host pool and SGLang's own file backend as storage",
+    NOT_RESTORED: "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
+    OURS: "HiCache with its host pool and kvtier as storage",
+}
+"""Every arm and what it is. The order is the one results are shown in."""
+
+DEFAULT_ARMS = tuple(arm for arm in ARMS if arm != NOT_RESTORED)
+"""Those compared unless others are named."""
+
+STORAGE_ARMS = ("hicache-file", NOT_RESTORED, OURS)
+_STORED_AS = {"hicache-file": "file", NOT_RESTORED: "kvtier", OURS: "kvtier"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An arm of one comparison's own: an arm of `ARMS` with more of kvtier.json's policy section, or another device pool."""
+
+    kind: str
+    about: str
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    device_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of kvtier.json, for our arms;
+    `variants` are arms beside those of `ARMS`."""
+
+    model_path: str
+    served_name: str
+    device: str
+    page_size: int
+    chunk_tokens: int
+    dtype: str = "auto"
+    device_tokens: int | None = None
+    host_ratio: float = 2.0
+    storage_bytes: int = 4 << 30
+    prefetch_threshold: int = 256
+    context_tokens: int | None = None
+    max_running: int | None = None
+    seed: int = 0
+    threads: int = 1
+    tp: int = 1
+    extra: tuple[str, ...] = ()
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    variants: Mapping[str, Variant] = field(default_factory=dict)
+
+    @property
+    def host_tokens(self) -> int | None:
+        """Tokens in the host pool of the arms that have one; None where SGLang sizes the device pool."""
+        return None if self.device_tokens is None else int(self.device_tokens * self.host_ratio)
+
+
+def storage_folder(folder: Path) -> Path:
+    """Where an arm keeps its storage tier, inside the arm's own folder."""
+    return folder / "storage"
+
+
+def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
+    """The launch of one arm, its folder made and its settings file written. Raises BenchError for an unknown arm."""
+    check_arms([arm], setup.variants)
+    folder.mkdir(parents=True, exist_ok=True)
+    variant = setup.variants.get(arm)
+    if variant is not None:
+        arm, setup = variant.kind, _varied(setup, variant)
+    flags = [*base_flags(setup)]
+    env = server_env(setup)
+    if arm != BASELINE:
+        flags += cache_flags(setup.device, setup.host_ratio)
+    if arm in STORAGE_ARMS:
+        storage = storage_folder(folder)
+        settings = folder / "storage.json"
+        settings.write_text(json.dumps(_storage_settings(arm, setup, storage), indent=1) + "\n")
+        flags += storage_flags(_STORED_AS[arm], settings)
+        if arm == "hicache-file":
+            env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
+            env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)
+    return Launch((*flags, *setup.extra), env)
+
+
+def has_storage(arm: str, setup: Setup) -> bool:
+    """Whether an arm keeps a storage tier."""
+    variant = setup.variants.get(arm)
+    return (arm if variant is None else variant.kind) in STORAGE_ARMS
+
+
+def check_arms(arms: Sequence[str], variants: Mapping[str, Variant] | None = None) -> None:
+    """Raises BenchError, with the names there are, if one is unknown, given twice, or none is given."""
+    known = {**ARMS, **(variants or {})}
+    unknown = [arm for arm in arms if arm not in known]
+    if unknown or not arms or len(set(arms)) < len(arms):
+        wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+        raise BenchError(f"--arms: {wrong}. There are: {', '.join(known)}")
+
+
+def base_flags(setup: Setup) -> list[str]:
+    """The flags every arm has."""
+    flags = ["--model-path", setup.model_path, "--served-model-name", setup.served_name]
+    flags += ["--random-seed", str(setup.seed), "--dtype", setup.dtype, "--tp-size", str(setup.tp)]
+    flags += ["--page-size", str(setup.page_size), "--chunked-prefill-size", str(setup.chunk_tokens)]
+    if setup.device_tokens is not None:
+        flags += ["--max-total-tokens", str(setup.device_tokens)]
+    if setup.context_tokens is not None:
+        flags += ["--context-length", str(setup.context_tokens)]
+    if setup.max_running is not None:
+        flags += ["--max-running-requests", str(setup.max_running)]
+    return [*flags, *device_flags(setup.device), "--enable-metrics", "--enable-cache-report"]
+
+
+def server_env(setup: Setup) -> dict[str, str]:
+    """Variables for one server. They bound its threads, and on a CPU keep waiting threads from spinning."""
+    env = {"TOKENIZERS_PARALLELISM": "false"}
+    if setup.device == "cpu":
+        # With OpenMP's default spin-wait one busy neighbour slows two-thread torch by an order of magnitude.
+        env |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads)}
+    return env
+
+
+def _varied(setup: Setup, variant: Variant) -> Setup:
+    policy = {**setup.sections.get("policy", {}), **variant.policy}
+    return replace(
+        setup,
+        device_tokens=variant.device_tokens or setup.device_tokens,
+        sections={**setup.sections, "policy": policy} if variant.policy else setup.sections,
+    )
+
+
+def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object]:
+    settings: dict[str, object] = {"prefetch_threshold": setup.prefetch_threshold}
+    if _STORED_AS[arm] == "kvtier":
+        settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
+        settings |= setup.sections
+    if arm == NOT_RESTORED:
+        settings["policy"] = {**setup.sections.get("policy", {}), "restore": "off"}
+    return settings

@@ -1,0 +1,117 @@
+"""The sessions a benchmark replays: a trace where there is one, else generated ones, at the scale the model can bear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.outside.lab_model import VOCABULARY
+from sgl_kvtier.lab.outside.replay import prompt_sizes
+from sgl_kvtier.lab.workload.catalogue import find_trace
+from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder, TokenizerEncoder
+from sgl_kvtier.lab.workload.session import Session
+from sgl_kvtier.lab.workload.source import load_sessions
+
+DEFAULT_TRACE = "swe_mini_deepseek"
+DEFAULT_GENERATED = "generated:swe-mini"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which sessions, how many, how long. `source` None takes the default trace if it is found, else generated sessions."""
+
+    source: str | None = None
+    traces_dir: Path | None = None
+    sessions: int = 8
+    skip: int = 0
+    turns: int | None = None
+    divisor: int = 4
+    most_prompt_tokens: int | None = None
+    most_output_tokens: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sessions ready to replay, with their sizes in the tokens that will be sent."""
+
+    source: str
+    description: str
+    sessions: Sequence[Session]
+    encoder: Encoder
+    rows: Sequence[Mapping[str, Any]]
+    notes: Sequence[str]
+
+    @property
+    def requests(self) -> int:
+        """Calls in all sessions."""
+        return sum(row["calls"] for row in self.rows)
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prompt with its output."""
+        return max(row["longest_tokens"] for row in self.rows)
+
+    @property
+    def context_tokens(self) -> int:
+        """The contexts of all sessions at their ends, added up: what a cache would have to hold for all of them."""
+        return sum(row["longest_tokens"] for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `workload` part of a result."""
+        return {
+            "source": self.source,
+            "description": self.description,
+            "token_divisor": self.encoder.divisor,
+            "sessions": len(self.sessions),
+            "requests": self.requests,
+            "prompt_tokens": sum(row["prompt_tokens"] for row in self.rows),
+            "output_tokens": sum(row["output_tokens"] for row in self.rows),
+            "context_tokens_of_all_sessions": self.context_tokens,
+            "longest_request_tokens": self.longest_tokens,
+            "rows": list(self.rows),
+        }
+
+
+def choose_encoder(model_path: Path, divisor: int) -> Encoder:
+    """The scaled-down byte encoder for a lab model, the model's own tokenizer for any other."""
+    if (model_path / "kvtier_model.json").exists():
+        return ByteEncoder(VOCABULARY, divisor)
+    return TokenizerEncoder(model_path)
+
+
+def load(options: LoadOptions, encoder: Encoder) -> Load:
+    """The sessions. Raises TraceError when a source that was asked for is not there or holds nothing."""
+    source = options.source
+    notes: list[str] = []
+    if source is None:
+        source, notes = _default_source(options.traces_dir)
+    result = load_sessions(
+        source,
+        limit=options.sessions,
+        skip=options.skip,
+        seed=options.seed,
+        traces_dir=options.traces_dir,
+        encoder=encoder,
+        max_calls=options.turns,
+        max_prompt_tokens=options.most_prompt_tokens,
+    )
+    if encoder.divisor > 1:
+        notes.append(
+            f"Scaled down: token counts are divided by {encoder.divisor}; turns, order and sharing of prefixes are the trace's."
+        )
+    rows = prompt_sizes(result.sessions, encoder, options.most_output_tokens)
+    return Load(source, result.description, result.sessions, encoder, rows, notes)
+
+
+def _default_source(traces_dir: Path | None) -> tuple[str, list[str]]:
+    try:
+        find_trace(DEFAULT_TRACE, traces_dir)
+    except TraceError:
+        return DEFAULT_GENERATED, [
+            f"The trace {DEFAULT_TRACE} was not found, so sessions were generated from its published statistics."
+        ]
+    return DEFAULT_TRACE, []

@@ -1,0 +1,119 @@
+"""The result of `kvtier compare lookahead`: figures per cell and over all of them, and how far each arm is from the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sgl_kvtier.lab.experiment.compare import CompareOptions, Outcome
+from sgl_kvtier.lab.experiment.lookahead.arms import AHEAD, ORACLE, Pools
+from sgl_kvtier.lab.experiment.measures import Round, arm_figures, left_out, ratios, sample_rows
+from sgl_kvtier.lab.pages.stats import summary
+
+_UP = ("ssd-dram", "dram-hbm", "ssd-hbm")
+_QUANTILES = ("p50", "p90", "p99")
+
+
+@dataclass
+class Cell:
+    """One oversubscription and one pause between turns, and what was measured there. Rounds are numbered over all cells."""
+
+    oversubscription: float
+    gap_s: float
+    sizes: Pools
+    options: CompareOptions
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def name(self) -> str:
+        """For its folder and for people."""
+        return f"{self.oversubscription:g}x, pause {self.gap_s:g} s"
+
+
+def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
+    """Everything that follows from the cells' rounds: `cells`, `arms` over all cells, `ratios`, `samples`, `notes`."""
+    rounds = [one for cell in cells for one in cell.outcome.rounds]
+    rows = sample_rows(rounds)
+    where = {one.number: cell for cell in cells for one in cell.outcome.rounds}
+    for row in rows:
+        row |= {"gap_s": where[row["round"]].gap_s, "oversubscription": where[row["round"]].oversubscription}
+    return {
+        "cells": [_cell(cell, arms, rows) for cell in cells],
+        "arms": {arm: figures(arm, rounds, rows, cells) for arm in arms},
+        "ratios": ratios(rounds, rows, arms),
+        "samples": rows,
+        "notes": _notes(cells, arms, rows),
+    }
+
+
+def figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> dict[str, Any]:
+    """An arm's figures as in `kvtier compare`, with what was moved ahead for nothing and read for nothing."""
+    found = arm_figures(arm, rounds, rows)
+    later = (row["ttft_ms"] for row in rows if row["arm"] == arm and row["turn"] > 1 and row["error"] is None)
+    found["ttft_later_ms"] = summary(later)
+    moved = sum(found["moved_bytes"].get(link, 0.0) for link in _UP)
+    found["wasted_fraction"] = found["wasted_bytes"] / moved if moved and found["wasted_bytes"] is not None else None
+    found["storage_read_bytes"] = _read(found, cells[0].options.setup.page_size)
+    found["surplus_read_bytes"] = _surplus(found)
+    found["failure"] = next((cell.outcome.failures[arm] for cell in cells if arm in cell.outcome.failures), None)
+    starts = [cell.outcome.start_s[arm] for cell in cells if arm in cell.outcome.start_s]
+    found["server_start_s"] = max(starts, default=None)
+    return found
+
+
+def _read(found: Mapping[str, Any], page_tokens: int) -> float | None:
+    """Bytes of KV cache read from storage, for whatever reason: by the store's own count where it has one, else by SGLang's."""
+    per_token, pages = found["bytes_per_token"], found["store_pages_read"]
+    if pages is None or not per_token:
+        return None if found["bytes"]["read"] is None else float(found["bytes"]["read"])
+    return float(pages * page_tokens * per_token)
+
+
+def _surplus(found: Mapping[str, Any]) -> float | None:
+    """Bytes read from storage less those some request had a use for: read twice, too late, or for nobody."""
+    per_token, read = found["bytes_per_token"], found["storage_read_bytes"]
+    if not per_token or read is None:
+        return None
+    ahead = max(0.0, found["moved_bytes"].get("ssd-dram", 0.0) - (found["wasted_bytes"] or 0.0))
+    return max(0.0, float(read) - found["cached_tokens"]["storage"] * per_token - ahead)
+
+
+def _cell(cell: Cell, arms: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rounds = cell.outcome.rounds
+    numbers = {one.number for one in rounds}
+    own = [row for row in rows if row["round"] in numbers]
+    found = {arm: figures(arm, rounds, own, [cell]) for arm in arms}
+    oracle = found.get(ORACLE, {}).get("ttft_ms", {})
+    return {
+        "oversubscription": cell.oversubscription,
+        "gap_s": cell.gap_s,
+        "pools": asdict(cell.sizes),
+        "arms": found,
+        "over_oracle": {arm: _over(one["ttft_ms"], oracle) for arm, one in found.items() if arm != ORACLE},
+        "occupancy": {one.arm: one.occupancy for one in reversed(rounds) if one.occupancy},
+        "commands": cell.outcome.commands,
+    }
+
+
+def _over(mine: Mapping[str, Any], oracle: Mapping[str, Any]) -> dict[str, float | None]:
+    return {q: mine[q] / oracle[q] if mine.get(q) is not None and oracle.get(q) else None for q in _QUANTILES}
+
+
+def _notes(cells: Sequence[Cell], arms: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    notes = list(dict.fromkeys(f"{cell.name}: {note}" for cell in cells for note in cell.outcome.notes))
+    for cell in cells:
+        evicted = arm_figures(ORACLE, cell.outcome.rounds, rows)["evicted_tokens"]
+        if evicted:
+            notes.append(f"{cell.name}: the oracle's device pool was too small after all: {evicted:.0f} tokens were evicted.")
+    rounds = [one for cell in cells for one in cell.outcome.rounds]
+    notes += left_out(rounds)
+    for arm in arms:
+        if not arm.startswith(AHEAD) or not any(one.arm == arm for one in rounds):
+            continue
+        found = arm_figures(arm, rounds, rows)
+        if found["hit_tokens_counted_by"] != "server":
+            notes.append(f"{arm}: its server counts nothing of looking ahead, so nothing shows that it did.")
+        elif not any(found["moved_bytes"].values()):
+            notes.append(f"{arm}: its server moved no page ahead.")
+    return notes

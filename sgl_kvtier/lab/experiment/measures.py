@@ -1,0 +1,272 @@
+"""From requests to figures: each arm's latencies, equality with recompute, tokens by tier, bytes, rounds and ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sgl_kvtier.lab.experiment.arms import BASELINE, OURS
+from sgl_kvtier.lab.experiment.machine import CpuShare
+from sgl_kvtier.lab.outside.client import Metrics
+from sgl_kvtier.lab.outside.replay import Sample, milliseconds
+from sgl_kvtier.lab.outside.server import Usage
+from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
+
+TIERS = ("device", "host", "storage")
+TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
+_BESIDE = (("ttft_ms", "mean"), ("ttft_ms", "p90"), ("e2e_ms", "mean"))
+"""Figures of a round whose ratios stand beside those of its medians."""
+
+
+@dataclass
+class Round:
+    """One arm's replay of the whole load: its requests, and the server's counters before and after."""
+
+    arm: str
+    number: int
+    samples: list[Sample] = field(default_factory=list)
+    before: Metrics = field(default_factory=lambda: Metrics({}))
+    after: Metrics = field(default_factory=lambda: Metrics({}))
+    wall_s: float = 0.0
+    cpu: CpuShare | None = None
+    usage: Usage | None = None
+    disk_bytes: tuple[int, int] | None = None
+    complete: bool = False
+    occupancy: list[dict[str, float]] = field(default_factory=list)
+    """Tokens in each tier over time, where that was watched."""
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        """By how much a counter of the server grew in this round. A counter that is not there yet counts from 0."""
+        after = self.after.total(name, **labels)
+        return None if after is None else after - (self.before.total(name, **labels) or 0.0)
+
+
+Reference = dict[tuple[str, int], tuple[int, ...]]
+
+
+def reference_outputs(rounds: Iterable[Round]) -> Reference:
+    """What the recompute arm answered first, by session and turn."""
+    found: Reference = {}
+    for one in rounds:
+        if one.arm == BASELINE:
+            for sample in _good(one.samples):
+                found.setdefault((sample.session, sample.turn), sample.completion.output_ids)
+    return found
+
+
+def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
+    """Every request as a flat row, with `equal` against recompute's first answer.
+
+    None where there is nothing to compare: a failed request, or the very answer the others are compared with.
+    """
+    reference = reference_outputs(rounds)
+    used: set[tuple[str, int]] = set()
+    rows = []
+    for one in rounds:
+        for sample in one.samples:
+            key = (sample.session, sample.turn)
+            row = sample.to_json(arm=one.arm, round=one.number)
+            row["equal"] = None
+            if sample.completion.error is None and key in reference:
+                if one.arm == BASELINE and key not in used:
+                    used.add(key)
+                else:
+                    row["equal"] = sample.completion.output_ids == reference[key]
+            rows.append(row)
+    return rows
+
+
+def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All figures of one arm over its rounds; `rows` are the rows of `sample_rows`, of all arms."""
+    mine = [one for one in rounds if one.arm == arm]
+    own = [row for row in rows if row["arm"] == arm]
+    good = [row for row in own if row["error"] is None]
+    compared = [row["equal"] for row in good if row["equal"] is not None]
+    wall_s = sum(one.wall_s for one in mine)
+    return {
+        **{name: summary(row[name] for row in good) for name in TIMES},
+        "equal_tokens_fraction": sum(compared) / len(compared) if compared else None,
+        "compared_requests": len(compared),
+        "cached_tokens": _tier_sums(good),
+        "cached_tokens_check": _check_tiers(mine, good),
+        "prompt_tokens": sum(row["prompt_tokens"] or 0 for row in good),
+        "output_tokens": sum(row["output_tokens"] for row in good),
+        "requests": len(own),
+        "errors": len(own) - len(good),
+        "error_messages": sorted({row["error"] for row in own if row["error"] is not None})[:5],
+        "throughput_tokens_per_s": sum(row["output_tokens"] for row in good) / wall_s if wall_s else None,
+        "bytes": _storage_bytes(mine),
+        "restore": _restorations(mine),
+        **_ahead(mine, good),
+        "disk_bytes": _disk_bytes(mine),
+        "rounds": [_round_row(one) for one in mine],
+    }
+
+
+def ratios(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
+    """Our arm's rounds over each other arm's, round by round, so that what slows a whole round cancels out: their medians,
+    under the metric's name, and beside them means and the 90th percentile of the time to first token. A round that is not
+    complete has other requests in it than its partner, so it makes no pair."""
+    if OURS not in arms:
+        return {}
+    complete = {(one.arm, one.number) for one in rounds if one.complete}
+    numbers = sorted({number for _, number in complete})
+    good = [row for row in rows if row["error"] is None and (row["arm"], row["round"]) in complete]
+    each = {
+        (arm, name): [summary(r[name] for r in good if r["arm"] == arm and r["round"] == n) for n in numbers]
+        for arm in arms
+        for name in TIMES
+    }
+
+    def pair(other: str, name: str, figure: str) -> dict[str, float | int | None]:
+        ours, theirs = ([one[figure] for one in each[arm, name]] for arm in (OURS, other))
+        return pair_ratios(ours, theirs)
+
+    return {
+        f"{OURS}/{other}": {
+            **{name: pair(other, name, "p50") for name in TIMES},
+            **{f"{name}_{figure}": pair(other, name, figure) for name, figure in _BESIDE},
+        }
+        for other in arms
+        if other != OURS
+    }
+
+
+def left_out(rounds: Iterable[Round]) -> list[str]:
+    """A note on rounds that are in an arm's own figures but in no ratio; none where all are complete."""
+    names = [f"round {one.number} of {one.arm}" for one in rounds if not one.complete and one.samples]
+    return [f"Not complete, and so in no ratio: {', '.join(names)}."] if names else []
+
+
+def _good(samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.completion.error is None]
+
+
+def _tier_sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    cached = [row["cached"] for row in rows if row["cached"] is not None]
+    return {tier: sum(one[tier] for one in cached) for tier in TIERS}
+
+
+def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Whether the tiers of each response add up to its total, and what the server's own counters say beside."""
+    cached = [row["cached"] for row in rows if row["cached"] is not None]
+    off = sum(sum(one[tier] for tier in TIERS) != one["total"] for one in cached)
+    counted = {
+        tier: _total(rounds, "sglang:prefill_effective_tokens_total", mode=f"{tier}_hit") for tier in TIERS
+    }
+    return {"requests_whose_tiers_do_not_sum": off, "requests_checked": len(cached), "server_counters": counted}
+
+
+def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
+    """Bytes that went to and came from storage: the server's token counters times its own bytes per token, and beside
+    them what restorations read."""
+    restored = round(_total(rounds, "kvtier:restore_loaded_bytes_total", tp_rank="0", pp_rank="0", link="ssd-hbm") or 0)
+    read = _total(rounds, "sglang:prefetched_tokens_total")
+    written = _total(rounds, "sglang:backuped_tokens_total")
+    if read is None and written is None:
+        return {"read": restored, "written": 0}
+    per_token = _bytes_per_token(rounds)
+    if per_token is None:
+        return {"read": None, "written": None}
+    return {"read": round((read or 0) * per_token) + restored, "written": round((written or 0) * per_token)}
+
+
+def _bytes_per_token(rounds: Sequence[Round]) -> float | None:
+    """Of KV cache, by the server's own counts of what it wrote to host memory."""
+    tokens = _total(rounds, "sglang:hicache_backup_tokens_total")
+    nbytes = _total(rounds, "sglang:hicache_backup_bytes_total")
+    return nbytes / tokens if tokens and nbytes is not None else None
+
+
+_RESTORE = {
+    "started": "started_total",
+    "met": "ended_total",
+    "declined": "declined_total",
+    "computed_tokens": "computed_tokens_total",
+    "loaded_tokens": "loaded_tokens_total",
+    "jumps": "jumps_total",
+    "parks": "parks_total",
+    "parked_s": "parked_s_total",
+    "meeting_wait_s": "meeting_wait_s_total",
+    "restoring_s": "restoring_s_total",
+    "lost_pages": "lost_pages_total",
+    "unused_pages": "unused_pages_total",
+    "loaded_bytes": "loaded_bytes_total",
+    "planner_failures": "planner_failures_total",
+}
+"""Figures of `arms.<name>.restore`, by the counter of the server they are the growth of (docs/restore.md)."""
+
+
+def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
+    """What the server's own counters say about restorations; None for a server that exports none."""
+    if _total(rounds, "kvtier:restore_computed_tokens_total") is None:
+        return None
+    # Every rank does the same restorations, so one is asked.
+    first = {"tp_rank": "0", "pp_rank": "0"}
+    met = {"how": "met"}
+    found: dict[str, float | None] = {
+        name: _total(rounds, f"kvtier:restore_{counter}", **first, **(met if name == "met" else {})) or 0.0
+        for name, counter in _RESTORE.items()
+    }
+    restored = (found["computed_tokens"] or 0) + (found["loaded_tokens"] or 0)
+    found["computed_fraction"] = (found["computed_tokens"] or 0) / restored if restored else None
+    return found
+
+
+def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the server counts of looking ahead; where it counts nothing, hits are those of the responses."""
+    first = {"tp_rank": "0", "pp_rank": "0"}
+    moved = {link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link) for link in _LINKS}
+    hits = {tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=_TIERS[tier]) for tier in TIERS}
+    counted = any(value is not None for value in hits.values())
+    return {
+        "wasted_bytes": _total(rounds, "kvtier:lookahead_wasted_bytes_total", **first),
+        "moved_bytes": {link: value for link, value in moved.items() if value is not None},
+        "hit_tokens_at_schedule": {tier: value or 0 for tier, value in hits.items()} if counted else _tier_sums(good),
+        "hit_tokens_counted_by": "server" if counted else "responses",
+        "lookahead": {
+            **{name: _total(rounds, f"kvtier:lookahead_{name}_total", **first) for name in ("victims", "drift")},
+            "hints": _total(rounds, "kvtier:lookahead_hints_total"),
+            "overlap": _overlap(rounds, first),
+        },
+        "evicted_tokens": _total(rounds, "sglang:evicted_tokens_total"),
+        "store_pages_read": _total(rounds, "kvtier:pages_read_total", **first),
+        "bytes_per_token": _bytes_per_token(rounds),
+    }
+
+
+def _overlap(rounds: Sequence[Round], rank: Mapping[str, str]) -> dict[str, float] | None:
+    """How often transfers were predicted to be hidden, and how often that was right; None where nothing was predicted."""
+    found = {name: _total(rounds, "kvtier:lookahead_overlap_total", **rank, result=name) or 0.0 for name in _OVERLAP}
+    return found if found["held"] + found["failed"] else None
+
+
+_OVERLAP = ("held", "failed", "held_right", "held_wrong", "failed_right", "failed_wrong")
+_TIERS = {"device": "hbm", "host": "dram", "storage": "ssd"}
+_LINKS = ("ssd-dram", "dram-hbm", "ssd-hbm", "hbm-dram", "dram-ssd")
+
+
+def _disk_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
+    known = [one.disk_bytes for one in rounds if one.disk_bytes is not None]
+    if not known:
+        return {"read": None, "written": None}
+    return {"read": sum(one[0] for one in known), "written": sum(one[1] for one in known)}
+
+
+def _total(rounds: Sequence[Round], name: str, **labels: str) -> float | None:
+    counted = [value for one in rounds if (value := one.counted(name, **labels)) is not None]
+    return sum(counted) if counted else None
+
+
+def _round_row(one: Round) -> dict[str, Any]:
+    good = _good(one.samples)
+    return {
+        "round": one.number,
+        "complete": one.complete,
+        "wall_s": one.wall_s,
+        "requests": len(one.samples),
+        "ttft_ms_p50": percentile((milliseconds(sample.completion.ttft_s) for sample in good), 50),
+        "cpu": None if one.cpu is None else asdict(one.cpu),
+        "server": None if one.usage is None else asdict(one.usage),
+    }

@@ -1,0 +1,158 @@
+"""`kvtier replay`: agent sessions against a server that is already running."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    format_bytes,
+    print_table,
+    progress,
+    write_json,
+)
+from sgl_kvtier.errors import BenchError, KVTierError
+from sgl_kvtier.lab.experiment.argtypes import (
+    add_load_arguments,
+    add_replay_arguments,
+    load_options,
+    not_negative,
+    replay_options,
+)
+from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
+from sgl_kvtier.lab.experiment.machine import CpuWatch
+from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
+from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
+from sgl_kvtier.lab.outside.server import end_on_signals
+
+SCHEMA = "kvtier.replay/1"
+
+_ARM = "server"
+_LOAD = LoadOptions(turns=None, divisor=1)
+_REPLAY = ReplayOptions(concurrency=8)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("url", help="the server, such as http://127.0.0.1:30000")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="the model's folder or tokenizer.json, where the server's own path is not on this machine")
+    parser.add_argument("--flush", action="store_true", help="empty the server's device and host caches first (not its storage)")
+    parser.add_argument("--timeout", type=not_negative, default=600.0, metavar="S", help="give a request up after S seconds (default 600)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append every finished request to this JSON Lines file")
+    parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
+    add_load_arguments(parser, _LOAD)
+    add_replay_arguments(parser, _REPLAY)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replays and reports. The exit status: 0, 1 when requests failed, 130 after Ctrl-C. Raises KVTierError."""
+    if args.json is not None:
+        check_target(args.json)
+    options = replay_options(args)
+    one = Round(_ARM, 1)
+    with end_on_signals():
+        interrupted = False
+        model = args.tokenizer or Path(asyncio.run(_served_model(args.url)))
+        encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
+        chosen = load(load_options(args, _LOAD), encoder)
+        print(chosen.description, file=sys.stderr)
+        try:
+            asyncio.run(_measure(args, options, chosen, one))
+        except KeyboardInterrupt:
+            interrupted = True
+    result = _result(args, options, chosen, one, interrupted)
+    print_table(_table(result), sys.stderr if args.json == "-" else sys.stdout)
+    if args.json is not None:
+        write_json(result, args.json)
+    if interrupted:
+        return 130
+    return 1 if result["figures"]["errors"] else 0
+
+
+async def _served_model(url: str) -> str:
+    async with Client(url, timeout_s=30) as client:
+        return str((await client.model_info()).get("model_path", ""))
+
+
+def _folder(model: Path) -> Path:
+    if not model.exists():
+        raise BenchError(f"the server's model {str(model)!r} is not on this machine: give its tokenizer with --tokenizer")
+    return model if model.is_dir() else model.parent
+
+
+async def _measure(args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round) -> None:
+    async with Client(args.url, timeout_s=args.timeout) as client:
+        if args.flush:
+            await client.flush()
+        one.before = await client.metrics()
+        watch = CpuWatch(lambda: 0.0)
+        with progress("replaying", chosen.requests, "requests") as shown:
+            try:
+                await replay(
+                    chosen.sessions,
+                    client,
+                    chosen.encoder,
+                    options,
+                    one.samples,
+                    log=SampleLog(_log_path(args.log), url=args.url),
+                    on_done=lambda _: shown.advance(),
+                )
+                one.complete = True
+            finally:
+                one.wall_s = watch.stop().wall_s
+        one.after = await client.metrics()
+
+
+def _log_path(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    try:
+        with path.open("a"):
+            return path
+    except OSError as error:
+        raise KVTierError(f"--log {path}: {error.strerror}") from error
+
+
+def _result(
+    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round, interrupted: bool
+) -> dict[str, Any]:
+    rows = sample_rows([one])
+    results = {
+        "workload": chosen.to_json(),
+        "settings": {"url": args.url, "flushed_first": args.flush, **asdict(options)},
+        "figures": arm_figures(_ARM, [one], rows),
+        "interrupted": interrupted,
+        "samples": rows,
+        "notes": list(chosen.notes),
+    }
+    return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    figures = result["figures"]
+    rows: list[dict[str, Any]] = [
+        {"what": name, **figures[key]}
+        for name, key in (("TTFT (ms)", "ttft_ms"), ("TPOT (ms)", "tpot_ms"), ("End to end (ms)", "e2e_ms"))
+    ]
+    columns = (Column("what", "Measure"), Column("p50", "p50"), Column("p90", "p90"), Column("p99", "p99"), Column("mean", "mean"))
+    cached = figures["cached_tokens"]
+    rate = figures["throughput_tokens_per_s"]
+    notes = [
+        f"{figures['requests']:,} requests, {figures['errors']:,} of them failed"
+        + (": " + "; ".join(figures["error_messages"]) if figures["errors"] else ""),
+        f"{figures['prompt_tokens']:,} prompt tokens: {cached['device']:,} from device, {cached['host']:,} from host, "
+        f"{cached['storage']:,} from storage",
+        f"storage read {format_bytes(figures['bytes']['read'] or 0)}, written {format_bytes(figures['bytes']['written'] or 0)}",
+    ]
+    if rate is not None:
+        notes.append(f"{rate:,.1f} output tokens per second")
+    return Table("Replay", columns, rows, notes)

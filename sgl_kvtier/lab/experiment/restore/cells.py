@@ -1,0 +1,185 @@
+"""From trials to cells: medians per arm, speedups, shares of the bound, equality with recomputing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, LOAD, OURS, SINGLES
+from sgl_kvtier.lab.experiment.restore.bound import (
+    ComputeCurve,
+    optimal,
+    optimal_of_link,
+    request_seconds,
+    t_star,
+)
+from sgl_kvtier.lab.experiment.restore.log import (
+    CURVE,
+    FIRST,
+    GRID,
+    PAGE,
+    PRIME,
+    RESIDENT,
+    RestoreLog,
+    Scale,
+    seconds,
+)
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
+from sgl_kvtier.lab.outside.replay import milliseconds
+from sgl_kvtier.lab.pages.stats import percentile
+
+LOGPROB_TOLERANCE = 1e-3
+"""Largest difference of log-probs called equal: float32 with other chunk borders moves them by less than 1e-4."""
+
+
+def cells(log: RestoreLog) -> list[dict[str, Any]]:
+    """One row per model, length and target ratio that has trials, failed ones too, in the order of measuring."""
+    rows = []
+    for scale in log.scales:
+        trials = _made(log, scale, GRID)
+        for ratio in sorted({t.load_over_compute for t in trials if t.load_over_compute is not None}):
+            rows.append(_cell(log, scale, ratio, [t for t in trials if t.load_over_compute == ratio]))
+    return rows
+
+
+def curve_of(log: RestoreLog, scale: Scale) -> ComputeCurve:
+    """The measured compute curve of a length."""
+    trials = log.of(scale.model, scale.length, CURVE)
+    points = {t.prompt_tokens for t in trials}
+    middle = {n: percentile(seconds(t for t in trials if t.prompt_tokens == n), 50) for n in points}
+    page = log.of(scale.model, scale.length, PAGE)
+    steps = [t.tpot_s for t in page if t.tpot_s is not None]
+    request = request_seconds(seconds(page), steps)
+    return ComputeCurve({n: value for n, value in middle.items() if value is not None}, request)
+
+
+def resident_seconds(log: RestoreLog, scale: Scale) -> float:
+    """Time to first token when the whole prefix is in device memory; 0 where it was not measured."""
+    return percentile(seconds(log.of(scale.model, scale.length, RESIDENT)), 50) or 0.0
+
+
+def curves(log: RestoreLog) -> list[dict[str, Any]]:
+    """Per length the compute curve and what else T_opt is made of."""
+    rows = []
+    for scale in log.scales:
+        curve = curve_of(log, scale)
+        rows.append(
+            {
+                "model": scale.model,
+                "length": scale.length,
+                "prefix_bytes": scale.prefix_bytes,
+                "balanced_gbps": scale.gbps(1.0),
+                "request_ms": milliseconds(curve.request_s),
+                "resident_ms": milliseconds(resident_seconds(log, scale)),
+                "errors": sum(len(log.failed(scale.model, scale.length, kind)) for kind in (CURVE, RESIDENT, PAGE)),
+                "points": [{"tokens": n, "ttft_ms": milliseconds(s)} for n, s in sorted(curve.first_token_s.items())],
+            }
+        )
+    return rows
+
+
+def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) -> dict[str, Any]:
+    good = [t for t in trials if t.error is None]
+    arms = list(dict.fromkeys(t.arm for t in trials))
+    times = {arm: seconds(t for t in trials if t.arm == arm) for arm in arms}
+    middle = {arm: percentile(values, 50) for arm, values in times.items()}
+    ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
+    single = min((value for arm in SINGLES if (value := middle.get(arm)) is not None), default=None)
+    first = [t for t in _made(log, scale, FIRST) if t.load_over_compute == ratio]
+    discarded = [t for t in log.of(scale.model, scale.length, DISCARDED) if t.load_over_compute == ratio]
+    return {
+        "model": scale.model,
+        "length": scale.length,
+        "load_over_compute": ratio,
+        "measured_load_over_compute": _over(load, compute),
+        "read_gbps": trials[0].gbps,
+        "ttft_ms": {arm: milliseconds(value) for arm, value in middle.items()},
+        "ttft_ms_low": {arm: milliseconds(min(values, default=None)) for arm, values in times.items()},
+        "ttft_ms_high": {arm: milliseconds(max(values, default=None)) for arm, values in times.items()},
+        "first_ttft_ms": {arm: milliseconds(percentile(seconds(t for t in first if t.arm == arm), 50)) for arm in arms},
+        "rounds": {arm: len(values) for arm, values in times.items()},
+        "speedup_vs_load": _over(load, ours),
+        "speedup_vs_compute": _over(compute, ours),
+        "speedup_vs_best_single": _over(single, ours),
+        **_bounds(log, scale, trials[0].gbps, middle),
+        "loaded_tokens": {arm: _loaded(good, arm) for arm in arms},
+        **equality(log, scale, [*trials, *first, *discarded]),
+        "errors": errors_by_arm([*trials, *first]),
+        "foreign_cores": max((t.foreign_cores for t in good if t.foreign_cores is not None), default=None),
+        "slowness": max((t.slowness for t in good), default=None),
+        "repeated": sum(t.repeats for t in trials),
+    }
+
+
+def errors_by_arm(trials: Iterable[Trial]) -> dict[str, int]:
+    """How many of these failed, for every arm among them."""
+    failed: Counter[str] = Counter()
+    for trial in trials:
+        failed[trial.arm] += trial.error is not None
+    return dict(failed)
+
+
+def _made(log: RestoreLog, scale: Scale, kind: str) -> list[Trial]:
+    return [*log.of(scale.model, scale.length, kind), *log.failed(scale.model, scale.length, kind)]
+
+
+def _bounds(log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float | None]) -> dict[str, Any]:
+    """T_opt, T_link and T* of a cell, and our share of each."""
+    bound = link = star = split = None
+    ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
+    curve, resident = curve_of(log, scale), resident_seconds(log, scale)
+    if compute and load:
+        star = t_star(compute, load)
+        if curve.first_token_s:
+            best = optimal(scale.length, scale.page, curve, load, resident)
+            bound, split = best.seconds, best.computed_tokens
+        if curve.first_token_s and gbps:
+            link = optimal_of_link(scale.length, scale.page, curve, load, resident, scale.link_s(gbps)).seconds
+    return {
+        "bound_ms": milliseconds(bound),
+        "bound_fraction": _over(bound, ours),
+        "above_bound_ms": None if ours is None or bound is None else milliseconds(ours - bound),
+        "link_bound_ms": milliseconds(link),
+        "link_bound_fraction": _over(link, ours),
+        "tstar_ms": milliseconds(star),
+        "tstar_fraction": _over(star, ours),
+        "best_computed_tokens": split,
+    }
+
+
+def equality(log: RestoreLog, scale: Scale, trials: Sequence[Trial]) -> dict[str, Any]:
+    """How many of these trials have the tokens, and log-probs, that computing the whole prompt gave when it was stored. One that
+    failed has neither."""
+    references = log.of(scale.model, scale.length, PRIME)
+    if not references:
+        return {"equal_tokens_fraction": None, "equal_logprobs_fraction": None, "logprob_difference": None, "compared": 0}
+    wanted = references[0]
+    compared = [t for t in trials if t.error is None and len(t.output_ids) == len(wanted.output_ids)]
+    differences = [difference(t.logprobs, wanted.logprobs) for t in compared]
+    known = [d for d in differences if d is not None]
+    return {
+        "equal_tokens_fraction": _share(sum(t.output_ids == wanted.output_ids for t in compared), len(trials)),
+        "equal_logprobs_fraction": _share(sum(d <= LOGPROB_TOLERANCE for d in known), len(trials)),
+        "logprob_difference": max(known, default=None),
+        "compared": len(trials),
+    }
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """The largest difference of two answers' log-probs; None where they cannot be compared."""
+    if not ours or len(ours) != len(theirs):
+        return None
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _loaded(trials: Sequence[Trial], arm: str) -> float | None:
+    return percentile((t.cached.storage + t.cached.host for t in trials if t.arm == arm and t.cached is not None), 50)
+
+
+def _over(numerator: float | None, denominator: float | None) -> float | None:
+    return numerator / denominator if numerator is not None and denominator else None
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None

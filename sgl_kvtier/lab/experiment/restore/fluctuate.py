@@ -1,0 +1,198 @@
+"""Restoration while bandwidth and compute change, against the best fixed split in hindsight (as Cake, section 5.7).
+
+The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one, changed in the running server while it restores;
+compute is disturbed by a seeded stream of other requests. The best fixed split is measured (`restore_fixed`), and predicted as
+well: with the changes as they were made, and the compute curve measured under the same disturbance, all splits are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from sgl_kvtier.lab.experiment.restore.arms import BOTH_ENDS, COMPUTE, LOAD, OURS
+from sgl_kvtier.lab.experiment.restore.bound import Best, ComputeCurve, best_split
+from sgl_kvtier.lab.experiment.restore.cells import curve_of, equality, errors_by_arm, resident_seconds
+from sgl_kvtier.lab.experiment.restore.fixed import FixedSplits, measure_fixed
+from sgl_kvtier.lab.experiment.restore.log import RestoreLog, Scale, seconds
+from sgl_kvtier.lab.experiment.restore.trace import (
+    BandwidthDriver,
+    BandwidthTrace,
+    OtherRequests,
+    OtherRequestsDriver,
+    together,
+)
+from sgl_kvtier.lab.experiment.restore.trial import Beside, Trial, Trials
+from sgl_kvtier.lab.outside.replay import milliseconds
+from sgl_kvtier.lab.pages.stats import percentile
+
+BANDWIDTH, COMPUTING, BOTH = "bandwidth", "compute", "both"
+KINDS = (BANDWIDTH, COMPUTING, BOTH)
+AIM = 1.15
+"""Our time to first token over that of the best fixed split as measured, at most."""
+
+_PIECES = 8
+_POINTS = 4
+
+
+@dataclass(frozen=True)
+class FluctuationOptions:
+    """How many traces of each kind, and how often each is measured."""
+
+    traces: int = 3
+    rounds: int = 3
+    kinds: Sequence[str] = KINDS
+    seed: int = 0
+
+
+class Fluctuation:
+    """The traces of one length, after its grid: the prompt is stored and its compute curve measured."""
+
+    def __init__(
+        self,
+        options: FluctuationOptions,
+        trials: Trials,
+        log: RestoreLog,
+        scale: Scale,
+        ids: Sequence[int],
+        advance: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._options = options
+        self._trials = trials
+        self._log = log
+        self._scale = scale
+        self._ids = ids
+        self._advance = advance
+
+    async def run(self) -> None:
+        """All kinds and traces that the log does not have, or not without a failure."""
+        for kind in self._options.kinds:
+            for number in range(self._options.traces):
+                if not self._known(kind, number):
+                    self._log.keep_fluctuation(await self._trace(kind, number))
+                self._advance()
+
+    def _known(self, kind: str, number: int) -> bool:
+        place = (self._scale.model, self._scale.length, kind, number, self._options.seed)
+        # An earlier version measured no fixed split, and did not say what its traces were made from.
+        cells = [c for c in self._log.fluctuations if "over_fixed" in c and "seed" in c]
+        return any(
+            (c["model"], c["length"], c["kind"], c["trace"], c["seed"]) == place
+            and c["rounds"] >= self._options.rounds
+            and not sum(c["errors"].values())
+            for c in cells
+        )
+
+    async def _trace(self, kind: str, number: int) -> dict[str, Any]:
+        scale, seed = self._scale, 1000 * self._options.seed + number
+        total = 6 * scale.compute_s
+        # About as many pieces during a balanced restoration as Cake's traces show.
+        pieces = BandwidthTrace.seeded(seed, scale.gbps(1.0), scale.compute_s / _PIECES, total)
+        trace = BandwidthTrace((0.0,), (scale.gbps(1.0),)) if kind == COMPUTING else pieces
+        others = None if kind == BANDWIDTH else OtherRequests.seeded(seed, scale.compute_s / _PIECES, total)
+        begun = len(self._log.trials)
+        curve = curve_of(self._log, scale) if others is None else await self._disturbed_curve(kind, number, others)
+        found: list[Trial] = []
+        ends: list[Best] = []
+        changes: list[BandwidthTrace] = []
+        changes_fixed: dict[float | None, list[BandwidthTrace]] = {}
+        for round_number in range(1, self._options.rounds + 1):
+            arms = (COMPUTE, LOAD, OURS) if round_number % 2 else (OURS, LOAD, COMPUTE)
+            for arm in arms:
+                one, applied = await self._once(kind, number, round_number, arm, trace, others)
+                found.append(one)
+                if arm == OURS:
+                    ends.append(self._hindsight(curve, applied))
+                    changes.append(applied)
+
+        async def fixed_at(share: float | None) -> Trial:
+            arm = OURS if share is None else BOTH_ENDS
+            one, applied = await self._once(kind, number, 0, arm, trace, others, share)
+            changes_fixed.setdefault(share, []).append(applied)
+            return one
+
+        fixed = await measure_fixed(fixed_at, self._options.rounds)
+        counted = len(fixed.by_share[fixed.best])  # the last of its trials
+        applied_to = {OURS: changes, "kvtier_beside_fixed": changes_fixed[None], "fixed": changes_fixed[fixed.best][-counted:]}
+        return {
+            **self._cell(kind, number, trace, found, ends, fixed),
+            "errors": errors_by_arm(self._log.trials[begun:]),
+            "applied": {name: [asdict(one) for one in each] for name, each in applied_to.items()},
+        }
+
+    async def _disturbed_curve(self, kind: str, number: int, others: OtherRequests) -> ComputeCurve:
+        """Computing parts of the prompt beside the same stream of other requests."""
+        points = {}
+        for part in range(1, _POINTS + 1):
+            tokens = self._scale.length * part // _POINTS // self._scale.page * self._scale.page
+            base = Trial(self._scale.model, self._scale.length, f"{kind}/{number}/curve", COMPUTE, 0, 0.0)
+            times = []
+            for _ in range(self._options.rounds):
+                driver = OtherRequestsDriver(self._trials.client, others)
+                one = await self._trials.run(base, self._ids[:tokens], beside=driver)
+                self._log.keep(one)
+                times += seconds([one])
+            if (middle := percentile(times, 50)) is not None:
+                points[tokens] = middle
+        return ComputeCurve(points, curve_of(self._log, self._scale).request_s)
+
+    async def _once(
+        self,
+        kind: str,
+        number: int,
+        round_number: int,
+        arm: str,
+        trace: BandwidthTrace,
+        others: OtherRequests | None,
+        share: float | None = None,
+    ) -> tuple[Trial, BandwidthTrace]:
+        bandwidth = BandwidthDriver(self._trials.switch, trace)
+        stream = [OtherRequestsDriver(self._trials.client, others)] if others is not None else []
+        beside: Beside = partial(_beside, drivers=(bandwidth, *stream))
+        base = Trial(self._scale.model, self._scale.length, f"{kind}/{number}", arm, round_number, trace.gbps[0], fixed_split=share)
+        one = await self._trials.run(base, self._ids, beside=beside, repeat=False)
+        self._log.keep(one)
+        return one, bandwidth.applied
+
+    def _hindsight(self, curve: ComputeCurve, applied: BandwidthTrace) -> Best:
+        scale = self._scale
+        per_token = scale.prefix_bytes / scale.length
+        rest = resident_seconds(self._log, scale)
+        return best_split(scale.length, scale.page, curve.seconds, lambda n: applied.seconds(n * per_token), rest)
+
+    def _cell(
+        self, kind: str, number: int, trace: BandwidthTrace, found: Sequence[Trial], ends: Sequence[Best], fixed: FixedSplits
+    ) -> dict[str, Any]:
+        ours = [t for t in found if t.arm == OURS]
+        pairs = zip(ours, ends, strict=True)
+        over = [t.ttft_s / end.seconds for t, end in pairs if t.ttft_s is not None]
+        middle = {arm: percentile(seconds(t for t in found if t.arm == arm), 50) for arm in (COMPUTE, LOAD, OURS)}
+        best_s, ours_s = fixed.middle(fixed.best), percentile(seconds(fixed.ours), 50)
+        loaded = [t.cached.storage + t.cached.host for t in ours if t.cached is not None]
+        return {
+            "model": self._scale.model,
+            "length": self._scale.length,
+            "kind": kind,
+            "trace": number,
+            "ttft_ms": {arm: milliseconds(value) for arm, value in middle.items()},
+            "fixed_ms": milliseconds(best_s),
+            "fixed_computed_share": fixed.best,
+            "kvtier_beside_fixed_ms": milliseconds(ours_s),
+            "over_fixed": ours_s / best_s if ours_s and best_s else None,
+            "fixed_splits_ms": {f"{share:.4f}": milliseconds(fixed.middle(share)) for share in sorted(fixed.by_share)},
+            "hindsight_ms": milliseconds(percentile([end.seconds for end in ends], 50)),
+            "over_hindsight": percentile(over, 50),
+            "over_hindsight_each": over,
+            "loaded_tokens": {OURS: percentile(loaded, 50)},
+            "hindsight_loaded_tokens": percentile([self._scale.length - end.computed_tokens for end in ends], 50),
+            "gbps": list(trace.gbps),
+            "seed": self._options.seed,
+            "rounds": self._options.rounds,
+            **equality(self._log, self._scale, [*found, *fixed.trials, *fixed.ours]),
+        }
+
+
+async def _beside(over: Any, drivers: Sequence[BandwidthDriver | OtherRequestsDriver]) -> None:
+    await together(over, *drivers)

@@ -1,0 +1,264 @@
+"""One measurement of one restoration: caches emptied, arm set, request streamed, neighbours on the machine watched."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.machine import CpuWatch, pace_seconds
+from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, ArmSwitch
+from sgl_kvtier.lab.outside.client import Cached, Client, Completion, Metrics
+
+OUTPUT_TOKENS = 4
+"""Generated per trial: the first for its time, the others for the pace of decoding and for equality."""
+
+QUIET_CORES = 0.15
+"""A server that uses less than this has done with writing pages back."""
+
+UNWATCHED_S = 1.0
+"""How long a server is left alone before a trial where its processor use cannot be read: whether it still writes pages back is not
+seen then."""
+
+STORED_WITHIN_S = 60.0
+
+DISCARDED = "discarded"
+"""The kind of attempts that were disturbed and made again: their times count for nothing, their answers do."""
+
+SLOWEST = 2.5
+"""A machine this many times slower than at its best disturbs a trial. Less is common on virtual machines from one moment to
+the next, and evens out over rounds."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One request's outcome. `kind` is what it was measured for; seconds; `gbps` the bandwidth of the throttled store."""
+
+    model: str
+    length: int
+    kind: str
+    arm: str
+    round: int
+    gbps: float
+    load_over_compute: float | None = None
+    prompt_tokens: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    cached: Cached | None = None
+    output_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    foreign_cores: float | None = 0.0
+    """None where the server's own use is not known, and so not told from that of others."""
+    stolen_cores: float = 0.0
+    slowness: float = 1.0
+    """Of the machine, around the trial: what a fixed piece of computing took, over the least it has taken in this run."""
+    repeats: int = 0
+    fixed_split: float | None = None
+    """The computed share of the prefix, where it was fixed beforehand."""
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """One line of the log, from which `from_json` makes an equal trial."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Trial:
+        """Raises TypeError, KeyError or ValueError on something else."""
+        cached = data.get("cached")
+        return cls(
+            **{
+                **data,
+                "cached": None if cached is None else Cached(**cached),
+                "output_ids": tuple(data["output_ids"]),
+                "logprobs": tuple(data["logprobs"]),
+            }
+        )
+
+
+Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
+"""What else happens during a trial. It is started with the request, and told by the event that the answer is complete."""
+
+
+class ServerCpu:
+    """Processor seconds of a server's process tree. The tree is listed once, since listing costs more than reading.
+
+    `known` is False, and all seconds 0, where its process is not known.
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self.known = pid is not None
+        self._processes: list[psutil.Process] = []
+        if pid is not None:
+            try:
+                launcher = psutil.Process(pid)
+                self._processes = [launcher, *launcher.children(recursive=True)]
+            except psutil.Error as error:
+                raise BenchError(f"process {pid} is not there: {error}") from error
+
+    def seconds(self) -> float:
+        """User and system time so far of those that live."""
+        total = 0.0
+        for process in self._processes:
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            total += times.user + times.system
+        return total
+
+
+class Trials:
+    """Makes trials against one server. `quiet_foreign` is how many cores others may use, and `slowest` how slow the
+    machine may be beside its best, before a trial is repeated. `discard` takes the attempts that do not count, as such."""
+
+    def __init__(
+        self,
+        client: Client,
+        cpu: ServerCpu,
+        *,
+        quiet_foreign: float = 0.1,
+        slowest: float = SLOWEST,
+        most_repeats: int = 2,
+        look_every_s: float = 0.08,
+        unwatched_s: float = UNWATCHED_S,
+        pace: Callable[[], float] = pace_seconds,
+        discard: Callable[[Trial], None] = lambda _: None,
+    ) -> None:
+        self.client = client
+        self.switch = ArmSwitch(client)
+        self._cpu = cpu
+        self._quiet_foreign = quiet_foreign
+        self._most_repeats = most_repeats
+        self._look_every_s = look_every_s
+        self._unwatched_s = unwatched_s
+        self._discard = discard
+        self._slowest = slowest
+        self._pace = pace
+        self._best_pace_s = float("inf")
+
+    async def run(
+        self, base: Trial, ids: Sequence[int], *, flush: bool = True, beside: Beside | None = None, repeat: bool = True
+    ) -> Trial:
+        """The trial `base` describes, its outcome filled in. A disturbed one is repeated; the least disturbed is kept. One that
+        fails is kept at once: how disturbed it was is no excuse.
+
+        `beside` runs while the request does, and ends soon after the event it is given is set. `repeat` False keeps
+        the first attempt, however disturbed.
+        Raises BenchError when the server refuses a setting or to flush; a request that fails is a trial with `error`.
+        """
+        made: list[Trial] = []
+        for attempt in range(self._most_repeats + 1 if repeat else 1):
+            made.append(await self._once(base, ids, attempt, flush, beside))
+            if made[-1].error is not None or self._disturbance(made[-1]) <= 1:
+                break
+        kept = min(made, key=self._disturbance) if made[-1].error is None else made[-1]
+        for one in made:
+            if one is not kept:
+                self._discard(dataclasses.replace(one, kind=DISCARDED))
+        return dataclasses.replace(kept, repeats=attempt)
+
+    def _disturbance(self, one: Trial) -> float:
+        """Above 1 it was disturbed. Others' use that is not known does not count."""
+        others = (one.foreign_cores or 0.0) + one.stolen_cores
+        return max(others / self._quiet_foreign, one.slowness / self._slowest)
+
+    def _slowness(self) -> float:
+        now = self._pace()
+        self._best_pace_s = min(self._best_pace_s, now)
+        return now / self._best_pace_s
+
+    async def _once(self, base: Trial, ids: Sequence[int], attempt: int, flush: bool, beside: Beside | None) -> Trial:
+        await self.settle()
+        if flush:
+            await self.client.flush()
+        await self.switch.use(base.arm, base.gbps, base.fixed_split)
+        before = self._slowness()
+        over = asyncio.Event()
+        other = asyncio.create_task(beside(over)) if beside is not None else None
+        watch = CpuWatch(self._cpu.seconds)
+        done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+        share = watch.stop()
+        over.set()
+        if other is not None:
+            await other
+        return dataclasses.replace(
+            outcome(base, done, len(ids)),
+            foreign_cores=share.foreign_cores if self._cpu.known else None,
+            stolen_cores=share.stolen_cores,
+            slowness=max(before, self._slowness()),
+            repeats=attempt,
+        )
+
+    async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
+        """Computes a prompt and waits until the store has all its whole pages: the trial, and the bytes of one page.
+
+        Raises BenchError when they do not get there.
+        """
+        await self.settle()
+        await self.client.flush()
+        await self.switch.use(COMPUTE, 0.0)
+        before = await self.client.metrics()
+        done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+        if done.error is not None:
+            raise BenchError(f"the prompt of {len(ids)} tokens was not answered: {done.error}")
+        pages = len(ids) // page
+        after = await self._stored(pages, before)
+        # Over the store's whole life: all its pages have one size, and those of this prompt may have been there before.
+        nbytes = (after.total("kvtier:bytes_written_total") or 0.0) / max(after.total("kvtier:pages_written_total") or 0.0, 1.0)
+        trial = outcome(Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0), done, len(ids))
+        return trial, nbytes
+
+    async def settle(self, most_s: float = 20.0) -> None:
+        """Waits until the server does nothing: what follows is not slowed by pages still being written back. Where that cannot be
+        seen, a fixed time."""
+        if not self._cpu.known:
+            await asyncio.sleep(self._unwatched_s)
+            return
+        loop = asyncio.get_running_loop()
+        until, calm, last = loop.time() + most_s, 0, self._cpu.seconds()
+        while calm < 2 and loop.time() < until:
+            began = loop.time()
+            await asyncio.sleep(self._look_every_s)
+            now = self._cpu.seconds()
+            calm = calm + 1 if now - last < QUIET_CORES * (loop.time() - began) or now == last else 0
+            last = now
+
+    async def _stored(self, pages: int, before: Metrics) -> Metrics:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + STORED_WITHIN_S
+        while loop.time() < until:
+            after = await self.client.metrics()
+            # A page of a prompt that was primed before is kept, not written again.
+            if grown(before, after, "kvtier:pages_written_total") + grown(before, after, "kvtier:pages_kept_total") >= pages:
+                return after
+            await asyncio.sleep(min(0.25, 3 * self._look_every_s))
+        raise BenchError(
+            f"{pages} pages were not in the store after {STORED_WITHIN_S:.0f} s, only "
+            f"{grown(before, after, 'kvtier:pages_written_total'):.0f}. Does the server run with the kvtier backend, "
+            "--enable-metrics and write-through?"
+        )
+
+
+def outcome(base: Trial, done: Completion, prompt_tokens: int) -> Trial:
+    """The trial with what came of its request."""
+    return dataclasses.replace(
+        base,
+        prompt_tokens=prompt_tokens,
+        ttft_s=done.ttft_s if done.error is None else None,
+        tpot_s=done.tpot_s,
+        cached=done.cached,
+        output_ids=done.output_ids,
+        logprobs=done.logprobs,
+        error=done.error,
+    )
+
+
+def grown(before: Metrics, after: Metrics, name: str) -> float:
+    """By how much a counter grew; one that is not there counts as 0."""
+    return (after.total(name) or 0.0) - (before.total(name) or 0.0)
+

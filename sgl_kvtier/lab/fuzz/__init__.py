@@ -1,0 +1,1 @@
+"""`kvtier bench restore-fuzz`: sessions against a server in trouble."""

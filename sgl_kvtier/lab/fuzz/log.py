@@ -1,0 +1,202 @@
+"""What came of a fuzz run's requests and servers, in memory and in a file of JSON lines that later runs add to."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.lab.experiment.json_lines import JsonLines
+from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, difference
+from sgl_kvtier.lab.fuzz.chaos import Fate
+from sgl_kvtier.lab.outside.client import ABORTED
+
+_LEAK = re.compile(r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE)
+_CRASH = re.compile(r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault|Fatal Python error")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Output tokens and their log-probs."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One request of a fuzz run. `killed`: the server was killed under it; `hung`: it had not ended when it should have."""
+
+    run: str
+    number: int
+    prompt: str
+    prompt_tokens: int
+    mode: str
+    fate: str
+    seconds: float
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    complete: bool = False
+    killed: bool = False
+    hung: bool = False
+    error: str | None = None
+
+    @property
+    def restored(self) -> bool:
+        """Part of its prompt came from a lower tier."""
+        return self.host_tokens + self.storage_tokens > 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why it had no answer although no server was killed; None for one that had, that was given up, or that hung."""
+        if self.killed or self.hung:
+            return None
+        if self.error is None:
+            return "an answer without tokens" if self.complete and not self.tokens else None
+        # Of a request that is given up the abort that was asked for is the only error there may be.
+        given_up = self.fate == Fate.ABORTED.value and self.error.startswith(ABORTED)
+        return None if given_up else self.error
+
+
+@dataclass
+class FuzzLog:
+    """References by prompt, attempts, and what the servers' logs and pools showed."""
+
+    path: Path | None = None
+    references: dict[str, Answer] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
+    events: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+    """How restorations ended, by the servers' own counters."""
+    ahead: Counter[str] = field(default_factory=Counter)
+    """What servers that looked ahead counted."""
+
+    def __post_init__(self) -> None:
+        self._lines = JsonLines(self.path)
+
+    @classmethod
+    def open(cls, path: Path | None) -> FuzzLog:
+        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file of another kind."""
+        log = cls(path)
+        log._lines.read(log._take)
+        return log
+
+    def _take(self, _number: int, data: dict[str, Any]) -> None:
+        if "reference" in data:
+            answer = Answer(tuple(data["tokens"]), tuple(data["logprobs"]))
+            self.references[data["reference"]] = answer
+        elif "event" in data:
+            self.events[data["event"]] += 1
+        elif "ends" in data:
+            self.ends.update({how: int(count) for how, count in data["ends"].items()})
+        elif "ahead" in data:
+            self.ahead.update({name: int(count) for name, count in data["ahead"].items()})
+        elif "finding" in data:
+            self.findings.append(data["finding"])
+        else:
+            one = data["attempt"]
+            self.attempts.append(Attempt(**{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])}))
+
+    def keep_reference(self, prompt: str, answer: Answer) -> None:
+        """What recomputing answers to a prompt."""
+        self.references[prompt] = answer
+        self._lines.append({"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs})
+
+    def keep(self, attempt: Attempt) -> None:
+        """Adds a request."""
+        self.attempts.append(attempt)
+        self._lines.append({"attempt": dataclasses.asdict(attempt)})
+
+    def note(self, event: str) -> None:
+        """Counts something that was done to the server."""
+        self.events[event] += 1
+        self._lines.append({"event": event})
+
+    def keep_ends(self, ends: Mapping[str, int]) -> None:
+        """Adds how the restorations of one server ended."""
+        self.ends.update(ends)
+        self._lines.append({"ends": dict(ends)})
+
+    def keep_ahead(self, counted: Mapping[str, int]) -> None:
+        """Adds what one server counted of looking ahead."""
+        self.ahead.update(counted)
+        self._lines.append({"ahead": dict(counted)})
+
+    def find(self, text: str) -> None:
+        """Adds something a server must not do."""
+        self.findings.append(text)
+        self._lines.append({"finding": text})
+
+    def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
+        """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted one got has to be its
+        beginning. None where there is nothing to compare."""
+        wanted = self.references.get(attempt.prompt)
+        if wanted is None or not attempt.tokens:
+            return None
+        count = len(attempt.tokens)
+        if attempt.complete and count != len(wanted.tokens):
+            return False, False
+        # What was given up may have come without log-probs; a whole answer has as many as the one it is compared with.
+        there = len(wanted.logprobs) if attempt.complete else len(attempt.logprobs)
+        apart = difference(attempt.logprobs, wanted.logprobs[:there])
+        close = not there if apart is None else apart <= LOGPROB_TOLERANCE
+        return attempt.tokens == wanted.tokens[:count], close
+
+
+def prompt_name(ids: Sequence[int], output_tokens: int) -> str:
+    """A short name for a prompt and the length of its answer."""
+    text = ",".join(map(str, ids)) + f";{output_tokens}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def counts(log: FuzzLog) -> dict[str, Any]:
+    """The figures of a fuzz run: what was tried, and what must be 0."""
+    verdicts = [(one, log.verdict(one)) for one in log.attempts]
+    compared = [(one, found) for one, found in verdicts if found is not None]
+    unequal = [one for one, found in compared if not found[0]]
+    failures = [found for one in log.attempts if (found := one.failure) is not None]
+    return {
+        "requests": len(log.attempts),
+        "completed": sum(one.complete for one in log.attempts),
+        "restored": sum(one.restored for one in log.attempts),
+        "restored_from_storage": sum(one.storage_tokens > 0 for one in log.attempts),
+        "restorations": dict(sorted(log.ends.items())),
+        "ahead": dict(sorted(log.ahead.items())),
+        "restored_by_mode": dict(sorted(Counter(one.mode for one in log.attempts if one.restored).items())),
+        "aborted": sum(one.fate == Fate.ABORTED.value for one in log.attempts),
+        "disconnected": sum(one.fate == Fate.DISCONNECTED.value for one in log.attempts),
+        "under_a_kill": sum(one.killed for one in log.attempts),
+        "events": dict(sorted(log.events.items())),
+        "compared": len(compared),
+        "hangs": sum(one.hung for one in log.attempts),
+        "leaks": sum(text.startswith("leak") for text in log.findings),
+        "drifts": sum(text.startswith("drift") for text in log.findings),
+        "crashes": sum(text.startswith("crash") for text in log.findings),
+        "unequal_tokens": len(unequal),
+        "unequal_logprobs": sum(not found[1] for _, found in compared),
+        "failed": len(failures),
+        "error_messages": sorted(set(failures))[:10],
+        "unequal": [{"run": one.run, "number": one.number, "prompt": one.prompt, "mode": one.mode} for one in unequal][:20],
+    }
+
+
+MUST_BE_ZERO = ("hangs", "leaks", "drifts", "crashes", "unequal_tokens", "unequal_logprobs", "failed")
+
+
+def suspicious(text: str) -> list[str]:
+    """Lines of a server's log that speak of lost memory ("leak: ...") or of an exception nobody caught ("crash: ...")."""
+    found = []
+    for line in text.splitlines():
+        if _CRASH.search(line):
+            found.append(f"crash: {line.strip()[:300]}")
+        elif _LEAK.search(line) and "server_args" not in line.lower():
+            found.append(f"leak: {line.strip()[:300]}")
+    return found

@@ -1,0 +1,1 @@
+"""Servers and clients over HTTP: starting, asking, replaying."""

@@ -1,0 +1,65 @@
+"""`kvtier model`: writes a lab model and says where it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from sgl_kvtier.arguments import seed
+from sgl_kvtier.console import Column, Table, check_target, envelope, format_bytes, print_table, write_json
+from sgl_kvtier.lab.outside.lab_model import SHAPES, models_dir, write_model
+
+SCHEMA = "kvtier.model/1"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("name", nargs="?", choices=tuple(SHAPES), help="which model to write; without it they are listed")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help=f"where (default {models_dir()})")
+    parser.add_argument("--seed", type=seed, default=0, help="another seed gives other weights (default 0)")
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON (- for standard output)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes or lists. Raises KVTierError."""
+    if args.json is not None:
+        check_target(args.json)
+    if args.name is None:
+        return _list(args.json)
+    path = write_model(args.name, seed=args.seed, folder=args.folder)
+    if args.json is None:
+        print(path)
+    else:
+        facts = json.loads((path / "kvtier_model.json").read_text())
+        write_json(envelope(SCHEMA, ["kvtier", "model", args.name], {"path": str(path), "model": facts}), args.json)
+    return 0
+
+
+def _list(target: str | None) -> int:
+    rows = [
+        {
+            "name": shape.name,
+            "family": shape.family,
+            "layers": shape.layers,
+            "hidden": shape.hidden,
+            "heads": f"{shape.heads}/{shape.kv_heads}",
+            "kv_bytes_per_token": shape.kv_bytes_per_token,
+            "context": shape.context,
+        }
+        for shape in SHAPES.values()
+    ]
+    if target is not None:
+        write_json(envelope(SCHEMA, ["kvtier", "model"], {"models": rows}), target)
+        return 0
+    columns = (
+        Column("name", "Model"),
+        Column("family", "Family"),
+        Column("layers", "Layers"),
+        Column("hidden", "Hidden"),
+        Column("heads", "Heads/KV"),
+        Column("kv_bytes_per_token", "KV per token", format=format_bytes),
+        Column("context", "Context", "tokens"),
+    )
+    print_table(Table("Lab models: random float32 weights, byte-level tokenizer", columns, rows))
+    return 0

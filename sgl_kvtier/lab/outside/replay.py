@@ -1,0 +1,180 @@
+"""Closed-loop replay: N sessions at a time, each waiting for its answer and its tool before it asks again.
+
+Outputs fed back. With "recorded" (the default) the next prompt continues with the trace's own output, so that every server
+gets exactly the same prompts and arms can be compared request by request; the server's answer is only measured. With
+"server" its own tokens are put into the context, as a real agent would; two servers that answer differently then drift
+apart. Generated tokens are the same number in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+
+from sgl_kvtier.lab.outside.client import Client, Completion
+from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens, output_tokens
+from sgl_kvtier.lab.workload.session import Context, Message, Session
+
+FEEDBACK = ("recorded", "server")
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How sessions are replayed. Gaps are the recorded waits between a response and the next request; with `pause_s` each
+    is that long instead, and a session's first request does not wait. `named`: requests say which session they are of."""
+
+    concurrency: int = 8
+    feedback: str = "recorded"
+    gap_scale: float = 1.0
+    gap_cap_s: float | None = None
+    most_output_tokens: int | None = None
+    pause_s: float | None = None
+    named: bool = False
+
+    def wait_s(self, turn: int, recorded_s: float) -> float:
+        """How long to wait before a turn, counted from 1, where the trace waited `recorded_s`."""
+        if self.pause_s is None:
+            return self.gap_s(recorded_s)
+        return self.pause_s if turn > 1 else 0.0
+
+    def gap_s(self, recorded_s: float) -> float:
+        """How long to wait where the trace waited `recorded_s`; clocks that were stepped back count as no wait."""
+        scaled = max(0.0, recorded_s) * self.gap_scale
+        return scaled if self.gap_cap_s is None else min(scaled, self.gap_cap_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request of a replay: which session and turn it was (turns count from 1), and what came of it."""
+
+    session: str
+    turn: int
+    completion: Completion
+
+    def to_json(self, **labels: Any) -> dict[str, Any]:
+        """One line of the log: labels, the request, milliseconds, tokens."""
+        done = self.completion
+        return {
+            **labels,
+            "session": self.session,
+            "turn": self.turn,
+            "ttft_ms": milliseconds(done.ttft_s),
+            "tpot_ms": milliseconds(done.tpot_s),
+            "e2e_ms": milliseconds(done.e2e_s),
+            "queue_ms": milliseconds(done.server_queue_s),
+            "storage_wait_ms": milliseconds(done.storage_wait_s),
+            "prompt_tokens": done.prompt_tokens,
+            "output_tokens": len(done.output_ids),
+            "cached": None if done.cached is None else dataclasses.asdict(done.cached),
+            "output_ids": list(done.output_ids),
+            "error": done.error,
+        }
+
+
+class SampleLog:
+    """A JSON Lines file that has every finished request at once, so that an interrupted run keeps what it measured."""
+
+    def __init__(self, path: Path | None, **labels: Any) -> None:
+        self._path = path
+        self._labels = labels
+        self._lock = asyncio.Lock()
+
+    async def write(self, sample: Sample) -> None:
+        """Appends one line; does nothing without a path."""
+        if self._path is None:
+            return
+        line = json.dumps(sample.to_json(**self._labels)) + "\n"
+        async with self._lock, aiofiles.open(self._path, "a", encoding="utf-8") as file:
+            await file.write(line)
+
+
+async def replay(
+    sessions: Sequence[Session],
+    client: Client,
+    encoder: Encoder,
+    options: ReplayOptions,
+    samples: list[Sample],
+    *,
+    log: SampleLog | None = None,
+    on_done: Callable[[Sample], object] | None = None,
+) -> None:
+    """Replays all sessions, `options.concurrency` at a time in their order, and puts every request into `samples`.
+
+    `samples` is the caller's, so what was measured before a cancellation is not lost. A failed request counts as one and
+    its session goes on with the recorded output.
+    """
+    waiting = deque(sessions)
+
+    async def worker() -> None:
+        while waiting:
+            await _replay_session(waiting.popleft(), client, encoder, options, keep)
+
+    async def keep(sample: Sample) -> None:
+        samples.append(sample)
+        if log is not None:
+            await log.write(sample)
+        if on_done is not None:
+            on_done(sample)
+
+    workers = [asyncio.create_task(worker()) for _ in range(min(options.concurrency, len(sessions)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _replay_session(
+    session: Session, client: Client, encoder: Encoder, options: ReplayOptions, keep: Callable[[Sample], Any]
+) -> None:
+    context = Context(session)
+    tokens = PromptTokens(encoder)
+    turn = 0
+    while (call := context.next_call()) is not None:
+        turn += 1
+        await asyncio.sleep(options.wait_s(turn, call.gap_s))
+        tokens.show(context.prompt)
+        wanted = output_tokens(call, encoder, options.most_output_tokens)
+        name = session.session_id if options.named else None
+        done = await client.generate(tokens.ids.tolist(), wanted, session_id=name)
+        # A hash-only trace has no recorded output to replace: there the next prompt's blocks hold it already.
+        if options.feedback == "server" and done.error is None and call.output is not None:
+            context.answer(Message("assistant", token_ids=done.output_ids))
+        await keep(Sample(session.session_id, turn, done))
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    """Seconds as milliseconds; None stays None."""
+    return None if seconds is None else seconds * 1000.0
+
+
+def prompt_sizes(sessions: Sequence[Session], encoder: Encoder, most_output: int | None = None) -> list[Mapping[str, Any]]:
+    """One row per session: its calls, first, last and longest prompt, all prompt and output tokens, as they will be sent."""
+    rows: list[Mapping[str, Any]] = []
+    for session in sessions:
+        tokens, prompts, outputs = PromptTokens(encoder), [], []
+        for call, prompt in Context(session).calls():
+            tokens.show(prompt)
+            prompts.append(len(tokens))
+            outputs.append(output_tokens(call, encoder, most_output))
+        rows.append(
+            {
+                "session": session.session_id,
+                "calls": len(prompts),
+                "first_prompt_tokens": prompts[0],
+                "last_prompt_tokens": prompts[-1],
+                "longest_tokens": max(p + o for p, o in zip(prompts, outputs, strict=True)),
+                "prompt_tokens": sum(prompts),
+                "output_tokens": sum(outputs),
+            }
+        )
+    return rows

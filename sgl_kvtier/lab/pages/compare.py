@@ -1,0 +1,217 @@
+"""The tables of a comparison, made from its JSON result (schema kvtier.compare/1, docs/json.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sgl_kvtier.console.table import Column, Table, format_share
+from sgl_kvtier.lab.pages.stats import percentile
+from sgl_kvtier.sizes import format_bytes
+
+OURS = "kvtier"
+
+METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
+_RATIOS = {
+    **{metric: f"{name}, median" for metric, name in METRICS.items()},
+    "ttft_ms_mean": "TTFT, mean",
+    "ttft_ms_p90": "TTFT, p90",
+    "e2e_ms_mean": "end to end, mean",
+}
+TIERS = ("device", "host", "storage")
+_QUANTILES = (("p50", 50), ("p90", 90), ("p99", 99))
+
+
+def compare_tables(result: dict) -> list[Table]:
+    """What a comparison prints: latency, pace, where the prompts' tokens came from, and the paired ratios."""
+    tables = [first_token_table(result), pace_table(result), tokens_table(result)]
+    if any((arm.get("restore") or {}).get("started") for arm in result["arms"].values()):
+        tables.append(restore_table(result))
+    return [*tables, ratio_table(result)] if result.get("ratios") else tables
+
+
+def first_token_table(result: dict) -> Table:
+    """Per arm: time to first token, requests, errors, and the share of outputs equal to recompute's."""
+    columns = (
+        Column("arm", "Arm"),
+        *(Column(f"ttft_ms.{q}", f"TTFT {q}", "ms", decimals=1) for q, _ in _QUANTILES),
+        Column("requests", "Requests"),
+        Column("errors", "Errors"),
+        Column("equal_tokens_fraction", "Equal output", format=format_share),
+    )
+    return Table("Time to first token", columns, arm_rows(result))
+
+
+def pace_table(result: dict) -> Table:
+    """Per arm: time per output token, time to the end of a request, tokens per second."""
+    columns = (
+        Column("arm", "Arm"),
+        *(Column(f"tpot_ms.{q}", f"TPOT {q}", "ms", decimals=1) for q, _ in _QUANTILES),
+        *(Column(f"e2e_ms.{q}", f"E2E {q}", "ms", decimals=0) for q, _ in _QUANTILES),
+        Column("throughput_tokens_per_s", "Output", "tokens/s", decimals=1),
+    )
+    return Table("Time per output token, end to end, throughput", columns, arm_rows(result))
+
+
+def tokens_table(result: dict) -> Table:
+    """Per arm: prompt tokens by where they came from, and the bytes the storage tier moved."""
+    rows = []
+    for row in arm_rows(result):
+        computed = prompt_parts(result, str(row["arm"]))["computed"]
+        rows.append({**row, "computed": computed})
+    columns = (
+        Column("arm", "Arm"),
+        *(Column(f"cached_tokens.{tier}", tier.capitalize(), "tokens") for tier in TIERS),
+        Column("computed", "Computed", "tokens"),
+        Column("bytes.read", "Read", format=format_bytes),
+        Column("bytes.written", "Written", format=format_bytes),
+    )
+    note = "Device, host and storage are tokens served from cache (SGLang's L1, L2, L3); read and written are storage."
+    return Table("Where the prompts' tokens came from", columns, rows, notes=(note,))
+
+
+def restore_table(result: dict) -> Table:
+    """Per arm whose server restores prefixes by computing and loading at once: what its own counters say about that."""
+    columns = (
+        Column("arm", "Arm"),
+        Column("restore.started", "Offers answered", decimals=0),
+        Column("restore.met", "Restored", decimals=0),
+        Column("restore.computed_tokens", "Computed", "tokens", decimals=0),
+        Column("restore.loaded_tokens", "Loaded", "tokens", decimals=0),
+        Column("restore.computed_fraction", "Met at", format=format_share),
+        Column("restore.meeting_wait_s", "Waited at the meeting", "s", decimals=2),
+        Column("restore.lost_pages", "Lost", "pages", decimals=0),
+        Column("restore.unused_pages", "Loaded for nothing", "pages", decimals=0),
+        Column("restore.declined", "SGLang's own way", decimals=0),
+    )
+    rows = [row for row in arm_rows(result) if row.get("restore")]
+    note = "Met at: tokens computed over all tokens restored. Counters of the server, docs/restore.md."
+    return Table("Prefixes computed and loaded at once", columns, rows, notes=(note,))
+
+
+def ratio_table(result: dict) -> Table:
+    """Per pair of arms and metric: the ratio of their rounds' medians, means or 90th percentiles, round by round."""
+    rows = [
+        {"pair": pair.replace("/", " / "), "metric": _RATIOS.get(metric, metric), **ratio}
+        for pair, metrics in result["ratios"].items()
+        for metric, ratio in metrics.items()
+    ]
+    columns = (
+        Column("pair", "Arms"),
+        Column("metric", "Metric"),
+        Column("median", "Median", "ratio", decimals=3),
+        Column("p25", "p25", decimals=3),
+        Column("p75", "p75", decimals=3),
+        Column("n", "Rounds"),
+    )
+    note = "Below 1 the first arm is faster. Taken round by round, so that what slows a whole round cancels out."
+    return Table("Paired ratios", columns, rows, notes=(note,))
+
+
+def losing_cells(result: dict) -> tuple[Table, int]:
+    """Every cell in which kvtier does worse than another arm, worst first, and how many cells were compared.
+
+    Cells: each percentile of each metric and the throughput against each other arm, and the median TTFT of each turn
+    against the arm that is best there. No margin for noise is taken off; "rounds lost" helps to judge.
+    """
+    others = [arm for arm in result["arms"] if arm != OURS]
+    cells: list[dict] = []
+    if OURS in result["arms"]:
+        for other in others:
+            cells += _overall_cells(result, other)
+        cells += _turn_cells(result, others)
+    lost = sorted((cell for cell in cells if cell["ratio"] > 1), key=lambda cell: -cell["ratio"])
+    columns = (
+        Column("cell", "Measure"),
+        Column("other", "Against"),
+        Column("ours", OURS, decimals=1),
+        Column("theirs", "other arm", decimals=1),
+        Column("unit", "Unit"),
+        Column("ratio", "Worse by", "factor", decimals=3),
+        Column("rounds", "Rounds lost"),
+    )
+    return Table("", columns, lost), len(cells)
+
+
+def arm_rows(result: dict) -> list[dict]:
+    """The arms in their order, each as a row with its name under "arm"."""
+    return [{"arm": name, **arm} for name, arm in result["arms"].items()]
+
+
+def good_samples(result: dict, arm: str) -> list[dict]:
+    """The samples of an arm that ended without an error."""
+    return [s for s in result.get("samples") or [] if s.get("arm") == arm and not s.get("error")]
+
+
+def prompt_parts(result: dict, arm: str) -> dict[str, float | None]:
+    """An arm's prompt tokens by where they came from: the tiers, and computed. None where the samples do not tell."""
+    samples = [s for s in good_samples(result, arm) if s.get("prompt_tokens") is not None and s.get("cached")]
+    if not samples:
+        return dict.fromkeys((*TIERS, "computed"))
+    parts: dict[str, float | None] = {t: sum(s["cached"].get(t) or 0 for s in samples) for t in TIERS}
+    cached = sum(value or 0 for value in parts.values())
+    return {**parts, "computed": sum(s["prompt_tokens"] for s in samples) - cached}
+
+
+def grouped(samples: Sequence[Mapping], key: str, metric: str) -> dict:
+    """The metric's values by the samples' `key` (round, turn), in rising order of the key."""
+    groups: dict = {}
+    for sample in samples:
+        if sample.get(key) is not None and sample.get(metric) is not None:
+            groups.setdefault(sample[key], []).append(sample[metric])
+    return dict(sorted(groups.items()))
+
+
+def _overall_cells(result: dict, other: str) -> list[dict]:
+    ours, theirs = result["arms"][OURS], result["arms"][other]
+    mine, others = good_samples(result, OURS), good_samples(result, other)
+    cells = []
+    for metric, name in METRICS.items():
+        for label, q in _QUANTILES:
+            a, b = (arm.get(metric, {}).get(label) for arm in (ours, theirs))
+            rounds = _rounds_lost(mine, others, metric, lambda values, q=q: percentile(values, q))  # type: ignore[misc]
+            cells.append(_cell(f"{name} {label}", other, a, b, "ms", rounds))
+    a, b = (arm.get("throughput_tokens_per_s") for arm in (ours, theirs))
+    cells.append(_cell("throughput", other, a, b, "tokens/s", None, more_is_better=True))
+    return [cell for cell in cells if cell]
+
+
+def _turn_cells(result: dict, others: Sequence[str]) -> list[dict]:
+    turns = {arm: grouped(good_samples(result, arm), "turn", "ttft_ms") for arm in (OURS, *others)}
+    cells = []
+    for turn, values in turns[OURS].items():
+        rivals = {arm: percentile(turns[arm][turn], 50) for arm in others if turn in turns[arm]}
+        if not rivals:
+            continue
+        best = min(rivals, key=lambda arm: rivals[arm] or 0)
+        mine, theirs = ([s for s in good_samples(result, a) if s.get("turn") == turn] for a in (OURS, best))
+        rounds = _rounds_lost(mine, theirs, "ttft_ms", lambda found: percentile(found, 50))
+        cells.append(_cell(f"TTFT p50, turn {turn}", best, percentile(values, 50), rivals[best], "ms", rounds))
+    return [cell for cell in cells if cell]
+
+
+def _cell(
+    name: str,
+    other: str,
+    ours: float | None,
+    theirs: float | None,
+    unit: str,
+    rounds: str | None,
+    *,
+    more_is_better: bool = False,
+) -> dict:
+    if not ours or not theirs:
+        return {}
+    ratio = theirs / ours if more_is_better else ours / theirs
+    return {
+        "cell": name, "other": other, "ours": ours, "theirs": theirs, "unit": unit, "ratio": ratio, "rounds": rounds
+    }  # fmt: skip
+
+
+def _rounds_lost(
+    ours: Sequence[Mapping], theirs: Sequence[Mapping], metric: str, of: Callable[[list[float]], float | None]
+) -> str | None:
+    """ "2 of 3": rounds in which our figure is the larger one, of those in which both arms have one."""
+    mine, other = grouped(ours, "round", metric), grouped(theirs, "round", metric)
+    both = [number for number in mine if number in other]
+    lost = sum((of(mine[number]) or 0) > (of(other[number]) or 0) for number in both)
+    return f"{lost} of {len(both)}" if both else None

@@ -1,0 +1,1 @@
+"""CacheFlow's tables and figures."""

@@ -1,0 +1,1 @@
+"""Cake's tables and figures."""

@@ -1,0 +1,1 @@
+"""TierKV's tables and figures."""

@@ -1,0 +1,73 @@
+"""What TierKV's tables show of a run: TPOT, throughput, latencies, hits, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from sgl_kvtier.lab.papers.tierkv.machine import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """Of one run, or the mean of several. Time per output token is that of each single token, so long steps with a large
+    batch weigh more than those with a small one. `wait_ms`: from arrival to the first step."""
+
+    tpot_ms: float
+    p95_tpot_ms: float
+    tokens_per_s: float
+    running: float
+    hit_share: float
+    wait_ms: float
+    demand_gb: float
+    ahead_gb: float
+    wasted_share: float
+    peak_footprint_gb: float
+
+
+def measure(run: Run, kv_bytes_per_token: int) -> Measures:
+    """The numbers of one run."""
+    tokens = sum(one.count * one.running for one in run.steps)
+    accesses = sum(one.count * one.tokens for one in run.steps)
+    ahead = sum(one.count * one.paging.ahead_bytes for one in run.steps)
+    wasted = sum(one.count * one.paging.wasted_bytes for one in run.steps)
+    return Measures(
+        tpot_ms=1e3 * sum(one.seconds * one.count * one.running for one in run.steps) / tokens,
+        p95_tpot_ms=1e3 * weighted_quantile([(one.seconds, one.count * one.running) for one in run.steps], 0.95),
+        tokens_per_s=tokens / run.end_s,
+        running=sum(one.seconds * one.count * one.running for one in run.steps) / run.end_s,
+        hit_share=sum(one.count * one.tokens * one.paging.hit_share for one in run.steps) / accesses,
+        wait_ms=1e3 * fmean(one.admitted_s - one.arrived_s for one in run.finished),
+        demand_gb=sum(one.count * one.paging.demand_bytes for one in run.steps) / 1e9,
+        ahead_gb=ahead / 1e9,
+        wasted_share=wasted / ahead if ahead else 0.0,
+        peak_footprint_gb=max(one.tokens for one in run.steps) * kv_bytes_per_token / 1e9,
+    )
+
+
+def mean_of(parts: Sequence[Measures]) -> Measures:
+    """Seed by seed the paper averages; so do we."""
+    return Measures(*(fmean(getattr(part, name) for part in parts) for name in Measures.__slots__))
+
+
+def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> float:
+    """The smallest value with at least `share` of the weight at or below it; values are (value, weight)."""
+    ordered = sorted(values)
+    wanted = share * sum(weight for _, weight in ordered)
+    seen = 0.0
+    for value, weight in ordered:
+        seen += weight
+        if seen >= wanted:
+            return value
+    return ordered[-1][0]
+
+
+def latencies_ms(run: Run) -> list[float]:
+    """Each request's time from its first step to its last, ascending."""
+    return sorted(1e3 * one.decode_s for one in run.finished)
+
+
+def over_seeds(seeds: Sequence[int], once: Callable[[int], Run], kv_bytes_per_token: int) -> Measures:
+    """The mean over seeds."""
+    return mean_of([measure(once(seed), kv_bytes_per_token) for seed in seeds])

@@ -1,0 +1,107 @@
+"""The tables of docs/results/simulator.md that come from traces.
+
+`python -m sgl_kvtier.lab.papers.traces_page docs/results [SCENE ...]` runs each scene under all policies and replaces what stands
+between its markers on the page, and writes a plot of the distributions; the text around them is written by hand. Where
+the recorded traces are missing, sessions generated from their published statistics take their place, and the table says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.console import progress, to_markdown, write_text
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.pages.plots import cdf
+from sgl_kvtier.lab.sim.arrivals import Pace
+from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
+from sgl_kvtier.lab.sim.pictures import policies_table
+from sgl_kvtier.lab.sim.requests import SimRequest
+from sgl_kvtier.lab.workload.catalogue import trace_files
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A workload and a machine with too little memory for it. `instead` is generated where the trace is missing."""
+
+    trace: str
+    instead: str
+    sessions: int
+    pace: Pace
+    machine: Machine
+    most_prompt_tokens: int
+    policies: tuple[str, ...]
+
+    def load(self) -> Load:
+        """What arrives, from the trace or generated."""
+        trace = self.trace if self.trace in trace_files() else self.instead
+        return Load(trace, self.sessions, seed=1, pace=self.pace, most_prompt_tokens=self.most_prompt_tokens)
+
+
+SCENES: Mapping[str, Scene] = {
+    "swe": Scene(
+        "swe_openhands_claude35",
+        "generated:swe-openhands",
+        16,
+        Pace(mean_start_s=12.0),
+        Machine(hbm_bytes=8 * _GIB, dram_bytes=8 * _GIB, ssd_gbps=28),
+        60_000,
+        ("recompute", "stock", "stock-wait", "cake", "cacheflow", "kvtier", "restore", "oracle", "unbounded"),
+    ),
+    "claude-code": Scene(
+        "claude_code_blocks64",
+        "generated:claude-code",
+        5,
+        Pace(mean_start_s=30.0, most_gap_s=60.0, most_output_tokens=256),
+        Machine(hbm_bytes=8 * _GIB, dram_bytes=8 * _GIB, ssd_gbps=28),
+        50_000,
+        ("recompute", "stock", "cake", "cacheflow", "kvtier", "restore", "oracle", "unbounded"),
+    ),
+}
+
+
+def scene_markdown(name: str, on_finish: Callable[[SimRequest], None]) -> tuple[str, str]:
+    """The table of a scene, and its plot as SVG."""
+    scene = SCENES[name]
+    description, requests = scene.load().requests(scene.machine.page_tokens)
+    outcomes, ttfts = [], {}
+    for policy in scene.policies:
+        result = run_policy(policy, scene.machine, requests, PolicyConfig(), on_finish=on_finish)
+        outcomes.append(outcome(policy, result))
+        ttfts[policy] = [1e3 * value for value in result.ttfts()]
+    title = f"{description.split('.: ')[0]}: {len(requests)} requests"
+    shown = ("recompute", "stock", "cake", "kvtier", "restore", "unbounded")
+    plot = cdf({policy: ttfts[policy] for policy in shown if policy in ttfts}, f"Time to first token: {name}", "milliseconds")
+    return to_markdown(policies_table(outcomes, title)), plot
+
+
+def put(page: str, name: str, text: str) -> str:
+    """The page with what stands between the markers of `name` replaced. Raises TraceError when it has none."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    if begin not in page or end not in page:
+        raise TraceError(f"the page has no place for {name}: it needs the lines {begin} and {end}")
+    head, rest = page.split(begin, 1)
+    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end, 1)[1]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the scenes named (all when none is) and writes their tables and plots."""
+    folder, names = Path(arguments[0]), list(arguments[1:]) or list(SCENES)
+    target = folder / "simulator.md"
+    for name in names:
+        scene = SCENES[name]
+        total = len(scene.load().requests(scene.machine.page_tokens)[1]) * len(scene.policies)
+        with progress(name, total, "requests") as bar:
+            table, plot = scene_markdown(name, lambda _: bar.advance())
+        write_text(plot, str(folder / f"simulator-{name}.svg"))
+        write_text(put(target.read_text("utf-8"), name, table), str(target))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

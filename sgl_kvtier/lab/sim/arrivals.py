@@ -1,0 +1,133 @@
+"""Requests for a simulation: sessions of a trace with a key per page, so that reuse is real, or drawn at random from a seed."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.lab.sim.requests import SimRequest
+from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder, Ids, PromptTokens, output_tokens
+from sgl_kvtier.lab.workload.session import Context, Session
+from sgl_kvtier.types import PageKey, Span, Tier
+
+_WIDE_VOCABULARY = (1 << 31) - 1
+"""Ids are hashes; with so many of them different texts do not look alike by chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When sessions start and how long their clients wait. `mean_start_s`: mean time between two sessions' starts, drawn
+    from an exponential distribution (0: as the trace has them). `most_gap_s` cuts recorded waits between two calls."""
+
+    mean_start_s: float = 0.0
+    most_gap_s: float = 600.0
+    most_output_tokens: int = 512
+
+
+def from_sessions(
+    sessions: Sequence[Session],
+    page_tokens: int,
+    pace: Pace,
+    seed: int = 0,
+    encoder: Encoder | None = None,
+) -> list[SimRequest]:
+    """Every call of every session. A session's next call arrives its recorded gap after the one before has ended."""
+    encoder = encoder or wide_encoder()
+    rng = random.Random(seed)
+    requests: list[SimRequest] = []
+    start_s = 0.0
+    for number, session in enumerate(sessions):
+        if pace.mean_start_s > 0:
+            start_s += rng.expovariate(1 / pace.mean_start_s)
+        requests += _of_session(session, f"s{number}", start_s or session.start_s, page_tokens, pace, encoder)
+    return requests
+
+
+def wide_encoder() -> ByteEncoder:
+    """Tokens of four characters, with so many ids that pages are equal only where the text is."""
+    return ByteEncoder(_WIDE_VOCABULARY)
+
+
+def poisson(
+    count: int,
+    per_s: float,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    page_tokens: int,
+    cached_share: float = 1.0,
+    tier: Tier = Tier.SSD,
+    seed: int = 0,
+) -> list[SimRequest]:
+    """`count` requests that share nothing, arriving at random at `per_s` a second. Each draws one of `lengths`, (prompt,
+    output) tokens; the leading `cached_share` of its whole pages lies in `tier`."""
+    if count < 1 or per_s <= 0 or not lengths or not 0 <= cached_share <= 1:
+        raise ConfigError(f"{count} requests at {per_s} a second of {len(lengths)} lengths: all must be positive")
+    rng = random.Random(seed)
+    requests, now = [], 0.0
+    for number in range(count):
+        now += rng.expovariate(per_s)
+        prompt, output = rng.choice(list(lengths))
+        pages = int(prompt * cached_share) // page_tokens
+        cached = ((Span(0, pages), tier),) if pages else ()
+        requests.append(SimRequest(f"r{number}", now, prompt, output, cached=cached))
+    return requests
+
+
+def _of_session(
+    session: Session, name: str, start_s: float, page_tokens: int, pace: Pace, encoder: Encoder
+) -> list[SimRequest]:
+    calls = list(_calls(session, page_tokens, encoder, pace.most_output_tokens))
+    requests: list[SimRequest] = []
+    for number, call in enumerate(calls):
+        keys = call.keys
+        following = calls[number + 1].keys if number + 1 < len(calls) else ()
+        final: tuple[PageKey, ...] = ()
+        if following[: len(keys)] == keys:
+            # What the next prompt repeats of this prompt and its output is what is worth keeping of the output.
+            final = following[: max(len(keys), (call.prompt_tokens + call.output_tokens) // page_tokens)]
+        requests.append(
+            SimRequest(
+                rid=f"{name}.{number}",
+                arrival_s=min(call.gap_s, pace.most_gap_s) if number else start_s,
+                prompt_tokens=call.prompt_tokens,
+                output_tokens=call.output_tokens,
+                keys=keys,
+                final_keys=final,
+                session=name,
+                after=f"{name}.{number - 1}" if number else None,
+            )
+        )
+    return requests
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    keys: tuple[PageKey, ...]
+    prompt_tokens: int
+    output_tokens: int
+    gap_s: float
+
+
+def _calls(session: Session, page_tokens: int, encoder: Encoder, most_output: int) -> Iterator[_Call]:
+    tokens = PromptTokens(encoder)
+    keys: list[PageKey] = []
+    for call, prompt in Context(session).calls():
+        same = tokens.show(prompt)
+        del keys[same // page_tokens :]
+        _extend(keys, tokens.ids, page_tokens)
+        yield _Call(tuple(keys), len(tokens), output_tokens(call, encoder, most_output), call.gap_s)
+
+
+def _extend(keys: list[PageKey], ids: Ids, page_tokens: int) -> None:
+    """Chained hashes of the whole pages behind those `keys` names already, so that a key stands for all tokens up to it."""
+    last = keys[-1] if keys else PageKey(b"")
+    whole = len(ids) // page_tokens * page_tokens
+    for page in np.split(ids[len(keys) * page_tokens : whole], whole // page_tokens - len(keys) or 1):
+        if len(page):
+            last = PageKey(hashlib.blake2b(page.tobytes(), key=last, digest_size=32).digest())
+            keys.append(last)

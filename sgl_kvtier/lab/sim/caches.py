@@ -1,0 +1,149 @@
+"""The three tiers together: what a prompt finds in them, copies written down behind it, and moves a plan asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sgl_kvtier.lab.sim.memory import TierMemory
+from sgl_kvtier.lab.sim.transfers import Transfer, Transfers
+from sgl_kvtier.policy.messages import Evict, Fact, Move, PagesDropped, PagesPlaced, TransferDone
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+_UP = {
+    (Tier.SSD, Tier.DRAM): Link.SSD_TO_DRAM,
+    (Tier.DRAM, Tier.HBM): Link.DRAM_TO_HBM,
+    (Tier.SSD, Tier.HBM): Link.SSD_TO_HBM,
+    (Tier.HBM, Tier.DRAM): Link.HBM_TO_DRAM,
+    (Tier.DRAM, Tier.SSD): Link.DRAM_TO_SSD,
+}
+
+_NO_SPAN = Span(0, 0)
+
+
+class Caches:
+    """HBM, DRAM and SSD with what moves between them. `tell` passes facts on; `now` is the virtual clock."""
+
+    def __init__(
+        self,
+        capacities: dict[Tier, int | None],
+        transfers: Transfers,
+        page_bytes: int,
+        tell: Callable[[Fact], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.tiers = {tier: TierMemory(tier, pages) for tier, pages in capacities.items()}
+        self.hbm, self.dram, self.ssd = (self.tiers[tier] for tier in (Tier.HBM, Tier.DRAM, Tier.SSD))
+        self._transfers = transfers
+        self._page_bytes = page_bytes
+        self._tell = tell
+        self._now = now
+        self.wanted_pages = 0
+        """Pages of HBM the first waiting request lacks: moves leave them alone."""
+
+    def match(self, keys: Sequence[PageKey]) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
+        """How many leading pages are in HBM, and where the pages behind them lie as far as the chain goes without a gap."""
+        resident = self.hbm.prefix(keys)
+        sources: list[tuple[Span, Tier]] = []
+        for place in range(resident, len(keys)):
+            tier = next((t for t in (Tier.DRAM, Tier.SSD) if keys[place] in self.tiers[t]), None)
+            if tier is None:
+                break
+            if sources and sources[-1][1] == tier:
+                sources[-1] = (Span(sources[-1][0].start, place + 1), tier)
+            else:
+                sources.append((Span(place, place + 1), tier))
+        return resident, tuple(sources)
+
+    def look_up(self, keys: Sequence[PageKey]) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
+        """The same for a request that has just arrived: what it finds counts as used."""
+        resident, sources = self.match(keys)
+        found = sources[-1][0].stop if sources else resident
+        for memory in self.tiers.values():
+            memory.touch([key for key in keys[:found] if key in memory])
+        return resident, sources
+
+    def place(self, keys: Sequence[PageKey], tier: Tier) -> None:
+        """Says that these pages are in a tier now."""
+        if keys:
+            self._tell(PagesPlaced(tuple(keys), tier, self._now()))
+
+    def tell_drops(self) -> None:
+        """Passes on what was evicted since the last time."""
+        for tier, memory in self.tiers.items():
+            if memory.dropped:
+                self._tell(PagesDropped(tuple(memory.dropped), tier, self._now()))
+                memory.dropped = []
+
+    def write_down(self, keys: Sequence[PageKey]) -> None:
+        """Copies of pages new in HBM go to DRAM and from there to SSD, where they are not (write-through)."""
+        self._copy(keys, Tier.HBM, Tier.DRAM, lambda done: self._copy(done, Tier.DRAM, Tier.SSD, None))
+
+    def carry_out(self, move: Move) -> None:
+        """A plan's move."""
+        self._copy(move.keys, move.source, move.target, None)
+
+    def evict(self, evict: Evict) -> None:
+        """A plan's wish which pages go first."""
+        self.tiers[evict.tier].evict_first(evict.keys)
+
+    def finish(self) -> None:
+        """Counts as wasted what was prefetched and never used."""
+        for memory in self.tiers.values():
+            memory.finish()
+            for link, pages in memory.unused_prefetches.items():
+                self._transfers.results[link].wasted_bytes += pages * self._page_bytes
+
+    def _copy(
+        self,
+        wanted: Sequence[PageKey],
+        source: Tier,
+        target: Tier,
+        then: Callable[[Sequence[PageKey]], None] | None,
+    ) -> None:
+        link = _UP[source, target]
+        above, below = self.tiers[source], self.tiers[target]
+        keys = [key for key in wanted if key in above and key not in below]
+        self._tell_outcome(wanted, keys, target)
+        if not keys:
+            return
+        above.pin(keys)
+
+        def begin(transfer: Transfer) -> bool:
+            del transfer
+            if below.available < len(keys) + (self.wanted_pages if target is Tier.HBM else 0):
+                above.unpin(keys)
+                self._tell(PagesDropped(tuple(keys), target, self._now()))
+                return False
+            below.claim(len(keys))
+            self.tell_drops()
+            return True
+
+        def done(transfer: Transfer, seconds: float) -> None:
+            del transfer
+            fresh = [key for key in keys if below.name_private(key)]
+            below.unpin(keys)
+            above.unpin(keys)
+            if target < source:
+                below.mark_prefetched(fresh, link)
+            nbytes = len(keys) * self._page_bytes
+            # Under no request's name: a restoration of the same pages has loads of its own, which have not ended by this.
+            self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, self._now()))
+            self.place(fresh, target)
+            if then is not None:
+                then(keys)
+
+        # Under no request's name: cancelling a request's loads leaves moves alone.
+        self._transfers.submit(Transfer(link, "", Span(0, len(keys)), begin, done, _never))
+
+    def _tell_outcome(self, wanted: Sequence[PageKey], moving: Sequence[PageKey], target: Tier) -> None:
+        """Of pages that will not be moved: there already, or nowhere to be moved from."""
+        under_way, below = dict.fromkeys(moving), self.tiers[target]
+        there = tuple(key for key in wanted if key in below)
+        gone = tuple(key for key in wanted if key not in below and key not in under_way)
+        self.place(there, target)
+        if gone:
+            self._tell(PagesDropped(gone, target, self._now()))
+
+
+def _never(transfer: Transfer, span: Span, reason: str) -> None:
+    raise AssertionError(f"a move over {transfer.link.value} was taken back: {span} {reason}")

@@ -1,0 +1,156 @@
+"""One workload on one simulated machine under several policies: what `kvtier sim run` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.lab.pages.stats import summary
+from sgl_kvtier.lab.sim.arrivals import Pace, from_sessions, wide_encoder
+from sgl_kvtier.lab.sim.hardware import (
+    Hardware,
+    ModelShape,
+    load_hardware,
+    load_model,
+    planner_profile,
+    step_cost,
+)
+from sgl_kvtier.lab.sim.policies import Setting, policy
+from sgl_kvtier.lab.sim.replay import Recording
+from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
+from sgl_kvtier.lab.sim.run import engine_shape, simulate
+from sgl_kvtier.lab.sim.server import ServerSpec
+from sgl_kvtier.lab.workload.source import load_sessions
+from sgl_kvtier.policy.decision_log import Header
+from sgl_kvtier.policy.messages import Planner
+from sgl_kvtier.types import Link
+
+_USABLE_HBM = 0.9
+"""Share of HBM that weights and KV may take together, as `--mem-fraction-static` leaves it in SGLang."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is simulated: names from the profiles, sizes of the tiers in bytes (None: HBM what weights leave, others
+    without limit), token budget and page. `ssd_gbps` and `pcie_gbps` replace the profile's, in gigabits per second."""
+
+    hardware: str = "H100"
+    model: str = "Llama-3.1-8B"
+    hbm_bytes: int | None = None
+    dram_bytes: int | None = None
+    ssd_bytes: int | None = None
+    page_tokens: int = 64
+    step_tokens: int = 2048
+    slots: int = 1
+    ssd_gbps: float | None = None
+    pcie_gbps: float | None = None
+
+    def parts(self) -> tuple[Hardware, ModelShape, ServerSpec]:
+        """The machine, the model and the server. Raises ConfigError when a tier is too small for anything."""
+        hardware, model = load_hardware(self.hardware), load_model(self.model)
+        for names, gbps in ((("ssd_read",), self.ssd_gbps), (("h2d", "d2h"), self.pcie_gbps)):
+            for name in names if gbps is not None else ():
+                hardware = hardware.with_pipe(name, bytes_per_s=(gbps or 0) * 1e9 / 8)
+        hbm_bytes = self.hbm_bytes
+        if hbm_bytes is None:
+            hbm_bytes = int(hardware.hbm_bytes * _USABLE_HBM - model.weight_bytes)
+        page_bytes = self.page_tokens * model.kv_bytes_per_token
+        pages = [None if size is None else size // page_bytes for size in (hbm_bytes, self.dram_bytes, self.ssd_bytes)]
+        if (pages[0] or 0) < 1:
+            raise ConfigError(f"{self.model} leaves no HBM for KV on {self.hardware}: choose another machine or model")
+        spec = ServerSpec(
+            page_tokens=self.page_tokens,
+            step_tokens=self.step_tokens,
+            slots=self.slots,
+            hbm_pages=pages[0],
+            dram_pages=pages[1],
+            ssd_pages=pages[2],
+        )
+        return hardware, model, spec
+
+
+@dataclass(frozen=True)
+class Load:
+    """What arrives: a trace as `kvtier trace` knows it, how many of its sessions, and how they are paced. A session
+    is cut before its first prompt longer than `most_prompt_tokens`."""
+
+    trace: str
+    sessions: int | None = None
+    skip: int = 0
+    seed: int = 0
+    pace: Pace = field(default_factory=Pace)
+    most_prompt_tokens: int | None = None
+    traces: Path | None = None
+
+    def requests(self, page_tokens: int) -> tuple[str, list[SimRequest]]:
+        """The workload in words, and its requests. Raises TraceError and ConfigError as the trace reader does."""
+        encoder = wide_encoder()
+        loaded = load_sessions(
+            self.trace,
+            limit=self.sessions,
+            skip=self.skip,
+            seed=self.seed,
+            traces_dir=self.traces,
+            encoder=encoder,
+            max_prompt_tokens=self.most_prompt_tokens,
+        )
+        return loaded.description, from_sessions(loaded.sessions, page_tokens, self.pace, self.seed, encoder)
+
+
+def run_policy(
+    name: str,
+    machine: Machine,
+    requests: Sequence[SimRequest],
+    config: PolicyConfig,
+    *,
+    record: bool = False,
+    on_finish: Callable[[SimRequest], None] | None = None,
+    log: Callable[[str], object] | None = None,
+) -> SimResult:
+    """One policy over the requests. `log` takes the decision log, line by line; replaying is for policies kvtier.json
+    can express."""
+    hardware, model, spec = machine.parts()
+    shape = engine_shape(spec, model)
+    profile = planner_profile(hardware, step_cost(hardware, model))
+    chosen = policy(name)
+    planner: Planner = chosen.make(Setting(config, shape, profile, spec, requests))
+    if log is not None:
+        planner = Recording(planner, Header(config, shape, profile), log)
+    server = chosen.server(spec)
+    return simulate(planner, hardware, model, requests, server=server, record=record, on_finish=on_finish)
+
+
+def outcome(name: str, result: SimResult) -> dict[str, Any]:
+    """A run in numbers: what tables and JSON show. Seconds, tokens, bytes."""
+    requests = result.requests
+    moved = {link.value: used.nbytes for link, used in result.links.items()}
+    wasted = {link.value: used.wasted_bytes for link, used in result.links.items()}
+    up = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM, Link.SSD_TO_HBM)
+    hits: dict[str, int] = {}
+    for request in requests:
+        for tier, tokens in request.hit_tokens.items():
+            hits[tier.name.lower()] = hits.get(tier.name.lower(), 0) + tokens
+    return {
+        "policy": name,
+        "requests": len(requests),
+        "ttft_s": summary(result.ttfts()),
+        "finished_s": result.finished_s,
+        "compute_busy_s": result.compute_busy_s,
+        "prompt_tokens": sum(request.prompt_tokens for request in requests),
+        "computed_tokens": sum(request.computed_tokens for request in requests),
+        "loaded_tokens": sum(request.spliced_tokens for request in requests),
+        "resident_tokens": sum(request.resident_tokens for request in requests),
+        "lost_tokens": sum(request.lost_tokens for request in requests),
+        "hit_tokens": hits,
+        "moved_bytes": moved,
+        "wasted_bytes": wasted,
+        "moved_up_bytes": sum(moved[link.value] for link in up),
+        "wasted_up_bytes": sum(wasted[link.value] for link in up),
+        "retracted": sum(request.retracted for request in requests),
+        "steps": result.steps,
+        "events": result.events,
+    }

@@ -1,0 +1,264 @@
+"""What carries out a plan in virtual time: loads, cancels and moves as transfers, pages claimed and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import simpy
+
+from sgl_kvtier.lab.sim.caches import Caches
+from sgl_kvtier.lab.sim.live import Live, Restoring
+from sgl_kvtier.lab.sim.transfers import Transfer, Transfers
+from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, StepPlan, TransferDone
+from sgl_kvtier.policy.restore.modes import LINK_OF
+from sgl_kvtier.types import PageKey, Span, Tier
+
+
+class Hands:
+    """Owns the tiers and the links, and collects facts until the next step asks for them."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        transfers: Transfers,
+        capacities: dict[Tier, int | None],
+        page_tokens: int,
+        page_bytes: int,
+        *,
+        staged: bool,
+        write_down: bool,
+    ) -> None:
+        self._env = env
+        self._transfers = transfers
+        self._page_tokens = page_tokens
+        self._page_bytes = page_bytes
+        self._staged = staged
+        self._write_down = write_down
+        self._facts: list[Fact] = []
+        self.caches = Caches(capacities, transfers, page_bytes, self.tell, lambda: env.now)
+        self.loading = 0
+        """Loads asked for and not ended."""
+        self.wake: Callable[[], None] = lambda: None
+        transfers.on_end = self._transfer_ended
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_facts(self) -> bool:
+        """Whether the planner has not heard of everything yet."""
+        return bool(self._facts)
+
+    @property
+    def pending(self) -> int:
+        """Transfers that will end by themselves."""
+        return self._transfers.pending
+
+    def tell(self, fact: Fact) -> None:
+        """Takes a fact for the planner."""
+        self._facts.append(fact)
+        self.wake()
+
+    def _transfer_ended(self) -> None:
+        self.wake()
+
+    def take_facts(self) -> list[Fact]:
+        """What happened since the last time, in order."""
+        self.caches.tell_drops()
+        facts, self._facts = self._facts, []
+        return facts
+
+    # --- a request's pages --------------------------------------------------------------------------------------------
+
+    def look_up(self, live: Live) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
+        """Pages in HBM from the start, and where those behind them lie; noted in the request's result."""
+        most = live.restorable_pages
+        if live.spec.cached:
+            spans = [(Span(s.start, min(s.stop, most)), tier) for s, tier in live.spec.cached if s.start < most]
+            resident = spans[0][0].stop if spans and spans[0][1] == Tier.HBM else 0
+            sources: tuple[tuple[Span, Tier], ...] = tuple(span for span in spans if span[1] != Tier.HBM)
+        else:
+            resident, sources = self.caches.look_up(live.spec.keys[:most])
+        hits = {Tier.HBM: resident * self._page_tokens} if resident else {}
+        for span, tier in sources:
+            hits[tier] = hits.get(tier, 0) + len(span) * self._page_tokens
+        live.result.hit_tokens = hits
+        self._set_resident(live, resident)
+        return resident, sources
+
+    def hold_resident(self, live: Live) -> None:
+        """Pages of the prefix found in HBM stay there for this request."""
+        fresh = live.spec.keys[len(live.pinned) : live.resident_pages]
+        self.caches.hbm.pin(fresh)
+        live.pinned += fresh
+
+    def refresh(self, live: Live) -> None:
+        """A request about to run without restoring takes what is in HBM by now."""
+        if live.spec.keys:
+            self._set_resident(live, self.caches.hbm.prefix(live.spec.keys[: live.restorable_pages]))
+
+    def reserve(self, live: Live) -> bool:
+        """Claims all pages the request is going to need, once; False when there is no room."""
+        if live.reserved:
+            return True
+        hbm, held = self.caches.hbm, len(live.pinned)
+        self.hold_resident(live)
+        if live.missing_pages > hbm.available:
+            hbm.unpin(live.pinned[held:])
+            del live.pinned[held:]
+            return False
+        missing = live.missing_pages
+        hbm.claim(missing)
+        live.private += missing
+        live.reserved = True
+        hbm.use(live.pinned)
+        live.result.resident_tokens = live.resident_pages * self._page_tokens
+        return True
+
+    def keep_prompt(self, live: Live) -> None:
+        """The prompt's pages get their names and are copied down."""
+        self._name(live, live.spec.keys)
+
+    def let_go(self, live: Live) -> None:
+        """The request has ended: named pages stay as cache, its own are free."""
+        self._name(live, live.spec.final_keys)
+        hbm = self.caches.hbm
+        hbm.release(live.private)
+        hbm.unpin(live.pinned)
+        live.private, live.pinned = 0, []
+
+    def abandon(self, live: Live) -> None:
+        """A waiting request gives up all it holds; nothing of it is under way."""
+        restoring, hbm = live.restoring, self.caches.hbm
+        if restoring is not None:
+            assert not restoring.loading(), f"{live.rid} is given up while loads are under way"
+            for span, tier in restoring.sources:
+                landed = restoring.landed_in(span)
+                live.result.unused_tokens += landed * self._page_tokens
+                link = live.load_link or LINK_OF[tier]
+                self._transfers.results[link].wasted_bytes += landed * self._page_bytes
+        hbm.release(live.private)
+        hbm.unpin(live.pinned)
+        live.private, live.pinned, live.restoring, live.reserved = 0, [], None, False
+        self._set_resident(live, 0)
+
+    def _set_resident(self, live: Live, pages: int) -> None:
+        live.resident_pages = pages
+        live.done_tokens = pages * self._page_tokens
+
+    def _name(self, live: Live, keys: tuple[PageKey, ...]) -> None:
+        hbm = self.caches.hbm
+        fresh = []
+        for key in keys[len(live.pinned) :]:
+            live.private -= 1
+            if hbm.name_private(key):
+                fresh.append(key)
+            live.pinned.append(key)
+        self.caches.place(fresh, Tier.HBM)
+        if fresh and self._write_down:
+            self.caches.write_down(fresh)
+
+    # --- plans --------------------------------------------------------------------------------------------------------
+
+    def carry_out(self, plan: StepPlan, lives: Mapping[str, Live]) -> None:
+        """Everything of a plan but the computes, which are the batch's. `lives`: requests waiting or in a slot."""
+        for start in plan.starts:
+            live = lives.get(start.rid)
+            assert live is not None and live.offered is not None, f"{start} answers no offer"
+            live.result.restore_mode = start.mode.value
+            if start.mode is not Mode.COMPUTE:
+                live.restoring = live.offered
+        for live in lives.values():
+            self._close_offer(live)
+        for cancel in plan.cancels:
+            self._transfers.cancel(cancel.rid, cancel.span)
+        for load in plan.loads:
+            live = lives.get(load.rid)
+            assert live is not None and live.restoring is not None, f"{load} is for a request that restores nothing"
+            self._load(live, load)
+        for evict in plan.evictions:
+            self.caches.evict(evict)
+        for move in plan.moves:
+            self.caches.carry_out(move)
+
+    def _close_offer(self, live: Live) -> None:
+        """An offer that was not taken up is forgotten, and what was held for it may go, unless it has its room already."""
+        if live.offered is not None and live.restoring is None and not live.reserved:
+            self.caches.hbm.unpin(live.pinned)
+            live.pinned = []
+        live.offered = None
+
+    def _load(self, live: Live, load: Load) -> None:
+        restoring, hbm = live.restoring, self.caches.hbm
+        assert restoring is not None
+        restoring.begin_load(load.span, load.source, known_places=not live.spec.keys)
+        staging = len(load.span) if self._staged and load.source > Tier.DRAM else 0
+        if not self.reserve(live):
+            assert len(load.span) <= hbm.available, f"{load} exceeds the {hbm.available} free pages of HBM"
+            hbm.claim(len(load.span))
+            live.private += len(load.span)
+        if staging:
+            assert staging <= self.caches.dram.available, f"{load} exceeds the free pages of DRAM"
+            self.caches.dram.claim(staging)
+        self.caches.tell_drops()
+        self.loading += len(load.span)
+        live.load_link = load.link
+        calls = _LoadCalls(self, live, restoring, load.source, staging > 0)
+        due_s = self._env.now + load.deadline_s
+        self._transfers.submit(
+            Transfer(load.link, live.rid, load.span, calls.begin, calls.done, calls.lost, due_s)
+        )
+
+    def landed(self, live: Live, transfer: Transfer, seconds: float, staged: bool) -> None:
+        """Pages of a load are in HBM."""
+        self._end_load(transfer.span, staged)
+        nbytes = len(transfer.span) * self._page_bytes
+        self.tell(TransferDone(live.rid, transfer.link, transfer.span, nbytes, seconds, self._env.now))
+
+    def lost(self, live: Live, span: Span, reason: str, staged: bool) -> None:
+        """Pages of a load will not come."""
+        self._end_load(span, staged)
+        if not live.reserved:
+            self.caches.hbm.release(len(span))
+            live.private -= len(span)
+        live.result.lost_tokens += len(span) * self._page_tokens
+        self.tell(PagesLost(live.rid, span, reason, self._env.now))
+
+    def _end_load(self, span: Span, staged: bool) -> None:
+        self.loading -= len(span)
+        if staged:
+            self.caches.dram.release(len(span))
+
+
+class _LoadCalls:
+    """What happens at the ends of one load's transfers; the pages are kept in their tier while they are read."""
+
+    def __init__(self, hands: Hands, live: Live, restoring: Restoring, tier: Tier, staged: bool) -> None:
+        self._hands, self._live, self._restoring = hands, live, restoring
+        self._source = hands.caches.tiers.get(tier)
+        self._staged = staged
+
+    def _keys(self, transfer: Transfer) -> tuple[PageKey, ...]:
+        return self._live.spec.keys[transfer.span.start : transfer.span.stop]
+
+    def begin(self, transfer: Transfer) -> bool:
+        """Its turn has come: are the pages still there?"""
+        if self._source is not None:
+            if any(key not in self._source for key in self._keys(transfer)):
+                self.lost(transfer, transfer.span, "missing")
+                return False
+            self._source.pin(self._keys(transfer))
+        return True
+
+    def done(self, transfer: Transfer, seconds: float) -> None:
+        """They have landed."""
+        if self._source is not None:
+            self._source.unpin(self._keys(transfer))
+            self._source.touch(self._keys(transfer))
+        self._restoring.land(transfer.span)
+        self._hands.landed(self._live, transfer, seconds, self._staged)
+
+    def lost(self, transfer: Transfer, span: Span, reason: str) -> None:
+        """They will not come."""
+        del transfer
+        self._restoring.lose(span)
+        self._hands.lost(self._live, span, reason, self._staged)

@@ -1,0 +1,155 @@
+"""One simulation from end to end: requests in, results out. The same arguments give the same result to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import simpy
+
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.lab.sim.costs import Cost, Speed
+from sgl_kvtier.lab.sim.hands import Hands
+from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, step_cost
+from sgl_kvtier.lab.sim.links import Network
+from sgl_kvtier.lab.sim.requests import SimRequest, SimResult, Timeline
+from sgl_kvtier.lab.sim.server import Server, ServerSpec
+from sgl_kvtier.lab.sim.transfers import Transfers
+from sgl_kvtier.policy.messages import Planner
+from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.types import Tier
+
+
+def simulate(
+    planner: Planner,
+    hardware: Hardware,
+    model: ModelShape,
+    requests: Sequence[SimRequest],
+    *,
+    server: ServerSpec | None = None,
+    cost: Cost | None = None,
+    speed: Speed | None = None,
+    record: bool = False,
+    on_finish: Callable[[SimRequest], None] | None = None,
+) -> SimResult:
+    """Runs `requests` to their last token and says what became of them.
+
+    `cost` is what steps truly take (None: what the hardware's profile gives for the model), `speed` the machine's share
+    over time. `record` keeps a timeline. `on_finish` is called for each request that ends, for progress. Raises
+    ConfigError when a request could never run, AssertionError when the planner contradicts itself or leaves a request
+    waiting for ever.
+    """
+    spec = server or ServerSpec()
+    _check_fits(requests, spec)
+    env = _Kernel()
+    page_bytes = spec.page_tokens * model.kv_bytes_per_token
+    network = Network(env, hardware.pipes)
+    transfers = Transfers(env, network, hardware.routes, page_bytes)
+    capacities = {Tier.HBM: spec.hbm_pages, Tier.DRAM: spec.dram_pages, Tier.SSD: spec.ssd_pages}
+    hands = Hands(
+        env, transfers, capacities, spec.page_tokens, page_bytes, staged=spec.staged, write_down=spec.write_down
+    )
+    timeline = Timeline()
+    truth = cost or step_cost(hardware, model)
+    engine = Server(env, planner, spec, truth, speed or Speed(), hands, timeline if record else None)
+    done = env.event()
+    _Arrivals(env, engine, requests, done, on_finish).start()
+    env.process(engine.run())
+    if requests:
+        env.run(until=done)
+    hands.caches.finish()
+    return SimResult(
+        requests=engine.results,
+        links=transfers.results,
+        pipes={name: (usage.nbytes, usage.busy_s) for name, usage in network.usage().items()},
+        timeline=timeline,
+        finished_s=env.now,
+        compute_busy_s=engine.compute_busy_s,
+        steps=engine.steps,
+        events=env.events,
+    )
+
+
+def engine_shape(server: ServerSpec, model: ModelShape) -> EngineShape:
+    """What a planner is told of the engine."""
+    return EngineShape(
+        page_tokens=server.page_tokens,
+        page_bytes=server.page_tokens * model.kv_bytes_per_token,
+        chunk_tokens=server.step_tokens,
+        layers=model.layers,
+        staged=server.staged,
+    )
+
+
+def _check_fits(requests: Sequence[SimRequest], spec: ServerSpec) -> None:
+    longest = max(requests, key=lambda request: request.prompt_tokens + request.output_tokens, default=None)
+    if longest is None or spec.hbm_pages is None:
+        return
+    tokens = longest.prompt_tokens + longest.output_tokens
+    if -(-tokens // spec.page_tokens) > spec.hbm_pages:
+        raise ConfigError(
+            f"request {longest.rid} takes {tokens} tokens, but HBM holds {spec.hbm_pages * spec.page_tokens}: "
+            "give it more HBM, or cut sessions before prompts that long"
+        )
+
+
+class _Kernel(simpy.Environment):
+    """simpy's event loop, counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = 0
+
+    def step(self) -> None:
+        self.events += 1
+        super().step()
+
+
+class _Arrivals:
+    """Hands requests to the server when their time has come."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        engine: Server,
+        requests: Sequence[SimRequest],
+        done: simpy.Event,
+        on_finish: Callable[[SimRequest], None] | None,
+    ) -> None:
+        self._env = env
+        self._engine = engine
+        self._requests = requests
+        self._followers: dict[str, list[SimRequest]] = {}
+        self._left = len(requests)
+        self._done = done
+        self._on_finish = on_finish
+        engine.on_finish = self._finished
+
+    def start(self) -> None:
+        """Puts everything on the clock that does not wait for another request."""
+        rids = [request.rid for request in self._requests]
+        assert len(set(rids)) == len(rids), "two requests have the same id"
+        known = set(rids)
+        for request in self._requests:
+            if request.after is None:
+                self._at(request)
+            else:
+                assert request.after in known, f"{request.rid} waits for {request.after}, which is not there"
+                self._followers.setdefault(request.after, []).append(request)
+
+    def _at(self, request: SimRequest) -> None:
+        def arrive(_: Any) -> None:
+            self._engine.submit(request)
+
+        timer = self._env.timeout(request.arrival_s)
+        assert timer.callbacks is not None
+        timer.callbacks.append(arrive)
+
+    def _finished(self, request: SimRequest) -> None:
+        for follower in self._followers.pop(request.rid, ()):
+            self._at(follower)
+        if self._on_finish is not None:
+            self._on_finish(request)
+        self._left -= 1
+        if not self._left:
+            self._done.succeed()

@@ -1,0 +1,412 @@
+"""A continuous-batching server in virtual time: one pair of hands for any planner.
+
+Each engine step it tells the planner what happened, shows it a view, carries out the plan, and runs a batch: decoding
+sequences, the requests that hold a slot for chunked prefill, and waiting requests in order of arrival while the token
+budget and HBM have room. Transfers go on beside it. A plan that contradicts itself stops the run with AssertionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from sgl_kvtier.lab.sim.costs import Batch, Cost, Speed
+from sgl_kvtier.lab.sim.hands import Hands
+from sgl_kvtier.lab.sim.live import Live, Restoring
+from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest, Timeline
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    ChunkStarted,
+    Compute,
+    Fact,
+    Planner,
+    RequestArrived,
+    RequestFinished,
+    RestoreOffered,
+    StepDone,
+    StepView,
+)
+from sgl_kvtier.types import Span, Tier
+
+_PATIENCE = 64
+"""So often a planner that lets nothing run is asked again at one instant before a request is taken back."""
+_MOST_ASKED = 16
+"""So often a planner is asked at one instant while something is under way."""
+_POLL_S = 1e-3
+"""Seconds between two looks of an idle engine that has facts to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """The engine. Pages and tokens; None = no limit.
+
+    `step_tokens` is the token budget of a step, of which decoding takes one per sequence and requests here get `share` of
+    the rest (Cake 5.1: the others' tokens run in the same step). `slots` requests may be inside chunked prefill at a time
+    (SGLang: 1). Without `mixed`, a step holds prefill or decode, not both. Without `overlap`, no step begins while
+    something is being loaded. `staged`: loads from below DRAM need DRAM pages while they are in flight.
+    `write_down`: pages new in HBM are copied to DRAM and SSD behind the request's back. `offer_with_room`: a restoration is
+    offered when HBM can take the whole request, which then owns its pages; otherwise at once, for planners that fetch to
+    DRAM first.
+    """
+
+    page_tokens: int = 16
+    step_tokens: int = 512
+    share: float = 1.0
+    slots: int = 1
+    max_running: int = 256
+    hbm_pages: int | None = None
+    dram_pages: int | None = None
+    ssd_pages: int | None = None
+    mixed: bool = True
+    overlap: bool = True
+    staged: bool = False
+    write_down: bool = True
+    offer_with_room: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """One request's prefill in the batch being formed."""
+
+    live: Live
+    tokens: Span
+    splice: Span
+
+
+@dataclass(slots=True)
+class _Forming:
+    """The batch being formed and what is left of its budget."""
+
+    budget: int
+    parts: list[_Part] = field(default_factory=list)
+
+
+class Server:
+    """The step loop. `run` is the process to start; `submit` puts a request in the queue at the present moment."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        planner: Planner,
+        spec: ServerSpec,
+        cost: Cost,
+        speed: Speed,
+        hands: Hands,
+        timeline: Timeline | None,
+    ) -> None:
+        self._env = env
+        self._planner = planner
+        self._spec = spec
+        self._cost = cost
+        self._speed = speed
+        self._hands = hands
+        self._timeline = timeline
+        self._waiting: list[Live] = []
+        self._slots: list[Live] = []
+        self._running: list[Live] = []
+        self._refused = ("", 0)
+        self._instant, self._asked = -1.0, 0
+        self._wake = env.event()
+        self.on_finish: Callable[[SimRequest], None] = lambda _: None
+        """Called when a request has its last token."""
+        self.results: list[RequestResult] = []
+        self.steps = 0
+        self.compute_busy_s = 0.0
+        hands.wake = self.wake
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: SimRequest) -> None:
+        """A request arrives now."""
+        result = RequestResult(request.rid, request.session, self._env.now, request.prompt_tokens)
+        self.results.append(result)
+        live = Live(request, result, self._spec.page_tokens)
+        self._hands.look_up(live)
+        self._enqueue(live, len(self._waiting))
+        live.due_offer = True
+        if not self._spec.offer_with_room:
+            self._offer(live)
+
+    def wake(self) -> None:
+        """Something happened that an idle engine should look at."""
+        if not self._wake.triggered:
+            self._wake.succeed()
+
+    def _enqueue(self, live: Live, place: int) -> None:
+        spec = live.spec
+        self._waiting.insert(place, live)
+        self._tell(RequestArrived(live.rid, self._env.now, spec.prompt_tokens, spec.keys, spec.session))
+
+    def _offer(self, live: Live) -> bool:
+        """Tells of what could be loaded for a request. False when that has to wait for room in HBM."""
+        resident, sources = self._hands.look_up(live)
+        live.due_offer = False
+        if not sources:
+            return True
+        if self._spec.offer_with_room and not self._hands.reserve(live):
+            live.due_offer = True
+            return False
+        self._hands.hold_resident(live)
+        pages = sources[-1][0].stop
+        live.offered = Restoring(live.rid, resident, pages, sources)
+        now, tokens = self._env.now, live.spec.prompt_tokens
+        self._tell(RestoreOffered(live.rid, now, tokens, resident, pages, sources))
+        return True
+
+    def _make_due_offers(self) -> None:
+        """Offers that waited for room, in order; the first without room keeps those behind it waiting."""
+        caches = self._hands.caches
+        available, caches.wanted_pages = caches.hbm.available, 0
+        for live in self._waiting:
+            if not live.due_offer:
+                continue
+            if (live.rid, available) == self._refused or not self._offer(live):
+                self._refused = (live.rid, available)
+                caches.wanted_pages = live.missing_pages
+                break
+
+    def _tell(self, fact: Fact) -> None:
+        self._hands.tell(fact)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Generator[simpy.Event, Any, None]:
+        """Steps for ever; idle while there is nothing to do."""
+        fruitless = 0
+        while True:
+            if not (self._waiting or self._slots or self._running or self._hands.has_facts):
+                yield from self._idle()
+                continue
+            self._make_due_offers()
+            for fact in self._hands.take_facts():
+                self._planner.observe(fact)
+            plan = self._planner.step(self._view())
+            self._hands.carry_out(plan, {live.rid: live for live in (*self._slots, *self._waiting)})
+            self._record()
+            if not self._spec.overlap:
+                while self._hands.loading:
+                    yield from self._idle()
+            parts = self._form(plan.computes)
+            decoding = self._running if self._spec.mixed or not parts else []
+            if parts or decoding:
+                yield from self._step(parts, list(decoding))
+                fruitless = 0
+                continue
+            if self._hands.pending or not (self._waiting or self._slots):
+                fruitless = 0
+                yield from self._idle()
+                continue
+            fruitless += 1
+            if fruitless > _PATIENCE:
+                self._retract_or_stop()
+                fruitless = 0
+
+    def _idle(self) -> Generator[simpy.Event, Any, None]:
+        """Until something happens. An idle engine polls: a planner that asks for what cannot be, such as a move without
+        room, is asked again at once a few times, and from then on once per poll."""
+        if self._env.now > self._instant:
+            self._instant, self._asked = self._env.now, 0
+        self._asked += 1
+        self._wake = self._env.event()
+        if not self._hands.has_facts:
+            yield self._wake
+        elif self._asked > _MOST_ASKED:
+            yield self._wake | self._env.timeout(_POLL_S)
+
+    def _view(self) -> StepView:
+        restoring = [live for live in self._slots if live.restoring is not None]
+        there = (*self._slots, *self._waiting)
+        fresh = [live for live in there if not (live.restoring or live.offered or live.due_offer)]
+        return StepView(
+            now=self._env.now,
+            waiting=tuple(live.rid for live in self._waiting),
+            slot=restoring[0].rid if restoring else None,
+            slot_open=len(self._slots) < self._spec.slots and len(self._running) < self._spec.max_running,
+            prefill_tokens=self._budget(),
+            fresh_tokens=sum(live.left_tokens for live in fresh),
+            decoding=len(self._running),
+            free_pages=self._free_pages(),
+        )
+
+    def _free_pages(self) -> dict[Tier, int]:
+        """What loads may claim: empty or evictable pages, and those restoring requests own and have not filled."""
+        caches = self._hands.caches
+        free = {tier: memory.available for tier, memory in caches.tiers.items()}
+        free[Tier.HBM] = max(0, free[Tier.HBM] - caches.wanted_pages)
+        for live in (*self._slots, *self._waiting) if self._spec.offer_with_room else ():
+            if live.restoring is not None:
+                free[Tier.HBM] += live.restoring.unclaimed()
+        return free
+
+    def _budget(self) -> int:
+        left = max(0, self._spec.step_tokens - (len(self._running) if self._spec.mixed else 0))
+        own = int(left * self._spec.share)
+        return own if self._spec.share >= 1 else max(1, own // self._spec.page_tokens) * self._spec.page_tokens
+
+    # --- the batch ----------------------------------------------------------------------------------------------------
+
+    def _form(self, computes: tuple[Compute, ...]) -> list[_Part]:
+        """What is prefilled in this step: what the plan says about restoring requests, then others in their order."""
+        forming = _Forming(self._budget())
+        by_rid = {live.rid: live for live in (*self._slots, *self._waiting)}
+        ordered: dict[str, Span] = {}
+        for compute in computes:
+            live = by_rid.get(compute.rid)
+            assert live is not None and live.restoring is not None, f"{compute} is about a request that restores nothing"
+            live.restoring.check_splice(compute.splice)
+            if compute.tokens is None:
+                rest = Span(compute.splice.stop, live.restoring.pages)
+                live.restoring.check_compute(rest)
+                ordered[compute.rid] = compute.splice
+            elif compute.tokens > 0:
+                self._add_restoring(forming, live, compute)
+        for live in [*self._slots, *self._waiting]:
+            if live.due_offer:
+                break
+            if live.restoring is None or live.rid in ordered:
+                if any(part.live is live for part in forming.parts):
+                    continue
+                if not self._add_ordinary(forming, live, ordered.get(live.rid)):
+                    break
+        return forming.parts
+
+    def _add_restoring(self, forming: _Forming, live: Live, compute: Compute) -> None:
+        restoring, page = live.restoring, self._spec.page_tokens
+        assert restoring is not None and compute.tokens is not None
+        assert compute.tokens % page == 0, f"{compute}: tokens must be a multiple of the page, {page}"
+        tokens = min(compute.tokens, forming.budget // page * page)
+        start = compute.splice.stop
+        asked = Span(start, start + compute.tokens // page)
+        assert asked.stop <= restoring.pages, f"{compute} goes beyond the {restoring.pages} pages to be restored"
+        restoring.check_compute(asked)
+        if live not in self._slots:
+            assert len(self._slots) < self._spec.slots, f"{compute}: no slot is free, {self._slots[0].rid} holds it"
+            if not tokens or not self._admit(live):
+                return
+            self._slots.append(live)
+        if tokens:
+            forming.budget -= tokens
+            forming.parts.append(_Part(live, Span(start * page, start * page + tokens), compute.splice))
+
+    def _add_ordinary(self, forming: _Forming, live: Live, splice: Span | None) -> bool:
+        """Adds a request that has nothing (more) to load. False: no room, so nothing behind it may start either."""
+        start = live.done_tokens if splice is None else splice.stop * self._spec.page_tokens
+        if not live.reserved and splice is None:
+            self._hands.refresh(live)
+            start = live.done_tokens
+        left = live.spec.prompt_tokens - start
+        tokens = min(left, forming.budget)
+        holds = live in self._slots
+        if tokens < left:
+            tokens = tokens // self._spec.page_tokens * self._spec.page_tokens
+            if not holds and len(self._slots) >= self._spec.slots:
+                return False
+        if tokens <= 0 or not self._admit(live):
+            return False
+        if tokens < left and not holds:
+            self._slots.append(live)
+        forming.budget -= tokens
+        forming.parts.append(_Part(live, Span(start, start + tokens), splice or Span(0, 0)))
+        return True
+
+    def _admit(self, live: Live) -> bool:
+        """Gives a request all pages it will ever take; False when HBM or the batch is full."""
+        if live in self._slots:
+            return True
+        return len(self._running) + len(self._slots) < self._spec.max_running and self._hands.reserve(live)
+
+    def _step(self, parts: list[_Part], decoding: list[Live]) -> Generator[simpy.Event, Any, None]:
+        """Runs one batch."""
+        background = 0
+        if self._spec.share < 1 and parts:
+            background = max(0, self._spec.step_tokens - len(decoding) - sum(len(part.tokens) for part in parts))
+        kv_tokens = sum(live.spec.prompt_tokens + live.out_tokens for live in decoding)
+        batch = Batch(tuple(part.tokens for part in parts), len(decoding), kv_tokens, background)
+        for part in parts:
+            self._launch(part)
+        seconds = self._cost.seconds(batch) / self._speed.at(self._env.now)
+        yield self._env.timeout(seconds)
+        self.steps += 1
+        self.compute_busy_s += seconds
+        everything = batch.prefill_tokens + batch.decodes + batch.background
+        for part in parts:
+            shared = everything - len(part.tokens)
+            self._tell(ChunkDone(part.live.rid, part.tokens, seconds, self._env.now, shared))
+        self._tell(StepDone(seconds, batch.prefill_tokens + background, len(decoding), self._env.now))
+        for live in decoding:
+            self._token(live)
+        for part in parts:
+            if part.live.left_tokens == 0:
+                self._prefilled(part.live)
+
+    def _launch(self, part: _Part) -> None:
+        live = part.live
+        if live in self._waiting:
+            self._waiting.remove(live)
+        if live.result.first_chunk_s is None:
+            live.result.first_chunk_s = self._env.now
+        live.result.chunks += 1
+        live.result.computed_tokens += len(part.tokens)
+        live.result.spliced_tokens += len(part.splice) * self._spec.page_tokens
+        live.done_tokens = part.tokens.stop
+        restoring = live.restoring
+        if restoring is not None:
+            restoring.advance(part.splice, min(part.tokens.stop // self._spec.page_tokens, restoring.pages))
+            if restoring.front >= restoring.pages:
+                assert not restoring.loading() and not restoring.landed()
+                live.restoring = None
+        self._tell(ChunkStarted(live.rid, part.tokens, self._env.now))
+
+    def _prefilled(self, live: Live) -> None:
+        """The prompt is whole: the first token is out."""
+        if live in self._slots:
+            self._slots.remove(live)
+        live.result.first_token_s = self._env.now
+        live.running = True
+        self._hands.keep_prompt(live)
+        self._running.append(live)
+        self._token(live)
+
+    def _token(self, live: Live) -> None:
+        live.out_tokens += 1
+        if live.out_tokens < live.spec.output_tokens:
+            return
+        self._running.remove(live)
+        live.result.finished_s = self._env.now
+        self._hands.let_go(live)
+        keys = live.spec.final_keys or live.spec.keys
+        self._tell(RequestFinished(live.rid, self._env.now, keys=keys))
+        self.on_finish(live.spec)
+
+    def _retract_or_stop(self) -> None:
+        """Nothing moves: the last waiting request that holds pages gives them up, and will be computed."""
+        holders = [live for live in self._waiting if live.private or live.pinned]
+        assert len(holders) > 1 or (holders and holders[0] is not self._waiting[0]), (
+            f"stuck at {self._env.now:.6f} s: waiting {[live.rid for live in self._waiting[:4]]}, "
+            f"slots {[live.rid for live in self._slots]}, free {self._view().free_pages}"
+        )
+        live = holders[-1]
+        place = self._waiting.index(live)
+        del self._waiting[place]
+        self._hands.abandon(live)
+        self._tell(RequestFinished(live.rid, self._env.now, aborted=True))
+        live.result.retracted += 1
+        self._enqueue(live, place)
+
+    def _record(self) -> None:
+        if self._timeline is None:
+            return
+        for live in (*self._slots, *self._waiting):
+            if live.restoring is not None:
+                page = self._spec.page_tokens
+                self._timeline.pointers.append(
+                    (self._env.now, live.rid, live.restoring.front * page, live.restoring.back * page)
+                )
+        used = {tier: memory.used for tier, memory in self._hands.caches.tiers.items()}
+        if not self._timeline.occupancy or self._timeline.occupancy[-1][1] != used:
+            self._timeline.occupancy.append((self._env.now, used))
+
+

@@ -1,0 +1,240 @@
+"""`kvtier sim`: run a workload under several policies, compute a paper's tables, replay a decision log."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from sgl_kvtier.arguments import above_nought, count, not_negative, positive, seed, size
+from sgl_kvtier.config import KVTierConfig, load_config
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    environment,
+    print_table,
+    progress,
+    write_json,
+    write_text,
+)
+from sgl_kvtier.errors import ConfigError, KVTierError
+from sgl_kvtier.lab.pages.restore_timeline import log_lines
+from sgl_kvtier.lab.papers.cells import Cell, Tables, agreement, agreement_by_reading, as_rows
+from sgl_kvtier.lab.sim.arrivals import Pace
+from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
+from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
+from sgl_kvtier.lab.sim.log_pictures import log_html
+from sgl_kvtier.lab.sim.pictures import cells_table, policies_table, sim_html
+from sgl_kvtier.lab.sim.policies import POLICIES, policy
+from sgl_kvtier.lab.sim.replay import replay
+from sgl_kvtier.lab.sim.requests import SimResult
+
+SCHEMA_RUN = "kvtier.sim.run/1"
+SCHEMA_PAPER = "kvtier.sim.paper/1"
+
+PAPERS = ("cake", "cacheflow", "tierkv")
+
+_QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `run`, `paper`, `replay-log` and `list` with their options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{run,paper,replay-log,list}")
+
+    running = actions.add_parser("run", help="a workload on a simulated machine, policy by policy")
+    running.add_argument("--trace", required=True, metavar="SOURCE", help="a trace file, its short name, or generated:PRESET")
+    running.add_argument("--policy", default=_QUICK_POLICIES, metavar="A,B", help=f"of {','.join(POLICIES)} (default %(default)s)")
+    running.add_argument("--config", metavar="FILE", help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix")
+    running.add_argument("--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)")
+    running.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the first N sessions")
+    running.add_argument("--seed", type=seed, default=0, help="of session starts and generated sessions (default 0)")
+    running.add_argument("--start-every", type=not_negative, default=0.0, metavar="S", help="mean seconds between session starts, drawn at random (default: as recorded)")
+    running.add_argument("--most-gap", type=not_negative, default=600.0, metavar="S", help="cut longer waits between two calls (default 600)")
+    running.add_argument("--most-output", type=positive, default=512, metavar="N", help="cut longer outputs (default 512 tokens)")
+    running.add_argument("--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt")
+    running.add_argument("--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
+    running.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    running.add_argument("--html", metavar="FILE", help="write one page with timelines and distributions")
+    running.add_argument("--log", metavar="FILE", help="write the decision log of the one policy given; see replay-log")
+    machine = running.add_argument_group("machine")
+    machine.add_argument("--hardware", default="H100", choices=known_hardware(), help="default %(default)s")
+    machine.add_argument("--model", default="Llama-3.1-8B", choices=known_models(), help="default %(default)s")
+    machine.add_argument("--hbm", type=size, metavar="SIZE", help="HBM for KV (default: what 90%% of it less the weights leave)")
+    machine.add_argument("--dram", type=size, metavar="SIZE", help="DRAM for KV (default: no limit)")
+    machine.add_argument("--ssd", type=size, metavar="SIZE", help="SSD for KV (default: no limit)")
+    machine.add_argument("--ssd-gbps", type=above_nought, metavar="G", help="SSD read bandwidth in Gbit/s (default: the profile's)")
+    machine.add_argument("--pcie-gbps", type=above_nought, metavar="G", help="PCIe bandwidth per direction in Gbit/s (default: the profile's)")
+    machine.add_argument("--page-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
+    machine.add_argument("--step-tokens", type=positive, default=2048, metavar="N", help="token budget of a step (default %(default)s)")
+
+    paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
+    paper.add_argument("paper", choices=PAPERS)
+    paper.add_argument("--table", action="append", metavar="NAME", help="only this table or figure; may be given again")
+    paper.add_argument("--json", metavar="FILE", help="write the cells as JSON; - for standard output")
+
+    replaying = actions.add_parser("replay-log", help="feed a decision log to the planner and demand identical plans")
+    replaying.add_argument("log", metavar="FILE", type=Path)
+    replaying.add_argument("--html", metavar="PAGE", help="write one page with the two pointers of each restoration over time")
+    replaying.add_argument("--rid", action="append", default=[], metavar="RID", help="with --html: this request's; may be given again (default: the longest)")
+
+    actions.add_parser("list", help="policies, machines, models and papers there are")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carries out one `kvtier sim` command; the exit status. Raises KVTierError."""
+    return {"run": _run, "paper": _paper, "replay-log": _replay, "list": _list}[args.action](args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    names = list(dict.fromkeys(args.policy.split(",")))
+    for name in names:
+        policy(name)
+    if args.log and len(names) > 1:
+        raise ConfigError("--log writes the decisions of one policy: give one with --policy")
+    for target in filter(None, (args.json, args.html, args.log)):
+        check_target(target)
+    config = (load_config(args.config) if args.config else KVTierConfig()).policy
+    machine, load = _machine(args), _load(args)
+    description, requests = load.requests(machine.page_tokens)
+    lines: list[str] = []
+    results: dict[str, SimResult] = {}
+    with progress("simulating", len(requests) * len(names), "requests") as bar:
+        for name in names:
+            bar.describe(name)
+            results[name] = run_policy(
+                name,
+                machine,
+                requests,
+                config,
+                record=bool(args.html),
+                on_finish=lambda _: bar.advance(),
+                log=lines.append if args.log else None,
+            )
+    outcomes = [outcome(name, result) for name, result in results.items()]
+    setup = {"workload": description, "machine": asdict(machine), "load": asdict(load), "policy": asdict(config)}
+    if args.log:
+        write_text("\n".join(lines) + "\n", args.log)
+    if args.html:
+        write_text(sim_html(setup, outcomes, results, environment()), args.html)
+    if args.json:
+        write_json(envelope(SCHEMA_RUN, _command(), {"setup": setup, "policies": outcomes}), args.json)
+    if args.json != "-":
+        print_table(policies_table(outcomes, f"{description}: {len(requests)} requests on {machine.hardware}"))
+    return 0
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    return Machine(
+        hardware=args.hardware,
+        model=args.model,
+        hbm_bytes=args.hbm,
+        dram_bytes=args.dram,
+        ssd_bytes=args.ssd,
+        page_tokens=args.page_tokens,
+        step_tokens=args.step_tokens,
+        ssd_gbps=args.ssd_gbps,
+        pcie_gbps=args.pcie_gbps,
+    )
+
+
+def _load(args: argparse.Namespace) -> Load:
+    sessions = args.sessions
+    if sessions is None and args.trace.startswith("generated:"):
+        sessions = 20
+    pace = Pace(args.start_every, args.most_gap, args.most_output)
+    return Load(args.trace, sessions, args.skip, args.seed, pace, args.most_prompt, args.traces)
+
+
+def _paper(args: argparse.Namespace) -> int:
+    if args.json:
+        check_target(args.json)
+    tables = paper_tables(args.paper)
+    names = args.table or list(tables)
+    unknown = [name for name in names if name not in tables]
+    if unknown:
+        raise ConfigError(f"{args.paper} has no table {unknown[0]!r} here. There are: {', '.join(tables)}")
+    cells: list[Cell] = []
+    with progress(f"{args.paper}", len(names), "tables") as bar:
+        for name in names:
+            bar.describe(name)
+            cells += tables[name]()
+            bar.advance()
+    by_reading = agreement_by_reading(cells)
+    if args.json:
+        results = {
+            "paper": args.paper,
+            "cells": as_rows(cells),
+            "agreement": agreement(cells),
+            "agreement_by_reading": by_reading,
+        }
+        write_json(envelope(SCHEMA_PAPER, _command(), results), args.json)
+    if args.json != "-":
+        print_table(cells_table(cells, f"{args.paper}: paper and ours"))
+        for reading, measured in by_reading.items():
+            # A reading of one cell alone is a remark on that cell.
+            if (measured["predicted"] or 0) > 1 or len(by_reading) == 1:
+                print(
+                    f"{reading}: " * bool(reading) + f"{measured['predicted']} predicted cells, median absolute deviation "
+                    f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
+                    f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
+                )
+    return 0
+
+
+def paper_tables(name: str) -> Tables:
+    """What a paper's module offers. Imported on demand: one paper does not wait for the others."""
+    tables: Tables = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command").TABLES
+    return tables
+
+
+def _replay(args: argparse.Namespace) -> int:
+    if args.rid and not args.html:
+        raise ConfigError("--rid names what --html draws: give both")
+    if args.html:
+        check_target(args.html)
+        with _opened(args.log) as log:
+            write_text(log_html(_whole_lines(log), str(args.log), args.rid), args.html)
+    with _opened(args.log) as log:
+        replayed = replay(_whole_lines(log))
+    if replayed.difference is not None:
+        print(f"{args.log}: {replayed.difference}", file=sys.stderr)
+        return 1
+    print(f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} facts)")
+    if replayed.failures:
+        print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
+    if replayed.questions:
+        print(f"It was asked {replayed.questions} times between steps, and gave the same answers.")
+    return 0
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open(encoding="utf-8")
+    except OSError as error:
+        raise KVTierError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _whole_lines(log: TextIO) -> Iterator[str]:
+    """Without a last line that its writer had not ended."""
+    return (line for line in log_lines(log) if line.strip() and line.endswith("\n"))
+
+
+def _list(args: argparse.Namespace) -> int:
+    del args
+    rows = [{"name": name, "about": one.about} for name, one in POLICIES.items()]
+    print_table(Table("Policies", [Column("name", "policy"), Column("about", "what it does")], rows))
+    print()
+    print(f"Machines: {', '.join(known_hardware())}")
+    print(f"Models: {', '.join(known_models())}")
+    print(f"Papers: {', '.join(PAPERS)}")
+    return 0
+
+
+def _command() -> list[str]:
+    return ["kvtier", *sys.argv[1:]]

@@ -1,0 +1,130 @@
+"""HiCache's file backend as the benchmark drives it: in a process of its own, with the Python that has SGLang."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.storebench.disk import huge_pages
+
+_PROGRAM = r'''
+import json, os, sys, time
+folder, page_bytes, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
+torch.set_num_threads(1)
+def store(**extra):
+    return HiCacheFile(HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "bench", extra_config=extra or None), folder)
+def drop():
+    os.sync()
+    with open("/proc/sys/vm/drop_caches", "w") as f:
+        f.write("1")
+count = max(1, nbytes // page_bytes)
+keys = [os.urandom(32).hex() for _ in range(count)]
+pages = torch.randint(0, 255, (min(128, count), page_bytes), dtype=torch.uint8)
+subject = store()
+def batches():
+    return [keys[i:i + 128] for i in range(0, count, 128)]
+def write():
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+    os.sync()
+    started = time.monotonic()
+    for batch in batches():
+        assert subject.batch_set(batch, list(pages[:len(batch)]))
+    os.sync()
+    return count * page_bytes / (time.monotonic() - started)
+def read():
+    started = time.monotonic()
+    for batch in batches():
+        assert all(x is not None for x in subject.batch_get(batch, list(pages[:len(batch)])))
+    return count * page_bytes / (time.monotonic() - started)
+def cold():
+    drop()
+    return read()
+def exists(n):
+    asked = (keys * (n // count + 1))[:n]
+    started = time.monotonic()
+    assert all(subject.exists(key) for key in asked)
+    return time.monotonic() - started
+def lay_out(n):
+    clear()
+    for i in range(n):
+        os.close(os.open(os.path.join(folder, f"{i:064x}_bench_0_1.bin"), os.O_CREAT | os.O_WRONLY))
+def open_scan():
+    started = time.monotonic()
+    scanned = store(enable_metadata_cache=True)
+    return time.monotonic() - started
+def clear():
+    for name in os.listdir(folder):
+        os.unlink(os.path.join(folder, name))
+print(json.dumps("ready"), flush=True)
+for line in sys.stdin:
+    what, *arguments = json.loads(line)
+    print(json.dumps(globals()[what](*arguments)), flush=True)
+'''
+"""Uses SGLang's public backend class and nothing of ours."""
+
+
+class Peer:
+    """The backend, filled on request. Methods return bytes per second or seconds. Raises BenchError when it stops."""
+
+    program = _PROGRAM
+    name = "HiCacheFile"
+    option = "--sglang-python"
+
+    def __init__(self, python: str, folder: str, page_bytes: int, nbytes: int, *more: int) -> None:
+        command = [python, "-W", "ignore", "-c", self.program, folder, *map(str, (page_bytes, nbytes, *more))]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=huge_pages()
+            )
+        except OSError as error:
+            raise BenchError(f"cannot start {python}: {error}. Give a Python that has it: {self.option}") from error
+        self._answer()
+
+    def write(self) -> float:
+        return float(self._ask("write"))
+
+    def read_cold(self) -> float:
+        """With the page cache dropped before; needs root."""
+        return float(self._ask("cold"))
+
+    def read_warm(self) -> float:
+        return float(self._ask("read"))
+
+    def exists_seconds(self, count: int) -> float:
+        return float(self._ask("exists", count))
+
+    def lay_out(self, count: int) -> None:
+        """Makes so many (empty) files in place of all that are there."""
+        self._ask("lay_out", count)
+
+    def scan_seconds(self) -> float:
+        """Starting with its metadata cache on over the files that are there."""
+        return float(self._ask("open_scan"))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _ask(self, *words: Any) -> Any:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(words) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # its own last words are in stderr: read below
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                return json.loads(line)
+            except ValueError:
+                continue  # something SGLang printed
+        _, errors = self._process.communicate()
+        raise BenchError(f"the {self.name} process stopped: {errors.strip()[-400:]}")

@@ -1,0 +1,152 @@
+"""A store with everything under way at once, closed in the midst of it: what `scripts/sanitize` watches from inside.
+
+    python -m sgl_kvtier.lab.torture.busy FOLDER SECONDS [SEED]
+
+prints one line of JSON; 1 when a page was wrong, or when the I/O threads are not the compiled ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+
+from sgl_kvtier.lab.torture.oracle import NAMES, buffers, content, open_at, page_key
+from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.io.native_threads import NATIVE
+
+_THREADS = 8
+_LIFE_S = 0.8
+_KINDS = (("io_uring", "auto"), ("threads", "auto"), ("threads", "off"), ("io_uring", "on"))
+
+
+@dataclass(slots=True)
+class Busy:
+    """What came of it. `io` counts stores opened by what read their pages."""
+
+    compared: int = 0
+    wrong: int = 0
+    strange: int = 0
+    """Pages damaged or failed, and threads that did not end."""
+    stores: int = 0
+    io: dict[str, int] = field(default_factory=dict)
+
+
+def busy(root: str, seconds: float, seed: int) -> Busy:
+    """Opens stores one after the other, each with another kind of I/O, and closes them under load."""
+    result = Busy()
+    until = time.monotonic() + seconds
+    for life in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
+        io, direct = _KINDS[life % len(_KINDS)]
+        folder = os.path.join(root, f"{life % 2}")  # every other store opens what the one before last left
+        try:
+            store = open_at(folder, io=io, direct_io=direct, capacity_bytes=(768 << 10) << life % 3, io_threads=3)
+        except Exception as error:
+            if direct != "on":
+                raise
+            print(f"without O_DIRECT here: {error}", file=sys.stderr)
+            continue
+        result.stores += 1
+        result.io[store.io] = result.io.get(store.io, 0) + 1
+        _one_life(store, random.Random(seed * 1000 + life), result)
+    return result
+
+
+def _one_life(store: DiskStore, chance: random.Random, result: Busy) -> None:
+    closed = threading.Event()
+    seen: list[tuple[int, int, int]] = []
+    threads = [
+        threading.Thread(target=lambda work: seen.append(work()), args=(functools.partial(_work, store, closed, chance.getrandbits(60)),))
+        for _ in range(_THREADS)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(_LIFE_S)
+    store.close()
+    closed.set()
+    for thread in threads:
+        thread.join(60)
+    result.compared += sum(compared for compared, _, _ in seen)
+    result.wrong += sum(wrong for _, wrong, _ in seen)
+    result.strange += sum(strange for _, _, strange in seen) + sum(thread.is_alive() for thread in threads)
+
+
+def _work(store: DiskStore, closed: threading.Event, seed: int) -> tuple[int, int, int]:
+    chance = random.Random(seed)
+    compared = wrong = strange = 0
+    while not closed.is_set():
+        names = chance.sample(range(NAMES), chance.randint(1, 16))
+        act = chance.random()
+        if act < 0.35:
+            store.put([PageWrite(page_key(n), [memoryview(_page(n))]) for n in names])
+        elif act < 0.42:
+            store.delete([page_key(n) for n in names])
+        elif act < 0.43:
+            store.clear()
+        elif act < 0.5:
+            store.lookup([page_key(n) for n in names])
+            store.expect([page_key(n) for n in names])
+            store.stats()
+        else:
+            right, other, odd = _read(store, names, chance)
+            compared, wrong, strange = compared + right + other, wrong + other, strange + odd
+    return compared, wrong, strange
+
+
+def _read(store: DiskStore, names: list[int], chance: random.Random) -> tuple[int, int, int]:
+    """Reads in one of many ways: (right, wrong, neither read nor missing)."""
+    into = buffers(names)
+    told: list[int] = []
+    job = store.read(
+        [PageRead(page_key(n), [b]) for n, b in zip(names, into, strict=True)],
+        priority=chance.randint(0, 3),
+        deadline_s=chance.choice((None, None, 0.0, 0.001, 1.0)),
+        on_page=(lambda index, _: told.append(index)) if chance.random() < 0.3 else None,
+    )
+    how = chance.random()
+    if how < 0.1:
+        return 0, 0, 0  # dropped while it is under way
+    if how < 0.3:
+        job.cancel()
+    elif how < 0.5:
+        job.wait(0.0)
+        job.drain()
+    ended = job.wait(60)
+    right = wrong = strange = 0
+    for name, buffer, outcome in zip(names, into, job.outcomes, strict=True):
+        if outcome is ReadOutcome.OK:
+            fine = buffer == _page(name)
+            right += fine
+            wrong += not fine
+        strange += outcome in (ReadOutcome.CORRUPT, ReadOutcome.FAILED)
+    return right, wrong, strange + (not ended or job.in_flight != 0)
+
+
+@functools.cache
+def _page(name: int) -> bytes:
+    return content(name, 0)
+
+
+def main(folder: str, seconds: str, seed: str = "1") -> int:
+    """The command above."""
+    root = os.path.join(folder, f"busy{os.getpid()}")
+    try:
+        result = busy(root, float(seconds), int(seed))
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(root)
+    print(json.dumps(asdict(result)))
+    return 1 if result.wrong or result.strange or not result.compared or not NATIVE else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""Failing system call number N, for every N, in every way, once and from then on, until nothing is left to fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.lab.torture.failing_env import FAULT_KINDS, FailingEnv, Fault
+from sgl_kvtier.lab.torture.oracle import Oracle, Verdict, content, open_at, page_key
+from sgl_kvtier.store.base import PageWrite, PutOutcome
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What came of it: `io_faults` injected, `exceptions` that reached the caller, `wrong` pages."""
+
+    io_faults: int = 0
+    calls: int = 0
+    deletes: int = 0
+    exceptions: list[str] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
+
+
+def sweep(root: str, stride: int = 1, step: Callable[[int], None] = lambda _: None) -> Sweep:
+    """Runs a store's life once per call and kind of failure. `stride` > 1 takes every so-manieth call only."""
+    result = Sweep()
+    for kind in FAULT_KINDS:
+        for forever in (False, True):
+            number = 0
+            while True:
+                env = FailingEnv(Fault(number, kind, forever))
+                folder = os.path.join(root, "sweep")
+                try:
+                    _life(folder, env, result)
+                except Exception as error:
+                    result.exceptions.append(f"{kind} at call {number}: {type(error).__name__}: {error}")
+                shutil.rmtree(folder, ignore_errors=True)
+                if not env.failed:
+                    break
+                result.io_faults += env.failed
+                result.calls = max(result.calls, number + 1)
+                number += stride
+                step(1)
+    return result
+
+
+def _life(root: str, env: FailingEnv, result: Sweep) -> None:
+    """Opens, writes more than fits, reads, deletes, closes; twice. Only opening may fail, and only as StoreError."""
+    oracle = Oracle()
+    for life in range(2):
+        try:
+            store = open_at(root, env, capacity_bytes=384 << 10, segment_bytes=64 << 10, io_threads=1, durable=True)
+        except StoreError:
+            continue
+        for batch in range(5):
+            names = list(range(batch * 10, batch * 10 + 10))
+            pages = [PageWrite(page_key(n), [memoryview(content(n, life))]) for n in names]
+            for n, outcome in zip(names, store.put(pages), strict=True):
+                oracle.intends(n, life)
+                if outcome is PutOutcome.STORED:
+                    oracle.stored(n, life)
+        result.verdict.add(oracle.check(store, range(50)))
+        store.delete([page_key(n) for n in range(40, 45)])
+        result.deletes += _deleted(range(40, 45), env, oracle)
+        store.lookup([page_key(n) for n in range(50)])
+        if life:
+            store.clear()
+            result.deletes += _deleted(range(50), env, oracle)
+        store.close()
+    if not env.lasting:
+        store = open_at(root, capacity_bytes=384 << 10, segment_bytes=64 << 10, io_threads=1)
+        result.verdict.add(oracle.check(store, range(50)))
+        store.close()
+
+
+def _deleted(names: Iterable[int], env: FailingEnv, oracle: Oracle) -> bool:
+    """One failure must not bring back what was deleted; where every call fails from then on nothing can be promised."""
+    for name in [] if env.lasting else names:
+        oracle.deleted(name)
+    return not env.lasting

@@ -1,0 +1,78 @@
+"""Which traces there are: the public sets known by name, and the folder they are looked for in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sgl_kvtier.errors import TraceError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a trace comes from: the repository that published it, its licence, and what it holds."""
+
+    source: str
+    licence: str
+    about: str = ""
+
+
+@cache
+def known_traces() -> dict[str, Origin]:
+    """The public trace sets by name (a file's name up to its first dot), from traces.json."""
+    table = json.loads(Path(__file__).with_name("traces.json").read_text("utf-8"))
+    return {t["name"]: Origin(t["source"], t["licence"], t["about"]) for t in table["traces"]}
+
+
+def origin_of(path: Path) -> Origin:
+    """The origin of a known trace by its file's name; for any other file its name, and no licence."""
+    return known_traces().get(name_of(path), Origin(path.name, ""))
+
+
+def name_of(path: Path) -> str:
+    """A trace's short name: its file's name up to the first dot."""
+    return path.name.split(".")[0]
+
+
+def default_folders() -> list[Path]:
+    """Where traces are looked for unless a folder is given: shared/traces beside the working folder, and beside a checkout."""
+    folders = [Path("../shared/traces"), Path(__file__).resolve().parents[3].parent / "shared" / "traces"]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def trace_files(folder: Path | None = None) -> dict[str, Path]:
+    """The trace files in `folder` (None: the default ones) by short name. Raises TraceError if a given one is no folder."""
+    if folder is not None and not folder.is_dir():
+        raise TraceError(f"{folder} is not a folder; give the one that holds the trace files")
+    found: dict[str, Path] = {}
+    for place in [folder] if folder is not None else default_folders():
+        for path in sorted(place.iterdir()):
+            if path.is_file() and path.name.endswith(SUFFIXES):
+                found.setdefault(name_of(path), path)
+    return found
+
+
+def find_trace(source: str, folder: Path | None = None) -> Path:
+    """The file meant by `source`: a path, a short name, or the beginning of just one. Raises TraceError saying what there is."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    files = trace_files(folder)
+    matches = [source] if source in files else [name for name in files if name.startswith(source)]
+    if len(matches) == 1:
+        return files[matches[0]]
+    if matches:
+        raise TraceError(f"{source!r} could be any of {', '.join(matches)}; give more of the name")
+    there = (
+        f"Traces found: {', '.join(files)}"
+        if files
+        else "No folder with traces was found; give one with --traces"
+    )
+    raise TraceError(
+        f"no trace {source!r}: neither a file nor a trace's name. {there}. "
+        "Without any trace, generated:swe-mini makes sessions by the published statistics"
+    )

@@ -1,0 +1,209 @@
+"""`kvtier trace`: what traces there are, what is in one, and making sessions up."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from sgl_kvtier.arguments import count, positive, seed
+from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.workload.catalogue import known_traces, trace_files
+from sgl_kvtier.lab.workload.describe import describe
+from sgl_kvtier.lab.workload.encoder import ByteEncoder
+from sgl_kvtier.lab.workload.generate import Preset, generate, load_preset, presets
+from sgl_kvtier.lab.workload.source import GENERATED, LoadResult, load_sessions
+from sgl_kvtier.lab.workload.swe import to_line
+
+SCHEMA_DESCRIBE = "kvtier.trace.describe/1"
+SCHEMA_LIST = "kvtier.trace.list/1"
+
+_BAD_LINES_SHOWN = 10
+_GENERATED_SESSIONS = 20
+_WIDE_VOCABULARY = (1 << 31) - 1
+"""Ids are hashes; with so many of them different texts do not look alike by chance."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds `list`, `describe` and `generate` with their options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="{list,describe,generate}")
+
+    listing = actions.add_parser("list", help="the trace files found, and the presets for generated sessions")
+    _add_common(listing)
+
+    describing = actions.add_parser("describe", help="lengths, waits and prefix reuse of a workload")
+    describing.add_argument("source", help="a trace file, a trace's short name, or generated:PRESET")
+    describing.add_argument(
+        "--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)"
+    )
+    describing.add_argument(
+        "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
+    )
+    describing.add_argument("--seed", type=seed, default=0, help="for generated sessions (default 0)")
+    describing.add_argument(
+        "--divisor", type=positive, default=1, metavar="D", help="scale tokens down by D (default 1)"
+    )
+    describing.add_argument(
+        "--page-tokens", type=positive, default=16, metavar="N", help="page of the cache (default 16)"
+    )
+    describing.add_argument("--max-calls", type=positive, metavar="N", help="cut sessions after N calls")
+    describing.add_argument(
+        "--max-prompt-tokens", type=positive, metavar="N", help="cut before a longer prompt, after scaling"
+    )
+    _add_common(describing)
+
+    making = actions.add_parser("generate", help="write generated sessions to a file that can be read again")
+    making.add_argument("preset", help=f"one of {', '.join(presets())}")
+    making.add_argument(
+        "--sessions", type=positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
+    )
+    making.add_argument("--seed", type=seed, default=0, help="another seed gives other sessions (default 0)")
+    making.add_argument(
+        "--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carries out one `kvtier trace` command; the exit status. Raises KVTierError."""
+    if args.action == "generate":
+        return _generate(args.preset, args.sessions, args.seed, args.out)
+    if args.json is not None:
+        check_target(args.json)
+    return _list(args) if args.action == "list" else _describe(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    known = known_traces()
+    rows: list[dict[str, Any]] = []
+    for name, path in trace_files(args.traces).items():
+        origin = known.get(name)
+        rows.append(
+            {
+                "name": name,
+                "bytes": path.stat().st_size,
+                "licence": origin.licence if origin else None,
+                "source": origin.source if origin else None,
+                "about": origin.about if origin else None,
+                "path": str(path),
+            }
+        )
+    made = [
+        {"name": GENERATED + p.name, "source": p.source, "licence": p.licence} for p in presets().values()
+    ]
+    if args.json is not None:
+        write_json(envelope(SCHEMA_LIST, _command(), {"traces": rows, "presets": made}), args.json)
+        if args.json == "-":
+            return 0
+    names = [
+        Column("name", "trace"),
+        Column("licence", "licence"),
+        Column("source", "from"),
+        Column("about", "what it is"),
+    ]
+    if rows:
+        print_table(Table("Traces found", names, rows))
+    else:
+        print("No trace files were found in ../shared/traces; give a folder with --traces.")
+    print()
+    print_table(Table("Generated from published statistics", names[:3], made))
+    return 0
+
+
+def _describe(args: argparse.Namespace) -> int:
+    encoder = ByteEncoder(_WIDE_VOCABULARY, args.divisor)
+    sessions = args.sessions
+    if sessions is None and args.source.startswith(GENERATED):
+        sessions = _GENERATED_SESSIONS
+    loaded = load_sessions(
+        args.source,
+        limit=sessions,
+        skip=args.skip,
+        seed=args.seed,
+        traces_dir=args.traces,
+        encoder=encoder,
+        max_calls=args.max_calls,
+        max_prompt_tokens=args.max_prompt_tokens,
+    )
+    stats = describe(loaded.sessions, encoder, page_tokens=args.page_tokens)
+    _report_bad_lines(loaded)
+    if args.json is not None:
+        results = {
+            "source": args.source,
+            "description": loaded.description,
+            "totals": stats.totals(),
+            "distributions": stats.rows(),
+            "bad_lines": [str(line) for line in loaded.bad_lines],
+            "sessions_cut": loaded.sessions_cut,
+            "sessions_dropped": loaded.sessions_dropped,
+            "calls_cut": loaded.calls_cut,
+        }
+        write_json(envelope(SCHEMA_DESCRIBE, _command(), results), args.json)
+        if args.json == "-":
+            return 0
+    totals = [{"quantity": key.replace("_", " "), "value": value} for key, value in stats.totals().items()]
+    print(loaded.description)
+    print()
+    print_table(Table("Totals", [Column("quantity", "quantity"), Column("value", "value")], totals))
+    print()
+    columns = [Column("quantity", "quantity"), Column("unit", "unit")]
+    columns += [Column(key, key) for key in ("min", "p10", "p50", "p90", "p99", "max", "mean", "n")]
+    note = "Tokens are estimates at 4 characters each" + (
+        f", divided by {args.divisor}." if args.divisor > 1 else "."
+    )
+    print_table(Table("Distributions", columns, stats.rows(), notes=(note,)))
+    return 0
+
+
+def _report_bad_lines(loaded: LoadResult) -> None:
+    for line in loaded.bad_lines[:_BAD_LINES_SHOWN]:
+        print(f"bad line: {line}", file=sys.stderr)
+    if len(loaded.bad_lines) > _BAD_LINES_SHOWN:
+        print(f"... and {len(loaded.bad_lines) - _BAD_LINES_SHOWN} more bad lines", file=sys.stderr)
+
+
+def _generate(name: str, sessions: int, seed: int, out: str) -> int:
+    preset = load_preset(name)
+    if out == "-":
+        for index in range(sessions):
+            sys.stdout.write(to_line(generate(preset, seed, index)) + "\n")
+        return 0
+    check_target(out)
+    target = Path(out)
+    # A device or a pipe is written to; anything else is replaced once it is whole.
+    whole = target if target.exists() and not target.is_file() else target.with_name(f".{target.name}.part")
+    try:
+        with whole.open("wb") as raw:
+            _write_sessions(raw, preset, seed, sessions, packed=target.suffix == ".gz")
+        if whole is not target:
+            whole.replace(target)
+    except OSError as error:
+        if whole is not target:
+            whole.unlink(missing_ok=True)
+        raise KVTierError(
+            f"cannot write {out}: {error.strerror}. Free space or choose another --out"
+        ) from error
+    print(f"{sessions} sessions of {name}, seed {seed}, written to {out}")
+    return 0
+
+
+def _write_sessions(raw: IO[bytes], preset: Preset, seed: int, sessions: int, *, packed: bool) -> None:
+    # mtime 0: the same preset and seed give the same bytes.
+    stream = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if packed else raw
+    for index in range(sessions):
+        stream.write(to_line(generate(preset, seed, index)).encode() + b"\n")
+    if stream is not raw:
+        stream.close()
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+
+
+def _command() -> list[str]:
+    return ["kvtier", *sys.argv[1:]]

@@ -1,0 +1,227 @@
+"""Sessions from anywhere: a file, a trace's short name, or `generated:PRESET`. Reads no further than it has to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from sgl_kvtier.errors import ConfigError, TraceError
+from sgl_kvtier.lab.workload.catalogue import Origin, find_trace, name_of, origin_of
+from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
+from sgl_kvtier.lab.workload.generate import generate, load_preset
+from sgl_kvtier.lab.workload.hashed import AzureReader, ClaudeCodeReader, MooncakeReader
+from sgl_kvtier.lab.workload.lines import BadLine, BadRecord, note, read_lines
+from sgl_kvtier.lab.workload.session import Call, Context, Event, Session
+from sgl_kvtier.lab.workload.swe import SweReader
+
+GENERATED = "generated:"
+
+_SNIFFED_LINES = 20
+_GENERATED_TRIES = 10
+"""So many times the sessions wanted are made up before giving up on finding ones that fit max_prompt_tokens."""
+
+
+class Reader(Protocol):
+    """One format: turns a line into sessions. Raises BadRecord on a line that is not what the format says."""
+
+    header_lines: ClassVar[int]
+
+    def sessions(self, line: int, text: str, /) -> list[Session]:
+        """The session of this line, and those of its sub-agents behind it."""
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What was loaded, and what was left out of it on the way."""
+
+    sessions: tuple[Session, ...]
+    description: str
+    bad_lines: tuple[BadLine, ...] = ()
+    sessions_cut: int = 0
+    """Sessions that end early because of max_calls or max_prompt_tokens."""
+    calls_cut: int = 0
+    sessions_dropped: int = 0
+    """Sessions whose first prompt is longer than max_prompt_tokens already."""
+
+    @property
+    def calls(self) -> int:
+        """Requests in all sessions."""
+        return sum(session.calls for session in self.sessions)
+
+
+def load_sessions(
+    source: str,
+    *,
+    limit: int | None = None,
+    skip: int = 0,
+    seed: int = 0,
+    traces_dir: Path | None = None,
+    encoder: Encoder | None = None,
+    max_calls: int | None = None,
+    max_prompt_tokens: int | None = None,
+) -> LoadResult:
+    """The sessions of `source`: a file, a trace's short name, or `generated:PRESET`.
+
+    At most `limit` sessions after `skip` (lines of a file; sub-agents come with their owners and are not counted). Each is
+    cut after `max_calls` calls, and before the first call whose prompt is longer than `max_prompt_tokens` in the ids of
+    `encoder`. `seed` is for generated ones. Raises TraceError when there is nothing to read, ConfigError on wrong arguments.
+    """
+    if max_prompt_tokens is not None and encoder is None:
+        raise ConfigError("max_prompt_tokens needs an encoder: without one there are no tokens to count")
+    if (limit is not None and limit < 1) or skip < 0 or (max_calls is not None and max_calls < 1):
+        raise ConfigError(
+            f"limit = {limit}, skip = {skip}, max_calls = {max_calls}: limits are at least 1, skip at least 0"
+        )
+    bad: list[BadLine] = []
+    if source.startswith(GENERATED):
+        if limit is None:
+            raise ConfigError(f"{source} never ends: say how many sessions")
+        preset = load_preset(source.removeprefix(GENERATED))
+        groups: Iterator[list[Session]] = (
+            [generate(preset, seed, skip + i)] for i in range(_GENERATED_TRIES * limit)
+        )
+        title = f"{source}, seed {seed} (statistics of {preset.source}, {preset.licence})"
+    else:
+        path = find_trace(source, traces_dir)
+        origin = origin_of(path)
+        groups = _read_file(path, origin, skip, bad)
+        title = name_of(path) + (f" ({origin.source}, {origin.licence})" if origin.licence else "")
+    chosen = _Chosen(encoder, max_calls, max_prompt_tokens)
+    for group in groups:
+        chosen.take(group)
+        if limit is not None and chosen.groups == limit:
+            break
+    return chosen.result(title, bad)
+
+
+def cut_session(
+    session: Session,
+    *,
+    encoder: Encoder | None = None,
+    max_calls: int | None = None,
+    max_prompt_tokens: int | None = None,
+) -> Session:
+    """The session up to its last call within both limits; without any call when even the first is too long."""
+    if max_calls is None and max_prompt_tokens is None:
+        return session
+    context = Context(session)
+    tokens = PromptTokens(encoder) if encoder is not None and max_prompt_tokens is not None else None
+    kept = 0
+    for _, prompt in context.calls():
+        if kept == max_calls:
+            break
+        if tokens is not None:
+            tokens.show(prompt)
+            if len(tokens) > (max_prompt_tokens or 0):
+                break
+        kept += 1
+    if kept == session.calls:
+        return session
+    return dataclasses.replace(session, events=_up_to_call(session.events, kept))
+
+
+@dataclass
+class _Chosen:
+    """Sessions within the limits, counted."""
+
+    encoder: Encoder | None
+    max_calls: int | None
+    max_prompt_tokens: int | None
+    sessions: list[Session] = field(default_factory=list)
+    groups: int = 0
+    cut: int = 0
+    calls_cut: int = 0
+    dropped: int = 0
+
+    def take(self, group: list[Session]) -> None:
+        """Adds a session and its sub-agents'. A sub-agent whose owner is dropped goes with it."""
+        for session in group:
+            fitting = cut_session(
+                session,
+                encoder=self.encoder,
+                max_calls=self.max_calls,
+                max_prompt_tokens=self.max_prompt_tokens,
+            )
+            lost = session.calls - fitting.calls
+            self.calls_cut += lost
+            if not fitting.calls:
+                self.dropped += 1
+                if session.parent is None:
+                    return
+                continue
+            self.cut += lost > 0
+            self.sessions.append(fitting)
+            self.groups += session.parent is None
+
+    def result(self, title: str, bad: list[BadLine]) -> LoadResult:
+        if not self.sessions:
+            raise TraceError(f"{title}: no session to replay. {self._losses(bad) or 'The source is empty.'}")
+        calls = sum(session.calls for session in self.sessions)
+        described = f"{title}: {len(self.sessions)} sessions, {calls} calls"
+        losses = self._losses(bad)
+        return LoadResult(
+            sessions=tuple(self.sessions),
+            description=f"{described}. {losses}" if losses else described,
+            bad_lines=tuple(bad),
+            sessions_cut=self.cut,
+            calls_cut=self.calls_cut,
+            sessions_dropped=self.dropped,
+        )
+
+    def _losses(self, bad: list[BadLine]) -> str:
+        notes = []
+        if bad:
+            notes.append(f"{len(bad)} bad lines were passed over, the first: {bad[0]}.")
+        if self.cut or self.dropped:
+            limits = {"max_calls": self.max_calls, "max_prompt_tokens": self.max_prompt_tokens}
+            given = ", ".join(f"{name} = {value}" for name, value in limits.items() if value is not None)
+            notes.append(
+                f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({given})."
+            )
+        return " ".join(notes)
+
+
+def _up_to_call(events: tuple[Event, ...], calls: int) -> tuple[Event, ...]:
+    seen = 0
+    for position, event in enumerate(events):
+        if seen == calls:
+            return events[:position]
+        seen += isinstance(event, Call)
+    return events
+
+
+def _read_file(path: Path, origin: Origin, skip: int, bad: list[BadLine]) -> Iterator[list[Session]]:
+    reader = _reader_for(path, origin)
+    for index, (number, text) in enumerate(read_lines(path, bad)):
+        if index < skip + reader.header_lines:
+            continue
+        try:
+            found = reader.sessions(number, text)
+        except BadRecord as error:
+            note(bad, path, number, str(error))
+            continue
+        yield found
+
+
+def _reader_for(path: Path, origin: Origin) -> Reader:
+    """The reader whose format the first readable lines have."""
+    ignored: list[BadLine] = []
+    for count, (_, text) in enumerate(read_lines(path, ignored)):
+        if AzureReader.recognises(text):
+            return AzureReader(path, origin)
+        try:
+            for kind in (SweReader, ClaudeCodeReader, MooncakeReader):
+                if kind.recognises(text):
+                    return kind(path, origin)
+        except BadRecord:
+            pass  # reported when the file is read for good
+        if count == _SNIFFED_LINES:
+            break
+    raise TraceError(
+        f"{path} is in no format this reads: a line must have 'turns' (agent sessions), 'requests' and 'block_size' "
+        f"(Claude Code blocks), 'hash_ids' and 'input_length' (Mooncake), or the file the header of an Azure trace"
+        + (f". Its first bad line: {ignored[0]}" if ignored else "")
+    )

@@ -1,1 +1,0 @@
-"""The papers' experiments in virtual time, beside the numbers as printed."""

@@ -1,0 +1,174 @@
+"""A bench that cannot go on reports what it had measured, and only then fails; and nothing interrupts a report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.compare_command import early_end, undisturbed
+from sgl_kvtier.lab.experiment.restore import command as restore_command
+from sgl_kvtier.lab.experiment.restore import overhead_command as restore_overhead_command
+from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog, Scale
+from sgl_kvtier.lab.experiment.restore.overhead import OverheadRound
+from sgl_kvtier.lab.experiment.restore.server import Target
+from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.fuzz import command as fuzz_command
+from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog
+from sgl_kvtier.lab.outside.client import Completion
+from sgl_kvtier.lab.outside.server import end_on_signals
+
+DEATH = "kvtier: the server was killed by signal 9 while it was measured. Last lines of /x/server.log:\n  the end"
+NOTE = "Ended by a failure: kvtier: the server was killed by signal 9 while it was measured. Figures are from what had been measured."
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where SGLang is installed, with models written into a folder of the test."""
+    for command in (restore_command, restore_overhead_command, fuzz_command):
+        monkeypatch.setattr(command, "missing_packages", lambda: [])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def restore_trials(log: RestoreLog, logprobs: tuple[float, ...] = (-0.5,)) -> None:
+    log.keep_scale(Scale("tiny-qwen3", 512, 16, 32768, 1.0))
+    log.keep(Trial("tiny-qwen3", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
+    for arm, seconds in (("compute", 1.0), ("load", 1.0), ("kvtier", 0.6)):
+        answer: dict[str, Any] = {"output_ids": (1,), "logprobs": logprobs}
+        log.keep(Trial("tiny-qwen3", 512, GRID, arm, 1, 0.25, 1.0, 528, ttft_s=seconds, **answer))
+
+
+def restore(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, *extra: str) -> tuple[int, dict[str, Any]]:
+    @contextlib.contextmanager
+    def target(_: argparse.Namespace, model: str) -> Iterator[Target]:
+        yield Target(model, "http://nowhere", None, None, 16, 512)
+
+    monkeypatch.setattr(restore_command, "_target", target)
+    monkeypatch.setattr(restore_command, "_measure", measure)
+    out = tmp_path / "out.json"
+    command = ["compare", "restore", "--device", "cpu", "--models", "tiny-qwen3", "--lengths", "512", "--json", str(out), *extra]
+    return main(command), json.loads(out.read_text()) if out.exists() else {}
+
+
+def dying(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+    restore_trials(log)
+    raise BenchError(DEATH)
+
+
+def test_trials_are_reported_when_the_server_dies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, result = restore(monkeypatch, tmp_path, dying)
+    printed = capsys.readouterr()
+    assert (status, len(result["cells"]), NOTE in result["notes"]) == (1, 1, True)
+    assert "Time to first token of a stored prompt" in printed.out and NOTE in printed.out
+    assert "the end" in printed.err
+
+
+def test_nothing_is_written_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refusing(*_: object) -> None:
+        raise BenchError(DEATH)
+
+    assert restore(monkeypatch, tmp_path, refusing) == (1, {})
+
+
+@pytest.mark.parametrize(("logprobs", "status"), [((-0.5,), 0), ((-0.9,), 1)])
+def test_log_probs_that_differ_end_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logprobs: tuple[float, ...], status: int
+) -> None:
+    def measure(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+        restore_trials(log, logprobs)
+
+    found, result = restore(monkeypatch, tmp_path, measure)
+    assert (found, result["summary"]["equal_tokens"], result["summary"]["equal_logprobs"]) == (status, True, status == 0)
+
+
+def test_a_log_gets_more_of_the_same_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = ["--log", str(tmp_path / "log.jsonl")]
+
+    def measure(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+        if not log.trials:
+            restore_trials(log)
+
+    assert restore(monkeypatch, tmp_path, measure, *log)[0] == 0
+    more = ["--rounds", "9", "--load-over-compute", "4", "--arms", "compute,load", "--foreign", "2"]
+    assert restore(monkeypatch, tmp_path, measure, *log, *more)[0] == 0
+    for other in (["--seed", "1"], ["--threads", "2"], ["--chunk", "128"], ["--server-arg=--x"], ["--url", "http://x"], ["--dtype", "bfloat16"]):
+        assert restore(monkeypatch, tmp_path, measure, *log, *other)[0] == 1
+        assert "Name another --log" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("pid", "told"), [([], True), (["--pid", "1"], False)])
+def test_a_server_whose_process_is_not_known_is_said_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pid: list[str], told: bool
+) -> None:
+    def measure(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+        restore_trials(log)
+
+    _, result = restore(monkeypatch, tmp_path, measure, "--url", "http://x", *pid)
+    assert any(note.startswith("Without --pid") for note in result["notes"]) is told
+
+
+def test_rounds_are_reported_when_a_server_dies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Dying:
+        def __init__(self, options: Any, _setup: object, _folder: Path, rounds: list[OverheadRound], *_: object) -> None:
+            times = (0.1, 0.2, 0.3)
+            rounds += [OverheadRound(arm, 1, [Completion(0.0, 0.3, (1, 2, 3), times)]) for arm in options.arms]
+
+        def run(self) -> None:
+            raise BenchError(DEATH)
+
+    monkeypatch.setattr(restore_overhead_command, "Overhead", Dying)
+    out = tmp_path / "out.json"
+    assert main(["bench", "restore-overhead", "--lab-model", "tiny-qwen3", "--json", str(out)]) == 1
+    result = json.loads(out.read_text())
+    assert (len(result["rounds"]), result["notes"]) == (3, [NOTE])
+    printed = capsys.readouterr()
+    assert "Nothing to restore" in printed.out and "the end" in printed.err
+
+
+def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fuzz(_args: object, _chaos: object, _setup: object, _sessions: Sequence[object], log: FuzzLog, _folder: Path) -> None:
+        log.keep(Attempt("0", 0, "p", 100, "both", "answered", 1.0, tokens=(1,), complete=True))
+        log.keep_ends({"met": 3, "aborted": 1})
+        raise BenchError(DEATH)
+
+    monkeypatch.setattr(fuzz_command, "_reference", lambda *_: None)
+    monkeypatch.setattr(fuzz_command, "_fuzz", fuzz)
+    out = tmp_path / "out.json"
+    small = ["--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16", "--device", "cpu"]
+    assert main(["bench", "restore-fuzz", *small, "--json", str(out)]) == 1
+    result = json.loads(out.read_text())
+    assert (result["counts"]["requests"], result["notes"]) == (1, [NOTE])
+    printed = capsys.readouterr()
+    assert "the end" in printed.err
+    assert any(line.split() == ["restored", "by", "kvtier", "3"] for line in printed.out.splitlines())
+
+
+def test_nothing_interrupts_a_report() -> None:
+    with end_on_signals():
+        with undisturbed():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_without_a_failure_there_is_nothing_to_say() -> None:
+    assert early_end(None) == []
+    assert early_end(BenchError("no server answers")) == ["Ended by a failure: no server answers. Figures are from what had been measured."]

@@ -1,0 +1,306 @@
+"""The client: what it reads from a stream, and that no failure escapes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import math
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_restore import RestoringServer
+from fake_sglang import FakeServer
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside.client import MOST_LINE_BYTES, Cached, Client, Completion, Metrics
+
+
+def ask(server: FakeServer, prompt: list[int], count: int, timeout_s: float = 30.0) -> Completion:
+    async def run() -> Completion:
+        async with server.up(), Client(server.url, timeout_s=timeout_s) as client:
+            return await client.generate(prompt, count)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_tokens_and_their_times_are_read_from_either_kind_of_stream(incremental: bool) -> None:
+    server = FakeServer(incremental=incremental, storage_tokens=16)
+    done = ask(server, [1, 2, 3], 5)
+    assert done.error is None
+    assert list(done.output_ids) == server.answer([1, 2, 3], 5)
+    assert len(done.token_times_s) == 5
+    assert list(done.token_times_s) == sorted(done.token_times_s)
+    assert done.ttft_s == done.token_times_s[0]
+    assert done.tpot_s == (done.token_times_s[4] - done.token_times_s[0]) / 4
+    assert done.cached == Cached(storage=16, total=16)
+    assert done.prompt_tokens == 3
+    assert done.server_queue_s == 0.5
+
+
+def test_generation_is_greedy_and_of_a_fixed_length(fake_server: FakeServer) -> None:
+    ask(fake_server, [9], 3)
+    assert fake_server.requests == [
+        {
+            "input_ids": [9],
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 3, "ignore_eos": True},
+        }
+    ]
+
+
+def test_a_very_long_event_is_read_whole(fake_server: FakeServer) -> None:
+    done = ask(fake_server, list(range(1000)), 3000)
+    assert len(done.output_ids) == 3000
+
+
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("refuse", "HTTP 400: .*too long"),
+        ("break", "ended before the answer did"),
+        ("error", "out of luck"),
+        ("abort", "aborted by the server: no room"),
+    ],
+)
+def test_a_failed_request_is_a_completion_with_an_error(failure: str, message: str) -> None:
+    done = ask(FakeServer(fail_when=lambda ids: failure), [1], 4)
+    assert done.error is not None
+    assert re.search(message, done.error)
+
+
+def test_a_request_without_end_becomes_an_error_at_the_time_limit(fake_server: FakeServer) -> None:
+    fake_server.fail_when = lambda ids: "hang"
+    done = ask(fake_server, [1], 4, timeout_s=0.2)
+    assert done.error == "no end after 0.2 s"
+    assert done.ttft_s is None
+
+
+def test_a_server_that_is_not_there_is_an_error_not_an_exception() -> None:
+    async def run() -> tuple[Completion, Metrics]:
+        async with Client("http://127.0.0.1:9") as client:
+            return await client.generate([1], 1), await client.metrics()
+
+    done, metrics = asyncio.run(run())
+    assert "127.0.0.1:9" in (done.error or "")
+    assert metrics.total("sglang:anything") is None
+
+
+def test_asking_about_the_model_of_no_server_says_how_to_start_one() -> None:
+    async def run() -> None:
+        async with Client("http://127.0.0.1:9") as client:
+            await client.model_info()
+
+    with pytest.raises(BenchError, match="kvtier serve"):
+        asyncio.run(run())
+
+
+def test_flush_and_clear_reach_the_server_and_a_refusal_is_raised(fake_server: FakeServer) -> None:
+    async def run() -> None:
+        async with fake_server.up(), Client(fake_server.url) as client:
+            await client.flush()
+            await client.clear_storage()
+        async with Client("http://127.0.0.1:9") as client:
+            with pytest.raises(BenchError, match="did not flush its cache"):
+                await client.flush()
+
+    asyncio.run(run())
+    assert fake_server.calls == ["/flush_cache", "/hicache/storage-backend/clear"]
+
+
+def test_metrics_are_summed_over_the_labels_not_asked_for() -> None:
+    metrics = Metrics.parse(
+        "# HELP sglang:x_total about\n"
+        'sglang:x_total{tp_rank="0",reason="a b",le="+Inf"} 3.0\n'
+        'sglang:x_total{tp_rank="1",reason="a b"} 4.5\n'
+        'sglang:x_total{tp_rank="1",reason="say \\"no\\""} 1e2 1700000000\n'
+        "up 1\n"
+        "broken{ no number\n"
+    )
+    assert metrics.total("sglang:x_total") == 107.5
+    assert metrics.total("sglang:x_total", reason="a b") == 7.5
+    assert metrics.total("sglang:x_total", tp_rank="1", reason="a b") == 4.5
+    assert metrics.total("up") == 1
+    assert metrics.total("sglang:y_total") is None
+
+
+def test_tiers_that_do_not_add_up_are_noticed() -> None:
+    assert Cached(device=16, host=16, storage=32, total=64).sums_up
+    assert not Cached(device=16, total=64).sums_up
+
+
+def test_settings_aborts_and_policies_go_to_their_routes_with_the_admin_key() -> None:
+    server = RestoringServer()
+
+    async def go() -> None:
+        async with server.up(), Client(server.url, admin_key="secret") as client:
+            await client.set_state({"kvtier.policy.restore": 3.0, "kvtier.throttle.read_gbps": 0.5})
+            await client.set_prefetch_policy("kvtier", "wait_complete")
+            await client.abort("r1")
+            await client.reconnect()
+            assert (await client.generate([1, 2], 1)).error is None
+
+    asyncio.run(go())
+    assert (server.restore, server.gbps, server.prefetch, server.aborted) == ("compute", 0.5, "wait_complete", {"r1"})
+
+
+def test_a_setting_that_is_refused_is_an_error() -> None:
+    server = RestoringServer(refuses=("kvtier.policy.restore",))
+
+    async def go() -> None:
+        async with server.up(), Client(server.url, admin_key="secret") as client:
+            await client.set_state({"kvtier.policy.restore": 3.0})
+
+    with pytest.raises(BenchError, match=r"kvtier\.policy\.restore"):
+        asyncio.run(go())
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_log_probs_are_kept_where_they_were_asked_for(incremental: bool) -> None:
+    server = RestoringServer(incremental=incremental)
+
+    async def go() -> tuple[Completion, Completion]:
+        async with server.up(), Client(server.url) as client:
+            return await client.generate([1, 2], 3, logprobs=True), await client.generate([1, 2], 3, rid="named")
+
+    asked, not_asked = asyncio.run(go())
+    assert asked.logprobs == tuple(-token / 256 for token in asked.output_ids)
+    assert not_asked.logprobs == ()
+    assert server.requests[1]["rid"] == "named"
+
+
+class HostileServer:
+    """Answers whatever it is asked with the same bytes; `endless` are sent after them until the client is gone."""
+
+    def __init__(self, answer: bytes, endless: bytes | None = b"", close: bool = True) -> None:
+        self._answer = answer
+        self._endless = endless
+        self._close = close
+        self.url = ""
+
+    @asynccontextmanager
+    async def up(self) -> AsyncIterator[HostileServer]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = "http://{}:{}".format(*server.sockets[0].getsockname())
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+            await reader.readexactly(int(length[1]) if length else 0)
+            writer.write(self._answer)
+            await writer.drain()
+            while self._endless:
+                writer.write(self._endless)
+                await writer.drain()
+            if not self._close:
+                await reader.read()  # until the client has gone
+        writer.close()
+
+
+def http(body: bytes, head: bytes = b"content-type: text/event-stream", status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\nconnection: close\r\n\r\n" + body
+
+
+def events(*events: Any) -> bytes:
+    texts = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in events]
+    return http(b"".join(b"data: " + text + b"\n\n" for text in texts) + b"data: [DONE]\n\n")
+
+
+DONE = {"finish_reason": {"type": "length"}, "completion_tokens": 1}
+WRONG: list[Any] = [5, -1, "x", True, [1], {"a": 1}, [None], [[]], ["x"], math.nan, math.inf, 1e308, 10**400, [10**400], [-1], [1.5], [True]]
+FIELDS = ("prompt_tokens", "cached_tokens", "cached_tokens_details", "queue_time", "storage_prefetch_wait", "output_token_logprobs", "finish_reason")
+RIGHT = {"prompt_tokens": [5], "cached_tokens": [5], "cached_tokens_details": [{"a": 1}], "queue_time": [5, -1], "storage_prefetch_wait": [5, -1]}
+MALFORMED: dict[str, HostileServer] = {
+    **{f"output_ids {n}": HostileServer(events({"output_ids": value, "meta_info": DONE})) for n, value in enumerate(WRONG) if value != [1]},
+    **{f"meta_info {n}": HostileServer(events({"output_ids": [1], "meta_info": value})) for n, value in enumerate(WRONG)},
+    **{
+        f"{name} {n}": HostileServer(events({"output_ids": [1], "meta_info": {**DONE, name: value}}))
+        for name in FIELDS
+        for n, value in enumerate(WRONG)
+        if value not in RIGHT.get(name, [])
+    },
+    **{f"event {n}": HostileServer(events(value)) for n, value in enumerate([*WRONG, None, [], {}])},
+    "error is a list": HostileServer(events({"error": []})),
+    "error is deep": HostileServer(events({"error": {"message": [[["x" * 1_000_000]]]}})),
+    "tier is a text": HostileServer(events({"output_ids": [1], "meta_info": {**DONE, "cached_tokens": 1, "cached_tokens_details": {"host": "x"}}})),
+    "abort with a list": HostileServer(events({"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort", "message": []}}})),
+    "reason is deep": HostileServer(events({"output_ids": [1], "meta_info": {"finish_reason": {"type": [[]]}}})),
+    "more tokens than asked for": HostileServer(events({"output_ids": list(range(100_000)), "meta_info": DONE})),
+    "deep nesting": HostileServer(events(b"[" * 200_000)),
+    "deep objects": HostileServer(events(b'{"a":' * 100_000)),
+    "not UTF-8": HostileServer(events(b'{"error": "\xff\xfe"}')),
+    "digits": HostileServer(events(b'{"output_ids": [' + b"1" * 5000 + b"]}")),
+    "not JSON": HostileServer(events(b"x" * 3_000_000)),
+    "half a line": HostileServer(http(b'data: {"output_ids": [1], "meta_info"')),
+    "nothing": HostileServer(http(b"")),
+    "endless line": HostileServer(http(b"data: "), b"x" * 65536),
+    "endless lines": HostileServer(http(b""), b"\n" * 65536),
+    "endless events": HostileServer(http(b""), b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 7}}\n\n'),
+    "a chunk that never ends": HostileServer(http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked"), close=False),
+    "a chunk that is cut off": HostileServer(http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked")),
+    "a chunk without a size": HostileServer(http(b"zz\r\n", b"transfer-encoding: chunked")),
+    "less than announced": HostileServer(http(b"data: ", b"content-length: 100")),
+    "a length that is none": HostileServer(http(b"data: ", b"content-length: -7")),
+    "not packed": HostileServer(http(b"xxxxxxxx", b"content-encoding: gzip")),
+    "packed without end": HostileServer(http(gzip.compress(bytes(4 * MOST_LINE_BYTES), 1), b"content-encoding: gzip")),
+    "no HTTP": HostileServer(b"\0\xff" * 1000),
+    "a head without end": HostileServer(b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536),
+    "no answer": HostileServer(b""),
+    "silence": HostileServer(b"", close=False),
+    "refused at length": HostileServer(http(b"", status=b"400 Bad Request"), b"x" * 65536),
+    "refused in no charset": HostileServer(http(b"\xff", b"content-type: text/plain; charset=klingon", b"500 Oh")),
+    "sent away": HostileServer(http(b"", b"location: nowhere://", b"302 Found")),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_whatever_a_server_answers_wrongly_is_an_error_of_that_request(kind: str) -> None:
+    async def run() -> Completion:
+        async with MALFORMED[kind].up() as server, Client(server.url, timeout_s=1.0) as client:
+            return await asyncio.wait_for(client.generate([1, 2], 4, logprobs=True), 60)
+
+    done = asyncio.run(run())
+    assert done.error
+    assert len(done.error) < 500
+    assert "\n" not in done.error
+    json.dumps([done.prompt_tokens, done.server_queue_s, done.storage_wait_s, *done.output_ids, *done.logprobs], allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"5", b"{}", b'{"result": ' + b"[" * 100_000, b"\xff", b"x" * 100_000], ids=len
+)
+def test_what_other_routes_answer_wrongly_is_a_bench_error(body: bytes) -> None:
+    async def run() -> None:
+        async with HostileServer(http(body)).up() as server, Client(server.url, timeout_s=1.0) as client:
+            with pytest.raises(BenchError):
+                await client.hint("a", {"ttl_s": 1})
+            if body != b"{}":
+                with pytest.raises(BenchError, match="no SGLang server answers"):
+                    await client.model_info()
+            assert (await client.metrics()).total("up") is None
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("head", [b"content-type: text/plain; charset=klingon", b"content-encoding: gzip"])
+def test_metrics_that_cannot_be_read_are_none(head: bytes) -> None:
+    async def run() -> Metrics:
+        async with HostileServer(http(b"up 1\n\xff", head)).up() as server, Client(server.url, timeout_s=1.0) as client:
+            return await client.metrics()
+
+    assert asyncio.run(run()).total("down") is None
+
+
+def test_counters_that_are_no_numbers_are_left_out() -> None:
+    metrics = Metrics.parse("a NaN\nb +Inf\nc 1e999\nd 1e20\n")
+    assert [metrics.total(name) for name in "abcd"] == [None, None, None, 1e20]

@@ -1,0 +1,112 @@
+"""The lab models: complete, repeatable, and able to show a wrong KV cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside import lab_model
+
+
+def test_equal_names_and_seeds_give_equal_bytes(tmp_path: Path) -> None:
+    one = lab_model.write_model("tiny-qwen3", seed=3, folder=tmp_path / "a")
+    two = lab_model.write_model("tiny-qwen3", seed=3, folder=tmp_path / "b")
+    assert one.name == two.name
+    for file in one.iterdir():
+        assert file.read_bytes() == (two / file.name).read_bytes(), file.name
+
+
+def test_another_seed_is_another_folder_with_other_weights(tmp_path: Path) -> None:
+    one = lab_model.write_model("tiny-llama", seed=0, folder=tmp_path)
+    two = lab_model.write_model("tiny-llama", seed=1, folder=tmp_path)
+    assert one != two
+    key = "model.layers.0.self_attn.q_proj.weight"
+    assert (load_file(one / "model.safetensors")[key] != load_file(two / "model.safetensors")[key]).any()
+
+
+def test_a_model_is_written_once_and_leaves_no_draft_behind(tmp_path: Path) -> None:
+    first = lab_model.write_model("tiny-qwen3", folder=tmp_path)
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert lab_model.write_model("tiny-qwen3", folder=tmp_path) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_a_folder_without_its_completion_mark_is_written_again(tmp_path: Path) -> None:
+    first = lab_model.write_model("tiny-qwen3", folder=tmp_path)
+    whole = (first / "model.safetensors").read_bytes()
+    (first / "kvtier_model.json").unlink()
+    (first / "model.safetensors").write_bytes(b"half")
+    assert lab_model.write_model("tiny-qwen3", folder=tmp_path) == first
+    assert (first / "model.safetensors").read_bytes() == whole
+
+
+def test_the_cache_folder_follows_the_xdg_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert lab_model.models_dir() == tmp_path / "kvtier" / "models"
+
+
+def test_an_unknown_model_is_refused_with_the_names_there_are(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="lab-mha, lab-gqa"):
+        lab_model.write_model("gpt-9", folder=tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BenchError, match="XDG_CACHE_HOME"):
+        lab_model.write_model("tiny-qwen3", folder=tmp_path / "file" / "models")
+
+
+@pytest.mark.parametrize("name", list(lab_model.SHAPES))
+def test_the_weights_have_the_shapes_that_the_config_says(name: str, tmp_path: Path) -> None:
+    folder = lab_model.write_model(name, folder=tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    hidden = config["hidden_size"]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}.self_attn."
+        assert tensors[prefix + "q_proj.weight"].shape == (heads * size, hidden)
+        assert tensors[prefix + "k_proj.weight"].shape == (kv_heads * size, hidden)
+        assert tensors[prefix + "o_proj.weight"].shape == (hidden, heads * size)
+        assert (prefix + "q_norm.weight" in tensors) == (config["model_type"] == "qwen3")
+    assert tensors["lm_head.weight"].shape == (config["vocab_size"], hidden)
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"float32"}
+    assert config["max_position_embeddings"] >= 32768
+
+
+def test_the_kv_bytes_of_the_default_model_are_those_of_its_dimensions() -> None:
+    assert lab_model.SHAPES["lab-mha"].kv_bytes_per_token == 16384
+
+
+def test_every_byte_has_its_own_token_and_no_special_token_can_win(tmp_path: Path) -> None:
+    folder = lab_model.write_model("tiny-qwen3", folder=tmp_path)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    assert sorted(tokenizer["model"]["vocab"].values()) == list(range(256))
+    assert tokenizer["model"]["vocab"]["A"] == ord("A")
+    assert [token["id"] for token in tokenizer["added_tokens"]] == list(range(256, 512))
+    assert not load_file(folder / "model.safetensors")["lm_head.weight"][256:].any()
+
+
+def test_the_tokenizers_library_reads_the_tokenizer_back_byte_for_byte(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with sglang")
+    folder = lab_model.write_model("tiny-qwen3", folder=tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = "def f(x):\n\treturn 'naïve' + \"€\" # 10 % 日本\x00\x7f"
+    ids = tokenizer.encode(text).ids
+    assert ids == list(text.encode("utf-8"))
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("<|im_start|>user").ids[0] == 257
+
+
+def test_a_shape_without_weights_is_a_folder_that_a_server_fills_with_random_ones(tmp_path: Path) -> None:
+    path = lab_model.write_unweighted("shape-8b", folder=tmp_path)
+    assert lab_model.write_unweighted("shape-8b", folder=tmp_path) == path
+    config = json.loads((path / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (4096, 32, 128)
+    assert not list(path.glob("*.safetensors"))
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in path.iterdir()}

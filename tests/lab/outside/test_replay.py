@@ -1,0 +1,144 @@
+"""The replay: what it sends, in which order, and what it keeps when things go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fake_sglang import FakeServer
+
+from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample, SampleLog, prompt_sizes, replay
+from sgl_kvtier.lab.workload.encoder import ByteEncoder, PromptTokens
+from sgl_kvtier.lab.workload.session import Append, Call, Context, Message, Session
+
+ENCODER = ByteEncoder(512, 1)
+
+
+def make_session(name: str, turns: int = 3, gap_s: float = 0.0) -> Session:
+    events: list = []
+    for turn in range(turns):
+        events.append(Append(Message("tool", text=f"{name} result {turn} " * 5)))
+        events.append(Call(Message("assistant", text=f"{name} answer {turn}"), output_tokens=4, gap_s=gap_s))
+    return Session(name, "made up", tuple(events))
+
+
+def run(
+    server: FakeServer, sessions: Sequence[Session], options: ReplayOptions, path: Path | None = None
+) -> list[Sample]:
+    samples: list[Sample] = []
+
+    async def go() -> None:
+        async with server.up(), Client(server.url) as client:
+            log = SampleLog(path, arm="a", round=1)
+            await replay(sessions, client, ENCODER, options, samples, log=log)
+
+    asyncio.run(go())
+    return samples
+
+
+def recorded_prompts(session: Session) -> list[list[int]]:
+    tokens, prompts = PromptTokens(ENCODER), []
+    for _, prompt in Context(session).calls():
+        tokens.show(prompt)
+        prompts.append(tokens.ids.tolist())
+    return prompts
+
+
+def test_recorded_outputs_are_fed_back_so_that_prompts_do_not_depend_on_the_server(fake_server: FakeServer) -> None:
+    session = make_session("s", 4)
+    run(fake_server, [session], ReplayOptions())
+    assert [body["input_ids"] for body in fake_server.requests] == recorded_prompts(session)
+    assert {body["sampling_params"]["max_new_tokens"] for body in fake_server.requests} == {4}
+
+
+def test_the_servers_own_tokens_are_fed_back_when_asked_for(fake_server: FakeServer) -> None:
+    run(fake_server, [make_session("s", 2)], ReplayOptions(feedback="server"))
+    first, second = (body["input_ids"] for body in fake_server.requests)
+    assert second[: len(first) + 4] == first + fake_server.answer(first, 4)
+
+
+def test_no_more_sessions_run_at_once_than_asked_for(fake_server: FakeServer) -> None:
+    samples = run(fake_server, [make_session(f"s{i}") for i in range(6)], ReplayOptions(concurrency=2))
+    assert len(samples) == 18
+    assert fake_server.most_running == 2
+
+
+def test_turns_of_a_session_come_in_order_and_are_numbered_from_one(fake_server: FakeServer) -> None:
+    samples = run(fake_server, [make_session("a"), make_session("b")], ReplayOptions())
+    for name in "ab":
+        assert [s.turn for s in samples if s.session == name] == [1, 2, 3]
+
+
+def test_a_session_goes_on_after_a_request_that_failed(fake_server: FakeServer) -> None:
+    session = make_session("s", 3)
+    second = recorded_prompts(session)[1]
+    fake_server.fail_when = lambda ids: "error" if ids == second else None
+    samples = run(fake_server, [session], ReplayOptions())
+    assert [sample.completion.error for sample in samples] == [None, "out of luck", None]
+    assert [body["input_ids"] for body in fake_server.requests] == recorded_prompts(session)
+
+
+def test_every_finished_request_is_in_the_log_with_its_labels(fake_server: FakeServer, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    samples = run(fake_server, [make_session("s", 2)], ReplayOptions(), log)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["arm"], line["round"], line["session"], line["turn"]) for line in lines] == [
+        ("a", 1, "s", 1),
+        ("a", 1, "s", 2),
+    ]
+    assert [line["output_ids"] for line in lines] == [list(sample.completion.output_ids) for sample in samples]
+
+
+def test_what_was_measured_before_a_cancellation_is_kept(fake_server: FakeServer, tmp_path: Path) -> None:
+    session = make_session("s", 3)
+    third = recorded_prompts(session)[2]
+    fake_server.fail_when = lambda ids: "hang" if ids == third else None
+    samples: list[Sample] = []
+    log = tmp_path / "log.jsonl"
+
+    async def go() -> None:
+        async with fake_server.up(), Client(fake_server.url) as client:
+            seen = asyncio.Event()
+            task = asyncio.create_task(
+                replay(
+                    [session],
+                    client,
+                    ENCODER,
+                    ReplayOptions(),
+                    samples,
+                    log=SampleLog(log),
+                    on_done=lambda sample: seen.set() if sample.turn == 2 else None,
+                )
+            )
+            await seen.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(go())
+    assert [sample.turn for sample in samples] == [1, 2]
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_gaps_are_scaled_then_capped_and_never_negative() -> None:
+    options = ReplayOptions(gap_scale=0.5, gap_cap_s=2.0)
+    assert options.gap_s(1.0) == 0.5
+    assert options.gap_s(60.0) == 2.0
+    assert options.gap_s(-3.0) == 0.0
+    assert ReplayOptions().gap_s(60.0) == 60.0
+
+
+def test_prompt_sizes_are_those_that_are_sent(fake_server: FakeServer) -> None:
+    session = make_session("s", 3)
+    run(fake_server, [session], ReplayOptions())
+    sent = [len(body["input_ids"]) for body in fake_server.requests]
+    (row,) = prompt_sizes([session], ENCODER)
+    assert row["calls"] == 3
+    assert (row["first_prompt_tokens"], row["last_prompt_tokens"]) == (sent[0], sent[-1])
+    assert row["prompt_tokens"] == sum(sent)
+    assert row["longest_tokens"] == max(sent) + 4
+    assert row["output_tokens"] == 12

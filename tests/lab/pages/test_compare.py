@@ -1,0 +1,234 @@
+"""The tables and the page of a comparison."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+
+from sgl_kvtier.console import MISSING, to_json
+from sgl_kvtier.console.table import format_share
+from sgl_kvtier.lab.pages.compare import compare_tables, losing_cells, prompt_parts
+from sgl_kvtier.lab.pages.compare_html import compare_html
+from sgl_kvtier.lab.pages.html import flatten
+from sgl_kvtier.sizes import format_bytes
+
+VOID = {"meta", "link", "br", "img"}
+
+
+class Page(HTMLParser):
+    """What a page consists of; fails on a tag closed out of order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def two_arms(ours: float, theirs: float, **more: object) -> dict:
+    """A result with one metric of two arms."""
+    return {"arms": {"hicache-file": {"ttft_ms": {"p50": theirs}}, "kvtier": {"ttft_ms": {"p50": ours}}}, **more}
+
+
+def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere(compare_result: dict) -> None:
+    page = Page(compare_html(compare_result))
+    assert page.open == []
+    ids = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
+    links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
+    assert ids == {"headline", "configuration", "tables", "plots", "losing-cells", "environment", "repeat"}
+    assert [link.removeprefix("#") for link in links if link] == [attrs["id"] for tag, attrs in page.tags if tag == "section"]
+
+
+def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_result: dict) -> None:
+    text = compare_html(compare_result)
+    page = Page(text)
+    for tag, attrs in page.tags:
+        assert tag not in ("script", "iframe", "object", "embed", "img")
+        for name in ("src", "href", "xlink:href", "srcset", "data"):
+            value = attrs.get(name)
+            assert value is None or value.startswith("#") or value == "data:,"
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+
+
+def test_text_from_outside_stays_text(compare_result: dict) -> None:
+    result = copy.deepcopy(compare_result)
+    result["arms"] = {f"<i>{name}" if name == "hicache" else name: arm for name, arm in result["arms"].items()}
+    result["notes"].append("<img src=x onerror=alert(1)>")
+    result["environment"]["cpu"]["model"] = "</dd><script>"
+    text = compare_html(result)
+    page = Page(text)
+    assert page.count("script") == page.count("img") == page.count("i") == 0
+    assert not any(attrs.get("id") == "hostile" for _, attrs in page.tags)
+    assert compare_result["settings"]["model"] in page.text
+    assert "<img src=x onerror=alert(1)>" in page.text
+
+
+def test_the_page_has_the_tables_the_plots_and_the_command(compare_result: dict) -> None:
+    page = Page(compare_html(compare_result))
+    assert page.count("svg") == page.count("figure") == 4
+    assert page.count("table") == 1 + 4 + 1  # workload, the comparison's own, losing cells
+    assert "kvtier compare --model-path '</script><b id=hostile>" in page.text
+    assert compare_result["environment"]["platform"] in page.text
+
+
+def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
+    compare_result: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    page = Page(compare_html(compare_result))
+    assert page.count("svg") == 0
+    assert page.count("table") == 6
+    assert "pip install 'sgl-kvtier[report]'" in page.text
+
+
+def test_the_page_is_made_from_what_the_json_file_holds(compare_result: dict) -> None:
+    assert compare_html(json.loads(to_json(compare_result))) == compare_html(compare_result)
+
+
+def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_result: dict) -> None:
+    page = Page(compare_html(compare_result))
+    bad = [attrs for tag, attrs in page.tags if tag == "li" and attrs.get("class") == "bad"]
+    assert len(bad) == 2
+    assert "Not all outputs equal those of recompute. Equal: hicache 99.0 %." in page.text
+    assert "Requests failed: 1 in hicache-file." in page.text
+
+
+@pytest.mark.parametrize(
+    ("low", "median", "high", "said"),
+    [
+        (0.4, 0.5, 0.6, "kvtier is faster"),
+        (1.1, 1.2, 1.3, "kvtier is slower"),
+        (0.9, 0.95, 1.1, "no difference beyond the noise"),
+    ],
+)
+def test_the_headline_claims_a_difference_only_beyond_the_noise(low: float, median: float, high: float, said: str) -> None:
+    ratio = {"ttft_ms": {"median": median, "p25": low, "p75": high, "n": 3}}
+    text = Page(compare_html(two_arms(1, 1, ratios={"kvtier/hicache-file": ratio}))).text
+    assert said in text
+
+
+def test_one_round_allows_no_statement_about_noise() -> None:
+    ratio = {"ttft_ms": {"median": 0.5, "p25": 0.5, "p75": 0.5, "n": 1}}
+    text = Page(compare_html(two_arms(1, 2, ratios={"kvtier/hicache-file": ratio}))).text
+    assert "no statement about noise is possible" in text
+    assert "kvtier is faster" not in text
+
+
+def test_a_result_with_hardly_anything_in_it_still_makes_a_page() -> None:
+    page = Page(compare_html({"arms": {"kvtier": {}}}))
+    assert page.open == []
+    assert MISSING in page.text
+    assert "There are no samples to plot" in page.text
+    assert "Nothing to compare" in page.text
+
+
+def test_arms_keep_their_order_and_missing_figures_are_dashes(compare_result: dict) -> None:
+    first, _, tokens, ratios = compare_tables(compare_result)
+    assert [row[0] for row in first.cells()] == ["recompute", "hicache", "hicache-file", "kvtier"]
+    assert first.cells()[0][-1] == MISSING  # recompute is what the others are compared with
+    assert tokens.cells()[0][-2:] == ["0 B", MISSING]
+    assert ratios.cells()[-1][0] == "kvtier / hicache-file"
+
+
+def test_cached_and_computed_tokens_sum_to_the_prompts_of_the_requests_that_ended_well(compare_result: dict) -> None:
+    for arm in compare_result["arms"]:
+        prompts = [s["prompt_tokens"] for s in compare_result["samples"] if s["arm"] == arm and s["error"] is None]
+        assert sum(value or 0 for value in prompt_parts(compare_result, arm).values()) == sum(prompts)
+
+
+def test_without_samples_computed_tokens_are_unknown_and_not_zero() -> None:
+    assert set(prompt_parts({"arms": {"kvtier": {}}}, "kvtier").values()) == {None}
+
+
+def test_every_cell_that_is_worse_is_listed_worst_first() -> None:
+    samples = [
+        {"arm": arm, "round": number, "turn": turn, "ttft_ms": ms}
+        for arm, times in {"kvtier": ((10, 30), (10, 90)), "hicache": ((20, 20), (20, 20)), "hicache-file": ((15, 25), (9, 95))}.items()
+        for number, row in enumerate(times, 1)
+        for turn, ms in enumerate(row, 1)
+    ]  # fmt: skip
+    arms = {
+        "hicache": {"ttft_ms": {"p50": 20, "p99": 20}, "throughput_tokens_per_s": 100},
+        "hicache-file": {"ttft_ms": {"p50": 20, "p99": None}, "throughput_tokens_per_s": 50},
+        "kvtier": {"ttft_ms": {"p50": 20, "p99": 30}, "throughput_tokens_per_s": 80},
+    }
+    table, compared = losing_cells({"arms": arms, "samples": samples})
+    assert [(row["cell"], row["other"], row["ratio"], row["rounds"]) for row in table.rows] == [
+        ("TTFT p50, turn 2", "hicache", 3.0, "2 of 2"),
+        ("TTFT p99", "hicache", 1.5, "2 of 2"),
+        ("throughput", "hicache", 1.25, None),
+    ]
+    assert compared == 2 * 1 + 1 + 2 + 2  # TTFT p50 twice, p99 once, throughput twice, two turns
+
+
+def test_an_arm_that_wins_everywhere_has_no_losing_cell_and_the_page_says_how_many_were_compared() -> None:
+    result = two_arms(1, 2)
+    table, compared = losing_cells(result)
+    assert (list(table.rows), compared) == ([], 1)
+    text = Page(compare_html(result)).text
+    assert "None: kvtier is at least as good as every other arm in everything compared (1 cell)." in text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(1, "100 %"), (0, "0 %"), (0.99999, "> 99.9 %"), (0.00001, "< 0.1 %"), (0.5, "50.0 %"), (0.999, "99.9 %")],
+)
+def test_a_share_is_never_rounded_up_to_all_or_down_to_none(share: float, text: str) -> None:
+    assert format_share(share) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (412 << 20, "412.0 MiB"), (3 << 50, "3,072.0 TiB")],
+)
+def test_bytes_are_written_for_people(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+def test_nested_settings_become_dotted_names() -> None:
+    assert flatten({"cpu": {"count": 2}, "ram_bytes": 1024, "argv": ["--a", "b c"], "x": [], "y": None, "z": [1, 2]}) == [
+        ("cpu.count", "2"),
+        ("ram", "1.0 KiB"),
+        ("argv", "--a 'b c'"),
+        ("x", MISSING),
+        ("y", MISSING),
+        ("z", "1, 2"),
+    ]
+
+
+def test_only_arms_that_restore_have_a_row_about_it_and_without_any_there_is_no_table(compare_result: dict) -> None:
+    title = "Prefixes computed and loaded at once"
+    assert title not in [table.title for table in compare_tables(compare_result)]
+    compare_result["arms"]["kvtier"]["restore"] = {"started": 30.0, "met": 24.0, "computed_fraction": 0.25}
+    (table,) = [table for table in compare_tables(compare_result) if table.title == title]
+    assert [row["arm"] for row in table.rows] == ["kvtier"]

@@ -1,0 +1,29 @@
+"""docs/json.md says what is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "json.md"
+
+
+def documented(heading: str) -> set[str]:
+    """First path components of the keys in the table below a heading; `a`, `b` and `c.{d,e}` forms are understood."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    section = re.split(r"^#+ ", text.split(f"\n{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {re.split(r"[.{]", key)[0] for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_key_of_the_environment_is_documented_and_no_other(compare_result: dict) -> None:
+    assert documented("### `environment`") == set(compare_result["environment"])
+
+
+def test_every_key_of_a_comparison_is_documented_and_no_other(compare_result: dict) -> None:
+    envelope = documented("## Envelope")
+    assert envelope | documented("## `kvtier.compare/1`") == set(compare_result)
+    for arm in compare_result["arms"].values():
+        assert documented("### `arms.<name>`") == set(arm)
+    for sample in compare_result["samples"]:
+        assert documented("### `samples`") == set(sample)

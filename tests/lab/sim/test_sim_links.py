@@ -1,0 +1,110 @@
+"""Streams on pipes: what each gets, and when it ends."""
+
+from __future__ import annotations
+
+import pytest
+import simpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.lab.sim.links import Network, Pipe, Sharing
+
+
+def _ends(pipes: dict[str, Pipe], streams: list[tuple[float, tuple[str, ...], int]]) -> tuple[list[float], Network]:
+    """Second at which each stream (start, pipes, bytes) ends."""
+    env = simpy.Environment()
+    network = Network(env, pipes)
+    ends = [0.0] * len(streams)
+
+    def begin(place: int) -> None:
+        _, over, nbytes = streams[place]
+
+        def done(_: object) -> None:
+            ends[place] = env.now
+
+        network.open(over, nbytes, done)
+
+    for place, (start, _, _) in enumerate(streams):
+        env.timeout(start).callbacks.append(lambda _, place=place: begin(place))  # type: ignore[union-attr]
+    env.run()
+    return ends, network
+
+
+def test_a_stream_alone_has_the_whole_pipe() -> None:
+    assert _ends({"a": Pipe(100)}, [(0, ("a",), 250)])[0] == [2.5]
+
+
+def test_streams_are_retimed_when_another_joins_and_leaves() -> None:
+    # Alone for 1 s (100 of 200 bytes), then half each: the second needs 2 s, the first ends with it.
+    ends, _ = _ends({"a": Pipe(100)}, [(0, ("a",), 200), (1, ("a",), 50)])
+    assert ends == pytest.approx([2.5, 2.0])
+
+
+def test_tierkv_sharing_gives_more_than_the_pipe_has_once_there_are_more_streams_than_lanes() -> None:
+    eight = [(0.0, ("a",), 100)] * 8
+    generous, _ = _ends({"a": Pipe(100, lanes=4, sharing=Sharing.TIERKV)}, eight)
+    honest, _ = _ends({"a": Pipe(100, lanes=4)}, eight)
+    assert generous == pytest.approx([4.0] * 8)
+    assert honest == pytest.approx([8.0] * 8)
+
+
+def test_up_to_as_many_streams_as_lanes_both_readings_agree() -> None:
+    three = [(0.0, ("a",), 90), (0.5, ("a",), 30), (0.7, ("a",), 10)]
+    generous, _ = _ends({"a": Pipe(100, lanes=4, sharing=Sharing.TIERKV)}, three)
+    honest, _ = _ends({"a": Pipe(100, lanes=4)}, three)
+    assert generous == pytest.approx(honest)
+
+
+def test_what_a_stream_limited_elsewhere_leaves_goes_to_the_others() -> None:
+    # The first is held to 10 by the drive; the second gets 90 of the bus.
+    ends, _ = _ends({"ssd": Pipe(10), "bus": Pipe(100)}, [(0, ("ssd", "bus"), 10), (0, ("bus",), 90)])
+    assert ends == pytest.approx([1.0, 1.0])
+
+
+def test_bandwidth_follows_its_trace() -> None:
+    pipe = Pipe(100, trace=((1.0, 50.0), (2.0, 200.0)))
+    assert _ends({"a": pipe}, [(0, ("a",), 350)])[0] == [3.0]
+
+
+def test_a_pipe_that_stands_still_for_a_while_delays_and_loses_nothing() -> None:
+    pipe = Pipe(100, trace=((1.0, 0.0), (5.0, 100.0)))
+    assert _ends({"a": pipe}, [(0, ("a",), 200)])[0] == [6.0]
+
+
+def test_latency_comes_before_the_bytes_and_takes_no_bandwidth() -> None:
+    env = simpy.Environment()
+    network = Network(env, {"a": Pipe(100)})
+    ends: list[float] = []
+    network.open(("a",), 100, lambda _: ends.append(env.now), latency_s=1.0)
+    network.open(("a",), 100, lambda _: ends.append(env.now))
+    env.run()
+    assert ends == pytest.approx([1.0, 2.0])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 5),
+            st.sampled_from([("a",), ("b",), ("a", "b"), ("b", "c"), ("a", "b", "c")]),
+            st.integers(1, 10_000),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_honest_pipes_never_move_more_than_they_can_and_every_byte_arrives(
+    streams: list[tuple[float, tuple[str, ...], int]],
+) -> None:
+    pipes = {"a": Pipe(100), "b": Pipe(250, lanes=2), "c": Pipe(40)}
+    ends, network = _ends(pipes, streams)
+    for name, usage in network.usage().items():
+        carried = [(start, end, n) for (start, over, n), end in zip(streams, ends, strict=True) if name in over]
+        assert usage.nbytes == pytest.approx(sum(n for _, _, n in carried), rel=1e-6, abs=1e-3)
+        assert usage.nbytes <= pipes[name].bytes_per_s * usage.busy_s * (1 + 1e-6) + 1e-3
+    for (start, over, nbytes), end in zip(streams, ends, strict=True):
+        assert end - start >= nbytes / min(pipes[name].bytes_per_s for name in over) * (1 - 1e-6)
+
+
+def test_a_pipe_without_bandwidth_at_its_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="last rate"):
+        Pipe(100, trace=((1.0, 0.0),))

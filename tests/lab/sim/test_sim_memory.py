@@ -1,0 +1,115 @@
+"""What a tier holds and gives up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scenes import keys
+
+from sgl_kvtier.lab.sim.caches import Caches
+from sgl_kvtier.lab.sim.memory import TierMemory
+from sgl_kvtier.policy.messages import Fact, Move, PagesPlaced, TransferDone
+from sgl_kvtier.types import Link, PageKey, Span, Tier
+
+
+def _with(memory: TierMemory, names: tuple[PageKey, ...]) -> None:
+    memory.claim(len(names))
+    for name in names:
+        memory.name_private(name)
+    memory.unpin(names)
+
+
+def test_the_end_of_a_chain_leaves_before_its_beginning() -> None:
+    memory = TierMemory(Tier.HBM, 4)
+    chain = keys("a", 4)
+    _with(memory, chain)
+    memory.claim(2)
+    assert memory.dropped == [chain[3], chain[2]]
+    assert memory.prefix(chain) == 2
+
+
+def test_what_was_asked_for_last_leaves_last() -> None:
+    memory = TierMemory(Tier.HBM, 4)
+    old, new = keys("a", 2), keys("b", 2)
+    _with(memory, old)
+    _with(memory, new)
+    memory.touch(old)
+    memory.claim(2)
+    assert sorted(memory.dropped) == sorted(new)
+
+
+def test_pages_named_by_an_eviction_order_leave_first() -> None:
+    memory = TierMemory(Tier.DRAM, 4)
+    chain = keys("a", 4)
+    _with(memory, chain)
+    memory.evict_first([chain[0], chain[2]])
+    memory.claim(3)
+    assert memory.dropped == [chain[0], chain[2], chain[3]]
+
+
+def test_a_pinned_page_stays_and_is_not_counted_available() -> None:
+    memory = TierMemory(Tier.HBM, 3)
+    chain = keys("a", 3)
+    _with(memory, chain)
+    memory.pin(chain[:2])
+    assert memory.available == 1
+    with pytest.raises(AssertionError, match="2 pages of HBM claimed, 1 available"):
+        memory.claim(2)
+
+
+def test_a_prefetched_page_dropped_without_a_hit_counts_as_unused_and_a_used_one_does_not() -> None:
+    memory = TierMemory(Tier.DRAM, 4)
+    used, unused = keys("u", 2), keys("n", 2)
+    _with(memory, used)
+    _with(memory, unused)
+    memory.mark_prefetched((*used, *unused), Link.SSD_TO_DRAM)
+    memory.touch(used)
+    memory.claim(4)
+    memory.finish()
+    assert memory.unused_prefetches == {Link.SSD_TO_DRAM: 2}
+
+
+@given(st.lists(st.tuples(st.sampled_from("cnrpu"), st.integers(0, 7)), max_size=60))
+def test_a_tier_never_holds_more_than_fits(operations: list[tuple[str, int]]) -> None:
+    memory = TierMemory(Tier.HBM, 5)
+    names = keys("k", 8)
+    private, pinned = 0, []
+    for kind, number in operations:
+        if kind == "c" and memory.available >= 1:
+            memory.claim(1)
+            private += 1
+        elif kind == "n" and private:
+            private -= 1
+            memory.name_private(names[number])
+            pinned.append(names[number])
+        elif kind == "r" and private:
+            private -= 1
+            memory.release(1)
+        elif kind == "p" and names[number] in memory:
+            memory.pin((names[number],))
+            pinned.append(names[number])
+        elif kind == "u" and pinned:
+            memory.unpin((pinned.pop(0),))
+        assert 0 <= memory.used <= 5
+        assert memory.available == 5 - private - len(set(pinned))
+        assert all(name in memory for name in pinned)
+
+
+class _Transfers:
+    """Every transfer ends at once."""
+
+    def submit(self, transfer: Any) -> None:
+        assert transfer.begin(transfer)
+        transfer.done(transfer, 0.5)
+
+
+def test_a_moves_end_is_not_taken_for_that_of_a_load_of_the_same_request() -> None:
+    told: list[Fact] = []
+    caches = Caches({Tier.HBM: 8, Tier.DRAM: 8, Tier.SSD: None}, _Transfers(), 100, told.append, lambda: 1.0)  # type: ignore[arg-type]
+    chain = keys("a", 3)
+    _with(caches.ssd, chain)
+    caches.carry_out(Move(chain, Tier.SSD, Tier.DRAM, "r"))
+    assert told == [TransferDone("", Link.SSD_TO_DRAM, Span(0, 0), 300, 0.5, 1.0), PagesPlaced(chain, Tier.DRAM, 1.0)]

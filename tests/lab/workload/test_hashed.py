@@ -1,0 +1,189 @@
+"""The formats that hold hashes or lengths, rule by rule, on hand-written lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_records import claude_record, mooncake_record, request
+
+from sgl_kvtier.lab.workload.catalogue import Origin
+from sgl_kvtier.lab.workload.hashed import AzureReader, ClaudeCodeReader, MooncakeReader
+from sgl_kvtier.lab.workload.lines import BadRecord
+from sgl_kvtier.lab.workload.session import Call, Context, Edit, Prompt, Session
+
+ORIGIN = Origin("owner/repo", "MIT")
+
+
+def claude(record: dict[str, Any]) -> list[Session]:
+    return ClaudeCodeReader(Path("cc.jsonl"), ORIGIN).sessions(1, json.dumps(record))
+
+
+def mooncake(record: dict[str, Any], line: int = 1) -> Session:
+    (session,) = MooncakeReader(Path("mc.jsonl"), ORIGIN).sessions(line, json.dumps(record))
+    return session
+
+
+def ids_of(prompt: Prompt) -> list[int]:
+    return [int(i) for message in prompt if message.blocks for i in message.blocks.ids()]
+
+
+def prompts(session: Session) -> list[list[int]]:
+    return [ids_of(prompt) for _, prompt in Context(session).calls()]
+
+
+def calls(session: Session) -> list[Call]:
+    return [event for event in session.events if isinstance(event, Call)]
+
+
+def test_a_request_is_the_blocks_kept_and_the_new_runs() -> None:
+    (session,) = claude(claude_record(request(0, 1, 3), request(3, 4, 2, 90, 1), request(6)))
+    assert prompts(session) == [[1, 2, 3], [1, 2, 3, 4, 5, 90], [1, 2, 3, 4, 5, 90]]
+    assert session.edits == 0
+
+
+def test_keeping_less_than_there_was_is_an_edit_that_may_cut_a_run() -> None:
+    (session,) = claude(
+        claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1), request(0, 70, 1))
+    )
+    assert prompts(session) == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 50], [70]]
+    assert [e.why for e in session.events if isinstance(e, Edit)] == ["prefix dropped", "prefix dropped"]
+
+
+def test_losing_the_last_block_alone_is_told_from_dropping_a_prefix() -> None:
+    (session,) = claude(claude_record(request(0, 1, 3), request(2, 9, 2)))
+    assert [e.why for e in session.events if isinstance(e, Edit)] == ["last block rewritten"]
+
+
+def test_whole_messages_that_are_kept_stay_the_same_objects() -> None:
+    (session,) = claude(claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1)))
+    first, _, last = (prompt for _, prompt in Context(session).calls())
+    assert first[0] is last[0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1), st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_decoding_gives_the_ids_that_were_encoded(steps: list[tuple[float, list[int]]]) -> None:
+    fresh = iter(range(0, 10_000, 10))
+    expected: list[list[int]] = []
+    requests = []
+    for share, counts in steps:
+        before = expected[-1] if expected else []
+        keep = round(share * len(before))
+        runs = [(next(fresh), count) for count in counts]
+        expected.append(before[:keep] + [start + i for start, count in runs for i in range(count)])
+        requests.append(request(keep, *(n for run in runs for n in run)))
+    assert prompts(claude(claude_record(*requests))[0]) == expected
+
+
+def test_a_sub_agent_is_a_session_of_its_own_behind_its_owner_with_shared_ids() -> None:
+    agent = {"t": 30.0, "agent_id": "agent_001", "requests": [request(0, 1, 2, t=1.0)]}
+    owner, helper = claude(claude_record(request(0, 1, 3), agent, request(3, 4, 1)))
+    assert prompts(owner) == [[1, 2, 3], [1, 2, 3, 4]]
+    assert (helper.session_id, helper.parent) == ("claude-code:trace_1/agent_001", "claude-code:trace_1")
+    assert (helper.start_s, prompts(helper)) == (30.0, [[1, 2]])
+    blocks = [next(p for _, p in Context(s).calls())[0].blocks for s in (owner, helper)]
+    assert len({b.scope for b in blocks if b}) == 1
+
+
+def test_think_time_is_the_gap_and_the_server_time_the_latency() -> None:
+    session = claude(claude_record(request(0, 1, 1, t=0.0), request(1, t=9.0, api_time=4.0, think_time=7.0)))[
+        0
+    ]
+    assert [(c.gap_s, c.latency_s, c.arrival_s, c.output_tokens) for c in calls(session)] == [
+        (1.0, 2.0, 0.0, 10),
+        (7.0, 4.0, 9.0, 10),
+    ]
+
+
+def test_a_missing_think_time_is_what_the_clock_leaves_of_the_interval() -> None:
+    untimed = {"api_time": None, "think_time": None}
+    session = claude(
+        claude_record(request(0, 1, 1), request(1, t=9.0, **untimed), request(1, t=8.0, **untimed))
+    )[0]
+    assert [(c.gap_s, c.latency_s) for c in calls(session)] == [(1.0, 2.0), (7.0, None), (0.0, None)]
+
+
+CLAUDE_BAD = [
+    (claude_record(request(1, 1, 1)), "request 0: 'keep' = 1, but the request before had 0 blocks"),
+    (claude_record(request(0, 1, 2), request(0)), "request 1: a request without a whole block"),
+    (claude_record(request(0, 1)), "request 0: 'new' must be pairs"),
+    (claude_record(request(0, 1, 0)), "request 0: 'new' must be pairs"),
+    (claude_record(request(0, 1, -1)), "request 0: an entry of 'new' must be a whole number"),
+    (claude_record(request(0, 1, 1, out=None)), "request 0: 'out' must be a whole number"),
+    (claude_record(), "makes no request"),
+    (claude_record("x"), "request 0: must be an object"),  # type: ignore[arg-type]
+    (claude_record(request(0, 1, 1), hash_id_scope="global"), "'hash_id_scope' must be 'local'"),
+    (claude_record(request(0, 1, 1), block_size=0), "'block_size' must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), CLAUDE_BAD)
+def test_a_bad_claude_code_line_says_what_is_wrong(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
+        claude(record)
+
+
+def test_a_mooncake_line_is_a_session_of_one_call_at_its_time() -> None:
+    session = mooncake(mooncake_record(1100, 0, 7, 8, timestamp=3000, output_length=77), line=5)
+    assert (session.session_id, session.start_s, session.source, session.licence) == (
+        "mc:5",
+        3.0,
+        "owner/repo",
+        "MIT",
+    )
+    assert prompts(session) == [[0, 7, 8]]
+    assert calls(session)[0].output_tokens == 77
+
+
+def test_a_mooncake_prompts_last_block_is_cut_to_the_input_length() -> None:
+    ((_, prompt),) = Context(mooncake(mooncake_record(1100, 0, 7, 8))).calls()
+    assert prompt[0].blocks is not None
+    assert (prompt[0].blocks.tokens, len(prompt[0].blocks)) == (1100, 3)
+
+
+def test_mooncake_ids_are_global_to_the_file() -> None:
+    scopes = {
+        prompt[0].blocks.scope
+        for n in (1, 2)
+        for _, prompt in Context(mooncake(mooncake_record(9, 0), n)).calls()
+        if prompt[0].blocks
+    }
+    assert scopes == {"mc"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [mooncake_record(1100, 0, 7), mooncake_record(0), mooncake_record(512, 0, 1), mooncake_record(5, "0")],
+)  # type: ignore[arg-type]
+def test_mooncake_blocks_that_do_not_fit_the_length_are_bad(record: dict[str, Any]) -> None:
+    with pytest.raises(BadRecord):
+        mooncake(record)
+
+
+def test_azure_rows_arrive_at_their_times_and_share_nothing() -> None:
+    reader = AzureReader(Path("az.csv"), ORIGIN)
+    (first,) = reader.sessions(2, "2023-11-16 18:17:03.9799600,4808,10\r\n")
+    (second,) = reader.sessions(3, "2023-11-16 18:17:04.0319600,3180,8\n")
+    assert (first.start_s, round(second.start_s, 6)) == (0.0, 0.052)
+    blocks = [prompt[0].blocks for s in (first, second) for _, prompt in Context(s).calls()]
+    assert [b.tokens for b in blocks if b] == [4808, 3180]
+    assert len({b.scope for b in blocks if b}) == 2
+    assert calls(second)[0].output_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "row", ["yesterday,1,2", "2023-11-16 18:17:03,1", "2023-11-16 18:17:03,0,5", "2023-11-16 18:17:03,x,5"]
+)
+def test_azure_rows_that_are_none_are_bad(row: str) -> None:
+    with pytest.raises(BadRecord):
+        AzureReader(Path("az.csv"), ORIGIN).sessions(2, row)

@@ -1,0 +1,163 @@
+"""The vocabulary and the walker."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.workload.session import Append, Blocks, Call, Context, Edit, Event, Message, Session
+from sgl_kvtier.types import Span
+
+
+def says(text: str) -> Message:
+    return Message("user", text)
+
+
+def session(*events: Event, tools: Message | None = None) -> Session:
+    return Session("s", "test", tuple(events), tools=tools)
+
+
+def texts(prompt: object) -> list[str | None]:
+    return [message.text for message in prompt]  # type: ignore[attr-defined]
+
+
+def test_a_prompt_is_the_tools_and_the_context_so_far() -> None:
+    walk = Context(
+        session(Append(says("a")), Call(says("out")), Append(says("b")), Call(), tools=says("tools"))
+    )
+    assert walk.next_call() == Call(says("out"))
+    assert texts(walk.prompt) == ["tools", "a"]
+    assert walk.next_call() == Call()
+    assert texts(walk.prompt) == ["tools", "a", "out", "b"]
+    assert walk.next_call() is None
+
+
+def test_an_edit_counts_messages_without_the_tools() -> None:
+    edit = Edit((Span(1, 2), says("new"), Span(0, 1)))
+    walk = Context(session(Append(says("a")), Call(says("out")), edit, Call(), tools=says("tools")))
+    walk.next_call()
+    walk.next_call()
+    assert texts(walk.prompt) == ["tools", "out", "new", "a"]
+
+
+def test_an_edit_of_messages_that_are_not_there_names_the_session() -> None:
+    walk = Context(session(Append(says("a")), Edit((Span(0, 2),)), Call()))
+    with pytest.raises(TraceError, match=r"session s: .*\[0, 2\) of a context of 1"):
+        walk.next_call()
+
+
+def test_an_answer_takes_the_recorded_outputs_place() -> None:
+    walk = Context(session(Append(says("a")), Call(says("recorded")), Call()))
+    walk.next_call()
+    walk.answer(Message("assistant", token_ids=(7, 8)))
+    walk.next_call()
+    assert walk.prompt[1].token_ids == (7, 8)
+
+
+def test_an_answer_is_not_added_where_the_next_blocks_stand_for_it() -> None:
+    walk = Context(session(Append(says("a")), Call(output=None), Append(says("b")), Call(output=None)))
+    walk.next_call()
+    walk.answer(says("server's own"))
+    walk.next_call()
+    assert texts(walk.prompt) == ["a", "b"]
+
+
+def test_prompts_handed_out_earlier_do_not_change_when_the_walk_goes_on() -> None:
+    walk = Context(
+        session(Append(says("a")), Call(says("x")), Edit((says("fresh"),)), Call(says("y")), Call())
+    )
+    prompts = [prompt for _, prompt in walk.calls()]
+    assert [texts(p) for p in prompts] == [["a"], ["fresh"], ["fresh", "y"]]
+
+
+def test_a_prompt_is_a_sequence() -> None:
+    walk = Context(session(Append(says("a")), Append(says("b")), Call(says("later"))))
+    walk.next_call()
+    prompt = walk.prompt
+    walk.next_call()
+    assert (len(prompt), prompt[-1].text, texts(prompt[1:])) == (2, "b", ["b"])
+    with pytest.raises(IndexError):
+        prompt[2]
+
+
+def test_handing_out_prompts_of_a_long_session_copies_no_messages() -> None:
+    turns = [event for i in range(2000) for event in (Append(says(str(i))), Call(says("out")))]
+    walk = Context(session(*turns))
+    tracemalloc.start()
+    prompts = [prompt for _, prompt in walk.calls()]
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(map(len, prompts)) == 2000 * 2000
+    # Copies would hold 8 bytes for each of these 4 million messages.
+    assert nbytes < 2_000_000
+
+
+def test_a_message_is_exactly_one_kind_of_content() -> None:
+    with pytest.raises(ValueError, match="2 of them"):
+        Message("user", "text", token_ids=(1,))
+    with pytest.raises(ValueError, match="0 of them"):
+        Message("user")
+
+
+def test_sessions_count_their_calls_and_edits() -> None:
+    it = session(Append(says("a")), Call(says("x")), Edit((Span(0, 1),)), Call(says("y")))
+    assert (it.calls, it.edits) == (2, 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 5)), max_size=6), st.integers(0, 40))
+def test_the_head_of_blocks_has_the_first_ids(runs: list[tuple[int, int]], count: int) -> None:
+    total = sum(n for _, n in runs)
+    blocks = Blocks("s", 64, tuple(runs), 64 * total)
+    head = blocks.head(count)
+    assert head.ids().tolist() == blocks.ids().tolist()[:count]
+    assert head.tokens == 64 * min(count, total)
+
+
+def test_blocks_hold_no_more_and_not_a_block_less_than_their_tokens() -> None:
+    with pytest.raises(ValueError, match="cannot hold"):
+        Blocks("s", 64, ((0, 2),), 129)
+    with pytest.raises(ValueError, match="cannot hold"):
+        Blocks("s", 64, ((0, 2),), 63)
+
+
+@st.composite
+def edited_sessions(draw: st.DrawFn) -> tuple[list[Event], list[list[str]]]:
+    """Events, and what each call's prompt must be by the rules said plainly."""
+    events: list[Event] = []
+    context: list[str] = []
+    prompts: list[list[str]] = []
+    for number in range(draw(st.integers(1, 25))):
+        kind = draw(st.sampled_from(["append", "call", "edit"]))
+        if kind == "append":
+            events.append(Append(says(f"in{number}")))
+            context.append(f"in{number}")
+        elif kind == "call":
+            events.append(Call(says(f"out{number}")))
+            prompts.append(list(context))
+            context.append(f"out{number}")
+        else:
+            parts: list[Span | Message] = []
+            replaced: list[str] = []
+            for piece in range(draw(st.integers(0, 3))):
+                if draw(st.booleans()):
+                    parts.append(says(f"new{number}.{piece}"))
+                    replaced.append(f"new{number}.{piece}")
+                else:
+                    start = draw(st.integers(0, len(context)))
+                    stop = draw(st.integers(start, len(context)))
+                    parts.append(Span(start, stop))
+                    replaced += context[start:stop]
+            events.append(Edit(tuple(parts)))
+            context = replaced
+    return events, prompts
+
+
+@given(edited_sessions())
+def test_every_prompt_is_what_the_events_before_it_say(drawn: tuple[list[Event], list[list[str]]]) -> None:
+    events, expected = drawn
+    kept = [prompt for _, prompt in Context(session(*events)).calls()]
+    assert [texts(p) for p in kept] == expected

@@ -1,0 +1,232 @@
+"""The swe_*.jsonl format, rule by rule, on hand-written lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trace_records import assistant, swe_record, tool, user
+
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.workload.catalogue import Origin
+from sgl_kvtier.lab.workload.lines import BadRecord
+from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Message, Session
+from sgl_kvtier.lab.workload.swe import SweReader, to_line
+from sgl_kvtier.types import Span
+
+
+def read(record: dict[str, Any], folder: Path = Path()) -> Session:
+    (session,) = SweReader(folder / "swe_x.jsonl", Origin("", "")).sessions(1, json.dumps(record))
+    return session
+
+
+def prompts(session: Session) -> list[list[str | None]]:
+    return [[message.text for message in prompt] for _, prompt in Context(session).calls()]
+
+
+def calls(session: Session) -> list[Call]:
+    return [event for event in session.events if isinstance(event, Call)]
+
+
+def test_an_assistant_turn_is_a_call_whose_output_joins_the_context() -> None:
+    session = read(swe_record(user("fix it"), assistant("looking"), tool("42"), assistant("done")))
+    assert prompts(session) == [["fix it"], ["fix it", "looking", "42"]]
+    assert calls(session)[0].output == Message("assistant", "looking")
+
+
+def test_fields_of_the_line_are_kept() -> None:
+    record = swe_record(
+        user("a"), assistant("b"), batch="run1", batch_offset_s=12.5, model="m", truncated=True
+    )
+    session = read(record)
+    assert (session.session_id, session.source, session.licence) == ("s1", "owner/repo", "MIT")
+    assert (session.batch, session.start_s, session.model, session.truncated) == ("run1", 12.5, "m", True)
+
+
+def test_null_fields_are_as_good_as_missing_ones() -> None:
+    session = read(swe_record(user("a"), assistant("b"), model=None, tools_ref=None, instance_id=None))
+    assert (session.model, session.tools) == ("", None)
+
+
+def test_a_hist_turn_joins_the_context_without_a_call() -> None:
+    session = read(swe_record(user("a"), assistant("made up", hist=True), user("b"), assistant("real")))
+    assert prompts(session) == [["a", "made up", "b"]]
+
+
+def test_reasoning_content_and_tool_calls_all_stand_in_later_prompts() -> None:
+    made = [{"name": "bash", "arguments": '{"command": "ls"}'}, {"name": "finish", "arguments": "{}"}]
+    session = read(
+        swe_record(
+            user("a"), assistant("text", reasoning="thought", tool_calls=made), tool("b"), assistant("c")
+        )
+    )
+    assert prompts(session)[1][1] == 'thought\ntext\nbash {"command": "ls"}\nfinish {}'
+
+
+def test_an_edit_takes_ranges_of_the_present_context_and_new_messages() -> None:
+    edit = {"role": "context_edit", "why": "condensation", "parts": [[0, 1], user("summary"), [3, 4]]}
+    session = read(
+        swe_record(
+            user("a"), assistant("b"), tool("c"), user("d"), edit, assistant("e"), tool("f"), assistant("g")
+        )
+    )
+    assert prompts(session) == [["a"], ["a", "summary", "d"], ["a", "summary", "d", "e", "f"]]
+    assert Edit((Span(0, 1), Message("user", "summary"), Span(3, 4)), "condensation") in session.events
+
+
+@pytest.mark.parametrize("part", [[0, 3], [2, 1], [-1, 1], [0], [0, 1, 2], [0.0, 1], "0-1", [True, 1]])
+def test_an_edit_with_a_wrong_range_is_a_bad_line_that_names_its_turn(part: object) -> None:
+    edit = {"role": "context_edit", "parts": [part]}
+    with pytest.raises(BadRecord, match="turn 2: "):
+        read(swe_record(user("a"), assistant("b"), edit, assistant("c")))
+
+
+def test_tool_schemas_come_first_and_are_one_object_for_all_sessions(tmp_path: Path) -> None:
+    (tmp_path / "swe_tools.json").write_text(json.dumps({"kit": [{"name": "bash"}]}))
+    record = swe_record(user("a"), assistant("b"), tools_ref="kit")
+    reader = SweReader(tmp_path / "swe_x.jsonl", Origin("", ""))
+    first, second = (reader.sessions(n, json.dumps(record))[0] for n in (1, 2))
+    assert prompts(first) == [['[{"name": "bash"}]', "a"]]
+    assert first.tools is second.tools
+
+
+def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) -> None:
+    record = swe_record(user("a"), assistant("b"), tools_ref="kit")
+    with pytest.raises(TraceError, match=r"need swe_tools\.json in the trace's folder"):
+        read(record, tmp_path)
+    (tmp_path / "swe_tools.json").write_text("{}")
+    with pytest.raises(BadRecord, match="tools_ref \"kit\" is not in"):
+        read(record, tmp_path)
+    (tmp_path / "swe_tools.json").write_text("not json")
+    with pytest.raises(TraceError, match="is not JSON"):
+        read(record, tmp_path)
+
+
+def test_latency_runs_from_the_turn_before_and_the_gap_from_the_response_before() -> None:
+    session = read(
+        swe_record(user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0))
+    )
+    first, second = calls(session)
+    assert (first.gap_s, first.latency_s, first.arrival_s) == (0.0, 3.0, 0.0)
+    assert (second.gap_s, second.latency_s, second.arrival_s) == (1.25, 5.75, 4.25)
+
+
+def test_condensing_counts_to_the_clients_wait() -> None:
+    edit = {"role": "context_edit", "parts": [[0, 1]], "t_offset_s": 9.0}
+    session = read(swe_record(user("a"), assistant("b", 3.0), tool("c", 4.0), edit, assistant("d", 11.0)))
+    assert (calls(session)[1].gap_s, calls(session)[1].latency_s) == (6.0, 2.0)
+
+
+def test_times_that_run_backwards_are_waits_of_zero() -> None:
+    session = read(swe_record(user("a"), assistant("b", 5.0), tool("c", 4.0), assistant("d", 3.5)))
+    assert (calls(session)[1].gap_s, calls(session)[1].latency_s) == (0.0, 0.0)
+
+
+def test_untimed_user_turns_leave_the_whole_interval_to_the_server() -> None:
+    session = read(swe_record(user("a"), assistant("b", 0.0), user("c"), assistant("d", 2.5)))
+    first, second = calls(session)
+    assert first.latency_s is None
+    assert (second.gap_s, second.latency_s) == (0.0, 2.5)
+
+
+def test_without_offsets_the_tools_run_time_is_the_gap() -> None:
+    session = read(
+        swe_record(
+            user("a"), assistant("b"), tool("c", tool_exec_s=0.5), tool("d", tool_exec_s=1), assistant("e")
+        )
+    )
+    assert [(c.gap_s, c.latency_s, c.arrival_s) for c in calls(session)] == [
+        (0.0, None, None),
+        (1.5, None, None),
+    ]
+
+
+def test_output_tokens_are_the_providers_where_it_counted() -> None:
+    session = read(
+        swe_record(user("a"), assistant("b", usage={"in": 9, "out": 7}), user("c"), assistant("d"))
+    )
+    assert [c.output_tokens for c in calls(session)] == [7, None]
+
+
+def test_clipped_results_are_counted() -> None:
+    session = read(
+        swe_record(user("a"), assistant("b"), tool("c", clipped_from_chars=99_999), assistant("d"))
+    )
+    assert session.clipped_messages == 1
+
+
+BAD_LINES = [
+    (swe_record(user("a")), "makes no request"),
+    (swe_record("turn"), "turn 0: a turn must be an object"),  # type: ignore[arg-type]
+    (swe_record({"role": "robot", "content": "a"}), "turn 0: unknown role \"robot\""),
+    (swe_record({"content": "a"}), "turn 0: 'role' must be a text"),
+    (swe_record(user("a"), assistant("b", usage={"out": -1})), "turn 1: 'out' must be a whole number"),
+    (swe_record(user("a"), assistant("b", tool_calls=["ls"])), "turn 1: a tool call must be an object"),
+    (swe_record(user("a", t_offset_s="soon"), assistant("b")), "turn 0: 't_offset_s' must be a number"),
+    (swe_record(user("a"), {"role": "context_edit"}), "turn 1: 'parts' must be a list"),
+    ({"session_id": "s", "turns": {}}, "'turns' must be a list"),
+    ({"turns": [user("a"), assistant("b")]}, "'session_id' must be a text"),
+]
+
+
+@pytest.mark.parametrize(("record", "reason"), BAD_LINES)
+def test_a_bad_line_says_what_is_wrong_and_where(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRecord, match=reason):
+        read(record)
+
+
+def test_what_cannot_be_written_is_refused() -> None:
+    call = Call(Message("assistant", "a"))
+    with pytest.raises(ValueError, match="without its output"):
+        to_line(Session("s", "t", (Append(Message("user", "a")), Call())))
+    with pytest.raises(ValueError, match="role 'input'"):
+        to_line(Session("s", "t", (Append(Message("input", "a")), call)))
+    with pytest.raises(ValueError, match="tools and parents"):
+        to_line(Session("s", "t", (call,), tools=Message("tools", "a")))
+
+
+seconds = st.integers(0, 10**7).map(lambda ms: ms / 1000)
+
+
+@st.composite
+def written_sessions(draw: st.DrawFn) -> Session:
+    """Text sessions with times: an input before every call, since waits are written on inputs."""
+    events: list[Append | Call | Edit] = []
+    present = 0
+    for number in range(draw(st.integers(1, 8))):
+        events.append(
+            Append(Message(draw(st.sampled_from(["system", "user", "tool"])), draw(st.text(max_size=20))))
+        )
+        present += 1
+        if draw(st.booleans()):
+            events.append(Append(Message("assistant", draw(st.text(max_size=9)))))
+            present += 1
+        if draw(st.booleans()):
+            stop = draw(st.integers(0, present))
+            events.append(Edit((Span(0, stop), Message("user", "new"), Message("assistant", "old")), "why"))
+            present = stop + 2
+        gap_s = draw(seconds) if number else 0.0
+        output = Message("assistant", draw(st.text(max_size=20)))
+        events.append(Call(output, draw(st.integers(0, 999)), gap_s, draw(seconds.filter(bool))))
+        present += 1
+    return Session(
+        "s", "repo", tuple(events), start_s=draw(seconds), licence="MIT", model="m", batch="b", truncated=True
+    )
+
+
+@given(written_sessions())
+def test_a_session_written_and_read_again_is_the_same(session: Session) -> None:
+    again = read(json.loads(to_line(session)))
+    # Arrival times come with reading; they are the sum of what was written.
+    assert [e for e in again.events if not isinstance(e, Call)] == [
+        e for e in session.events if not isinstance(e, Call)
+    ]
+    assert [(c.output, c.output_tokens, c.gap_s, c.latency_s) for c in calls(again)] == [
+        (c.output, c.output_tokens, c.gap_s, c.latency_s) for c in calls(session)
+    ]
+    for name in ("session_id", "source", "start_s", "licence", "model", "batch", "truncated"):
+        assert getattr(again, name) == getattr(session, name)

@@ -1,0 +1,138 @@
+"""`kvtier trace`, as a user types it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import pytest
+from trace_records import WriteTrace, assistant, swe_record, user
+
+from sgl_kvtier.errors import KVTierError, TraceError
+from sgl_kvtier.lab.workload.commands import add_arguments, run
+
+
+def kvtier_trace(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run(parser.parse_args(list(words)))
+
+
+def test_generated_sessions_can_be_described_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.jsonl.gz"
+    assert kvtier_trace("generate", "swe-openhands", "--sessions", "4", "--seed", "3", "--out", str(out)) == 0
+    assert kvtier_trace("describe", str(out), "--json", str(tmp_path / "file.json")) == 0
+    assert (
+        kvtier_trace(
+            "describe",
+            "generated:swe-openhands",
+            "--sessions",
+            "4",
+            "--seed",
+            "3",
+            "--json",
+            str(tmp_path / "made.json"),
+        )
+        == 0
+    )
+    assert "4 sessions of swe-openhands, seed 3" in capsys.readouterr().out
+    from_file, made = (json.loads((tmp_path / name).read_text()) for name in ("file.json", "made.json"))
+    assert from_file["totals"] == made["totals"]
+    assert from_file["distributions"] == made["distributions"]
+    assert from_file["schema"] == "kvtier.trace.describe/1"
+
+
+def test_generating_twice_gives_the_same_bytes_and_leaves_no_other_file(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"]
+    for file in files:
+        kvtier_trace("generate", "chat", "--out", str(file))
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_generating_to_standard_output_writes_only_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+    kvtier_trace("generate", "chat", "--sessions", "3", "--out", "-")
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["session_id"] for line in lines] == [f"generated:chat:0:{i}" for i in range(3)]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVTierError, match="cannot write"):
+        kvtier_trace("generate", "chat", "--out", str(tmp_path / "file" / "x.jsonl"))
+
+
+def test_describe_shows_bad_lines_beside_the_table(
+    write_trace: WriteTrace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_trace("a.jsonl", swe_record(user("a"), assistant("b")), *["{oops"] * 12)
+    assert kvtier_trace("describe", str(path)) == 0
+    shown = capsys.readouterr()
+    assert f"bad line: {path}:2: not JSON" in shown.err
+    assert "and 2 more bad lines" in shown.err
+    assert "calls per session" in shown.out
+
+
+def test_describe_to_standard_output_is_json_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    kvtier_trace("describe", "generated:chat", "--divisor", "8", "--max-calls", "2", "--json", "-")
+    result = json.loads(capsys.readouterr().out)
+    assert (result["totals"]["divisor"], result["totals"]["sessions"]) == (8, 20)
+    assert {row["quantity"] for row in result["distributions"]} >= {"calls per session", "prompt per call"}
+
+
+def test_list_names_the_traces_of_a_folder_and_the_presets(
+    write_trace: WriteTrace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_trace("mooncake_synthetic_trace.jsonl", "x")
+    write_trace("mine.jsonl", "x")
+    kvtier_trace("list", "--traces", str(tmp_path), "--json", str(tmp_path / "list.json"))
+    shown = capsys.readouterr().out
+    assert "mooncake_synthetic_trace" in shown and "generated:swe-mini" in shown
+    result = json.loads((tmp_path / "list.json").read_text())
+    assert {t["name"]: t["licence"] for t in result["traces"]} == {
+        "mine": None,
+        "mooncake_synthetic_trace": "Apache-2.0",
+    }
+
+
+def test_an_unwritable_json_target_is_found_before_the_work(tmp_path: Path) -> None:
+    with pytest.raises(KVTierError, match="cannot write"):
+        kvtier_trace("describe", "nope", "--json", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words", [["describe", "nope"], ["describe", "generated:nope"], ["generate", "nope", "--out", "-"]]
+)
+def test_unknown_names_are_errors_that_list_the_known(words: list[str]) -> None:
+    with pytest.raises(TraceError, match="swe-mini"):
+        kvtier_trace(*words)
+
+
+@pytest.mark.parametrize(
+    "words", [["describe", "x", "--sessions", "0"], ["describe", "x", "--skip", "-1"], []]
+)
+def test_wrong_numbers_are_refused_by_the_parser(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        kvtier_trace(*words)
+
+
+def documented(heading: str) -> set[str]:
+    """The keys in the table below a heading of docs/json.md."""
+    text = (Path(__file__).parents[3] / "docs" / "json.md").read_text("utf-8")
+    section = text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def test_every_key_written_is_documented_and_no_other(tmp_path: Path) -> None:
+    kvtier_trace("describe", "generated:chat", "--json", str(tmp_path / "describe.json"))
+    kvtier_trace("list", "--json", str(tmp_path / "list.json"))
+    described, listed = (json.loads((tmp_path / name).read_text()) for name in ("describe.json", "list.json"))
+    envelope = {"schema", "command", "environment"}
+    assert set(described) - envelope == documented("## `kvtier.trace.describe/1`")
+    assert set(described["totals"]) == documented("### `totals`")
+    assert set(listed) - envelope == documented("## `kvtier.trace.list/1`")
