@@ -9,8 +9,6 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 import sgl_kvtier
 
 PACKAGES = ("sglang", "torch", "flashinfer-python", "transformers", "numpy")
@@ -29,7 +27,7 @@ def environment() -> dict:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "usable": _usable_cpus()},
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "memory_limit_bytes": _memory_limit(),
         "packages": {name: _version(name) for name in PACKAGES},
         "gpus": _gpus(),

@@ -1,25 +1,9 @@
-"""How far long work has come: done of total, elapsed, and an estimate of the time left. Always on stderr.
-
-Standard output stays clean for tables and `--json -`.
-"""
+"""How far long work has come: done of total, elapsed, and an estimate of the time left."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task
-from rich.progress import Progress as RichProgress
-from rich.table import Column
-from rich.text import Text
-
-PLAIN_EVERY_S = 5.0
-"""Seconds between two lines where there is no terminal."""
+from collections.abc import Callable
 
 
 class Progress:
@@ -57,6 +41,10 @@ class Progress:
         """Print a line that stays, above the progress display."""
         self._say(message)
 
+    def say_by(self, write: Callable[[str], object]) -> None:
+        """Sets what prints the lines of `say`: the display that shows this progress."""
+        self._say = write
+
     @property
     def elapsed_s(self) -> float:
         """Seconds since the work began."""
@@ -90,90 +78,3 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-@contextmanager
-def progress(
-    label: str,
-    total: float | None = None,
-    unit: str = "",
-    *,
-    file: TextIO | None = None,
-    every_s: float = PLAIN_EVERY_S,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Progress]:
-    """Show progress on `file` (stderr if None) while the block runs; yields the `Progress` to count on.
-
-    A live bar on a terminal; elsewhere a plain line every `every_s` seconds and one at the end. The display has its own
-    thread, so it goes on while the caller waits.
-    """
-    state = Progress(label, total, unit, clock)
-    file = file or sys.stderr
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    live = console.is_terminal and not console.is_dumb_terminal
-    with _live(state, console) if live else _plain(state, console, every_s):
-        yield state
-
-
-@contextmanager
-def _live(state: Progress, console: Console) -> Iterator[None]:
-    # The note alone gives way on a narrow terminal: counts and times are what people look for.
-    # stdout is not redirected: what the caller prints there must reach stdout, not the bar's stderr.
-    bar = RichProgress(
-        _Cell(state, lambda s: s.label, "bold"),
-        BarColumn(bar_width=24 if console.width >= 90 else 8),
-        _Cell(state, lambda s: s.count()),
-        _Cell(state, lambda s: format_duration(s.elapsed_s)),
-        _Cell(state, _left, "cyan"),
-        _Cell(state, lambda s: s.note, "dim", table_column=Column(ratio=1, no_wrap=True)),
-        console=console,
-        redirect_stdout=False,
-        expand=True,
-    )
-    state._say = lambda message: bar.console.print(Text(message))
-    with bar:
-        bar.add_task(state.label, total=None)
-        try:
-            yield
-        finally:
-            bar.refresh()
-
-
-class _Cell(ProgressColumn):
-    """One text of the live display, read from the state each time it is drawn."""
-
-    def __init__(
-        self, state: Progress, text: Callable[[Progress], str], style: str = "", table_column: Column | None = None
-    ) -> None:
-        super().__init__(table_column or Column(no_wrap=True))
-        self._state, self._text, self._style = state, text, style
-
-    def render(self, task: Task) -> Text:
-        task.total, task.completed = self._state.total, self._state.done
-        return Text(self._text(self._state), style=self._style, overflow="ellipsis", no_wrap=True)
-
-
-def _left(state: Progress) -> str:
-    return "" if state.left_s is None else f"~{format_duration(state.left_s)} left"
-
-
-@contextmanager
-def _plain(state: Progress, console: Console, every_s: float) -> Iterator[None]:
-    stop = threading.Event()
-
-    def write(message: str) -> None:
-        print(message, file=console.file, flush=True)
-
-    def tell() -> None:
-        while not stop.wait(every_s):
-            write(state.line())
-
-    state._say = write
-    thread = threading.Thread(target=tell, name="kvtier-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-        write(state.line())

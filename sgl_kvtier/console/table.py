@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
-
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 MISSING = "–"
 """Printed for a value that is not there: None, NaN, an infinity, or a key the row does not have."""
 
 Row = Mapping[str, object]
-
-_NARROWEST_TEXT = 12
-"""Cells a text column keeps on a narrow terminal; below that the table is printed row by row."""
 
 
 @dataclass(frozen=True)
@@ -108,31 +97,18 @@ def format_share(value: object) -> str:
     return f"{percent:.0f} %" if percent in (0, 100) else f"{percent:.1f} %"
 
 
-def print_table(table: Table, file: TextIO | None = None) -> None:
-    """Print a table to `file` (stdout if None).
+def plain_lines(table: Table) -> list[str]:
+    """The table as lines of plain text: title, headings, a rule, one line a row, notes."""
+    heads = [column.heading for column in table.columns]
+    cells = table.cells()
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    right = [table.is_numeric(column) for column in table.columns]
 
-    On a terminal it fits the width: text wraps, numbers never do, and where they do not fit side by side every row is
-    printed as a list. Elsewhere (a pipe, a file) it is plain text, as wide as it needs to be.
-    """
-    file = file or sys.stdout
-    console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
-    if not console.is_terminal:
-        natural = sum(_widths(table, narrow=False)) + 3 * len(table.columns) + 1
-        console = Console(
-            file=file,
-            width=max(natural, 40),
-            highlight=False,
-            markup=False,
-            emoji=False,
-            color_system=None,
-            force_terminal=False,
-        )
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    side_by_side = sum(_widths(table, narrow=True)) + 3 * len(table.columns) + 1 <= console.width
-    console.print(_title(table, encoding))
-    console.print(_grid(table, encoding) if side_by_side else _list(table, encoding))
-    for note in table.notes:
-        console.print(Text(_encodable(note, encoding)), style="dim", soft_wrap=not console.is_terminal)
+    def line(texts: Sequence[str]) -> str:
+        padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return [table.title, line(heads), "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, cells), *table.notes]
 
 
 def to_markdown(table: Table) -> str:
@@ -154,51 +130,7 @@ def _is_number(value: object) -> bool:
     )
 
 
-def _widths(table: Table, *, narrow: bool) -> list[int]:
-    """Cells each column needs: at least (narrow, text and headings wrapped) or to stand unwrapped."""
-    cells = table.cells()
-    widths = []
-    for index, column in enumerate(table.columns):
-        longest = max((cell_len(row[index]) for row in cells), default=1)
-        words = max(cell_len(word) for word in f"{column.title} {column.unit}".split() or ["-"])
-        if narrow:
-            body = longest if table.is_numeric(column) else min(longest, _NARROWEST_TEXT)
-            widths.append(max(body, words))
-        else:
-            widths.append(max(longest, cell_len(column.title), cell_len(column.unit)))
-    return widths
-
-
-def _title(table: Table, encoding: str) -> Text:
-    return Text(_encodable(table.title, encoding), style="bold")
-
-
-def _grid(table: Table, encoding: str) -> RichTable:
-    grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="bold")
-    for column, width in zip(table.columns, _widths(table, narrow=True), strict=True):
-        heading = Text(_encodable(column.title, encoding))
-        if column.unit:
-            heading.append(_encodable(f"\n{column.unit}", encoding), style="dim not bold")
-        numeric = table.is_numeric(column)
-        grid.add_column(heading, justify="right" if numeric else "left", overflow="fold", min_width=width)
-    for row in table.cells():
-        grid.add_row(*(Text(_encodable(cell, encoding)) for cell in row))
-    return grid
-
-
-def _list(table: Table, encoding: str) -> RichTable:
-    grid = RichTable(box=None, show_header=False, pad_edge=False)
-    grid.add_column(style="dim", overflow="fold")
-    grid.add_column(overflow="fold")
-    for index, row in enumerate(table.cells()):
-        if index:
-            grid.add_row("", "")
-        for column, cell in zip(table.columns, row, strict=True):
-            grid.add_row(Text(_encodable(column.heading, encoding)), Text(_encodable(cell, encoding)))
-    return grid
-
-
-def _encodable(text: str, encoding: str) -> str:
+def encodable(text: str, encoding: str) -> str:
     """The text as this output can carry it: an ASCII-only pipe gets "-" and "?" instead of an exception."""
     try:
         text.encode(encoding)

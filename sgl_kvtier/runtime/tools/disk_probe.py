@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 _BLOCK = 1 << 20
 _TEST_BYTES = 128 << 20
@@ -90,10 +89,12 @@ def _opens_direct(folder: Path) -> bool:
         Path(name).unlink()
 
 
-def _filesystem(folder: Path) -> str:
+def _filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     path, best, kind = str(folder.resolve()), "", "unknown"
-    for part in psutil.disk_partitions(all=True):
-        inside = path == part.mountpoint or path.startswith(part.mountpoint.rstrip("/") + "/")
-        if inside and len(part.mountpoint) >= len(best):
-            best, kind = part.mountpoint, part.fstype
+    for line in mounts.read_text(errors="replace").splitlines() if mounts.exists() else ():
+        # Blanks in a folder's name are written as octal numbers (proc(5)).
+        point, fstype = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")[1:3])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, fstype
     return kind

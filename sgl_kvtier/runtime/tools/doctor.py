@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from sgl_kvtier import __version__
 from sgl_kvtier.config import KVTierConfig, describe_config, load_config
 from sgl_kvtier.console import Column, Table, check_target, envelope, format_bytes, print_table, write_json
@@ -26,6 +24,7 @@ from sgl_kvtier.store.disk.namespace import check_root
 SCHEMA = "kvtier.doctor/1"
 _OPEN_FILES = 4096
 _HOST_RESERVE = 10 << 30
+_MEMINFO = Path("/proc/meminfo")
 """Host memory SGLang leaves free when it sizes HiCache pools by itself (pool_host/base.py)."""
 
 
@@ -187,22 +186,22 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         yield Finding("disk speed", "ok", found)
 
 
-def _memory() -> Iterator[Finding]:
-    memory = psutil.virtual_memory()
-    found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} free"
-    if memory.available < _HOST_RESERVE:
+def _memory(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
+    fields = _meminfo(meminfo)
+    available = fields.get("MemAvailable", 0) << 10
+    found = f"{format_bytes(available)} of {format_bytes(fields.get('MemTotal', 0) << 10)} free"
+    if available < _HOST_RESERVE:
         advice = "SGLang keeps 10 GiB free when it sizes host pools: give --hicache-ratio or --hicache-size"
         yield Finding("memory", "warn", found, advice)
     else:
         yield Finding("memory", "ok", found)
 
 
-def _huge_pages(meminfo: Path = Path("/proc/meminfo")) -> Iterator[Finding]:
+def _huge_pages(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
     """SGLang takes its host pools from huge pages when SGLANG_HUGEPAGE_SIZE says so and the system has reserved some."""
     asked = os.environ.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    fields = {name: value.split()[0] for name, _, value in (line.partition(":") for line in lines) if value}
-    free = int(fields.get("HugePages_Free", 0)) * int(fields.get("Hugepagesize", 0)) << 10
+    fields = _meminfo(meminfo)
+    free = fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) << 10
     found = f"{asked or 'not used'}, {format_bytes(free)} reserved and free"
     if asked in ("2MB", "1GB"):
         advice = "" if free else "reserve them: sysctl vm.nr_hugepages=N, as many as the host pool needs"
@@ -218,3 +217,9 @@ def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = "ok" if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES else "warn"
     yield Finding("open files", state, f"{soft} (hard limit {hard})", "" if state == "ok" else f"ulimit -n {_OPEN_FILES}")
+
+
+def _meminfo(path: Path) -> dict[str, int]:
+    """The kernel's account of memory by name: KiB, or a count of pages. Empty where there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines) if value}
