@@ -17,7 +17,7 @@ from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
 from sgl_kvtier.policy.shape import EngineShape
 
 
-class KVTierPlanner:
+class Planner:
     """Restoration (`restore_planner`) and what comes before it (`lookahead`), sharing what is learned of the links.
 
     `profile` is what `profile()` gave at the end of an earlier run: plain data, or None.
@@ -119,6 +119,6 @@ class KVTierPlanner:
 
 def make_planner(
     config: PolicyConfig, engine: EngineShape, profile: Mapping[str, Any] | None = None
-) -> KVTierPlanner:
-    """The planner a configuration asks for. `profile`: what `KVTierPlanner.profile` gave at the end of an earlier run."""
-    return KVTierPlanner(config, engine, profile)
+) -> Planner:
+    """The planner a configuration asks for. `profile`: what `Planner.profile` gave at the end of an earlier run."""
+    return Planner(config, engine, profile)

@@ -130,6 +130,17 @@ class DiskStore:
             states = np.where(rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE)
         return [_ANSWERS[state] for state in states.tolist()]
 
+    def lengths(self, keys: Sequence[PageKey], pool: str = KV) -> list[int]:
+        """Payload bytes of each page, 0 where it cannot be read at the moment; from memory."""
+        with self._core.lock:
+            table = self._core.table
+            rows = table.find(keys, pool)
+            if not len(table.state):
+                return [0] * len(rows)
+            any_row = np.maximum(rows, 0)
+            there = (rows != EMPTY) & (table.state[any_row] == State.LIVE)
+            return list(np.where(there, table.length[any_row], 0).tolist())
+
     def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
         """Says which pages will be used next, the soonest first: they are evicted last, the farthest of them first."""
         with self._core.lock:

@@ -14,7 +14,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     TransferDone,
 )
-from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
 VIEW = StepView(0.0, ("a",), prefill_tokens=512)
@@ -32,7 +32,7 @@ def offer(**pages: int) -> RestoreOffered:
     return RestoreOffered("a", 0.0, (dram + ssd) * 16 + 64, 0, dram + ssd, tuple((s, t) for s, t in sources if s))
 
 
-def planner(*, ssd: float | None = None, dram: float | None = None, **settings: object) -> KVTierPlanner:
+def planner(*, ssd: float | None = None, dram: float | None = None, **settings: object) -> Planner:
     """A planner that knows the cost of computing and these links."""
     if ssd is None and dram is None:
         return make_planner(PolicyConfig(restore=settings.pop("restore", "auto"), **settings), ENGINE)
@@ -111,7 +111,7 @@ def test_asking_changes_nothing():
     assert plans[0].loads
 
 
-def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> KVTierPlanner:
+def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> Planner:
     """A planner with the offer of a prefix of which 64 pages lie in host memory and 192 behind them in storage."""
     one = planner(ssd=rate(4096, ssd_ratio), dram=rate(4096, dram_ratio))
     assert one.left_to_engine(offer(dram=64, ssd=192), VIEW) is None

@@ -8,13 +8,13 @@ from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import ChunkStarted, Mode, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
 PAGE = ENGINE.page_tokens
 
 
-def beside_a_busy_disk(**settings: object) -> KVTierPlanner:
+def beside_a_busy_disk(**settings: object) -> Planner:
     """A planner that has handed out loads over the storage link for "b", of which it takes long to bring all."""
     one = planner(ssd=rate(4096, 1 / 4), dram=rate(4096, 20), **settings)
     one.observe(RestoreOffered("b", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))

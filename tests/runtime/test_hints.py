@@ -16,7 +16,7 @@ from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import Header, Hinted, decode, encode, encode_header
 from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinished, StepView
-from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.sessions.sessions import Hint
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.hints.message import (
@@ -160,7 +160,7 @@ class Lab:
     def __init__(self, config: PolicyConfig | None = None) -> None:
         config = config or PolicyConfig(restore="both")
         self.lines: list[str] = [encode_header(Header(config, ENGINE))]
-        self.inner: KVTierPlanner = make_planner(config, ENGINE)
+        self.inner: Planner = make_planner(config, ENGINE)
         recorded = Recorded(self.inner, lambda record: self.lines.append(encode(record)))
         self.planner = Learning(recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}))
         self.engine = SimpleNamespace(taking=True, min_tokens=0, now=0.0)

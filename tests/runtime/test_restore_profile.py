@@ -11,7 +11,7 @@ import pytest
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import ChunkDone, Mode, RestoreOffered, StepView, TransferDone
-from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import NAME, Learning, Profile, ProfileKeeper
@@ -29,7 +29,7 @@ KNOWN = Profile(
 )
 
 
-def learning(folder: Path, planner: KVTierPlanner, known: Profile = EMPTY) -> tuple[Learning, ProfileKeeper]:
+def learning(folder: Path, planner: Planner, known: Profile = EMPTY) -> tuple[Learning, ProfileKeeper]:
     keeper = ProfileKeeper(folder / NAME, period_s=0.01)
     return Learning(planner, planner.profile, keeper, known), keeper
 

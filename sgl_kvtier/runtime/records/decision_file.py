@@ -31,7 +31,7 @@ from sgl_kvtier.policy.decision_log import (
     encode_header,
 )
 from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.planner import KVTierPlanner
+from sgl_kvtier.policy.planner import Planner
 from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class DecisionFile:
 class Recorded:
     """The planner inside, with everything it is given and answers written down in order. Scheduler's thread."""
 
-    def __init__(self, inner: KVTierPlanner, write: Callable[[Record], None]) -> None:
+    def __init__(self, inner: Planner, write: Callable[[Record], None]) -> None:
         self._inner = inner
         self._write = write
 

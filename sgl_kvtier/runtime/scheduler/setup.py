@@ -11,7 +11,7 @@ import torch
 
 from sgl_kvtier.config import KVTierConfig, PolicyConfig
 from sgl_kvtier.policy.decision_log import Header
-from sgl_kvtier.policy.planner import KVTierPlanner, make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadHands
@@ -128,7 +128,7 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     # Ranks that planned with different costs would come apart: all begin with what the first one has.
     profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
     planner = make_planner(policy, shape, profile)
-    recorded: KVTierPlanner | Recorded = planner
+    recorded: Planner | Recorded = planner
     log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
     if log is not None:
         recorded = Recorded(planner, log.write)
@@ -155,7 +155,7 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
 
 
 def _look_ahead(
-    engine: RestoreEngine, planner: KVTierPlanner, policy: PolicyConfig, labels: dict[str, str] | None, alone: bool
+    engine: RestoreEngine, planner: Planner, policy: PolicyConfig, labels: dict[str, str] | None, alone: bool
 ) -> LookaheadHands:
     write_back = engine.tree.cache_controller.write_policy == "write_back"
     if write_back and policy.eviction != "lru":
