@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import subprocess
@@ -24,6 +25,7 @@ def environment() -> dict:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "kvtier": sgl_kvtier.__version__,
         "git_commit": _git_commit(),
+        "planner": planner_build(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "usable": _usable_cpus()},
@@ -32,6 +34,12 @@ def environment() -> dict:
         "packages": {name: _version(name) for name in PACKAGES},
         "gpus": _gpus(),
     }
+
+
+def planner_build() -> str:
+    """"compiled" where the planner is an extension module, "source" where it is Python. Imports neither."""
+    found = importlib.util.find_spec("sgl_kvtier.policy.planner")
+    return "source" if found is None or str(found.origin).endswith(".py") else "compiled"
 
 
 def _version(name: str) -> str | None:

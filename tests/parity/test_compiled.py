@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE_ONLY = {"__init__", "messages", "decision_log"}
 PROPERTIES = ("test_restore_machine.py", "test_planner_machine.py", "test_meeting.py", "test_sessions.py", "test_prefetch.py")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:

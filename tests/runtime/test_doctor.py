@@ -24,9 +24,16 @@ def test_a_good_machine_is_ready(tmp_path, capsys):
     found = findings(capsys, "--store", str(tmp_path))
     assert {f["state"] for f in found.values()} <= {"ok", "warn"}
     assert found["seams: storage"]["state"] == "ok"
-    assert "planner " in found["kvtier"]["found"] and "I/O lanes in " in found["kvtier"]["found"]
+    assert found["I/O threads"]["found"] in ("compiled", "Python")
     assert "MB/s" in found["disk speed"]["found"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("built", "state", "advice"), [("compiled", "ok", ""), ("source", "warn", "pip install . (without -e)")])
+def test_a_planner_that_runs_as_source_is_a_warning_that_says_how_to_compile_it(built, state, advice, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "planner_build", lambda: built)
+    found = findings(capsys, "--no-disk")["planner"]
+    assert found["state"] == state and advice in found["advice"]
 
 
 def test_looking_at_a_folder_that_is_not_there_leaves_none_behind(tmp_path, capsys):

@@ -121,6 +121,7 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
     assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"
 
 
+@pytest.mark.slow
 def test_a_server_without_our_backend_says_so(tmp_path) -> None:
     with serving(tmp_path, flags(backend=None)) as plain:
         answer = hint(plain, session="a", ttl_s=1)

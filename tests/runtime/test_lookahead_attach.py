@@ -10,7 +10,7 @@ import pytest
 from ahead_lab import AHEAD, SESSIONS, Agents, check_map, counts, looking_ahead
 from serving import ADMIN, Served
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROUTE = "/hicache/storage-backend"
 SLOW = {"throttle": {"read_gbps": 0.01}}

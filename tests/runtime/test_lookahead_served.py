@@ -31,7 +31,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], 
         return Agents(1).run(served, 4)
 
 
-@pytest.mark.parametrize("restore", ["off", "both"])
+@pytest.mark.parametrize("restore", [pytest.param("off", marks=pytest.mark.slow), "both"])
 def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(tmp_path, restore, expected):
     log = tmp_path / "decisions.jsonl"
     with looking_ahead(tmp_path, {**AHEAD, "restore": restore, "decision_log": str(log)}) as served:
@@ -53,6 +53,7 @@ def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(tmp_path, rest
     assert replayed.difference is None and replayed.commands > 0
 
 
+@pytest.mark.slow
 def test_aborts_and_flushes_while_pages_move(tmp_path, expected):
     with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}) as served:
         number, lost = aborts_and_flushes(served, 25)
@@ -64,6 +65,7 @@ def test_aborts_and_flushes_while_pages_move(tmp_path, expected):
         assert "Traceback" not in (tmp_path / "server.log").read_text(errors="replace")
 
 
+@pytest.mark.slow
 def test_waiting_requests_find_their_pages_on_the_device_and_a_tiny_pool_starves_nobody(tmp_path):
     asked = prompts(6, 300, seed=4)
     with looking_ahead(
@@ -81,6 +83,7 @@ def test_waiting_requests_find_their_pages_on_the_device_and_a_tiny_pool_starves
         assert found["drift_total"] == 0 and found["failures_total"] == 0
 
 
+@pytest.mark.slow
 def test_a_server_looks_ahead_only_where_it_is_asked_to_and_not_with_pipeline_stages(tmp_path):
     with serving(tmp_path / "plain", flags(page_size=16), config_file(tmp_path / "plain")) as served:
         served.ask(prompts(1)[0])

@@ -22,6 +22,7 @@ def served(tmp_path_factory):
         yield server
 
 
+@pytest.mark.smoke
 def test_flushed_prompts_come_back_from_the_store_with_equal_answers(served: Served):
     asked = prompts(3, seed=1)
     first = [served.ask(ids) for ids in asked]
@@ -34,6 +35,7 @@ def test_flushed_prompts_come_back_from_the_store_with_equal_answers(served: Ser
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
+@pytest.mark.smoke
 def test_the_split_by_tier_sums_to_the_cached_tokens(served: Served):
     ids = prompts(1, seed=2)[0]
     served.ask(ids)
@@ -45,6 +47,7 @@ def test_the_split_by_tier_sums_to_the_cached_tokens(served: Served):
     assert cold.device + cold.host + cold.storage == cold.cached == TOKENS // PAGE * PAGE
 
 
+@pytest.mark.smoke
 def test_a_cache_salt_keeps_tenants_apart_in_the_store(served: Served):
     ids = prompts(1, seed=4)[0]
     served.ask(ids, extra_key="tenant-a")
@@ -54,6 +57,7 @@ def test_a_cache_salt_keeps_tenants_apart_in_the_store(served: Served):
     assert served.ask(ids, extra_key="tenant-a").storage == WHOLE
 
 
+@pytest.mark.smoke
 def test_metrics_tell_what_the_store_did(served: Served):
     served.settle()
     assert served.metric("kvtier:bytes_written_total") > 0
@@ -62,6 +66,7 @@ def test_metrics_tell_what_the_store_did(served: Served):
     assert served.metric("kvtier:pages_corrupt_total") == 0
 
 
+@pytest.mark.smoke
 def test_sglangs_own_storage_metrics_are_filled_where_sglang_reads(served: Served):
     ids = prompts(1, seed=11)[0]
     served.restore("off")
@@ -77,6 +82,7 @@ def test_sglangs_own_storage_metrics_are_filled_where_sglang_reads(served: Serve
     assert served.metric("sglang:prefetch_bandwidth_count") > 0
 
 
+@pytest.mark.smoke
 def test_the_store_is_detached_attached_and_cleared_at_run_time(served: Served):
     ids = prompts(1, seed=5)[0]
     first = served.ask(ids)
@@ -127,6 +133,7 @@ def test_a_killed_server_finds_its_pages_again_and_another_setup_finds_none(tmp_
         assert [server.ask(ids).storage for ids in asked] == [0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": "bfloat16"}, {"page_size": 32}, {"hicache_mem_layout": "layer_first"}, {"tp_size": 2}],
@@ -147,6 +154,7 @@ def test_pages_of_another_setup_are_not_found(served: Served, tmp_path, changes)
         assert (again.storage > 0, again.tokens) == (True, first.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp2", "pp2"])
 def test_two_ranks_agree_on_what_the_store_gives(tmp_path, ranks):
     asked = prompts(2, seed=8)
@@ -160,6 +168,7 @@ def test_two_ranks_agree_on_what_the_store_gives(tmp_path, ranks):
         assert len({p.parent.name for p in (tmp_path / "store").glob("*/*/lock")}) == 2
 
 
+@pytest.mark.slow
 def test_a_disk_that_loses_reads_and_flips_bits_changes_no_answer(tmp_path):
     asked = prompts(6, seed=9)
     config = config_file(tmp_path, faults={"read_error_rate": 0.1, "corrupt_rate": 0.1, "seed": 3})
@@ -172,6 +181,7 @@ def test_a_disk_that_loses_reads_and_flips_bits_changes_no_answer(tmp_path):
         assert server.metric("kvtier:pages_corrupt_total") > 0
 
 
+@pytest.mark.slow
 def test_the_dynamic_form_serves_as_well(tmp_path):
     ids = prompts(1, seed=10)[0]
     config = config_file(
@@ -184,12 +194,14 @@ def test_the_dynamic_form_serves_as_well(tmp_path):
         assert (again.storage, again.tokens) == (WHOLE, first.tokens)
 
 
+@pytest.mark.slow
 def test_a_wrong_setting_stops_the_launch_before_a_model_is_loaded(tmp_path):
     log = refused(tmp_path, flags(), config_file(tmp_path, store={"io_threads": 0}))
     assert "store.io_threads = 0: must be a whole number from 1 to 256" in log
     assert "Load weight" not in log
 
 
+@pytest.mark.slow
 def test_the_event_loop_without_overlap_gives_the_same_answers(served: Served, tmp_path):
     ids = prompts(1, seed=12)[0]
     overlapped = served.ask(ids)
@@ -201,6 +213,7 @@ def test_the_event_loop_without_overlap_gives_the_same_answers(served: Served, t
     assert again.storage == WHOLE
 
 
+@pytest.mark.slow
 def test_stock_hicache_runs_here_with_its_file_backend(tmp_path):
     ids = prompts(1, seed=13)[0]
     config = tmp_path / "file.json"
@@ -213,6 +226,7 @@ def test_stock_hicache_runs_here_with_its_file_backend(tmp_path):
     assert (again.storage, again.tokens) == (WHOLE, first.tokens)
 
 
+@pytest.mark.slow
 def test_stock_torch_native_attention_can_be_chosen_and_answers_the_same(served: Served, tmp_path):
     ids = prompts(1, 300, seed=11)[0]
     ours = served.ask(ids)

@@ -7,7 +7,7 @@ import random
 import pytest
 from serving import config_file, flags, prompts, serving
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 REQUESTS, EVERY = 1000, 100
 _GROWTH = 48 << 20
 

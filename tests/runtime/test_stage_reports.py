@@ -117,6 +117,7 @@ def test_without_later_stages_a_rank_speaks_for_itself() -> None:
     assert agreement.least(7) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of_its_own(tmp_path: Path) -> None:
     sections = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from serving import ADMIN, TOKENS, config_file, flags, prompts, refused, serving
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 WHOLE = (TOKENS - 1) // 16 * 16
 
 

@@ -57,6 +57,7 @@ def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
     assert replayed.questions > 2 * len(asked), "whose pages are read is decided again from the log"
 
 
+@pytest.mark.slow
 def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
     asked = prompts(8, LENGTH, seed=12)
     with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **POOLS) as served:

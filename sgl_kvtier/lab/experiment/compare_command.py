@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.console import check_target, envelope, print_table, write_json, write_text
+from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
     add_load_arguments,
@@ -213,7 +214,7 @@ def _announcement(options: CompareOptions, chosen: Load) -> str:
         f"{chosen.description}\n"
         f"{chosen.requests} requests a round and arm, prompts up to {chosen.longest_tokens:,} tokens, all contexts together "
         f"{chosen.context_tokens:,}; device pool {setup.device_tokens:,} tokens, host pool {setup.host_tokens:,}\n"
-        f"arms: {', '.join(options.arms)}; {options.rounds} rounds; logs in {options.folder}"
+        f"arms: {', '.join(options.arms)}; {options.rounds} rounds; planner {planner_build()}; logs in {options.folder}"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from sgl_kvtier import __version__
 from sgl_kvtier.arguments import not_negative, positive, seed
 from sgl_kvtier.console import Progress, check_target, print_table, progress, write_json, write_text
+from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.compare_command import early_end, undisturbed
 from sgl_kvtier.lab.experiment.restore.arms import (
@@ -225,7 +226,7 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
     folder = own / Path(model).name
     shutil.rmtree(folder / "storage", ignore_errors=True)
     try:
-        print(f"{model}: starting a server, its log is {folder / 'server.log'}", file=sys.stderr)
+        print(f"{model}: starting a server, planner {planner_build()}, its log is {folder / 'server.log'}", file=sys.stderr)
         with started(lab, folder) as target:
             yield target
     finally:
