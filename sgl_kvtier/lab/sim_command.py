@@ -25,8 +25,8 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
 from sgl_kvtier.lab.pages.restore_timeline import log_lines
-from sgl_kvtier.lab.papers.cells import Cell, Tables, agreement, agreement_by_reading, as_rows
 from sgl_kvtier.lab.sim.arrivals import Pace
+from sgl_kvtier.lab.sim.cells import Cell, Tables, agreement, agreement_by_reading, as_rows
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
 from sgl_kvtier.lab.sim.log_pictures import log_html

@@ -20,7 +20,7 @@ from sgl_kvtier.lab.papers.cake.fit import is_fitted
 from sgl_kvtier.lab.papers.cake.grid import PUBLISHED, TABLES, Pair, printed
 from sgl_kvtier.lab.papers.cake.plots import PLOTS as CAKE_PLOTS
 from sgl_kvtier.lab.papers.cake.run import times
-from sgl_kvtier.lab.papers.cells import Cell, agreement
+from sgl_kvtier.lab.sim.cells import Cell, agreement
 
 BEGIN, END = "<!-- computed: begin -->", "<!-- computed: end -->"
 

@@ -10,7 +10,7 @@ from sgl_kvtier.lab.pages import html as page
 from sgl_kvtier.lab.pages.figure import plots_available
 from sgl_kvtier.lab.pages.html import Section
 from sgl_kvtier.lab.pages.plots import Series, cdf, lines
-from sgl_kvtier.lab.papers.cells import Cell
+from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.requests import SimResult
 from sgl_kvtier.types import Tier
 

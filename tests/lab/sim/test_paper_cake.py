@@ -12,7 +12,7 @@ from sgl_kvtier.lab.papers.cake import fit as cake_fit
 from sgl_kvtier.lab.papers.cake import grid as cake_grid
 from sgl_kvtier.lab.papers.cake import run as cake_run
 from sgl_kvtier.lab.papers.cake.grid import Setup
-from sgl_kvtier.lab.papers.cells import agreement
+from sgl_kvtier.lab.sim.cells import agreement
 
 PAIRS = {"3": 60, "4": 12, "5": 64, "6": 24, "7": 12}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sgl_kvtier.lab.papers import pages
-from sgl_kvtier.lab.papers.cells import Cell
+from sgl_kvtier.lab.sim.cells import Cell
 
 
 def test_only_what_stands_between_the_markers_is_replaced():

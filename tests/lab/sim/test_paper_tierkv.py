@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from sgl_kvtier.lab.papers.cells import Cell, agreement, as_rows
 from sgl_kvtier.lab.papers.tierkv.command import GQA, MODELS, ONE_HBM, OWN_HBM, SWEEP_HBM, TABLES
 from sgl_kvtier.lab.papers.tierkv.figures import efficiency
 from sgl_kvtier.lab.papers.tierkv.fit import fitted_cells
@@ -20,6 +19,7 @@ from sgl_kvtier.lab.papers.tierkv.setup import (
     printed_figure,
     printed_table,
 )
+from sgl_kvtier.lab.sim.cells import Cell, agreement, as_rows
 
 LOADED = LEVELS[1:]
 SLOWEST_FIRST = ("LRU", "Freq", "Static", "Attn-Pref.", "Prefetch", "Oracle")

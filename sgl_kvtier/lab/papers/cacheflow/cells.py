@@ -12,7 +12,7 @@ from functools import cache
 
 from sgl_kvtier.lab.papers.cacheflow.rig import SINGLE
 from sgl_kvtier.lab.papers.cake.grid import PUBLISHED
-from sgl_kvtier.lab.papers.cells import Cell
+from sgl_kvtier.lab.sim.cells import Cell
 
 OURS = "kvtier"
 THEIRS = "CacheFlow"

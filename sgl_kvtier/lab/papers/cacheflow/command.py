@@ -31,7 +31,7 @@ from sgl_kvtier.lab.papers.cacheflow.rig import (
     sequential,
     serve,
 )
-from sgl_kvtier.lab.papers.cells import Cell, Tables
+from sgl_kvtier.lab.sim.cells import Cell, Tables
 
 
 @cache

@@ -19,7 +19,7 @@ from sgl_kvtier.lab.papers.cacheflow.rig import (
     rig,
     serve,
 )
-from sgl_kvtier.lab.papers.cells import Cell
+from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.costs import StepCost
 from sgl_kvtier.lab.sim.hardware import load_model
 from sgl_kvtier.policy.learned.cost import PrefillCost

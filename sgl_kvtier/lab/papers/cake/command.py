@@ -15,7 +15,7 @@ from sgl_kvtier.lab.papers.cake.fit import is_fitted
 from sgl_kvtier.lab.papers.cake.grid import TABLES as PRINTED
 from sgl_kvtier.lab.papers.cake.grid import Pair, printed, printed_averages
 from sgl_kvtier.lab.papers.cake.run import Times, least_seconds, times
-from sgl_kvtier.lab.papers.cells import Cell, Tables
+from sgl_kvtier.lab.sim.cells import Cell, Tables
 
 CAKE, OURS = "cake's rule", "kvtier"
 """Readings of a cell: whose rule it is."""

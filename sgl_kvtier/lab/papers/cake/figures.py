@@ -19,7 +19,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.cake.grid import PUBLISHED, Setup
 from sgl_kvtier.lab.papers.cake.run import CACHED, STORAGE, Rig, cached_request, policy, rig
 from sgl_kvtier.lab.papers.cake.watch import Watch
-from sgl_kvtier.lab.papers.cells import Cell
+from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate

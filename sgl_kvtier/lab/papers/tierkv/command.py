@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sgl_kvtier.lab.papers.cells import Cell, Tables
 from sgl_kvtier.lab.papers.tierkv.figures import figure_4, figure_5, figure_6, figure_7
 from sgl_kvtier.lab.papers.tierkv.runs import HONEST, PRINTED, column, column_honest, sweep
 from sgl_kvtier.lab.papers.tierkv.setup import (
@@ -20,6 +19,7 @@ from sgl_kvtier.lab.papers.tierkv.setup import (
     load_setup,
     printed_table,
 )
+from sgl_kvtier.lab.sim.cells import Cell, Tables
 
 MODELS = ("7B", "13B", "30B", "70B")
 

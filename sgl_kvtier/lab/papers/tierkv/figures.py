@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sgl_kvtier.lab.papers.cells import Cell
 from sgl_kvtier.lab.papers.tierkv.load import Load
 from sgl_kvtier.lab.papers.tierkv.machine import Run, Server
 from sgl_kvtier.lab.papers.tierkv.measures import latencies_ms, measure
@@ -22,6 +21,7 @@ from sgl_kvtier.lab.papers.tierkv.runs import (
     requests_of,
 )
 from sgl_kvtier.lab.papers.tierkv.setup import load_setup, printed_figure
+from sgl_kvtier.lab.sim.cells import Cell
 
 LOOKAHEADS = (0, 1, 2, 4, 8, 16)
 BLOCKS = (4, 8, 16, 32, 64, 128, 256)

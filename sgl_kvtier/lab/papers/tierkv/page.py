@@ -14,12 +14,12 @@ from pathlib import Path
 from sgl_kvtier.console.document import write_text
 from sgl_kvtier.console.table import Column, Row, Table, to_markdown
 from sgl_kvtier.lab.pages.plots import save_plot
-from sgl_kvtier.lab.papers.cells import Cell, agreement
 from sgl_kvtier.lab.papers.tierkv.command import TABLES
 from sgl_kvtier.lab.papers.tierkv.measures import Measures
 from sgl_kvtier.lab.papers.tierkv.plots import PLOTS
 from sgl_kvtier.lab.papers.tierkv.runs import HONEST, PRINTED, sweep
 from sgl_kvtier.lab.papers.tierkv.setup import HONEST_LEVELS, POLICIES, PUBLISHED
+from sgl_kvtier.lab.sim.cells import Cell, agreement
 
 BEGIN, END = "<!-- computed: begin -->", "<!-- computed: end -->"
 
