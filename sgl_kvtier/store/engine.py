@@ -73,7 +73,8 @@ def open_store(
 class DiskStore:
     """A `PageStore` in a folder that this process owns. Made by `open_store`.
 
-    In a process forked from the one that opened it, it is closed and empty: every page is a miss and every put refused.
+    In a process forked from the one that opened it, it is closed and empty: every page is a miss and every put refused. A
+    read begun before is not to be waited for there: its pages come into the memory of the one that opened it.
     """
 
     def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
@@ -259,7 +260,7 @@ class DiskStore:
         return ThreadLanes(core.env, self._mover, core.config.io_threads)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: forgets the pages and closes the files. No lock of before is touched, since whoever holds it is not in this process."""
+        """In a forked child: forgets the pages and closes the files. Touches no lock, since whoever holds it is not here."""
         core = self._core
         self._forked = True
         core.lock = threading.Condition()
@@ -298,8 +299,9 @@ class DiskStore:
         segment = self._room.segments[int(table.segment[row])]
         pool = table.pools[table.pool[row]]
         return SlotHead(
-            self._core.identity, table.key_of(row), pool, int(table.sequence[row]), int(table.length[row]), segment.number, row - segment.base
-        )
+            self._core.identity, table.key_of(row), pool, int(table.sequence[row]), int(table.length[row]),
+            segment.number, row - segment.base,
+        )  # fmt: skip
 
     def _settle(self, located: Located, ended: Ended) -> Ended:
         """Settles pages that were read or will not be: drops the damaged, unpins, counts."""

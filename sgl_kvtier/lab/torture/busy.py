@@ -64,10 +64,8 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
 def _one_life(store: DiskStore, chance: random.Random, result: Busy) -> None:
     closed = threading.Event()
     seen: list[tuple[int, int, int]] = []
-    threads = [
-        threading.Thread(target=lambda work: seen.append(work()), args=(functools.partial(_work, store, closed, chance.getrandbits(60)),))
-        for _ in range(_THREADS)
-    ]
+    works = [functools.partial(_work, store, closed, chance.getrandbits(60)) for _ in range(_THREADS)]
+    threads = [threading.Thread(target=lambda work: seen.append(work()), args=(work,)) for work in works]
     for thread in threads:
         thread.start()
     time.sleep(_LIFE_S)

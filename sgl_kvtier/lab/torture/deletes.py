@@ -1,4 +1,4 @@
-"""Killing a process whose threads put, delete, clear and read at once: what was deleted must not come back, whatever is opened."""
+"""Killing a process whose threads put, delete, clear and read at once: what was deleted must not come back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TORN = 0.2
 
 
 class Oracle(Plain):
-    """For threads: a delete or clear takes back what was answered before it was asked for. What is under way meanwhile may stay."""
+    """For threads: a delete or clear takes back what was answered before it began. What is under way may stay."""
 
     def __init__(self) -> None:
         super().__init__()
