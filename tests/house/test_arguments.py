@@ -28,8 +28,6 @@ def every_option() -> Iterator[Any]:
         parser = argparse.ArgumentParser()
         cli._load(command.where).add_arguments(parser)
         for action in options(parser):
-            if name == "bench" and action.type in (int, float):
-                continue  # the laboratories of the store, the fuzz and attention: whoever runs them means it
             yield pytest.param(action.type, id=f"{name} {action.option_strings or action.dest}")
 
 

@@ -130,7 +130,7 @@ _HEAD = '{"log":"kvtier.decisions","version":1,"config":%s,"engine":%s,"profile"
         (decode_header, '{"log":"kvtier.decisions","version":99}', "version 99"),
         (decode_header, '{"log":"kvtier.decisions","version":1}', "first line is damaged"),
     ],
-    ids=lambda value: str(value)[-20:],
+    ids=lambda value: getattr(value, "__name__", str(value)[-20:]),
 )
 def test_damage_is_named(read: Callable[[str], object], line: str, complaint: str) -> None:
     with pytest.raises(TraceError, match=complaint) as found:

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier import arguments
+from sgl_kvtier.arguments import above_nought, not_negative
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, progress, write_json
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import add_load_arguments, load_options, positive
@@ -39,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--requests", type=positive, metavar="N", help="end after so many requests (default 400, unless another limit is given)")
     parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
-    parser.add_argument("--minutes", type=float, metavar="M", help="end after so long")
+    parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after so long")
     parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)")
     parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")
     parser.add_argument("--fault-rank", type=int, choices=range(64), metavar="N", help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)")
     parser.add_argument("--kill-every", type=positive, default=400, metavar="N", help="requests between two kills (default %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=8, metavar="N", help="sessions at a time (default %(default)s)")
-    parser.add_argument("--deadline", type=float, default=60.0, metavar="S", help="a request that takes longer hangs (default %(default)s)")
+    parser.add_argument("--deadline", type=above_nought, default=60.0, metavar="S", help="a request that takes longer hangs (default %(default)s)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep references and requests in FILE and add to what is in it")
     parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is decided here (default 0)")
+    parser.add_argument("--seed", type=arguments.seed, default=0, help="of everything that is decided here (default 0)")
     server = parser.add_argument_group("server")
     server.add_argument("--lab-model", choices=tuple(SHAPES), default="tiny-qwen3", help="default %(default)s")
     server.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
     server.add_argument("--chunk", type=positive, default=256, help="chunked prefill size (default %(default)s)")
     server.add_argument("--device-tokens", type=positive, help="device pool (default: three quarters of the longest prompts at a time)")
-    server.add_argument("--host-ratio", type=float, default=1.0, help="host pool as a multiple of it (default %(default)s)")
+    server.add_argument("--host-ratio", type=above_nought, default=1.0, help="host pool as a multiple of it (default %(default)s)")
     server.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for the server; repeat as needed")
     server.add_argument("--folder", type=Path, metavar="DIR", help="for logs and store (default: a temporary folder, kept when something was found)")
     add_load_arguments(parser, _LOAD)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.config import parse_bytes
 from sgl_kvtier.console import (
     Column,
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pages", default="64KiB,256KiB,2MiB,8MiB", metavar="SIZES", help="page sizes (default %(default)s)")
     parser.add_argument("--in-flight", default="1,4,16", metavar="N,..", help="also with so many lanes (default %(default)s)")
     parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="data per page size (default %(default)s)")
-    parser.add_argument("--pairs", type=int, default=7, help="interleaved pairs (default %(default)s)")
-    parser.add_argument("--runtime", type=float, default=1.0, help="seconds per reference measurement (default %(default)s)")
+    parser.add_argument("--pairs", type=positive, default=7, help="interleaved pairs (default %(default)s)")
+    parser.add_argument("--runtime", type=not_negative, default=1.0, help="seconds per reference measurement (default %(default)s)")
     parser.add_argument("--sglang-python", metavar="FILE", help="the Python that has SGLang, to measure HiCacheFile beside")
     parser.add_argument("--nixl-python", metavar="FILE", help="a Python that has nixl, to measure its POSIX backend with io_uring beside")
     parser.add_argument("--open-pages", default="10000,100000", metavar="N,..", help="open with so many pages (default %(default)s)")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvtier import arguments
 from sgl_kvtier.console import (
     Column,
     Progress,
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--points", metavar="NAMES", help='of the kind "points" only these, as "pwritev before,rename after"; all: see the result'
     )
-    parser.add_argument("--seed", type=int, default=1, help="another seed, other accidents (default 1)")
+    parser.add_argument("--seed", type=arguments.seed, default=1, help="another seed, other accidents (default 1)")
     parser.add_argument("--dir", metavar="DIR", help="where to work (default: a new folder in the system's temporary one)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
