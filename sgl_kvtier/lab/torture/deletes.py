@@ -122,6 +122,7 @@ class Deleting:
     kills: int = 0
     failed_opens: int = 0
     sure: int = 0
+    """In ample room. Threads that put at once may still evict each other's pages, before one has made another segment."""
     sure_found: int = 0
 
     def kill(self) -> None:

@@ -18,7 +18,7 @@ from sgl_kvtier.store.base import PageWrite
 DONE = {
     "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
     "points": lambda r: r["points"] == dict.fromkeys(map(" ".join, POINTS), QUICK.per_point),
-    "deletes": lambda r: r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recent_found"] == r["recent"] > 0,
+    "deletes": lambda r: r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recovered_share"] > 0.9,
     "sweep": lambda r: r["io_faults"] > 100 and r["io_calls"] > 200,
     "power": lambda r: r["power_loss_states"] == QUICK.power_states and r["synced"] > 100,
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
