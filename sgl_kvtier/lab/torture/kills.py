@@ -132,10 +132,12 @@ class Killing:
         if child == 0:
             _child(open_store, writing, chance.getrandbits(60), self.version, 10**9 if after_s is not None else 25)
         os.close(writing)
+        said = b""
         if after_s is not None:
+            if chance.random() < 0.5:
+                said = os.read(reading, 1 << 16)  # it is open: however slow the machine is, some lives get to their work
             time.sleep(0.01 + after_s)
             os.kill(child, signal.SIGKILL)
-        said = b""
         while chunk := os.read(reading, 1 << 16):
             said += chunk
         os.close(reading)
@@ -169,7 +171,9 @@ def _child(open_store: Callable[[], DiskStore], writing: int, seed: int, version
     status = 3
     try:
         store = open_store()
-        work(store, Journal(writing), seed, version, calls)
+        journal = Journal(writing)
+        journal.say("opened", [])
+        work(store, journal, seed, version, calls)
         store.close()
         status = 0
     finally:
