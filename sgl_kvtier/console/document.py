@@ -1,6 +1,6 @@
 """Results as one JSON object that says where it came from, and files that are either whole or not there.
 
-docs/json.md lists every schema. NaN and infinities, which JSON does not have, are written as null.
+docs/manual/json.md lists every schema. NaN and infinities, which JSON does not have, are written as null.
 """
 
 from __future__ import annotations

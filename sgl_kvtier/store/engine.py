@@ -1,4 +1,4 @@
-"""The page store on local disk: packed segments, an index in memory, checked reads. See README.md and docs/store-format.md.
+"""The page store on local disk: packed segments, an index in memory, checked reads. See README.md and docs/design/store-format.md.
 
 The promise of base.py is kept here: a read hits only if the slot on disk says, under a checksum, that it is the page
 asked for, of this identity, from the write that the index means.

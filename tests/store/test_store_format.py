@@ -14,7 +14,7 @@ from sgl_kvtier.lab.torture import example
 from sgl_kvtier.store.disk import format
 from sgl_kvtier.store.disk.format import BLOCK, HEAD, RECORD, SlotHead, unpack_log, unpack_segment_head
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "store-format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "store-format.md"
 
 
 def test_the_worked_example_in_the_document_is_what_the_code_writes() -> None:

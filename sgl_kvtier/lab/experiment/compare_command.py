@@ -132,7 +132,7 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
 
 
 def make_result(options: CompareOptions, chosen: Load, outcome: Outcome) -> dict[str, Any]:
-    """The whole result, schema kvtier.compare/1 (docs/json.md)."""
+    """The whole result, schema kvtier.compare/1 (docs/manual/json.md)."""
     rows = sample_rows(outcome.rounds)
     figures = {arm: arm_figures(arm, outcome.rounds, rows) for arm in options.arms}
     for arm, figure in figures.items():

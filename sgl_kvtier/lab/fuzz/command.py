@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
     parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after so long")
     parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)")
-    parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")
+    parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")
     parser.add_argument("--fault-rank", type=int, choices=range(64), metavar="N", help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)")
     parser.add_argument("--kill-every", type=positive, default=400, metavar="N", help="requests between two kills (default %(default)s)")
     parser.add_argument("--concurrency", type=positive, default=8, metavar="N", help="sessions at a time (default %(default)s)")
@@ -139,7 +139,7 @@ def make_result(
     interrupted: bool,
     failure: BenchError | None,
 ) -> dict[str, Any]:
-    """The whole result, schema kvtier.restore-fuzz/1 (docs/json.md)."""
+    """The whole result, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
     results = {
         "workload": chosen.to_json(),
         "settings": {**asdict(setup), "concurrency": args.concurrency, "deadline_s": args.deadline, "chaos": asdict(chaos)},

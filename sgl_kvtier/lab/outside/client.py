@@ -176,7 +176,7 @@ class Client:
             raise BenchError(f"the server at {self.url} did not change {dict(values)}: see its log for the reason")
 
     async def hint(self, session: str, said: Mapping[str, Any]) -> str:
-        """Tells a server that looks ahead of a session (docs/hints.md): what came of it. Raises BenchError when it has no such route."""
+        """Tells a server that looks ahead of a session (docs/manual/lookahead.md): what came of it. Raises BenchError when it has no such route."""
         answer = await self._post("/kvtier/hint", "take a hint", {"session": session, **said})
         try:
             return str(_object(answer)["result"])

@@ -1,4 +1,4 @@
-"""A comparison as one HTML page, made from its JSON result (schema kvtier.compare/1, docs/json.md)."""
+"""A comparison as one HTML page, made from its JSON result (schema kvtier.compare/1, docs/manual/json.md)."""
 
 from __future__ import annotations
 

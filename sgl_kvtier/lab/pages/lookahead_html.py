@@ -1,4 +1,4 @@
-"""A comparison of looking ahead as one HTML page, made from its JSON result (schema kvtier.compare.lookahead/1, docs/json.md)."""
+"""A comparison of looking ahead as one HTML page, made from its JSON result (schema kvtier.compare.lookahead/1, docs/manual/json.md)."""
 
 from __future__ import annotations
 

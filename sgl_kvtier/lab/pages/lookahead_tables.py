@@ -1,4 +1,4 @@
-"""The tables of a comparison of looking ahead, made from its JSON result (schema kvtier.compare.lookahead/1, docs/json.md)."""
+"""The tables of a comparison of looking ahead, made from its JSON result (schema kvtier.compare.lookahead/1, docs/manual/json.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A restoration bench as one HTML page, made from its JSON result (schema kvtier.restore/1, docs/json.md)."""
+"""A restoration bench as one HTML page, made from its JSON result (schema kvtier.restore/1, docs/manual/json.md)."""
 
 from __future__ import annotations
 

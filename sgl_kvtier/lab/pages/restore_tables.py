@@ -1,4 +1,4 @@
-"""The tables of a restoration bench, made from its JSON result (schema kvtier.restore/1, docs/json.md)."""
+"""The tables of a restoration bench, made from its JSON result (schema kvtier.restore/1, docs/manual/json.md)."""
 
 from __future__ import annotations
 

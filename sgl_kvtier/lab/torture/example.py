@@ -1,4 +1,4 @@
-"""The worked example of docs/store-format.md: one page in one slot, and a hexdump of what the code writes for it."""
+"""The worked example of docs/design/store-format.md: one page in one slot, and a hexdump of what the code writes for it."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Forecast:
 
 _OWN_COST_S: Final = 0.02
 """A restoration has to save this much over an engine's own load: in a server on a CPU it ended 20 ms or more above the best split
-(docs/results/restore.md, section 1), and with less than this it lost at fast links."""
+(docs/results/restore.md), and with less than this it lost at fast links."""
 
 
 def choose_mode(forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool) -> tuple[Mode, str]:

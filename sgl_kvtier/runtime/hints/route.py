@@ -1,7 +1,7 @@
 """POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back.
 
 The route is put beside SGLang's own when the tokenizer manager gets its channels to the schedulers, and has the same
-protection as its admin routes (docs/hints.md). A hint travels as SGLang's own question for the internal state, which goes
+protection as its admin routes (docs/manual/lookahead.md). A hint travels as SGLang's own question for the internal state, which goes
 to every scheduler process between two steps. With several tokenizer workers there is no route.
 """
 

@@ -95,7 +95,7 @@ def require_hooks(targets: Iterable[str]) -> None:
         raise SeamError(
             f"the plugin of sgl_kvtier is not active in this process: no hook on {', '.join(missing)}. "
             "If SGLANG_PLUGINS is set, add kvtier to it; if SGLANG_PLATFORM names another package's platform, SGLang "
-            "skips this plugin: use '--hicache-storage-backend dynamic' there (see docs/storage-backend.md)"
+            "skips this plugin: use '--hicache-storage-backend dynamic' there (see docs/manual/store.md)"
         )
 
 

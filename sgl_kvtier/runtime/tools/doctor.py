@@ -135,7 +135,7 @@ def _platform() -> Iterator[Finding]:
         yield Finding("SGLANG_PLUGINS", "fail", ",".join(chosen), f"unset it, or add kvtier,{platform.NAME}")
     other = os.environ.get("SGLANG_PLATFORM", "")
     if other and other != platform.NAME:
-        advice = "SGLang skips this plugin then; use the dynamic form (docs/storage-backend.md)"
+        advice = "SGLang skips this plugin then; use the dynamic form (docs/manual/store.md)"
         yield Finding("SGLANG_PLATFORM", "warn", other, advice)
 
 

@@ -1,4 +1,4 @@
-"""Where every byte of the store's files is: the only module that knows offsets. docs/store-format.md in code.
+"""Where every byte of the store's files is: the only module that knows offsets. docs/design/store-format.md in code.
 
 A segment file is one 4 KiB head and then slots of one size; a slot is a 4 KiB header and a payload padded to 4 KiB.
 The index log is a 64-byte head and then frames of fixed-size records. Integers are little-endian.

@@ -1,11 +1,11 @@
-"""docs/json.md says what is written."""
+"""docs/manual/json.md says what is written."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "json.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "manual" / "json.md"
 
 
 def documented(heading: str) -> set[str]:

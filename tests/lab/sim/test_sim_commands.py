@@ -85,7 +85,7 @@ def test_wrong_arguments_are_told_in_one_line(
 def test_every_key_of_a_run_is_documented_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "run", *LOAD, "--policy", "recompute", "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
-    text = (Path(__file__).parents[3] / "docs" / "json.md").read_text("utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "manual" / "json.md").read_text("utf-8")
     section = text.split("\n## `kvtier.sim.run/1`\n", 1)[1].split("\n## ", 1)[0]
     top, policies = section.split("\n### `policies`\n", 1)
     for part, found in ((top, set(result) - {"schema", "command", "environment"}), (policies, set(result["policies"][0]))):

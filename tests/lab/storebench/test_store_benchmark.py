@@ -1,4 +1,4 @@
-"""The store benchmark measures what it says, with and without fio, and writes what docs/json.md promises."""
+"""The store benchmark measures what it says, with and without fio, and writes what docs/manual/json.md promises."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ def test_wrong_numbers_are_refused_by_the_parser(words: list[str]) -> None:
 
 
 def documented(heading: str) -> set[str]:
-    """The keys in the table below a heading of docs/json.md."""
-    text = (Path(__file__).parents[3] / "docs" / "json.md").read_text("utf-8")
+    """The keys in the table below a heading of docs/manual/json.md."""
+    text = (Path(__file__).parents[3] / "docs" / "manual" / "json.md").read_text("utf-8")
     section = text.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def make_result(
     options: OverheadOptions, setup: Setup, rounds: Sequence[OverheadRound], interrupted: bool, failure: BenchError | None
 ) -> dict[str, Any]:
-    """The whole result, schema kvtier.restore-overhead/1 (docs/json.md)."""
+    """The whole result, schema kvtier.restore-overhead/1 (docs/manual/json.md)."""
     rows = [one.to_json() for one in rounds]
     results = {
         "settings": {**asdict(options), **asdict(setup)},

@@ -1,4 +1,4 @@
-"""The whole result of a restoration bench (schema kvtier.restore/1, docs/json.md), and whether it met its aims."""
+"""The whole result of a restoration bench (schema kvtier.restore/1, docs/manual/json.md), and whether it met its aims."""
 
 from __future__ import annotations
 
