@@ -81,10 +81,10 @@ class StoreConfig:
         "auto", "bypass the page cache: auto probes, on insists, off never", choices=("auto", "on", "off")
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
-    native_io: bool = setting(True, "use the compiled I/O lanes where they are built; off: Python threads")
+    native_io: bool = setting(True, "use the I/O threads in C where they are built; false: Python threads")
     io: str = setting(
         "auto",
-        "how the compiled lanes read: threads with one read each, io_uring with many under way, or auto = io_uring where the "
+        "how the I/O threads in C read: threads = one read each, io_uring = many under way each, auto = io_uring where the "
         "kernel allows it and the page cache is bypassed",
         choices=("auto", "threads", "io_uring"),
     )
@@ -97,7 +97,7 @@ class StoreConfig:
     )
     admission_cost_s: float = setting(
         0.0,
-        "for recompute-cost: least seconds to compute a page again; pages whose cost nobody knows are written",
+        "for recompute-cost: least seconds to compute a page again; pages of unknown cost are written",
         low=0,
         high=1_000_000,
     )
@@ -151,42 +151,42 @@ class PolicyConfig:
     )
     min_restore_tokens: int = setting(256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000)
     split_margin: float = setting(
-        0.02, "compute and load together only if that is predicted to save this share of the better of the two", low=0, high=1
+        0.02, "compute and load together only if that is predicted to save this share of the faster of the two alone", low=0, high=1
     )
     split_gain_s: float = setting(
-        0.005, "and at least so many seconds of it: what taking part of a prefix apart costs by itself", low=0, high=60
+        0.005, "and at least this many seconds: what splitting a prefix costs by itself", low=0, high=60
     )
     fixed_split: float = setting(
         -1.0,
-        "share of a prefix that is computed while the rest is loaded, fixed beforehand wherever the ends would meet, to measure what "
-        "deciding on the way is worth; -1 = decided on the way",
+        "share of a prefix that is computed while the rest is loaded, fixed beforehand, to measure what planning at run time is "
+        "worth; -1 = planned at run time",
         low=-1,
         high=1,
     )
     queue_charge: float = setting(
         1.0,
-        "how much dearer computing a prefix counts, per request that waits behind it, when it is chosen what to load instead",
+        "extra weight of computing a prefix per request that waits behind it, when the planner chooses what to load instead",
         low=0,
         high=10,
     )
     min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
     load_tokens: int = setting(
-        128, "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting on a link that takes over 20 ms for them", low=1, high=65536
+        128, "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting point if they take over 20 ms", low=1, high=65536
     )
     load_horizon_s: float = setting(
-        0.3, "loads handed out ahead of the device, in seconds of its bandwidth", low=0.001, high=60
+        0.3, "loads issued ahead, in seconds of the device's bandwidth", low=0.001, high=60
     )
     load_deadline_s: float = setting(
-        2.0, "a load that has not begun this long after it should have been over is given up", low=0.001, high=600
+        2.0, "a load that has not begun this long after its predicted end is given up", low=0.001, high=600
     )
     yield_to_fresh: bool = setting(
-        True, "requests that restore nothing are prefilled before a restoring one that can go on loading (Cake section 4)"
+        True, "requests that restore nothing are prefilled before a restoring one that can go on loading (Cake, section 4)"
     )
-    max_yields: int = setting(4, "steps in a row a restoring request may be held back so", low=0, high=10_000)
+    max_yields: int = setting(4, "scheduler steps in a row for which a restoring request may be held back so", low=0, high=10_000)
     prefetch: str = setting(
         "kvtier",
-        "pages of waiting requests are moved up before their turn: kvtier = by deadline, bytes charged to the links; "
-        "tierkv = the paper's test per page; or off, as in a server that does not name it",
+        "pages of waiting requests are prefetched before their turn: kvtier = by deadline, bytes charged to the links; "
+        "tierkv = the paper's test per page; or off, a server's default",
         choices=("kvtier", "tierkv", "off"),
     )
     lookahead: int = setting(
@@ -199,19 +199,18 @@ class PolicyConfig:
     prefetch_margin: float = setting(0.25, "links are taken to be this share slower than measured", low=0, high=10)
     prefetch_share: float = setting(0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1)
     prefetch_waste: float = setting(
-        0.1, "share of what is brought up for expected sessions that may turn out to be in vain; 1 = no limit", low=0, high=1
+        0.1, "share of what is prefetched for expected sessions that may go unused; 1 = no limit", low=0, high=1
     )
     eviction: str = setting(
         "next-use",
-        "which pages leave HBM and DRAM first: next-use = of whoever runs latest, lru (as in a server that does not name it) "
-        "or lfu",
+        "which pages are evicted first from HBM and DRAM: next-use = those needed last, lru (a server's default) or lfu",
         choices=("next-use", "lru", "lfu"),
     )
-    map_pages: int = setting(1_000_000, "pages whose place is remembered, 200 bytes each", low=1, high=100_000_000)
+    map_pages: int = setting(1_000_000, "pages whose tier is remembered, 200 bytes each", low=1, high=100_000_000)
     sessions: bool = setting(True, "learn when idle sessions return; keep or bring back their pages accordingly")
     session_idle_s: float = setting(900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000)
     demote_after_s: float = setting(
-        10.0, "pages of sessions expected back later than this get a copy in a lower tier early", low=0, high=1_000_000
+        10.0, "pages of sessions expected back later than this many seconds get a copy in a lower tier early", low=0, high=1_000_000
     )
     hint_limit_s: float = setting(3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000)
     decision_log: str = setting(
