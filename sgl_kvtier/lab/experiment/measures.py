@@ -195,7 +195,7 @@ _RESTORE = {
     "loaded_bytes": "loaded_bytes_total",
     "planner_failures": "planner_failures_total",
 }
-"""Figures of `arms.<name>.restore`, by the counter of the server they are the growth of (docs/manual/restore.md)."""
+"""Figures of `arms.<name>.restore`, by the counter of the server they are the growth of (docs/manual/operate.md)."""
 
 
 def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:

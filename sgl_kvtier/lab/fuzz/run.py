@@ -35,7 +35,7 @@ _ENDS = (
     "met", "computed", "aborted", "flushed", "grown", "gave room", "in the way", "starved", "unaligned", "planner failed",
     "mismatch", "unanswered",
 )  # fmt: skip
-"""How a restoration can end (docs/manual/restore.md)."""
+"""How a restoration can end (docs/manual/operate.md)."""
 
 
 @dataclass(frozen=True)

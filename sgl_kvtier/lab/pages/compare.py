@@ -84,7 +84,7 @@ def restore_table(result: dict) -> Table:
         Column("restore.declined", "SGLang's own way", decimals=0),
     )
     rows = [row for row in arm_rows(result) if row.get("restore")]
-    note = "Met at: tokens computed over all tokens restored. Counters of the server, docs/manual/restore.md."
+    note = "Met at: tokens computed over all tokens restored. Counters of the server, docs/manual/operate.md."
     return Table("Prefixes computed and loaded at once", columns, rows, notes=(note,))
 
 
