@@ -8,6 +8,7 @@ config=${2:-$(dirname "$0")/kvtier.json}
 shift $(( $# > 1 ? 2 : 1 ))
 exec python -m sglang.launch_server \
   --model-path "$model" \
+  --page-size 64 \
   --enable-hierarchical-cache \
   --hicache-ratio 2 \
   --hicache-storage-backend kvtier \
