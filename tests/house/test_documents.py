@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from test_results_pages import numbers
 
 from sgl_kvtier import cli
 from sgl_kvtier.runtime.tools import settings_page
@@ -85,6 +86,17 @@ def broken(document: Path) -> list[str]:
 def test_the_readme_and_the_rules_of_contributing_are_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_README_LINES
     assert len((ROOT / "CONTRIBUTING.md").read_text("utf-8").splitlines()) <= MOST_CONTRIBUTING_LINES
+
+
+def test_every_figure_of_the_readme_stands_on_the_page_it_links_to():
+    rows = re.findall(
+        r"^\| \[[^\]]+\]\((docs/results/\S+\.md)\) \|(.*)\|$",
+        (ROOT / "README.md").read_text("utf-8"),
+        flags=re.M,
+    )
+    assert len(rows) >= 5
+    for page, said in rows:
+        assert set(numbers(said)) - set(numbers((ROOT / page).read_text("utf-8"))) == set(), page
 
 
 def test_no_link_leads_nowhere():
