@@ -65,6 +65,7 @@ class RestoringServer(FakeServer):
     def add_routes(self, app: web.Application) -> None:
         app.router.add_post("/set_internal_state", self.set_state)
         app.router.add_put("/hicache/storage-backend", self.set_policy)
+        app.router.add_delete("/hicache/storage-backend", self.note)
         app.router.add_post("/abort_request", self.abort)
 
     async def note(self, request: web.Request) -> web.Response:
@@ -91,7 +92,7 @@ class RestoringServer(FakeServer):
     async def set_policy(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {self.admin_key}":
             return web.Response(status=400, text="admin api key missing")
-        self.prefetch = (await request.json())["hicache_storage_prefetch_policy"]
+        self.prefetch = (await request.json()).get("hicache_storage_prefetch_policy", self.prefetch)
         return web.Response(text="ok")
 
     async def abort(self, request: web.Request) -> web.Response:
@@ -100,6 +101,7 @@ class RestoringServer(FakeServer):
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.metrics_text = (
+            f'kvtier:store_pages{{tp_rank="0"}} {len(self.stored)}\n'
             f'kvtier:pages_written_total{{tp_rank="0"}} {self.written}\n'
             f'kvtier:pages_kept_total{{tp_rank="0"}} {self.kept}\n'
             f'kvtier:bytes_written_total{{tp_rank="0"}} {self.written * PAGE_BYTES}\n'

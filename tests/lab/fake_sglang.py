@@ -21,6 +21,8 @@ class FakeServer:
     fail_when: Callable[[list[int]], str | None] = lambda ids: None
     requests: list[dict] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    peers: list[object] = field(default_factory=list)
+    """The other end of the connection that each reading of the metrics came over."""
     running: int = 0
     most_running: int = 0
     url: str = ""
@@ -84,6 +86,7 @@ class FakeServer:
         return web.Response(text="done")
 
     async def metrics(self, request: web.Request) -> web.Response:
+        self.peers.append(request.transport.get_extra_info("peername") if request.transport else None)
         return web.Response(text=self.metrics_text)
 
     async def model_info(self, request: web.Request) -> web.Response:

@@ -50,6 +50,8 @@ class Chaos:
     kill_every: int = 400
     longest_s: float = 1.5
     hint_every: int = 3
+    start: tuple[str, float | None] | None = None
+    """policy.restore and the bandwidth (gigabits per second; None: as it is) at the beginning; None: drawn."""
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KINDS]
@@ -84,9 +86,11 @@ class Chaos:
         """Whether the server is killed when request `number` is about to be sent, others being under way."""
         return "kill" in self.kinds and number > 0 and number % self.kill_every == 0
 
-    def switch_at(self, number: int) -> tuple[str, float] | None:
+    def switch_at(self, number: int) -> tuple[str, float | None] | None:
         """What policy.restore and the bandwidth (gigabits per second) become before request `number`; None: no change."""
         rng = self._random("switch", number)
+        if not number and self.start is not None:
+            return self.start
         if number and ("switch" not in self.kinds or rng.random() >= 1 / self.switch_every):
             return None
         return rng.choice(MODES), 2.0 ** rng.uniform(-6, 2)

@@ -24,7 +24,9 @@ from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, lo
 from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
 from sgl_kvtier.lab.fuzz.run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
+from sgl_kvtier.lab.fuzz.scenes import SCENES, parse_scenes, play, scenes_table
 from sgl_kvtier.lab.fuzz.server import FuzzServer
+from sgl_kvtier.lab.fuzz.stage import StageOptions
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import SHAPES, write_model
 from sgl_kvtier.lab.outside.server import end_on_signals
@@ -39,9 +41,12 @@ _SHOWN = ("requests", "completed", "restored", "restored_from_storage", "aborted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
+    parser.epilog = "example: kvtier bench restore-fuzz --lookahead --scene storm,stop,restarts --scale 0.1 --json result.json"
     parser.add_argument("--requests", type=positive, metavar="N", help="end after so many requests (default 400, unless another limit is given)")
     parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
     parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after so long")
+    parser.add_argument("--scene", metavar="A,B", help=f"play scenes instead, load beside each: all, or of {', '.join(SCENES)} (docs/results/attacks.md)")
+    parser.add_argument("--scale", type=not_negative, default=1.0, metavar="X", help="share of the scenes' full amounts (default 1: a minute of storm, 50 restarts)")
     parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)")
     parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")
     parser.add_argument("--fault-rank", type=int, choices=range(64), metavar="N", help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)")
@@ -73,6 +78,9 @@ def run(args: argparse.Namespace) -> int:
     if missing_packages():
         raise BenchError(f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'")
     chaos = Chaos(parse_kinds(args.chaos), seed=args.seed, kill_every=args.kill_every)
+    scenes = None if args.scene is None else parse_scenes(args.scene)
+    if scenes and (args.requests or args.restored or args.minutes):
+        raise BenchError("--scene: scenes end by themselves; --scale says how long they are, not --requests, --restored or --minutes")
     model = write_model(args.lab_model)
     wanted = load_options(args, _LOAD)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
@@ -80,11 +88,15 @@ def run(args: argparse.Namespace) -> int:
     setup = make_setup(args, model, chosen)
     log = FuzzLog.open(args.log)
     interrupted = False
+    shown: list[dict[str, Any]] = []
     failure: BenchError | None = None
     with end_on_signals(), _folder(args.folder, log) as folder:
         try:
             _reference(setup, sessions, log, folder)
-            _fuzz(args, chaos, setup, sessions, log, folder)
+            if scenes is None:
+                _fuzz(args, chaos, setup, sessions, log, folder)
+            else:
+                play(scenes, _stage_options(args), setup, _AHEAD if args.lookahead else {}, sessions, log, folder, shown)
         except KeyboardInterrupt:
             interrupted = True
         except BenchError as error:
@@ -92,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
                 raise
             failure = error
         with undisturbed():
-            result = make_result(args, setup, chosen, chaos, log, interrupted, failure)
+            result = make_result(args, setup, chosen, chaos, log, interrupted, failure) | {"scenes": shown}
             _report(args, result)
     if failure is not None:
         raise failure
@@ -171,6 +183,10 @@ def _reference(setup: Setup, sessions: Sequence[Sequence[Asked]], log: FuzzLog, 
         server.stop()
 
 
+def _stage_options(args: argparse.Namespace) -> StageOptions:
+    return StageOptions(args.scale, args.concurrency, args.deadline, args.lookahead, args.seed)
+
+
 def _fuzz(
     args: argparse.Namespace,
     chaos: Chaos,
@@ -223,6 +239,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     rows.append({"what": "restored by kvtier", "count": figures["restorations"].get("met", 0)})
     print_table(Table("What was tried", (Column("what", "What"), Column("count", "Count")), rows), shown)
     rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in MUST_BE_ZERO]
+    if result["scenes"]:
+        print_table(scenes_table(result["scenes"]), shown)
     print_table(Table("What must be 0", (Column("what", "What"), Column("count", "Count")), rows), shown)
     events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
     print(f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}", file=shown)

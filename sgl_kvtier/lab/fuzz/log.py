@@ -122,8 +122,9 @@ class FuzzLog:
 
     def keep_ends(self, ends: Mapping[str, int]) -> None:
         """Adds how the restorations of one server ended."""
+        ends = {how: count for how, count in ends.items() if count}
         self.ends.update(ends)
-        self._lines.append({"ends": dict(ends)})
+        self._lines.append({"ends": ends})
 
     def keep_ahead(self, counted: Mapping[str, int]) -> None:
         """Adds what one server counted of looking ahead."""
@@ -180,6 +181,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "leaks": sum(text.startswith("leak") for text in log.findings),
         "drifts": sum(text.startswith("drift") for text in log.findings),
         "crashes": sum(text.startswith("crash") for text in log.findings),
+        "scenes": sum(text.startswith("scene") for text in log.findings),
         "unequal_tokens": len(unequal),
         "unequal_logprobs": sum(not found[1] for _, found in compared),
         "failed": len(failures),
@@ -188,7 +190,7 @@ def counts(log: FuzzLog) -> dict[str, Any]:
     }
 
 
-MUST_BE_ZERO = ("hangs", "leaks", "drifts", "crashes", "unequal_tokens", "unequal_logprobs", "failed")
+MUST_BE_ZERO = ("hangs", "leaks", "drifts", "crashes", "scenes", "unequal_tokens", "unequal_logprobs", "failed")
 
 
 def suspicious(text: str) -> list[str]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,20 @@ _IDLE_S = 0.3
 _ROLL_S = 2.5
 """The map is compared with the store once a second, metrics are published twice a second."""
 
+_PUBLISHED_S = 0.7
+_COUNTS = 12
+"""Write-back and what is moved up ahead come to rest meanwhile; what is lost stays lost."""
+_NO_PAGE = (5, 6, 7)
+
 _AHEAD = ("wasted_bytes", "victims", "host_victims", "drift", "failures")
 _ENDS = (
     "met", "computed", "aborted", "flushed", "grown", "gave room", "in the way", "starved", "unaligned", "planner failed",
     "mismatch", "unanswered",
 )  # fmt: skip
 """How a restoration can end (docs/manual/operate.md)."""
+
+_DEFECTS = ("planner failed", "mismatch", "unanswered")
+"""And how none may."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class FuzzOptions:
     restored: int | None = None
     seconds: float | None = None
     deadline_s: float = 60.0
+    page_tokens: int = 16
     ahead: bool = False
     """The server looks ahead: sessions are named, pause between their turns, and are spoken of in hints."""
 
@@ -119,6 +129,15 @@ class FuzzRun:
         self._open.set()
         self._quiet = asyncio.Condition()
         self._ended = False
+        self._counted_before: Counter[str] = Counter()
+
+    def end(self) -> None:
+        """No more requests; what is under way is still waited for."""
+        self._ended = True
+
+    async def restart(self) -> None:
+        """Ends the server while requests are under way, with its next signal, and starts another."""
+        await self._alone(self._kill, wait=False)
 
     async def run(self) -> None:
         """Until one of the limits is reached. The server is idle at the end, with its caches emptied."""
@@ -127,8 +146,11 @@ class FuzzRun:
         # The deadline is the client's: what has not ended by then hangs.
         async with Client(self._server.url, timeout_s=options.deadline_s, admin_key=self._server.admin_key) as client:
             self._client = client
+            self._before = await self._totals()
             queue = self._endless()
             await asyncio.gather(*(self._worker(queue) for _ in range(options.concurrency)))
+            if options.ahead:
+                await self._count_host()
             await self._flush()
             if options.ahead:
                 await self._compare_map()
@@ -267,17 +289,41 @@ class FuzzRun:
 
     async def _keep_ends(self) -> None:
         """Before a server ends: how its restorations ended. What it does between this and its end is not counted."""
-        metrics = await self._client.metrics()
-        ends = {how: int(metrics.total("kvtier:restore_ended_total", how=how, tp_rank="0", pp_rank="0") or 0) for how in _ENDS}
-        self._log.keep_ends({how: count for how, count in ends.items() if count})
+        ends, ahead = await self._totals()
+        self._log.keep_ends(ends - self._before[0])
         if self._options.ahead:
-            first = {"tp_rank": "0", "pp_rank": "0"}
-            counted = {name: int(metrics.total(f"kvtier:lookahead_{name}_total", **first) or 0) for name in _AHEAD}
-            for link in ("ssd-dram", "dram-hbm"):
-                counted[f"{link}_bytes"] = int(metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0)
-            self._log.keep_ahead(counted)
+            counted = ahead - self._before[1]
+            self._log.keep_ahead({name: counted[name] for name in ahead})
             if counted["failures"]:
                 self._log.find("crash: looking ahead failed and was given up; see the server's log")
+        defects = [how for how in _DEFECTS if ends[how] > self._before[0][how]]
+        if defects:
+            self._log.find(f"crash: restorations ended as {', '.join(defects)}; see the server's log")
+
+    async def _totals(self) -> tuple[Counter[str], Counter[str]]:
+        """What the server has counted since it started: ends of restorations, and of looking ahead."""
+        metrics = await self._client.metrics()
+        first = {"tp_rank": "0", "pp_rank": "0"}
+        ends = {how: int(metrics.total("kvtier:restore_ended_total", how=how, **first) or 0) for how in _ENDS}
+        ahead = {name: int(metrics.total(f"kvtier:lookahead_{name}_total", **first) or 0) for name in _AHEAD}
+        for link in ("ssd-dram", "dram-hbm"):
+            ahead[f"{link}_bytes"] = int(metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0)
+        return Counter(ends), Counter(ahead)
+
+    async def _count_host(self) -> None:
+        """Once nothing runs, before a flush makes all host memory free: is as much of it in use as the map's pages take?"""
+        used = known = 0.0
+        for _ in range(_COUNTS):
+            if not self._server.alive:
+                return
+            await self._client.generate(_NO_PAGE, 1)  # SGLang says what is in use with a step
+            await asyncio.sleep(_IDLE_S + _PUBLISHED_S)
+            metrics = await self._client.metrics()
+            used = metrics.total("sglang:hicache_host_used_tokens", tp_rank="0", pp_rank="0") or 0.0
+            known = (metrics.total("kvtier:lookahead_map_dram_pages", tp_rank="0", pp_rank="0") or 0.0) * self._options.page_tokens
+            if used == known:
+                return
+        self._log.find(f"leak: {used:.0f} tokens of host memory are in use, and the map has {known:.0f}")
 
     async def _compare_map(self) -> None:
         """On the idle server, once pages the store has lost are off the map: is every page where the map has it?"""
@@ -307,13 +353,15 @@ class FuzzRun:
         await self._keep_ends()
         self._life += 1
         await asyncio.to_thread(self._server.kill_and_start)
+        self._before = (Counter(), Counter())
         await self._client.reconnect()
         await self._switch(self._mode, 0.25)
 
-    async def _switch(self, mode: str, gbps: float) -> None:
+    async def _switch(self, mode: str, gbps: float | None) -> None:
         try:
             await self._client.set_state({"kvtier.policy.restore": restore_choice(mode)})
-            await self._client.set_state({"kvtier.throttle.read_gbps": gbps})
+            if gbps is not None:
+                await self._client.set_state({"kvtier.throttle.read_gbps": gbps})
         except BenchError:
             if self._open.is_set():
                 raise

@@ -29,6 +29,9 @@ _MOST_SAID_BYTES = 64 << 10
 _MORE_TOKENS = 1024
 """So many output tokens more than were asked for are more than a miscount."""
 
+KEEP_OPEN_S = 2.0
+"""How long an idle connection is used again: SGLang's server closes it after 5 s, and a request sent at that moment would fail."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cached:
@@ -88,7 +91,7 @@ class Client:
     async def __aenter__(self) -> Client:
         # No limit on connections: the number of concurrent sessions is the replay's to decide.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_OPEN_S), timeout=self._timeout, headers=self._headers
         )
         return self
 

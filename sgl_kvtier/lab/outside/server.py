@@ -170,20 +170,31 @@ class Server:
             written += counters.write_bytes
         return read, written
 
+    def processes(self, word: str) -> list[psutil.Process]:
+        """The tree's living processes whose command line begins with `word`, as SGLang names its own."""
+        found = []
+        for process in self._members():
+            try:
+                if process.cmdline()[:1] and process.cmdline()[0].startswith(word):
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
     def ask_to_end(self) -> None:
         """SIGTERM, without waiting."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL to what is left of the process group. Does nothing when it has ended or never began."""
+    def stop(self, patience_s: float = TERMINATE_S) -> None:
+        """SIGTERM, then after `patience_s` SIGKILL to what is left of the process group. Does nothing when it has ended or never began."""
         process = self._process
         if process is None:
             return
         members = self._members()
         self.ask_to_end()
         try:
-            process.wait(TERMINATE_S)
+            process.wait(patience_s)
         except subprocess.TimeoutExpired:
             pass
         # Workers that outlive the launcher keep its group; those that left the group are in the list from before.

@@ -45,6 +45,11 @@ def test_without_chaos_nothing_happens_but_the_first_setting() -> None:
     assert calm.faults() == {"seed": 0}
 
 
+def test_a_run_may_begin_with_settings_that_are_named() -> None:
+    chaos = Chaos(parse_kinds("none"), start=("both", None))
+    assert [chaos.switch_at(n) for n in range(3)] == [("both", None), None, None]
+
+
 def test_kinds_are_named_on_the_command_line() -> None:
     assert parse_kinds("all") == KINDS
     assert parse_kinds("abort, flush") == ("abort", "flush")

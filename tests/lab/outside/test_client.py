@@ -17,7 +17,11 @@ from fake_restore import RestoringServer
 from fake_sglang import FakeServer
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside import client as client_module
 from sgl_kvtier.lab.outside.client import MOST_LINE_BYTES, Cached, Client, Completion, Metrics
+
+SGLANG_KEEPS_OPEN_S = 5
+"""What Uvicorn has if SGLANG_TIMEOUT_KEEP_ALIVE does not say otherwise."""
 
 
 def ask(server: FakeServer, prompt: list[int], count: int, timeout_s: float = 30.0) -> Completion:
@@ -147,6 +151,22 @@ def test_settings_aborts_and_policies_go_to_their_routes_with_the_admin_key() ->
 
     asyncio.run(go())
     assert (server.restore, server.gbps, server.prefetch, server.aborted) == ("compute", 0.5, "wait_complete", {"r1"})
+
+
+def test_a_connection_that_its_server_may_be_closing_is_not_used_again(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client_module.KEEP_OPEN_S < SGLANG_KEEPS_OPEN_S
+    monkeypatch.setattr(client_module, "KEEP_OPEN_S", 0.05)
+
+    async def go() -> None:
+        async with fake_server.up(), Client(fake_server.url) as client:
+            for _ in range(2):
+                await client.metrics()
+                await asyncio.sleep(0.2)
+
+    asyncio.run(go())
+    assert len(set(fake_server.peers)) == 2
 
 
 def test_a_setting_that_is_refused_is_an_error() -> None:
