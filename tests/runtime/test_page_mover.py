@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, Poll
 from sgl_kvtier.runtime.restore import page_mover
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, OPEN, Load
+from sgl_kvtier.runtime.restore.restoration import Load
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span
 
@@ -61,7 +62,7 @@ def mover(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageMover
 def load_of(pages: int, owns_host: bool = True) -> Load:
     slots = torch.arange(pages * PAGE)
     restoration: Any = SimpleNamespace(keys_of=lambda span: [b""] * len(span), closed=False)
-    return Load(restoration, Span(0, pages), Link.SSD_TO_HBM, slots, slots, owns_host, 0.0, 0.0)
+    return Load(restoration, Span(0, pages), Link.SSD_TO_HBM, slots, slots, owns_host, 0.0, 0.0, Poll(1, pages))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -77,9 +78,9 @@ def test_a_load_that_is_read_page_by_page_is_one_copy(mover: PageMover, device: 
     for index in range(4):
         storage.on_page[0](index, ReadOutcome.OK)
     time.sleep(0.05)
-    assert (device.copied, load.local) == ([], bytearray([OPEN] * 5))
+    assert (device.copied, load.poll.local) == ([], bytearray([OPEN] * 5))
     storage.on_page[0](4, ReadOutcome.OK)
-    until(lambda: load.local == bytearray([LANDED] * 5))
+    until(lambda: load.poll.local == bytearray([LANDED] * 5))
     assert device.copied == [[0, 4, 8, 12, 16]]
 
 
@@ -88,9 +89,9 @@ def test_a_page_that_failed_keeps_the_others_waiting_no_longer(mover: PageMover,
     mover.submit(load, storage, 1.0)
     for index, outcome in enumerate([ReadOutcome.OK, ReadOutcome.CORRUPT, ReadOutcome.OK]):
         storage.on_page[0](index, outcome)
-    until(lambda: OPEN not in load.local)
+    until(lambda: OPEN not in load.poll.local)
     # Read from the back: the second page asked for is the middle one, and what is left lies apart.
-    assert load.local == bytearray([LANDED, LOST[ReadOutcome.CORRUPT], LANDED])
+    assert load.poll.local == bytearray([LANDED, LOST[ReadOutcome.CORRUPT], LANDED])
     assert device.copied == [[0], [8]]
 
 
@@ -101,10 +102,10 @@ def test_a_load_that_is_read_takes_along_what_others_have(mover: PageMover, devi
     storage.on_page[1](0, ReadOutcome.OK)
     for index in range(2):
         storage.on_page[0](index, ReadOutcome.OK)
-    until(lambda: OPEN not in first.local and second.local[1] == LANDED)
-    assert second.local[0] == OPEN
+    until(lambda: OPEN not in first.poll.local and second.poll.local[1] == LANDED)
+    assert second.poll.local[0] == OPEN
     storage.on_page[1](1, ReadOutcome.OK)
-    until(lambda: OPEN not in second.local)
+    until(lambda: OPEN not in second.poll.local)
 
 
 def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(mover: PageMover, device: Device) -> None:
@@ -114,23 +115,23 @@ def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(mover: Pag
     for index in (4, 0, 3, 1):
         storage.on_page[0](index, ReadOutcome.OK)
     storage.on_page[0](2, ReadOutcome.MISS)
-    until(lambda: OPEN not in load.local)
+    until(lambda: OPEN not in load.poll.local)
     assert device.copied == [[0, 4], [12, 16]]
 
 
 def test_a_load_that_cannot_be_begun_ends(mover: PageMover, device: Device) -> None:
     first, second = load_of(2), load_of(2)
     mover.submit(first, SimpleNamespace(), 1.0)  # a store that cannot read
-    until(lambda: OPEN not in first.local)
+    until(lambda: OPEN not in first.poll.local)
 
     def broken() -> None:
         raise RuntimeError("the device is gone")
 
     device.fence = broken  # type: ignore[method-assign]
     mover.submit(second, Storage(), 1.0)
-    until(lambda: OPEN not in second.local)
+    until(lambda: OPEN not in second.poll.local)
     failed = LOST[ReadOutcome.FAILED]
-    assert (first.local, second.local) == (bytearray([failed] * 2), bytearray([failed] * 2))
+    assert (first.poll.local, second.poll.local) == (bytearray([failed] * 2), bytearray([failed] * 2))
 
 
 def test_copies_end_in_their_order(mover: PageMover, device: Device) -> None:
@@ -141,15 +142,15 @@ def test_copies_end_in_their_order(mover: PageMover, device: Device) -> None:
     mover.submit(first, None, 1.0)
     mover.submit(second, None, 1.0)
     time.sleep(0.05)
-    assert (first.local[0], second.local[0]) == (OPEN, OPEN)
+    assert (first.poll.local[0], second.poll.local[0]) == (OPEN, OPEN)
     done[0] = True
-    until(lambda: (first.local[0], second.local[0]) == (LANDED, LANDED))
+    until(lambda: (first.poll.local[0], second.poll.local[0]) == (LANDED, LANDED))
 
 
 def test_pages_in_host_memory_are_copied_at_once(mover: PageMover, device: Device) -> None:
     load = load_of(3, owns_host=False)
     mover.submit(load, None, 1.0)
-    until(lambda: load.local == bytearray([LANDED] * 3))
+    until(lambda: load.poll.local == bytearray([LANDED] * 3))
     assert device.copied == [[0, 4, 8]]
 
 
@@ -158,10 +159,10 @@ def test_a_page_does_not_wait_for_a_slow_one(device: Device, monkeypatch: pytest
     moving, storage, load = PageMover(device, PAGE), Storage(), load_of(2)
     moving.submit(load, storage, 1.0)
     storage.on_page[0](0, ReadOutcome.OK)
-    until(lambda: load.local[1] == LANDED)
-    assert (load.local[0], device.copied) == (OPEN, [[4]])
+    until(lambda: load.poll.local[1] == LANDED)
+    assert (load.poll.local[0], device.copied) == (OPEN, [[4]])
     storage.on_page[0](1, ReadOutcome.OK)
-    until(lambda: load.local[0] == LANDED)
+    until(lambda: load.poll.local[0] == LANDED)
     moving.close()
 
 
@@ -171,4 +172,4 @@ def test_closing_copies_what_was_read(device: Device, monkeypatch: pytest.Monkey
     moving.submit(load, storage, 1.0)
     storage.on_page[0](0, ReadOutcome.OK)
     moving.close()
-    assert load.local == bytearray([OPEN, LANDED])
+    assert load.poll.local == bytearray([OPEN, LANDED])

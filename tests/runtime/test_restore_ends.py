@@ -18,8 +18,9 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
-from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, OPEN, REASON, Load, Restoration
+from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.store.base import ReadOutcome
@@ -64,8 +65,8 @@ class Mover:
     def wait_news(self, timeout_s: float) -> None:
         for load in self.loads:
             for offset in range(len(load.span)):
-                if load.local[offset] == OPEN:
-                    load.mark(offset, LANDED, 1.0)
+                if load.poll.local[offset] == OPEN:
+                    load.poll.mark(offset, LANDED, 1.0)
 
 
 def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
@@ -95,7 +96,7 @@ def load(engine: RestoreEngine, span: Span) -> Load:
 def settle(engine: RestoreEngine, now: float) -> list[Any]:
     """One tick's settling; the facts it noted."""
     engine.now = now
-    engine.settle([bytes(one.local) for one in engine.loads], [now] * len(engine.loads))
+    engine.settle([bytes(one.poll.local) for one in engine.loads], [now] * len(engine.loads))
     facts, engine.facts = engine.facts, []
     return facts
 
@@ -103,7 +104,7 @@ def settle(engine: RestoreEngine, now: float) -> list[Any]:
 def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_ends():
     engine, r, _ = engine_with()
     hung = load(engine, Span(4, 8))
-    hung.mark(3, LANDED, 0.5)
+    hung.poll.mark(3, LANDED, 0.5)
     settle(engine, 0.5)
     assert r.barrier(0) == 4
     assert settle(engine, 1.9) == []
@@ -114,7 +115,7 @@ def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_e
     assert list(r.owner) == [7], "the other slots are no room for the chunks that compute their pages"
     assert settle(engine, 2.2) == []
     for offset in range(3):
-        hung.mark(offset, LANDED, 9.0)
+        hung.poll.mark(offset, LANDED, 9.0)
     assert settle(engine, 9.0) == []
     engine.slots.free()
     assert engine.loads == [] and engine.slots.tokens == PAGE and engine.slots.host_tokens == 0
@@ -127,7 +128,7 @@ def test_pages_of_a_closed_restoration_are_freed_only_when_they_have_ended():
     engine.slots.free()
     assert one.cancelled and engine.slots.tokens == 4 * PAGE
     for offset in range(4):
-        one.mark(offset, LANDED, 1.0)
+        one.poll.mark(offset, LANDED, 1.0)
     settle(engine, 1.0)
     engine.slots.free()
     assert not engine.holds_memory and not engine.busy
@@ -138,10 +139,10 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
     for landed in (0, 3):
         engine, _, _ = engine_with()
         one = load(engine, Span(0, 8))
-        one.mark(7, LANDED, 0.5)
+        one.poll.mark(7, LANDED, 0.5)
         settle(engine, 0.5)
         for offset in range(landed):
-            one.mark(offset, LANDED, 0.6)
+            one.poll.mark(offset, LANDED, 0.6)
         engine.reset()
         assert not engine.holds_memory and engine.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
         told.append(engine.facts)
@@ -176,8 +177,8 @@ def test_transfers_are_timed_by_the_agreed_clock_alone():
     engine.now = 10.0
     one = load(engine, Span(0, 2))
     for offset in range(2):
-        one.mark(offset, LANDED, 123.0)
-    engine.settle([bytes(one.local)], [10.5])
+        one.poll.mark(offset, LANDED, 123.0)
+    engine.settle([bytes(one.poll.local)], [10.5])
     assert [fact.seconds for fact in engine.facts if isinstance(fact, TransferDone)] == [0.5]
 
 

@@ -19,9 +19,10 @@ import torch
 
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.runtime.ranks.polls import LANDED, OPEN
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.restoration import LANDED, OPEN, Load, Restoration
+from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -185,8 +186,8 @@ class Lab:
     def tick(self) -> None:
         engine = self.engine
         engine.slots.free()
-        states = [bytes(load.local) for load in engine.loads]
-        engine.settle(states, [max(load.ended_at) for load in engine.loads])
+        states = [bytes(load.poll.local) for load in engine.loads]
+        engine.settle(states, [max(load.poll.ended_at) for load in engine.loads])
         engine.facts.clear()
 
     def splice(self) -> None:
@@ -264,7 +265,7 @@ def test_a_page_whose_copy_has_not_ended_is_open_and_its_bounce_page_is_not_give
     (load,) = engine.loads
     time.sleep(0.2)
     engine.abandon(r, "aborted")
-    engine.settle([bytes(load.local)], [0.0])
+    engine.settle([bytes(load.poll.local)], [0.0])
     engine.slots.free()
-    assert isinstance(load, Load) and OPEN in load.local and LANDED not in load.local
+    assert isinstance(load, Load) and OPEN in load.poll.local and LANDED not in load.poll.local
     assert engine.holds_memory and host.available_size() == device.available_size() == (POOL - 2) * PAGE

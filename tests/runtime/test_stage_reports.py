@@ -16,10 +16,9 @@ from restore_lab import CHUNK, GBPS, LONG, counts
 from serving import config_file, flags, prompts, serving
 
 from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, Poll
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
-from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, OPEN, Load, Restoration
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.types import Link, Span, Tier
 
 CORRUPT = LOST[ReadOutcome.CORRUPT]
 
@@ -50,12 +49,7 @@ def three() -> Iterator[list[StageReports]]:
     yield from stages(3)
 
 
-def load(number: int, pages: int = 4) -> Load:
-    r = Restoration("r", None, 100, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0))
-    return Load(r, Span(0, pages), Link.SSD_TO_HBM, torch.empty(0), torch.empty(0), True, 0.0, 9.0, number)
-
-
-def until(first: StageReports, mine: Load, wanted: bytes) -> None:
+def until(first: StageReports, mine: Poll, wanted: bytes) -> None:
     """Takes what comes until the agreed state is this; messages between threads need a moment."""
     for _ in range(200):
         first.exchange([mine])
@@ -69,7 +63,7 @@ def test_the_sockets_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for ends in stages(2):
         assert list(tmp_path.iterdir()) == []
-        mine, theirs = load(1), load(1)
+        mine, theirs = Poll(1, 4), Poll(1, 4)
         for their in (mine, theirs):
             their.mark(0, LANDED, 1.0)
         ends[1].exchange([theirs])
@@ -78,7 +72,7 @@ def test_the_sockets_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_page_has_landed_when_it_has_on_every_stage(three: list[StageReports]) -> None:
     first, *later = three
-    mine, theirs = load(1), [load(1), load(1)]
+    mine, theirs = Poll(1, 4), [Poll(1, 4), Poll(1, 4)]
     for page in range(4):
         mine.mark(page, LANDED, 1.0)
     first.exchange([mine])
@@ -97,7 +91,7 @@ def test_a_page_has_landed_when_it_has_on_every_stage(three: list[StageReports])
 
 def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(three: list[StageReports]) -> None:
     first, second, third = three
-    mine, theirs = load(7), load(7)
+    mine, theirs = Poll(7, 4), Poll(7, 4)
     theirs.mark(0, LANDED, 1.0)
     mine.mark(0, LANDED, 1.0)
     second.exchange([theirs])
@@ -110,7 +104,7 @@ def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(th
 
 
 def test_without_later_stages_a_rank_speaks_for_itself() -> None:
-    mine = load(1)
+    mine = Poll(1, 4)
     mine.mark(2, LANDED, 5.0)
     agreement = Agreement(None, 1, first=True)
     assert agreement.local([mine]) == (bytes([OPEN, OPEN, LANDED, OPEN]), [5.0])

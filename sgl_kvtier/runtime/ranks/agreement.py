@@ -1,6 +1,6 @@
 """What all ranks know: one reduction per scheduler tick, only while something is being restored.
 
-Of page states the smallest counts (`restoration.OPEN` < lost < `LANDED`). Of times, those of the first rank count. The
+Of page states the smallest counts (`OPEN` < lost < `LANDED`). Of times, those of the first rank count. The
 ranks call with vectors of the same length, because what they hold follows from the same plans.
 
 Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes with the reduction that
@@ -17,7 +17,6 @@ import torch
 
 from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
-from sgl_kvtier.runtime.restore.restoration import Load
 
 _MICRO = 1_000_000
 _OTHERS = (1 << 62) - 1
@@ -64,15 +63,15 @@ class Agreement:
         """Whether all ranks have the same value. Collectives of their own, for the start; not counted."""
         return self.least(value) == -self.least(-value)
 
-    def local(self, loads: Sequence[Load | Poll]) -> tuple[bytes, list[float]]:
-        """The states of all pages of these loads and polls as far as this rank may speak for them, and when the last page of
+    def local(self, polls: Sequence[Poll]) -> tuple[bytes, list[float]]:
+        """The states of all pages of these polls as far as this rank may speak for them, and when the last page of
         each that has ended did so. What a later stage returns is of no interest: it is told."""
         if self._reports is None:
-            states = b"".join(load.local for load in loads)  # before the times: a page's time is noted before its state
-            return states, [max(load.ended_at) for load in loads]
-        self._reports.exchange(loads)
-        states = b"".join(self._reports.state(load) for load in loads)
-        return states, [self._reports.ended_at(load) for load in loads]
+            states = b"".join(poll.local for poll in polls)  # before the times: a page's time is noted before its state
+            return states, [max(poll.ended_at) for poll in polls]
+        self._reports.exchange(polls)
+        states = b"".join(self._reports.state(poll) for poll in polls)
+        return states, [self._reports.ended_at(poll) for poll in polls]
 
     def close(self) -> None:
         """At the end of the process."""

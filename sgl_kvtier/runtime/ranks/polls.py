@@ -1,13 +1,25 @@
 """What each rank finds out by itself, and all ranks have to know before any of them acts on it.
 
 A poll goes with the loads of restorations into the agreement of a step: of every page's states on the ranks the smallest
-counts, so it has ended when it has on every rank, and well only where it has on all of them (`restoration.OPEN` < lost <
-`LANDED`). Ranks make the same polls in the same steps with the same numbers.
+counts, so it has ended when it has on every rank, and well only where it has on all of them (`OPEN` < lost < `LANDED`). Ranks make the same polls in the same steps with the same numbers.
 """
 
 from __future__ import annotations
 
-from sgl_kvtier.runtime.restore.restoration import LANDED, OPEN
+from sgl_kvtier.store.base import ReadOutcome
+
+OPEN = 0
+LANDED = 100
+"""A page's state is one byte; of two ranks' states the smaller one counts: open before lost, lost before landed."""
+
+LOST = {
+    ReadOutcome.CANCELLED: 1,
+    ReadOutcome.MISS: 2,
+    ReadOutcome.CORRUPT: 3,
+    ReadOutcome.FAILED: 4,
+    ReadOutcome.LATE: 5,
+}
+REASON = {code: outcome.value for outcome, code in LOST.items()}
 
 
 class Poll:
@@ -20,7 +32,7 @@ class Poll:
         self.number = number
         self.local = bytearray(pages)
         self.ended_at = [0.0] * max(1, pages)
-        self.seen = bytes(pages)
+        self.seen = bytearray(pages)
         self.seen_at = 0.0
 
     def mark(self, page: int, state: int, now: float) -> None:
@@ -30,7 +42,7 @@ class Poll:
 
     def agreed(self, states: bytes, ended_at: float) -> None:
         """What all ranks know by now. Scheduler's thread."""
-        self.seen, self.seen_at = states, ended_at
+        self.seen[:], self.seen_at = states, ended_at
 
     @property
     def over(self) -> bool:
@@ -41,3 +53,29 @@ class Poll:
     def well(self) -> int:
         """So many pages, from the first on, have ended well on every rank."""
         return next((page for page, state in enumerate(self.seen) if state != LANDED), len(self.seen))
+
+
+def fresh_runs(seen: bytearray, state: bytes) -> list[tuple[int, int]]:
+    """Runs [first, stop) of pages that ended since they were last seen, each of one state."""
+    runs: list[tuple[int, int]] = []
+    for offset, (before, now) in enumerate(zip(seen, state, strict=True)):
+        if before != OPEN or now == OPEN:
+            continue
+        if runs and runs[-1][1] == offset and state[offset - 1] == now:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs
+
+
+def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple[int, int]]:
+    """Runs [low, high) within [first, stop) whose bytes equal `wanted`."""
+    runs: list[tuple[int, int]] = []
+    for offset in range(first, stop):
+        if states[offset] != wanted:
+            continue
+        if runs and runs[-1][1] == offset:
+            runs[-1] = (runs[-1][0], offset + 1)
+        else:
+            runs.append((offset, offset + 1))
+    return runs

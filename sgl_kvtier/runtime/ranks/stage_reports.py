@@ -1,4 +1,4 @@
-"""What later pipeline stages tell the first one: which pages of which loads have ended on them.
+"""What later pipeline stages tell the first one: which pages of which polls have ended on them.
 
 Agreed values travel down the pipeline, from the first stage to the last, behind the batches: SGLang's stages run one after the
 other, so the first cannot wait for the last without stopping the pipeline. What the last knows therefore travels up by
@@ -22,10 +22,9 @@ import zmq
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.ranks.polls import Poll
-from sgl_kvtier.runtime.restore.restoration import Load
 
 _HEAD = struct.Struct("<IQ")
-"""Stage, and number of the load; its pages' states follow."""
+"""Stage, and number of the poll; its pages' states follow."""
 _ADDRESS = 256
 _COME_S = 120.0
 """How long the first stage waits for the later ones at the start."""
@@ -57,24 +56,24 @@ class StageReports:
         self._reports: dict[int, dict[int, bytes]] = {}
         self._came: dict[int, float] = {}
 
-    def exchange(self, loads: Sequence[Load | Poll]) -> None:
+    def exchange(self, polls: Sequence[Poll]) -> None:
         """A later stage sends what has changed; the first one takes what has come. Never waits."""
         if self._stage:
-            self._send(loads)
+            self._send(polls)
         else:
-            self._receive({load.number for load in loads})
+            self._receive({poll.number for poll in polls})
 
-    def state(self, load: Load | Poll) -> bytes:
-        """On the first stage: a load's pages as all stages have them, those of this rank's column."""
-        local = bytes(load.local)
-        reports = self._reports.get(load.number, {})
+    def state(self, poll: Poll) -> bytes:
+        """On the first stage: a poll's pages as all stages have them, those of this rank's column."""
+        local = bytes(poll.local)
+        reports = self._reports.get(poll.number, {})
         if len(reports) < self._stages - 1:
             return bytes(len(local))
         return bytes(min(states) for states in zip(local, *reports.values(), strict=True))
 
-    def ended_at(self, load: Load | Poll) -> float:
+    def ended_at(self, poll: Poll) -> float:
         """On the first stage: when the last page that has ended did so, as far as is known here."""
-        return max(*load.ended_at, self._came.get(load.number, 0.0))
+        return max(*poll.ended_at, self._came.get(poll.number, 0.0))
 
     def close(self) -> None:
         """Idempotent."""
@@ -88,18 +87,18 @@ class StageReports:
                 raise KVTierError(f"a pipeline stage has not come within {_COME_S:.0f} s; its log says why")
             self._socket.recv()
 
-    def _send(self, loads: Sequence[Load | Poll]) -> None:
+    def _send(self, polls: Sequence[Poll]) -> None:
         sent: dict[int, bytes] = {}
-        for load in loads:
-            states = bytes(load.local)
-            known = self._sent.get(load.number, bytes(len(states)))
+        for poll in polls:
+            states = bytes(poll.local)
+            known = self._sent.get(poll.number, bytes(len(states)))
             if states != known:
                 try:
-                    self._socket.send(_HEAD.pack(self._stage, load.number) + states, zmq.NOBLOCK)
+                    self._socket.send(_HEAD.pack(self._stage, poll.number) + states, zmq.NOBLOCK)
                     known = states
                 except zmq.Again:
                     pass  # in the next step
-            sent[load.number] = known
+            sent[poll.number] = known
         self._sent = sent
 
     def _receive(self, numbers: set[int]) -> None:

@@ -27,19 +27,11 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.private_slots import PrivateSlots
-from sgl_kvtier.runtime.restore.restoration import (
-    LANDED,
-    LOST,
-    OPEN,
-    REASON,
-    Load,
-    Restoration,
-    fresh_runs,
-    runs_of,
-)
+from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.restore_counters import RestoreCounters
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.store.base import ReadOutcome
@@ -170,10 +162,10 @@ class RestoreEngine:
         """Ends everything before the pools are emptied. Blocks until no transfer is under way."""
         self.abandon_all("flushed")
         end = time.monotonic() + _RESET_S
-        while any(OPEN in load.local for load in self.loads) and time.monotonic() < end:
+        while any(OPEN in load.poll.local for load in self.loads) and time.monotonic() < end:
             self.mover.wait_news(0.01)
         # Without a reduction, ranks know of each other only what they agreed on before: whatever was open then is lost.
-        over = [bytes(load.seen) if OPEN in load.local else bytes(s or _CANCELLED for s in load.seen) for load in self.loads]
+        over = [bytes(load.poll.seen) if OPEN in load.poll.local else bytes(s or _CANCELLED for s in load.poll.seen) for load in self.loads]
         self.settle(over, [0.0] * len(over))
         self.slots.free()
         if self.loads:
@@ -273,7 +265,7 @@ class RestoreEngine:
             return
         device, host = slots
         due = self.now + 2 * command.deadline_s
-        load = Load(r, span, command.link, device, host, owns_host, self.now, due, self.next_number())
+        load = Load(r, span, command.link, device, host, owns_host, self.now, due, Poll(self.next_number(), len(span)))
         r.loads.append(load)
         r.moved_at = self.now
         self.loads.append(load)
@@ -348,8 +340,8 @@ class RestoreEngine:
         for load, state, ended in zip(self.loads, states, ended_at, strict=True):
             if OPEN in state and self.now > load.due and not load.written_off:
                 self._write_off(load, state)
-            for first, stop in fresh_runs(load.seen, state):
-                load.seen[first:stop] = state[first:stop]
+            for first, stop in fresh_runs(load.poll.seen, state):
+                load.poll.seen[first:stop] = state[first:stop]
                 self._settled(load, first, stop, ended)
             if load.ended:
                 self._ended(load)
@@ -359,7 +351,7 @@ class RestoreEngine:
 
     def _settled(self, load: Load, first: int, stop: int, ended: float) -> None:
         r, span = load.restoration, Span(load.span.start + first, load.span.start + stop)
-        landed = load.seen[first] == LANDED
+        landed = load.poll.seen[first] == LANDED
         r.moved_at = self.now
         if r.closed or load.written_off or not landed:
             self._drop(load, first, stop)
@@ -373,7 +365,7 @@ class RestoreEngine:
             return
         for page in range(span.start, span.stop):
             r.owner.pop(page, None)
-        self._lose(r, span, REASON[load.seen[first]])
+        self._lose(r, span, REASON[load.poll.seen[first]])
 
     def _write_off(self, load: Load, state: bytes) -> None:
         """A device hangs: what is open is the front's now. The slots stay the load's until every page has ended."""
@@ -382,8 +374,8 @@ class RestoreEngine:
             for page in range(span.start, span.stop):
                 load.restoration.owner.pop(page, None)
             self._lose(load.restoration, span, "hung")
-        for first, stop in fresh_runs(load.seen, state):
-            load.seen[first:stop] = state[first:stop]
+        for first, stop in fresh_runs(load.poll.seen, state):
+            load.poll.seen[first:stop] = state[first:stop]
             self._settled(load, first, stop, self.now)
         load.cancel()
         load.written_off = True
@@ -410,7 +402,7 @@ class RestoreEngine:
         for low, high in runs_of(load.held, 1, first, stop):
             load.held[low:high] = bytes(high - low)
             self.slots.put_back(load.device_pages(low, high, self.page))
-            if load.seen[low] == LANDED:
+            if load.poll.seen[low] == LANDED:
                 self.counters.unused_pages += high - low
 
     # --- ends -------------------------------------------------------------------------------------------------------
@@ -430,7 +422,7 @@ class RestoreEngine:
         for load in r.loads:
             if not load.ended:
                 load.cancel()
-            for first, stop in runs_of(load.seen, LANDED, 0, len(load.seen)):
+            for first, stop in runs_of(load.poll.seen, LANDED, 0, len(load.poll.seen)):
                 self._drop(load, first, stop)
         self._unlock(r)
         self._unpin(r)

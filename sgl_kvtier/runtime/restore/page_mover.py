@@ -2,7 +2,7 @@
 
 One thread beside the scheduler's. Pages that the store has read are copied when their load has none left to read, or after
 `_GATHER_S`: a load's last page lands a copy later than it was read. Every copy begun takes time of the interpreter that a forward's
-launches need too, about as long for a load as for a page. The scheduler never waits for a copy: it reads `Load.local` in its tick,
+launches need too, about as long for a load as for a page. The scheduler never waits for a copy: it reads `Load.poll` in its tick,
 and what it does with it is `restore_engine`'s business.
 """
 
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
-from sgl_kvtier.runtime.restore.restoration import LANDED, LOST, Load
+from sgl_kvtier.runtime.ranks.polls import LANDED, LOST
+from sgl_kvtier.runtime.restore.restoration import Load
 from sgl_kvtier.store.base import ReadOutcome
 
 logger = logging.getLogger(__name__)
@@ -182,13 +183,13 @@ class PageMover:
     def _fail(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
         copying = {(id(load), offset) for _, load, offsets in self._copies for offset in offsets}
         for load, _, offset, _ in batch:
-            if not load.local[offset] and (id(load), offset) not in copying:
+            if not load.poll.local[offset] and (id(load), offset) not in copying:
                 self._end(load, [offset], LOST[ReadOutcome.FAILED])
 
     def _end(self, load: Load, offsets: list[int], state: int) -> None:
         now = time.monotonic()
         for offset in offsets:
-            load.mark(offset, state, now)
+            load.poll.mark(offset, state, now)
         self._news.set()
 
 

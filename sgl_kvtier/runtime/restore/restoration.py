@@ -4,7 +4,7 @@ Ownership of a load's device pages, page by page:
     open     the store or the copier may write them: nobody else touches them, also after a cancel
     landed   they hold the page on every rank; `held` while they are the restoration's own
     given    they were written into the request's row at a splice, or freed: no longer ours
-Scheduler thread, except `Load.mark`, which the mover's thread calls. Ranks agree on `seen`, never on `local`.
+Scheduler thread, except for marks in `Load.poll`, which are the mover's thread's.
 """
 
 from __future__ import annotations
@@ -17,21 +17,8 @@ from typing import Any
 import torch
 
 from sgl_kvtier.policy.messages import Mode
-from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
 from sgl_kvtier.types import Link, PageKey, Span, Tier
-
-OPEN = 0
-LANDED = 100
-"""A page's state is one byte; of two ranks' states the smaller one counts: open before lost, lost before landed."""
-
-LOST = {
-    ReadOutcome.CANCELLED: 1,
-    ReadOutcome.MISS: 2,
-    ReadOutcome.CORRUPT: 3,
-    ReadOutcome.FAILED: 4,
-    ReadOutcome.LATE: 5,
-}
-REASON = {code: outcome.value for outcome, code in LOST.items()}
 
 
 @dataclass(eq=False)
@@ -48,34 +35,25 @@ class Load:
     begun_at: float
     due: float
     """A page that has not ended by then is written off."""
-    number: int = 0
-    """Loads are counted, alike on every rank."""
+    poll: Poll
+    """Its pages, the lowest first: the mover's thread marks them, the scheduler's takes what ranks agreed on."""
     job: Any = None
     cancelled: bool = False
     written_off: bool = False
     """It hung: its restoration goes on without it, and what it reports is of no interest any more."""
     unread: int = 0
     """Pages whose reading has not ended; the mover's."""
-    ended_at: list[float] = field(default_factory=list)
-    local: bytearray = field(default_factory=bytearray)
-    seen: bytearray = field(default_factory=bytearray)
     held: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
         pages = len(self.span)
-        self.local, self.seen, self.held = bytearray(pages), bytearray(pages), bytearray(b"\1" * pages)
-        self.ended_at = [0.0] * pages
+        self.held = bytearray(b"\1" * pages)
         self.unread = pages
 
     @property
     def ended(self) -> bool:
         """Every page has ended on every rank: no I/O touches the slots any more."""
-        return OPEN not in self.seen
-
-    def mark(self, offset: int, state: int, now: float) -> None:
-        """A page ended on this rank. Mover's thread."""
-        self.ended_at[offset] = now
-        self.local[offset] = state
+        return self.poll.over
 
     def cancel(self) -> None:
         """Pages that were not begun will not be."""
@@ -142,7 +120,7 @@ class Restoration:
     def is_landed(self, page: int) -> bool:
         """Whether the page is in a device page of ours on every rank."""
         place = self.owner.get(page)
-        return place is not None and place[0].seen[place[1]] == LANDED
+        return place is not None and place[0].poll.seen[place[1]] == LANDED
 
     def barrier(self, start: int) -> int:
         """The first page from `start` on that a load has taken or landed; `pages` if there is none."""
@@ -161,29 +139,3 @@ class Restoration:
             run = (load, offset, offset + 1)
         if run is not None:
             yield run
-
-
-def fresh_runs(seen: bytearray, state: bytes) -> list[tuple[int, int]]:
-    """Runs [first, stop) of pages that ended since they were last seen, each of one state."""
-    runs: list[tuple[int, int]] = []
-    for offset, (before, now) in enumerate(zip(seen, state, strict=True)):
-        if before != OPEN or now == OPEN:
-            continue
-        if runs and runs[-1][1] == offset and state[offset - 1] == now:
-            runs[-1] = (runs[-1][0], offset + 1)
-        else:
-            runs.append((offset, offset + 1))
-    return runs
-
-
-def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple[int, int]]:
-    """Runs [low, high) within [first, stop) whose bytes equal `wanted`."""
-    runs: list[tuple[int, int]] = []
-    for offset in range(first, stop):
-        if states[offset] != wanted:
-            continue
-        if runs and runs[-1][1] == offset:
-            runs[-1] = (runs[-1][0], offset + 1)
-        else:
-            runs.append((offset, offset + 1))
-    return runs

@@ -110,7 +110,7 @@ class RestoreTick:
         engine, ahead = self.engine, self.ahead
         assert ahead is not None, "only who looks ahead is asked"
         polls = ahead.polls()
-        states, ends = self.agreement.local([*engine.loads, *polls])
+        states, ends = self.agreement.local([*(load.poll for load in engine.loads), *polls])
         loads, own = len(engine.loads), [t for fact in engine.facts for t in _own_times(fact)]
         clock = [time.monotonic(), *ends[:loads], *own, *ends[loads:]]
         check = ahead.fingerprint()
@@ -136,7 +136,7 @@ class RestoreTick:
         elif self._asked is not None and self._heard is not None:
             polls, loads = self._asked.polls, self._asked.loads
             ends = self._heard[0][len(self._heard[0]) - len(polls) :] if polls else []
-            states = self._heard[1][sum(len(load.local) for load in self.engine.loads[:loads]) :]
+            states = self._heard[1][sum(len(load.poll.local) for load in self.engine.loads[:loads]) :]
         else:
             return
         for poll, state, ended_at in zip(polls, _cut(states, [len(poll.local) for poll in polls]), ends, strict=True):
@@ -276,13 +276,13 @@ class RestoreTick:
         if self.rides:
             times, states = self._ridden(loads, len(own))
         else:
-            local, ends = self.agreement.local(engine.loads)
+            local, ends = self.agreement.local([load.poll for load in engine.loads])
             times, states = self.agreement.reduce([now, *ends, *own], local)
         engine.now = now = times[0]
         own_times = iter(times[1 + loads :])
         for fact in facts:
             self.planner.observe(_agreed(fact, own_times, now))
-        sizes = [len(load.local) for load in engine.loads]
+        sizes = [len(load.poll.local) for load in engine.loads]
         engine.settle(list(_cut(states, sizes)), times[1 : 1 + loads])
         landed, engine.facts = engine.facts, []
         for fact in landed:
