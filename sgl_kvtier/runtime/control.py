@@ -18,9 +18,6 @@ from sgl_kvtier.config import PolicyConfig, parse_setting
 from sgl_kvtier.outside import is_number, refusal, shown
 from sgl_kvtier.runtime.backend.attached import backend_of
 
-TARGET = (
-    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.set_internal_state"
-)
 PREFIX = "kvtier."
 
 logger = logging.getLogger(__name__)

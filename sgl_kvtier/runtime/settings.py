@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.config import KVTierConfig, parse_config
+from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
 
@@ -74,3 +74,8 @@ def uses_backend(args: Any) -> bool:
         return str(_extra_config(args).get("module_path", "")).startswith("sgl_kvtier.")
     except ConfigError:
         return False  # SGLang itself will say what is wrong with it
+
+
+def looks_ahead(policy: PolicyConfig) -> bool:
+    """Whether these settings need to know of every page: to move it before it is asked for, or to choose who leaves."""
+    return policy.prefetch != "off" or policy.eviction != "lru"

@@ -18,7 +18,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sgl_kvtier.lab.outside.lab_model import write_model
 from sgl_kvtier.runtime import plugin
-from sgl_kvtier.runtime.hints import route as hints_route
+from sgl_kvtier.runtime.sglang.hooks import HOOKS, Where
 
 KVTIER = (
     "--enable-hierarchical-cache", "--hicache-storage-backend", "kvtier",
@@ -73,7 +73,7 @@ def launching() -> Iterator[Callable[..., Any]]:
         patch.setattr(HookRegistry, "_hooks", defaultdict(list))
         patch.setattr(HookRegistry, "_patched", set())
         patch.delitem(sys.modules, "sglang.srt.managers.scheduler", raising=False)  # as in a launching process
-        for target in (plugin.COMMAND_LINE, plugin.ARGUMENTS, hints_route.TARGET):
+        for target in [hook.target for hook in HOOKS if hook.where is not Where.SCHEDULER]:
             owner, name = target.rsplit(".", 1)
             found = pkgutil.resolve_name(owner)
             patch.setattr(found, name, vars(found)[name])

@@ -9,7 +9,7 @@ import pytest
 from sgl_kvtier.config import PolicyConfig, parse_config
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.refusals import STAGES as MORE_THAN_ONE_STAGE
-from sgl_kvtier.runtime.settings import from_extra_config
+from sgl_kvtier.runtime.settings import from_extra_config, looks_ahead
 
 ONE = SimpleNamespace(tp_size=1, pp_size=1, device="cpu")
 TWO = SimpleNamespace(tp_size=2, pp_size=1, device="cpu")
@@ -22,10 +22,10 @@ def server(**policy: object) -> PolicyConfig:
 
 
 def test_a_server_looks_ahead_only_where_its_file_says_so():
-    assert not restore_setup.looks_ahead(server())
-    assert not restore_setup.looks_ahead(from_extra_config({"store": {"path": "/nowhere"}}).policy)
-    assert restore_setup.looks_ahead(server(prefetch="kvtier"))
-    assert restore_setup.looks_ahead(server(eviction="next-use"))
+    assert not looks_ahead(server())
+    assert not looks_ahead(from_extra_config({"store": {"path": "/nowhere"}}).policy)
+    assert looks_ahead(server(prefetch="kvtier"))
+    assert looks_ahead(server(eviction="next-use"))
     assert server(prefetch="tierkv").eviction == "lru"
 
 
@@ -37,7 +37,7 @@ def test_the_simulators_defaults_are_what_they_were():
 def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
     asked = server(prefetch="kvtier", eviction="next-use", restore="both")
     followed = restore_setup.in_force(STAGES, asked)
-    assert not restore_setup.looks_ahead(followed) and followed.restore == "both"
+    assert not looks_ahead(followed) and followed.restore == "both"
     assert restore_setup.nothing_to_do(STAGES, asked) is None
     assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == str(MORE_THAN_ONE_STAGE)
     assert str(MORE_THAN_ONE_STAGE) in str(restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto")))
@@ -49,7 +49,7 @@ def test_on_two_ranks_and_on_a_card_it_looks_ahead_and_restores_only_when_asked_
     restore: str, in_force: str, where: SimpleNamespace
 ):
     followed = restore_setup.in_force(where, server(prefetch="kvtier", restore=restore))
-    assert restore_setup.looks_ahead(followed) and followed.restore == in_force
+    assert looks_ahead(followed) and followed.restore == in_force
     assert restore_setup.nothing_to_do(where, server(prefetch="kvtier", restore=restore)) is None
 
 

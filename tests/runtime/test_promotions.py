@@ -80,9 +80,9 @@ def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(paused: bool, m
     tree = SimpleNamespace(engine=engine_of(moves), ahead=SimpleNamespace(promotions=moves), tick=tick)
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=paused)
     for _ in range(2):
-        assert not restore_hooks._is_fully_idle(lambda scheduler: True, scheduler)
+        assert not restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
     hung.job.done = True
-    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler) is paused  # one that runs notes it in its next step
+    assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler) is paused  # one that runs notes it in its next step
     assert not given_back
 
 
@@ -95,11 +95,11 @@ def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.Mon
     alone = SimpleNamespace(alone=True)
     tree = SimpleNamespace(engine=engine_of(moves), ahead=None, tick=SimpleNamespace(agreement=alone))
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=False)
-    assert not restore_hooks._is_fully_idle(lambda scheduler: True, scheduler)
+    assert not restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
     alone.alone = False
-    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler), "ranks may not differ in this"
+    assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler), "ranks may not differ in this"
     alone.alone, hung.job.done = True, True
-    assert restore_hooks._is_fully_idle(lambda scheduler: True, scheduler)
+    assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
 
 
 @pytest.mark.parametrize("released", [True, False])

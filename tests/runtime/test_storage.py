@@ -17,10 +17,11 @@ from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
-from sgl_kvtier.runtime import plugin
+from sgl_kvtier.runtime.backend import hooks as backend_hooks
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
 from sgl_kvtier.runtime.backend.storage import KVTierStorage
+from sgl_kvtier.runtime.sglang.hooks import targets
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
 
@@ -159,16 +160,16 @@ def test_after_new_weights_nothing_is_served_or_stored(make):
 
 @pytest.mark.parametrize("name", ["begin_weight_update", "end_weight_update", "flush_cache_after_weight_update"])
 def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_pages(make, monkeypatch, name):
-    assert any(target.endswith("." + name) for target in plugin.WEIGHTS)
+    assert any(target.endswith("." + name) for target in targets("weights"))
     monkeypatch.setattr(identity, "_runtime_weights", None)
     backend = make(host_pool())
     backend.batch_set_v1(keys("a"), slots([0]))
     tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
-    plugin._leave_old_weights(SimpleNamespace(success=False), SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
+    backend_hooks.leave_old_weights(SimpleNamespace(success=False), SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
     assert backend.batch_exists(keys("a")) == 1, "a call that was refused"
-    plugin._leave_old_weights(None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
+    backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
     assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
-    plugin._leave_old_weights(None, SimpleNamespace(scheduler=None))
+    backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=None))
 
 
 def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):
@@ -217,7 +218,7 @@ def transfer(backend, names, where, batch=4, stop_after=None):
         return len(read)
 
     operation = SimpleNamespace(hash_value=names, host_indices=slots(where))
-    assert plugin._read_ahead(in_batches, SimpleNamespace(storage_backend=backend), operation) == len(read)
+    assert backend_hooks.read_ahead(in_batches, SimpleNamespace(storage_backend=backend), operation) == len(read)
     return read
 
 
@@ -250,7 +251,7 @@ def test_sglangs_own_loop_over_a_prefix_gets_its_pages_and_says_so(make, monkeyp
         is_terminated=lambda: stop_after is not None and len(acks) * 4 >= stop_after,
     )  # fmt: skip
     read = stop_after or 10
-    assert plugin._read_ahead(cache_controller.HiCacheController._page_transfer, controller, operation) == read
+    assert backend_hooks.read_ahead(cache_controller.HiCacheController._page_transfer, controller, operation) == read
     assert [ack.completed_tokens for ack in acks] == [min(read, pages) * PAGE for pages in (4, 8, 10)]
     assert [page_bytes(pool, 20 + i) for i in range(read)] == [page_bytes(pool, i) for i in range(read)]
     assert backend._reading == {}
@@ -313,7 +314,7 @@ def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
 
 
 def test_another_backend_is_left_alone(make):
-    assert plugin._read_ahead(lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None) == 7
+    assert backend_hooks.read_ahead(lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None) == 7
 
 
 def test_a_refusing_disk_says_so_and_no_exception(make):

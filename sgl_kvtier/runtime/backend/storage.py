@@ -24,14 +24,12 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
-from sgl_kvtier.runtime import plugin, settings
+from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous, nbytes_of, parts_of
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.runtime.metrics import StoreMetrics
-from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
-from sgl_kvtier.runtime.scheduler import setup as restore_setup
-from sgl_kvtier.runtime.sglang import seams
+from sgl_kvtier.runtime.sglang import hooks, seams
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.engine import open_store
@@ -51,13 +49,13 @@ class KVTierStorage(HiCacheStorage):
         seams.require("storage", "weights")
         extra = storage_config.extra_config or {}
         if "module_path" not in extra:
-            seams.require_hooks([plugin.FACTORY, plugin.ATTACH, plugin.STOP, plugin.PREFETCH, plugin.REDUCE, *plugin.WEIGHTS])
+            seams.require_hooks(hooks.targets("storage", "weights"))
         self.config = settings.from_extra_config(extra)
-        if self.config.policy.restore != "off" or restore_setup.looks_ahead(self.config.policy):
+        if self.config.policy.restore != "off" or settings.looks_ahead(self.config.policy):
             seams.require("restore")
             if "module_path" not in extra:
-                seams.require_hooks(restore_hooks.TARGETS)
-        if restore_setup.looks_ahead(self.config.policy):
+                seams.require_hooks(hooks.targets("restore"))
+        if settings.looks_ahead(self.config.policy):
             seams.require("lookahead")
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}

@@ -18,7 +18,6 @@ from typing import Any
 from sgl_kvtier.runtime.hints.message import MOST_BYTES, Asked, HintError, Sent, pack, read
 from sgl_kvtier.types import PageKey
 
-TARGET = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators"
 PATH = "/kvtier/hint"
 ANSWER = "kvtier.hint"
 """Where a scheduler's answer stands in the state it sends back."""

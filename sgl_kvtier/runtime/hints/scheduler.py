@@ -16,9 +16,6 @@ from sgl_kvtier.runtime.backend.attached import store_of
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
 
-TARGET = (
-    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
-)
 MOST_SESSIONS = 16
 """So many sessions may begin with the same prefix and all be meant by it."""
 

@@ -11,41 +11,10 @@ from sgl_kvtier.runtime.step.chunk_clock import ChunkClock
 
 logger = logging.getLogger(__name__)
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
-TREE = "sglang.srt.mem_cache.registry.create_unified_radix_cache"
-EVENTS = _SCHEDULER + "_process_hicache_events"
-ADDER = _SCHEDULER + "get_prefill_adder_class"
-PREFILL = _SCHEDULER + "_get_new_batch_prefill_raw"
-NEXT_BATCH = _SCHEDULER + "get_next_batch_to_run"
-RUN = _SCHEDULER + "run_batch"
-RESULT = _SCHEDULER + "process_batch_result"
-IDLE = _SCHEDULER + "is_fully_idle"
-UNCACHED = (
-    "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes"
-)
-TURN = _SCHEDULER + "_prefetch_after_device_hit_loss"
-TARGETS = (TREE, EVENTS, ADDER, PREFILL, TURN, NEXT_BATCH, RUN, RESULT, IDLE, UNCACHED)
-
 _NAP_S = 0.001
 
 
-def register() -> None:
-    """Registers the hooks; in scheduler processes only."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(TREE, _build_tree, HookType.AROUND)
-    HookRegistry.register(EVENTS, _tick, HookType.AFTER)
-    HookRegistry.register(ADDER, _adder_class, HookType.AFTER)
-    HookRegistry.register(PREFILL, _repair_parked, HookType.AFTER)
-    HookRegistry.register(NEXT_BATCH, _after_pass, HookType.AFTER)
-    HookRegistry.register(TURN, _read_first, HookType.AROUND)
-    HookRegistry.register(RUN, _time_batch, HookType.AROUND)
-    HookRegistry.register(RESULT, _time_result, HookType.AFTER)
-    HookRegistry.register(IDLE, _is_fully_idle, HookType.AROUND)
-    HookRegistry.register(UNCACHED, _count_private, HookType.AFTER)
-
-
-def _build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
+def build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
     """Around SGLang's choice of a cache: ours where the settings ask for it and the server can do it."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -66,7 +35,7 @@ def _engine(scheduler: Any) -> Any:
     return getattr(scheduler.tree_cache, "engine", None)
 
 
-def _tick(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def run_tick(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang's own cache events."""
     del result, args, kwargs
     tick = getattr(scheduler.tree_cache, "tick", None)
@@ -74,7 +43,7 @@ def _tick(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         tick.run(scheduler)
 
 
-def _adder_class(result: Any, scheduler: Any) -> Any:
+def adder_class(result: Any, scheduler: Any) -> Any:
     del result
     if _engine(scheduler) is None:
         return None
@@ -83,7 +52,7 @@ def _adder_class(result: Any, scheduler: Any) -> Any:
     return KVTierPrefillAdder
 
 
-def _repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not in the batch, and
     would take its first output token for that of a chunk before the last."""
     del args, kwargs
@@ -94,13 +63,13 @@ def _repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> No
     batch.contains_last_prefill_chunk = True
 
 
-def _read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+def read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
     """Around SGLang's look at whether a request has lost pages since it was queued: what was read for it since counts too."""
     turns = getattr(scheduler.tree_cache, "turns", None)
     return (turns is not None and turns.at_turn(scheduler, req)) or original(scheduler, req)
 
 
-def _after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """With nothing to run and pages under way it waits until one lands, so that the threads that land it get the interpreter."""
     del args, kwargs
     engine, turns = _engine(scheduler), getattr(scheduler.tree_cache, "turns", None)
@@ -110,7 +79,7 @@ def _after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         engine.mover.wait_news(_NAP_S)
 
 
-def _time_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def time_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     tick = getattr(scheduler.tree_cache, "tick", None)
     if tick is None or not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **kwargs)
@@ -127,14 +96,14 @@ def _forward_stream(scheduler: Any) -> Any:
     return scheduler.forward_stream if apart else scheduler.schedule_stream
 
 
-def _time_result(result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+def time_result(result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     del result, args, kwargs
     tick = getattr(scheduler.tree_cache, "tick", None)
     if tick is not None:
         tick.clock.processed(batch)
 
 
-def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
     """A server is not idle while transfers or slots of ours are in its pools; a paused one ends them for a flush."""
     idle = original(scheduler, *args, **kwargs)
     engine = _engine(scheduler)
@@ -150,6 +119,6 @@ def _is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **
     return not engine.holds_memory and not hangs
 
 
-def _count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:
+def count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:
     engine = getattr(checker.tree_cache, "engine", None)
     return None if engine is None else (result[0] + engine.slots.tokens, result[1])

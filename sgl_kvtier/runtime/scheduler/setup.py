@@ -29,6 +29,7 @@ from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.refusals import STAGES, UNEVEN, WRITE_BACK, lacking, unproven, unsupported
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.settings import looks_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,6 @@ def wanted(args: Any) -> KVTierConfig | None:
         return None
     config = settings.of_server(args)
     return config if config.policy.restore != "off" or looks_ahead(config.policy) else None
-
-
-def looks_ahead(policy: PolicyConfig) -> bool:
-    """Whether these settings need to know of every page: to move it before it is asked for, or to choose who leaves."""
-    return policy.prefetch != "off" or policy.eviction != "lru"
 
 
 def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:

@@ -1,0 +1,73 @@
+"""Where the storage backend hangs in SGLang beside its own interface: the hooks of scheduler processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sgl_kvtier.runtime.backend import identity, quiet_stop
+from sgl_kvtier.runtime.backend.attached import store_of
+from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
+from sgl_kvtier.runtime.settings import BACKEND
+
+logger = logging.getLogger(__name__)
+
+
+def create_backend(
+    original: Callable[..., Any], cls: Any, name: str, backend_class: Any, storage_config: Any, host_pool: Any
+) -> Any:
+    if name == BACKEND:
+        return backend_class(storage_config, {})
+    return original(cls, name, backend_class, storage_config, host_pool)
+
+
+def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
+    """Hands pages to our backend by address where a page lies in few pieces. No operation is queued yet at this point."""
+    del result, args, kwargs
+    if store_of(controller) is None:
+        return
+    if is_page_contiguous(controller.storage_host_pool):
+        controller.page_get_func = controller._page_get_zero_copy
+        controller.page_set_func = controller._page_set_zero_copy
+
+
+def cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
+    server up after that, so neither a long read of pages that nobody wants any more nor another rank may keep one."""
+    backend = store_of(controller)
+    if backend is None:
+        return original(controller, *args, **kwargs)
+    with backend.reads_cut_short():
+        if not quiet_stop.wait(controller):
+            logger.warning("kvtier: HiCache's storage threads are stopped with reads under way")
+        return original(controller, *args, **kwargs)
+
+
+def note_reduction(original: Callable[..., Any], controller: Any, ack: Any) -> Any:
+    """Around the reduction by which ranks agree on how far a read from storage has come."""
+    with quiet_stop.busy(controller, "reducing"):
+        return original(controller, ack)
+
+
+def read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around SGLang's read of one prefix from storage, which asks for 128 pages at a time: the next ones are under way already.
+    SGLang reuses host slots that were not filled only after this has returned."""
+    backend = store_of(controller)
+    if backend is None:
+        return original(controller, operation, *args, **kwargs)
+    with quiet_stop.busy(controller, "reading"), backend.reading_ahead(operation.hash_value, operation.host_indices):
+        return original(controller, operation, *args, **kwargs)
+
+
+def leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
+    """After weights changed at run time, or may be changed from outside from now on: pages written so far belong to other weights
+    and are not served any more. Where several of these hooks see one change, the first does it."""
+    del args, kwargs
+    if getattr(result, "success", True) is False:
+        return  # a call that was refused
+    identity.weights_changed()
+    tree = getattr(updater.scheduler, "tree_cache", None)
+    backend = store_of(getattr(tree, "cache_controller", None))
+    if backend is not None:
+        backend.leave_identity()
