@@ -16,7 +16,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig, parse_setting
 from sgl_kvtier.outside import is_number, refusal, shown
-from sgl_kvtier.runtime.backend.attached import backend_of
+from sgl_kvtier.runtime.sglang.attached import backend_of
 
 PREFIX = "kvtier."
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.backend.attached import backend_of
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
+from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Tier

@@ -11,7 +11,7 @@ from typing import Any
 
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.backend.attached import backend_of
+from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
 _SLICE = 2048

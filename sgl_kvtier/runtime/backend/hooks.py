@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.runtime.backend import identity, quiet_stop
-from sgl_kvtier.runtime.backend.attached import store_of
 from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
 from sgl_kvtier.runtime.settings import BACKEND
+from sgl_kvtier.runtime.sglang.attached import store_of
 
 logger = logging.getLogger(__name__)
 

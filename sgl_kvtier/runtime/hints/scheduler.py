@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.policy.sessions.sessions import HintAnswer
-from sgl_kvtier.runtime.backend.attached import store_of
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
+from sgl_kvtier.runtime.sglang.attached import store_of
 
 MOST_SESSIONS = 16
 """So many sessions may begin with the same prefix and all be meant by it."""

@@ -26,13 +26,13 @@ from sgl_kvtier.policy.messages import (
     RestoreOffered,
     TransferDone,
 )
-from sgl_kvtier.runtime.backend.attached import store_of
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.private_slots import PrivateSlots
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.restore_counters import RestoreCounters
+from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier

@@ -17,10 +17,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sgl_kvtier.runtime.ahead.engine import LookaheadHands
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
-from sgl_kvtier.runtime.backend.attached import store_of
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)

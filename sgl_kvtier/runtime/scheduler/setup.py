@@ -15,7 +15,6 @@ from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadHands
-from sgl_kvtier.runtime.backend.attached import backend_of
 from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
 from sgl_kvtier.runtime.metrics import RestoreMetrics
 from sgl_kvtier.runtime.ranks.agreement import Agreement
@@ -30,6 +29,7 @@ from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.refusals import STAGES, UNEVEN, WRITE_BACK, lacking, unproven, unsupported
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.settings import looks_ahead
+from sgl_kvtier.runtime.sglang.attached import backend_of
 
 logger = logging.getLogger(__name__)
 
