@@ -163,9 +163,10 @@ class Lab:
         self.inner: Planner = make_planner(config, ENGINE)
         recorded = Recorded(self.inner, lambda record: self.lines.append(encode(record)))
         self.planner = Learning(recorded, self.inner.profile, None, Profile({}, {}, {}, 0, {}))
-        self.engine = SimpleNamespace(taking=True, min_tokens=0, now=0.0)
+        self.engine = SimpleNamespace(taking=True, min_tokens=0)
+        self.context = SimpleNamespace(now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
-        self.tick = SimpleNamespace(notes=notes, planner=self.planner, engine=self.engine, ahead=object())
+        self.tick = SimpleNamespace(notes=notes, planner=self.planner, context=self.context, ahead=object())
         self.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tick=self.tick), server_args=SimpleNamespace(nnodes=1, dp_size=1))
 
     def turn(self, session: str | None, keys: tuple[PageKey, ...], at: float) -> None:
@@ -236,7 +237,7 @@ def test_a_prefix_of_too_many_sessions_is_refused() -> None:
 def test_time_never_goes_back_behind_the_last_step() -> None:
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
-    lab.engine.now = 100.0
+    lab.context.now = 100.0
     assert lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")["expected_in_s"] == pytest.approx(10.0)
     page = lab.inner.ahead.map.page(KEYS[0])
     assert page is not None and page.next_use == pytest.approx(110.0)

@@ -8,7 +8,7 @@ from typing import Any
 from sgl_kvtier.policy.messages import RequestFinished
 from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.runtime.ahead import engine as lookahead_hands
-from sgl_kvtier.runtime.ahead.engine import LookaheadHands, _Known
+from sgl_kvtier.runtime.ahead.engine import LookaheadEngine, _Known
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
 from sgl_kvtier.runtime.ahead.promotions import Path
 from sgl_kvtier.types import PageKey
@@ -31,10 +31,10 @@ class Owners:
         return float(number)
 
 
-def made() -> LookaheadHands:
+def made() -> LookaheadEngine:
     """Hands that know of no request yet."""
-    hands = object.__new__(LookaheadHands)
-    hands.engine = SimpleNamespace(page=PAGE, facts=[])  # type: ignore[assignment]
+    hands = object.__new__(LookaheadEngine)
+    hands.context = SimpleNamespace(page=PAGE, facts=[])  # type: ignore[assignment]
     hands.promotions = SimpleNamespace(claiming_for=None)  # type: ignore[assignment]
     hands.victims = SimpleNamespace()  # type: ignore[assignment]
     hands.ahead = SimpleNamespace(map=SimpleNamespace(owners=Owners()))  # type: ignore[assignment]
@@ -53,7 +53,7 @@ def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
     hands._requests["r"] = _Known(None, KEYS, "7", 12, path=hands._unpark("7"))
     hands.gone("r")
     assert hands._idle == {"7": own} and hands._idle_tokens == PAGE
-    assert [(type(fact), fact.rid) for fact in hands.engine.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
+    assert [(type(fact), fact.rid) for fact in hands.context.facts] == [(RequestFinished, "r")]  # type: ignore[union-attr]
 
 
 def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():

@@ -15,9 +15,11 @@ from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
+from sgl_kvtier.runtime.restore_counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Span, Tier
 
@@ -68,19 +70,21 @@ class Rank:
         def refused(*args: Any) -> None:
             raise AssertionError("a collective of our own")
 
-        host = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)))
+        host = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)), size_per_token=4)
         self.told: list[Any] = []
+        tree = SimpleNamespace(
+            page_size=16, token_to_kv_pool_allocator=None, ahead=None, _all_reduce=refused,
+            cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
+            _all_reduce_attn_groups=lambda data, op: None,
+        )  # fmt: skip
+        self.context = StepContext(tree)
         self.engine = SimpleNamespace(
-            tree=SimpleNamespace(
-                cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None), ahead=None,
-                _all_reduce=refused, _all_reduce_attn_groups=lambda data, op: None,
-            ),
-            loads=[], facts=[], restorations={}, computes={}, now=0.0, busy=False, ending=False,
-            slots=SimpleNamespace(free=lambda: None), look_for_offers=lambda: None, settle=lambda states, ends: None,
-            abandon_all=lambda how: None, counters=SimpleNamespace(planner_failures=0),
+            context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
+            look_for_offers=lambda: None, settle=lambda states, ends: None,
+            abandon_all=lambda how: None, counters=RestoreCounters(),
         )  # fmt: skip
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
-        self.agreement = Agreement(self.engine.tree, 2, first=number == 0)
+        self.agreement = Agreement(tree, 2, first=number == 0)
         self.tick = RestoreTick(self.engine, planner, self.agreement, 256)  # type: ignore[arg-type]
         self.tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
         self.tick._unblock = lambda scheduler: None  # type: ignore[method-assign]
@@ -107,12 +111,12 @@ def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduc
     for place, rank in enumerate(ranks):
         started = rank.tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.0 + place))
         assert started and rank.tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.5 + place, 0.25 + place), started)
-        rank.engine.facts.append(StepDone(0.25 + place, 64, 0, 0.0))
+        rank.context.facts.append(StepDone(0.25 + place, 64, 0, 0.0))
     reduce(*ranks)
     for rank in ranks:
         rank.tick.run(SimpleNamespace())
     first, second = ranks
-    assert first.engine.now == second.engine.now > 0
+    assert first.context.now == second.context.now > 0
     for rank in ranks:
         fetch, copy = rank.ahead.waiting
         assert fetch.over and fetch.well == 0 and list(fetch.seen) == [FAILED, LANDED, LANDED]
@@ -173,7 +177,7 @@ def test_whoever_looks_ahead_and_raises_costs_no_server():
 def test_a_tick_without_its_answer_gives_up_rather_than_guess():
     rank = Rank(0)
     reduce(rank)
-    rank.engine.facts.append(StepDone(1.0, 64, 0, 0.0))  # noted after the question
+    rank.context.facts.append(StepDone(1.0, 64, 0, 0.0))  # noted after the question
     rank.tick.run(SimpleNamespace())
     assert rank.ahead.given_up and rank.told == []
 

@@ -10,12 +10,13 @@ import torch
 
 from sgl_kvtier.policy.messages import Move, StepPlan, StepView
 from sgl_kvtier.runtime.ahead import promotions
-from sgl_kvtier.runtime.ahead.engine import LookaheadHands
+from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.promotions import Path, Promotions, _Fetch
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.types import PageKey, Tier
 
 PAGE = 4
@@ -33,10 +34,11 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         token_to_kv_pool_allocator=SimpleNamespace(size=32 * PAGE),
         dec_host_lock_ref=lambda anchor, pin: None,
     )
-    slots = SimpleNamespace(put_back_host=given_back.append, give_host=lambda tokens: None)
-    engine: Any = SimpleNamespace(tree=tree, now=10.0, slots=slots, hung_reads=[])
+    slots = SimpleNamespace(put_back_host=given_back.append, give_host=lambda tokens: None, tokens=0)
+    context = StepContext(tree)
+    context.now, context.slots = 10.0, slots  # type: ignore[assignment]
     facts: Any = SimpleNamespace(failed=lambda keys, target: failed.append((keys, target)))
-    return Promotions(engine, facts, lambda fact: None, LookaheadCounters()), given_back, failed
+    return Promotions(context, facts, lambda fact: None, LookaheadCounters()), given_back, failed
 
 
 def fetch(deadline_at: float, ended: bool) -> _Fetch:
@@ -52,7 +54,7 @@ def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(monkeypatch: py
     moves._fetches = [hung, fetch(11.0, ended=True)]
     assert moves.hangs, "the first one's time was over a second ago"
     moves.reset()
-    assert len(given_back) == 1 and moves._engine.hung_reads == [hung.job], "its host pages are still read into"
+    assert len(given_back) == 1 and moves._context.hung_reads == [hung.job], "its host pages are still read into"
     assert failed == [(KEYS, Tier.DRAM)] * 2
 
 
@@ -65,8 +67,7 @@ def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
 def engine_of(moves: Promotions) -> RestoreEngine:
     """A restore engine that knows of the same reads and restores nothing."""
     engine = object.__new__(RestoreEngine)
-    engine.loads, engine.slots = [], SimpleNamespace(tokens=0)  # type: ignore[assignment]
-    engine.hung_reads = moves._engine.hung_reads
+    engine.loads, engine.context = [], moves._context
     return engine
 
 
@@ -107,9 +108,9 @@ def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
     moves, _, _ = made()
     begun: list[Any] = []
     moves.carry_out = lambda *how: begun.append(how)  # type: ignore[method-assign, assignment]
-    hands = object.__new__(LookaheadHands)
+    hands = object.__new__(LookaheadEngine)
     updater = SimpleNamespace(offload_tags={"kv_cache"} if released else set())
-    hands.engine = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))  # type: ignore[assignment]
+    hands.context = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))  # type: ignore[assignment]
     hands.promotions, hands._config = moves, SimpleNamespace(load_deadline_s=1.0)  # type: ignore[assignment]
     hands.carry_out(StepPlan(moves=(Move(KEYS, Tier.DRAM, Tier.HBM, "r"),)), StepView(0.0))
     assert len(begun) == (0 if released else 1)

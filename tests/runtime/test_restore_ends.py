@@ -23,6 +23,7 @@ from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -81,7 +82,7 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
         unlock=lambda lock: None,
     )
     mover = Mover()
-    engine = RestoreEngine(tree, mover, 0)  # type: ignore[arg-type]
+    engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
     r = Restoration("r", None, (pages + 1) * PAGE, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0))
     r.mode = Mode.BOTH
     engine.restorations["r"] = r
@@ -95,9 +96,9 @@ def load(engine: RestoreEngine, span: Span) -> Load:
 
 def settle(engine: RestoreEngine, now: float) -> list[Any]:
     """One tick's settling; the facts it noted."""
-    engine.now = now
+    engine.context.now = now
     engine.settle([bytes(one.poll.local) for one in engine.loads], [now] * len(engine.loads))
-    facts, engine.facts = engine.facts, []
+    facts, engine.context.facts = engine.context.facts, []
     return facts
 
 
@@ -111,26 +112,26 @@ def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_e
     lost = settle(engine, 2.1)
     assert lost == [PagesLost("r", Span(4, 7), "hung", 0.0)]
     assert r.barrier(0) == 7 and r.is_landed(7)
-    assert engine.slots.tokens == 4 * PAGE and engine.loads == [hung]
+    assert engine.context.slots.tokens == 4 * PAGE and engine.loads == [hung]
     assert list(r.owner) == [7], "the other slots are no room for the chunks that compute their pages"
     assert settle(engine, 2.2) == []
     for offset in range(3):
         hung.poll.mark(offset, LANDED, 9.0)
     assert settle(engine, 9.0) == []
-    engine.slots.free()
-    assert engine.loads == [] and engine.slots.tokens == PAGE and engine.slots.host_tokens == 0
+    engine.context.slots.free()
+    assert engine.loads == [] and engine.context.slots.tokens == PAGE and engine.context.slots.host_tokens == 0
 
 
 def test_pages_of_a_closed_restoration_are_freed_only_when_they_have_ended():
     engine, r, _ = engine_with()
     one = load(engine, Span(0, 4))
     engine.abandon(r, "aborted")
-    engine.slots.free()
-    assert one.cancelled and engine.slots.tokens == 4 * PAGE
+    engine.context.slots.free()
+    assert one.cancelled and engine.context.slots.tokens == 4 * PAGE
     for offset in range(4):
         one.poll.mark(offset, LANDED, 1.0)
     settle(engine, 1.0)
-    engine.slots.free()
+    engine.context.slots.free()
     assert not engine.holds_memory and not engine.busy
 
 
@@ -144,8 +145,8 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
         for offset in range(landed):
             one.poll.mark(offset, LANDED, 0.6)
         engine.reset()
-        assert not engine.holds_memory and engine.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
-        told.append(engine.facts)
+        assert not engine.holds_memory and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+        told.append(engine.context.facts)
     assert told[0] == told[1]
     assert not any(isinstance(fact, TransferDone) for fact in told[0])
     assert [fact for fact in told[0] if isinstance(fact, RequestFinished)]
@@ -153,20 +154,20 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
 
 def test_a_stage_with_fewer_layers_tells_its_planner_the_first_stages_bytes():
     engine, _, mover = engine_with()
-    engine.agreed_page_bytes = 10 * engine.page_bytes
+    engine.context.agreed_page_bytes = 10 * engine.context.page_bytes
     load(engine, Span(6, 8))
     mover.wait_news(0.0)
     (done,) = [fact for fact in settle(engine, 2.0) if isinstance(fact, messages.TransferDone)]
-    assert done.nbytes == 2 * 10 * engine.page_bytes
-    assert engine.counters.bytes_loaded[Link.SSD_TO_HBM] == 2 * engine.page_bytes
+    assert done.nbytes == 2 * 10 * engine.context.page_bytes
+    assert engine.counters.bytes_loaded[Link.SSD_TO_HBM] == 2 * engine.context.page_bytes
 
 
 def test_hits_of_another_backend_are_left_to_it():
     engine, _, _ = engine_with()
     engine.restorations.clear()
     handle = object()
-    engine.scheduler = SimpleNamespace(waiting_queue=[SimpleNamespace(cache_request_handle=handle, rid="r")])
-    engine.tree.cache_controller.storage_backend = SimpleNamespace()
+    engine.context.scheduler = SimpleNamespace(waiting_queue=[SimpleNamespace(cache_request_handle=handle, rid="r")])
+    engine.context.tree.cache_controller.storage_backend = SimpleNamespace()
     operation = SimpleNamespace(handle=handle, hash_value=["00" * 32] * 8, storage_start=0)
     assert not engine.offer_hit(operation, 8 * PAGE)
     assert engine.counters.declined == {"another backend": 1}
@@ -174,12 +175,12 @@ def test_hits_of_another_backend_are_left_to_it():
 
 def test_transfers_are_timed_by_the_agreed_clock_alone():
     engine, _, _ = engine_with()
-    engine.now = 10.0
+    engine.context.now = 10.0
     one = load(engine, Span(0, 2))
     for offset in range(2):
         one.poll.mark(offset, LANDED, 123.0)
     engine.settle([bytes(one.poll.local)], [10.5])
-    assert [fact.seconds for fact in engine.facts if isinstance(fact, TransferDone)] == [0.5]
+    assert [fact.seconds for fact in engine.context.facts if isinstance(fact, TransferDone)] == [0.5]
 
 
 class TwoRanks:
@@ -199,10 +200,10 @@ def tick_of_two_ranks() -> tuple[RestoreTick, Restoration, list[Any], TwoRanks]:
     """One of two ranks, with one restoration of eight pages that computes its front; and what its planner was told."""
     engine, r, _ = engine_with()
     pool = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=1024)))
-    engine.tree.cache_controller.mem_pool_host.anchor_entry = pool.anchor_entry
+    engine.context.tree.cache_controller.mem_pool_host.anchor_entry = pool.anchor_entry
     told: list[Any] = []
     planner = SimpleNamespace(observe=told.append, step=lambda view: StepPlan())
-    ranks = TwoRanks(engine.tree)
+    ranks = TwoRanks(engine.context.tree)
     return RestoreTick(engine, planner, Agreement(ranks, 2, first=True), 256), r, told, ranks  # type: ignore[arg-type]
 
 
@@ -258,7 +259,7 @@ def test_a_read_that_was_taken_back_is_told_to_the_planner_as_such():
 def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     tick, r, _, _ = tick_of_two_ranks()
     engine = tick.engine
-    engine.tree.evictable_size = lambda: 0
+    engine.context.tree.evictable_size = lambda: 0
     load(engine, Span(4, 8))
     sampling = SimpleNamespace(max_new_tokens=0)
     # Of its nine pages one is being computed, eight are left: four to be claimed yet, four in the load's slots.
@@ -276,7 +277,7 @@ def failing_pool(tick: RestoreTick) -> None:
     def fails(tokens: int) -> None:
         raise AssertionError("page_size == 1")
 
-    tick.engine.tree.token_to_kv_pool_allocator.alloc = fails
+    tick.engine.context.tree.token_to_kv_pool_allocator.alloc = fails
 
 
 def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
@@ -309,7 +310,7 @@ def test_host_memory_that_fails_gives_the_device_pages_back():
     def fails(tokens: int, **how: Any) -> None:
         raise RuntimeError("no host memory")
 
-    engine.tree.cache_controller.mem_pool_host.alloc = fails
+    engine.context.tree.cache_controller.mem_pool_host.alloc = fails
     engine.load(messages.Load("r", Span(4, 8), Tier.SSD, Link.SSD_TO_HBM, 1.0))
-    engine.slots.free()
-    assert r.closed and not engine.holds_memory and engine.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+    engine.context.slots.free()
+    assert r.closed and not engine.holds_memory and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE

@@ -23,6 +23,7 @@ from sgl_kvtier.runtime.ranks.polls import LANDED, OPEN
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -157,7 +158,7 @@ class Lab:
             is_chunk_cache=lambda: True,
         )
         mover = PageMover(LateCopies(self.host, self.device, self.stream), PAGE)
-        self.engine = RestoreEngine(tree, mover, 0)  # type: ignore[arg-type]
+        self.engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
         self.begun = self.spliced = self.abandoned = 0
         self.rows: list[torch.Tensor] = []
 
@@ -185,10 +186,10 @@ class Lab:
 
     def tick(self) -> None:
         engine = self.engine
-        engine.slots.free()
+        engine.context.slots.free()
         states = [bytes(load.poll.local) for load in engine.loads]
         engine.settle(states, [max(load.poll.ended_at) for load in engine.loads])
-        engine.facts.clear()
+        engine.context.facts.clear()
 
     def splice(self) -> None:
         """The lowest landed run becomes a row's: every token must be the page's own by now."""
@@ -245,7 +246,7 @@ def test_nothing_is_read_before_it_landed_nor_freed_before_its_copy_ended(seed: 
     for pool in (lab.device, lab.host):
         assert sorted(pool.free_pages) == list(range(POOL))
         assert (pool.memory == CANARY).all()
-    assert lab.engine.slots.tokens == 0 and lab.engine.slots.host_tokens == 0
+    assert lab.engine.context.slots.tokens == 0 and lab.engine.context.slots.host_tokens == 0
 
 
 def test_a_page_whose_copy_has_not_ended_is_open_and_its_bounce_page_is_not_given_away() -> None:
@@ -257,7 +258,7 @@ def test_a_page_whose_copy_has_not_ended_is_open_and_its_bounce_page_is_not_give
         page_size=PAGE, token_to_kv_pool_allocator=device, evict_host=None, unlock=lambda lock: None,
         cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=LateStore(host, disk, random.Random(99))),
     )  # fmt: skip
-    engine = RestoreEngine(tree, mover, 0)  # type: ignore[arg-type]
+    engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
     keys = tuple(PageKey((page + 1).to_bytes(32, "big")) for page in range(2))
     r = Restoration("r", None, 3 * PAGE, 0, 2, ((Span(0, 2), Tier.SSD),), keys, torch.empty(0))
     engine.restorations["r"] = r
@@ -266,6 +267,6 @@ def test_a_page_whose_copy_has_not_ended_is_open_and_its_bounce_page_is_not_give
     time.sleep(0.2)
     engine.abandon(r, "aborted")
     engine.settle([bytes(load.poll.local)], [0.0])
-    engine.slots.free()
+    engine.context.slots.free()
     assert isinstance(load, Load) and OPEN in load.poll.local and LANDED not in load.poll.local
     assert engine.holds_memory and host.available_size() == device.available_size() == (POOL - 2) * PAGE

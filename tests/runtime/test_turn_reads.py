@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_kvtier.runtime.ahead.turn_reads import _SWEEP, TurnReads
 from sgl_kvtier.runtime.restore_counters import RestoreCounters
+from sgl_kvtier.runtime.step.context import StepContext
 
 PAGE, THRESHOLD = 16, 64
 
@@ -28,9 +29,10 @@ class Lab:
         self.limited = False
         self.queue: list[Any] = []
         controller = SimpleNamespace(
-            mem_pool_host=SimpleNamespace(size=host), prefetch_rate_limited=lambda: self.limited, write_policy="write_through"
+            mem_pool_host=SimpleNamespace(size=host, size_per_token=4), prefetch_rate_limited=lambda: self.limited, write_policy="write_through"
         )
         self.tree = SimpleNamespace(
+            page_size=PAGE,
             pp_size=1,
             ahead=None,
             prefetch_threshold=THRESHOLD,
@@ -40,12 +42,11 @@ class Lab:
             token_to_kv_pool_allocator=SimpleNamespace(size=device, available_size=lambda: 0),
         )
         self.scheduler = SimpleNamespace(waiting_queue=self.queue, _prefetch_kvcache=self.ask)
-        engine = SimpleNamespace(
-            tree=self.tree, taking=True, restorations={}, page=PAGE, counters=RestoreCounters(), scheduler=self.scheduler,
-            waiting=lambda handle: next((req for req in self.queue if req.cache_request_handle is handle), None),
-        )  # fmt: skip
-        self.counters = engine.counters
-        self.turns = TurnReads(engine, lambda: self.now)  # type: ignore[arg-type]
+        context = StepContext(self.tree)
+        context.scheduler = self.scheduler
+        self.counters = RestoreCounters()
+        restoring = SimpleNamespace(taking=True, restorations={})
+        self.turns = TurnReads(context, restoring, self.counters.turn_reads, lambda: self.now)  # type: ignore[arg-type]
 
     def ask(self, req: Any) -> None:
         self.asked.append(req.rid)

@@ -37,11 +37,10 @@ from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
 from sgl_kvtier.runtime.ranks.polls import Poll
-from sgl_kvtier.runtime.restore.engine import RestoreEngine
-from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.restore_counters import Count
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.context import Restored, Restoring, StepContext
 from sgl_kvtier.runtime.step.page_names import SessionNames, compact, keys_of
 from sgl_kvtier.types import PageKey, Tier
 
@@ -67,7 +66,7 @@ class _Known:
     session: str
     prompt_tokens: int
     scheduled: bool = False
-    restored: Restoration | None = None
+    restored: Restored | None = None
     node: int | None = None
     kept: int = 0
     """Tokens of it that are in the tree."""
@@ -76,22 +75,24 @@ class _Known:
     """Where its session's pages are, until it runs."""
 
 
-class LookaheadHands:
-    """The hands of one planner's `ahead`. `engine` is the restore engine, whose facts queue and slots are shared."""
+class LookaheadEngine:
+    """The hands of one planner's `ahead`. Facts, slots and numbers are the context's, which restorations use too."""
 
     def __init__(
-        self, engine: RestoreEngine, ahead: Lookahead, config: PolicyConfig, *, orders_evictions: bool, alone: bool = True
-    ) -> None:
+        self, context: StepContext, restoring: Restoring, ahead: Lookahead, config: PolicyConfig,
+        *, orders_evictions: bool, alone: bool = True,
+    ) -> None:  # fmt: skip
         """`alone`: there is no other rank to agree with."""
-        tree = engine.tree
-        self.engine = engine
+        tree = context.tree
+        self.context = context
+        self._restoring = restoring
         self.ahead = ahead
         self.counters = LookaheadCounters()
         self.facts = TierFacts(tree, self._tell, ahead.map)
-        self.promotions = Promotions(engine, self.facts, self._tell, self.counters)
+        self.promotions = Promotions(context, self.facts, self._tell, self.counters)
         self.victims = Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
         self.check = TierCheck(tree, ahead.map, self.facts)
-        self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, engine.next_number)
+        self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, context.next_number)
         self.sessions = SessionNames()
         self.metrics: LookaheadMetrics | None = None
         self.broken = False
@@ -119,7 +120,7 @@ class LookaheadHands:
         known = self._requests.get(req.rid)
         if known is None:
             return
-        page = self.engine.page
+        page = self.context.page
         if after // page > len(known.keys):
             known.keys = keys_of(req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys)
         known.node, known.kept = req.last_node, after
@@ -135,7 +136,7 @@ class LookaheadHands:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
         del self._requests[req.rid]
-        page = self.engine.page
+        page = self.context.page
         keys = known.keys[: known.kept // page]
         aborted = isinstance(req.finished_reason, FINISH_ABORT)
         self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
@@ -218,7 +219,7 @@ class LookaheadHands:
         for req in scheduler.waiting_queue:
             if req.rid not in self._requests:
                 self._arrive(req)
-        for rid, restoration in self.engine.restorations.items():
+        for rid, restoration in self._restoring.restorations.items():
             if rid in self._requests:
                 self._requests[rid].restored = restoration
         self.promotions.look()
@@ -230,29 +231,29 @@ class LookaheadHands:
         """Whether the planner has to be asked although nothing happened: its sessions return as time goes by."""
         if scheduler.waiting_queue or scheduler.chunked_req is not None:
             return True
-        return self.ahead.active and self.engine.now - self._planned_at >= _IDLE_PERIOD_S
+        return self.ahead.active and self.context.now - self._planned_at >= _IDLE_PERIOD_S
 
     def told(self) -> None:
         """The planner has been told everything."""
         self.facts.told()
-        self._planned_at = self.engine.now
+        self._planned_at = self.context.now
 
     def empty_pages(self) -> dict[Tier, int]:
         """Pages of the pools that hold nothing."""
-        tree, page = self.engine.tree, self.engine.page
+        tree, page = self.context.tree, self.context.page
         host = tree.cache_controller.mem_pool_host.available_size()
         return {Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page, Tier.DRAM: host // page}
 
     def carry_out(self, plan: StepPlan, view: StepView) -> None:
         """Begins the plan's moves. Its evictions are not needed: room is made by the map's order when it is asked for."""
-        if plan.moves and self.engine.scheduler.weight_updater.offload_tags:
+        if plan.moves and self.context.scheduler.weight_updater.offload_tags:
             self.promotions.refuse(plan.moves, "released")  # the device's memory, until it is taken again
         elif plan.moves:
             self.promotions.carry_out(plan.moves, self._path_of, view.free_pages.get(Tier.HBM, 0), self._config.load_deadline_s)
 
     def compare(self, scheduler: Any) -> None:
         """The whole map against the truth, on an idle server: what differs is logged and counted."""
-        tree = self.engine.tree
+        tree = self.context.tree
         tree.check_hicache_events()
         tree.tick.hear()
         self.look(scheduler)
@@ -298,7 +299,7 @@ class LookaheadHands:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _tell(self, fact: Fact) -> None:
-        self.engine.facts.append(fact)
+        self.context.facts.append(fact)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -309,7 +310,7 @@ class LookaheadHands:
             self.victims = None
 
     def _arrive(self, req: Any) -> None:
-        tokens, page = req.full_untruncated_fill_ids, self.engine.page
+        tokens, page = req.full_untruncated_fill_ids, self.context.page
         if not len(tokens):
             tokens = req.origin_input_ids
         keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
@@ -345,7 +346,7 @@ class LookaheadHands:
 
     def _look_at_store(self) -> None:
         """What was written to the store, or found there, since the last tick; and what it has dropped."""
-        controller = self.engine.tree.cache_controller
+        controller = self.context.tree.cache_controller
         backend = store_of(controller)
         if backend is not self._backend:
             self._backend = backend
@@ -353,11 +354,11 @@ class LookaheadHands:
             if self._votes is None and backend is not None:
                 backend.watch_pages()
         if self._votes is not None:
-            self.counters.drift += self._votes.look(self.engine.now)
+            self.counters.drift += self._votes.look(self.context.now)
             return
         if backend is not None:
             self.facts.placed(backend.take_seen(), Tier.SSD)
-        self.counters.drift += self.check.roll(self.engine.now)
+        self.counters.drift += self.check.roll(self.context.now)
 
     def _forget_stored(self) -> None:
         """What the map has in storage is there no more."""
@@ -387,9 +388,9 @@ class LookaheadHands:
         req, r, hits = known.req, known.restored, self.counters.hit_tokens
         below: dict[Tier, int] = {}
         if r is not None and r.admitted:
-            first = prefix // self.engine.page
+            first = prefix // self.context.page
             for span, tier in r.sources:
-                below[tier] = max(0, span.stop - max(span.start, first)) * self.engine.page
+                below[tier] = max(0, span.stop - max(span.start, first)) * self.context.page
             device = prefix
         else:
             device = req.cached_tokens_device
@@ -405,7 +406,7 @@ class LookaheadHands:
         """All counters, for /metrics. Any thread."""
         ahead = self.ahead.prefetcher
         tests = (("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items()))
-        return [*self.counters.counts((ahead.brought.wasted + self.facts.wasted) * self.engine.page_bytes), *tests]
+        return [*self.counters.counts((ahead.brought.wasted + self.facts.wasted) * self.context.page_bytes), *tests]
 
     def gauges(self) -> dict[str, float]:
         """The map's size, and of what it knows. Any thread."""

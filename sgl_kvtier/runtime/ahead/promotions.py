@@ -23,8 +23,8 @@ from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
-from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -103,13 +103,13 @@ class Promotions:
     """One per scheduler process."""
 
     def __init__(
-        self, engine: RestoreEngine, facts: TierFacts, tell: Callable[[Fact], None], counters: LookaheadCounters
+        self, context: StepContext, facts: TierFacts, tell: Callable[[Fact], None], counters: LookaheadCounters
     ) -> None:
-        """`engine` lends its slots, its clock, which is the same on every rank, and its numbers."""
-        self._tree = tree = engine.tree
-        self._engine = engine
+        """The context's slots, numbers and clock are used, which are the same on every rank."""
+        self._tree = tree = context.tree
+        self._context = context
         self._facts = facts
-        self._slots = engine.slots
+        self._slots = context.slots
         self._tell = tell
         self._counters = counters
         self._page = int(tree.page_size)
@@ -135,7 +135,7 @@ class Promotions:
     @property
     def hangs(self) -> bool:
         """Whether a read goes to host pages although its time is over and it was cancelled."""
-        return any(self._engine.now > fetch.deadline_at for fetch in self._fetches)
+        return any(self._context.now > fetch.deadline_at for fetch in self._fetches)
 
     def polls(self) -> list[Poll]:
         """What is under way, in the order in which it began."""
@@ -178,10 +178,10 @@ class Promotions:
         """Counts it at once and reports it a little later, so that the same is not asked for again in every step."""
         if keys:
             self._counters.failed_moves[reason] += len(keys)
-            self._failed.append((self._engine.now + _AGAIN_S, keys, target))
+            self._failed.append((self._context.now + _AGAIN_S, keys, target))
 
     def _report_failed(self) -> None:
-        now = self._engine.now
+        now = self._context.now
         while self._failed and self._failed[0][0] <= now:
             _, keys, target = self._failed.popleft()
             self._facts.failed(keys, target)
@@ -237,11 +237,11 @@ class Promotions:
     # --- copies to the device -----------------------------------------------------------------------------------------
 
     def _begin_copies(self) -> None:
-        controller, engine, started = self._tree.cache_controller, self._engine, time.monotonic()
+        controller, context, started = self._tree.cache_controller, self._context, time.monotonic()
         counter = controller.start_loading()
         if counter >= 0:
-            ack, poll = controller.ack_load_queue[-1], Poll(engine.next_number(), 1)
-            self._copying = _Copying(counter, ack, engine.now, started, poll)
+            ack, poll = controller.ack_load_queue[-1], Poll(context.next_number(), 1)
+            self._copying = _Copying(counter, ack, context.now, started, poll)
             self._copying.look()
 
     def _note_copied(self) -> None:
@@ -288,7 +288,7 @@ class Promotions:
             self._tree.dec_host_lock_ref(anchor, pin)
             self._fail(keys, move.target, "no room")
             return
-        now, poll, started = self._engine.now, Poll(self._engine.next_number(), len(keys)), time.monotonic()
+        now, poll, started = self._context.now, Poll(self._context.next_number(), len(keys)), time.monotonic()
 
         def on_page(page: int, outcome: ReadOutcome) -> None:
             poll.mark(page, LANDED if outcome is ReadOutcome.OK else LOST[outcome], now + time.monotonic() - started)
@@ -307,7 +307,7 @@ class Promotions:
             if fetch.poll.over:
                 self._land(fetch, fetch.poll.well)
                 continue
-            if self._engine.now > fetch.deadline_at and fetch.job is not None:
+            if self._context.now > fetch.deadline_at and fetch.job is not None:
                 fetch.job.cancel()
             self._fetches.append(fetch)
 
@@ -344,7 +344,7 @@ class Promotions:
     def reset(self) -> None:
         """Before the pools are emptied, or for good: blocks until no read goes to host pages of ours. Pages of a read that hangs all
         the same are nobody's until the pools are emptied, for which a server is not idle before that read has ended (`reads_hang` of
-        the engine), unless it has several ranks: they would have to agree on that."""
+        the context), unless it has several ranks: they would have to agree on that."""
         end = time.monotonic() + _RESET_S
         jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
         for job in jobs:
@@ -356,7 +356,7 @@ class Promotions:
                 self._slots.put_back_host(fetch.host)
             else:
                 self._slots.give_host(len(fetch.host))
-                self._engine.hung_reads.append(fetch.job)
+                self._context.hung_reads.append(fetch.job)
                 logger.error("kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush", len(fetch.keys))
             self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
         while self._failed:

@@ -9,13 +9,14 @@ do the same. Not with pipeline stages: there SGLang decides on the first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.ahead.read_turns import due
 from sgl_kvtier.policy.messages import Queued
-from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.step.context import Restoring, StepContext
 
 _MOST_READS = 3
 """A request that has lost its pages is read for so often, then it is computed: something pushes them out again and again."""
@@ -43,10 +44,15 @@ class _Stored:
 class TurnReads:
     """One per scheduler process. `clock` gives seconds that are the same on every rank, and may stand still."""
 
-    def __init__(self, engine: RestoreEngine, clock: Callable[[], float]) -> None:
-        self._engine = engine
+    def __init__(
+        self, context: StepContext, restoring: Restoring, counts: Counter[str], clock: Callable[[], float]
+    ) -> None:
+        """`counts` is where what was done is counted, by what it was."""
+        self._context = context
+        self._restoring = restoring
+        self._counts = counts
         self._clock = clock
-        self._tree = engine.tree
+        self._tree = context.tree
         self.decide: Callable[[Iterable[Queued], int], list[str]] = due
         """The planner's word."""
         self._stored: dict[str, _Stored] = {}
@@ -58,7 +64,7 @@ class TurnReads:
     def active(self) -> bool:
         """Whether anything is done here: not where all is SGLang's own way, nor where no request may wait for its pages."""
         tree = self._tree
-        return tree.pp_size == 1 and tree.prefetch_stop_policy != "best_effort" and (self._engine.taking or tree.ahead is not None)
+        return tree.pp_size == 1 and tree.prefetch_stop_policy != "best_effort" and (self._restoring.taking or tree.ahead is not None)
 
     @property
     def kept_back(self) -> list[str]:
@@ -86,7 +92,7 @@ class TurnReads:
 
     def landed(self, operation: Any) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are not asked for again."""
-        stored, req = self._stored.get(operation.handle.rid), self._engine.waiting(operation.handle)
+        stored, req = self._stored.get(operation.handle.rid), self._context.waiting(operation.handle)
         if stored is None or req is None:
             return
         if operation.completed_tokens < operation.storage_hit_count:
@@ -96,9 +102,9 @@ class TurnReads:
 
     def nodes(self) -> list[Any]:
         """Ends of the paths that were read for waiting requests, in the order of the queue: they should stay till then."""
-        if not self._stored or self._engine.scheduler is None:
+        if not self._stored or self._context.scheduler is None:
             return []
-        found = (self._stored.get(req.rid) for req in self._engine.scheduler.waiting_queue)
+        found = (self._stored.get(req.rid) for req in self._context.scheduler.waiting_queue)
         return [stored.node for stored in found if stored is not None and stored.node is not None]
 
     def forget(self, rid: str) -> None:
@@ -129,14 +135,14 @@ class TurnReads:
         """Right before a request may be admitted, and after a fresh match: whether it has to wait because pages that were read
         for it, or found in storage, are not there any more."""
         stored = self._stored.get(req.rid)
-        if stored is None or req.rid in self._engine.restorations or not self.active:
+        if stored is None or req.rid in self._restoring.restorations or not self.active:
             return False
         if stored.end - req.prefix_len - req.host_hit_length < self._tree.prefetch_threshold:
             return False
         if stored.reads >= _MOST_READS:
             self._let_go(stored)
             return False
-        self._engine.counters.turn_reads["read again"] += 1
+        self._counts["read again"] += 1
         stored.reads += 1
         if self._tree.cache_controller.prefetch_rate_limited() or req.rid not in self._due(req.rid):
             stored.kept_back = True
@@ -171,7 +177,7 @@ class TurnReads:
 
     def _let_go(self, stored: _Stored) -> None:
         """It runs with what it has."""
-        self._engine.counters.turn_reads["given up"] += 1
+        self._counts["given up"] += 1
         stored.end, stored.kept_back = 0, False
 
     def _note(self, rid: str, end: int) -> None:
@@ -179,7 +185,7 @@ class TurnReads:
 
     def _keep_back(self, rid: str) -> None:
         self._stored[rid].kept_back = True
-        self._engine.counters.turn_reads["kept back"] += 1
+        self._counts["kept back"] += 1
 
     def _ask(self, scheduler: Any, req: Any) -> bool:
         """Has SGLang look in storage again; whether it does."""
@@ -196,15 +202,15 @@ class TurnReads:
         if controller.write_policy != "write_back":
             # What is on the device has its copy in host memory, which cannot leave: the rest is the room.
             room -= int(device.size) - int(device.available_size())
-        return self.decide(self._waiting(asking), max(0, room) // self._engine.page)
+        return self.decide(self._waiting(asking), max(0, room) // self._context.page)
 
     def _waiting(self, asking: str) -> Iterator[Queued]:
-        engine = self._engine
-        for req in engine.scheduler.waiting_queue if engine.scheduler is not None else ():
-            if req.rid in engine.restorations:
+        context = self._context
+        for req in context.scheduler.waiting_queue if context.scheduler is not None else ():
+            if req.rid in self._restoring.restorations:
                 continue  # it has pages of its own
             stored = self._stored.get(req.rid)
             there = req.prefix_len + req.host_hit_length
             end = max(there, stored.end) if stored is not None else there
             unread = req.rid == asking or (stored is not None and stored.kept_back)
-            yield Queued(req.rid, max(0, end - req.prefix_len) // engine.page, unread)
+            yield Queued(req.rid, max(0, end - req.prefix_len) // context.page, unread)

@@ -42,7 +42,7 @@ def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
     if why is not None:
         return _answer([HintAnswer(False, why)], 0, None)
     planner = tick.planner
-    now = max(sent.at, tick.engine.now) if _one_host(scheduler) else tick.engine.now
+    now = max(sent.at, tick.context.now) if _one_host(scheduler) else tick.context.now
     sessions = _meant(planner.ahead, sent)
     if isinstance(sessions, str):
         return _answer([HintAnswer(False, sessions)], 0, None)

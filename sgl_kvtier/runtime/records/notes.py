@@ -44,7 +44,7 @@ class RestoreNotes:
 
     def counts(self) -> Iterator[Count]:
         """All counters, for /metrics."""
-        yield from self._engine.counters.counts(self._engine.page)
+        yield from self._engine.counters.counts(self._engine.context.page)
         yield "reductions", {}, self._agreement.reductions
         yield "log_lines_dropped", {}, self._log.dropped if self._log is not None else 0
 

@@ -19,7 +19,6 @@ import torch
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import (
     Compute,
-    Fact,
     Mode,
     PagesLost,
     RequestFinished,
@@ -29,11 +28,10 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.restore.private_slots import PrivateSlots
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.restore_counters import RestoreCounters
 from sgl_kvtier.runtime.sglang.attached import store_of
-from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -47,36 +45,24 @@ _LATER = 0.0
 
 
 class RestoreEngine:
-    """Restorations, their loads and their slots. `facts` are what the next tick tells the planner."""
+    """Restorations and their loads. Their slots are the context's."""
 
-    def __init__(self, tree: Any, mover: PageMover, min_tokens: int) -> None:
-        self.tree = tree
+    def __init__(self, context: StepContext, mover: PageMover, min_tokens: int) -> None:
+        self.context = context
         self.mover = mover
-        self.slots = PrivateSlots(tree)
-        self.page = int(tree.page_size)
-        self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
-        self.agreed_page_bytes = self.page_bytes
-        """What the planner takes a page to have: pipeline stages with other numbers of layers have other pages, and plan the same."""
         self.min_tokens = min_tokens
-        self.now = 0.0
-        """The time of this tick, the same on every rank."""
-        self.scheduler: Any = None
         self.leave: Callable[[RestoreOffered], str | None] = lambda _offer: None
         """Why a prefix is better left to SGLang than offered: the planner's word."""
         self.taking = True
         """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
         self.restorations: dict[str, Restoration] = {}
         self.loads: list[Load] = []
-        self.facts: list[Fact | Chunk] = []
         self.computes: dict[str, Compute] = {}
         self.counters = RestoreCounters()
         self._prefixes: dict[str, torch.Tensor] = {}
         self._looking: dict[Any, None] = {}
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
-        self._numbered = 0
-        self.hung_reads: list[Any] = []
-        """Jobs of reads ahead that did not end in time: their host pages were given up, and are read into all the same."""
         self.ending = False
         """A restoration has ended since the planner was last told."""
 
@@ -85,27 +71,17 @@ class RestoreEngine:
     @property
     def busy(self) -> bool:
         """Whether a tick has anything to do: a restoration, a load that has not ended, or pages to be freed."""
-        return bool(self.restorations or self.loads or self.slots.waiting or self._looking or self._again)
+        return bool(self.restorations or self.loads or self.context.slots.waiting or self._looking or self._again)
 
     @property
     def holds_memory(self) -> bool:
         """Whether transfers or slots of ours are in the pools."""
-        return bool(self.loads or self.slots.tokens)
-
-    @property
-    def reads_hang(self) -> bool:
-        """Whether reads that were given up still go to host pages that nobody counts."""
-        return any(not job.done for job in self.hung_reads)
+        return bool(self.loads or self.context.slots.tokens)
 
     @property
     def owned(self) -> list[str]:
         """Requests whose prefix SGLang need not ask storage for."""
         return [*self.restorations, *(handle.rid for handle in self._again)]
-
-    def next_number(self) -> int:
-        """The number of a new load or poll, alike on every rank."""
-        self._numbered += 1
-        return self._numbered
 
     def of(self, rid: str) -> Restoration | None:
         """This request's restoration, from its offer until the front has reached its end."""
@@ -119,7 +95,7 @@ class RestoreEngine:
             return False
         if not self.taking:
             return None
-        operation = getattr(self.tree.ongoing_prefetch.get(handle), "operation", None)
+        operation = getattr(self.context.tree.ongoing_prefetch.get(handle), "operation", None)
         if operation is not None and operation.host_indices is None and not operation.is_terminated():
             # Storage answers from memory: waiting for it costs a step or two, whatever the prefetch policy is.
             return False
@@ -141,16 +117,16 @@ class RestoreEngine:
         """Device memory is short and nothing is left to evict: the youngest waiting restorations give up what they hold,
         and what of the tree they keep from eviction. Returns whether any did."""
         before = len(self.restorations)
-        if self.slots.claiming:
+        if self.context.slots.claiming:
             return False
         for r in reversed(list(self.restorations.values())):
             if tokens <= 0:
                 break
-            held = (sum(sum(load.held) for load in r.loads) + r.resident) * self.page
+            held = (sum(sum(load.held) for load in r.loads) + r.resident) * self.context.page
             if held and not r.admitted and r.rid != but_for:
                 self.abandon(r, "gave room")
                 tokens -= held
-        self.slots.free()
+        self.context.slots.free()
         return len(self.restorations) < before
 
     def abandon_all(self, how: str) -> None:
@@ -167,7 +143,7 @@ class RestoreEngine:
         # Without a reduction, ranks know of each other only what they agreed on before: whatever was open then is lost.
         over = [bytes(load.poll.seen) if OPEN in load.poll.local else bytes(s or _CANCELLED for s in load.poll.seen) for load in self.loads]
         self.settle(over, [0.0] * len(over))
-        self.slots.free()
+        self.context.slots.free()
         if self.loads:
             logger.error("kvtier: %d loads are still under way after %.0f s", len(self.loads), _RESET_S)
 
@@ -181,12 +157,12 @@ class RestoreEngine:
 
     def offer_hit(self, operation: Any, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is restored by us."""
-        keys = tuple(PageKey(bytes.fromhex(h)) for h in operation.hash_value[: hit_tokens // self.page])
-        req = self.waiting(operation.handle)
-        if req is not None and store_of(self.tree.cache_controller) is None:
+        keys = tuple(PageKey(bytes.fromhex(h)) for h in operation.hash_value[: hit_tokens // self.context.page])
+        req = self.context.waiting(operation.handle)
+        if req is not None and store_of(self.context.tree.cache_controller) is None:
             self.counters.declined["another backend"] += 1
             return False
-        return req is not None and self._offer(req, operation.storage_start // self.page, keys)
+        return req is not None and self._offer(req, operation.storage_start // self.context.page, keys)
 
     def look_at(self, handle: Any) -> None:
         """A waiting request for which storage has nothing: its host pages may be offered in the next tick."""
@@ -205,22 +181,17 @@ class RestoreEngine:
         for req, storage_start, keys in again.values():
             self._offer(req, storage_start, keys, taken=True)
         for handle in looking:
-            req = self.waiting(handle)
-            if req is None or handle.rid in self.restorations or handle in self.tree.ongoing_prefetch:
+            req = self.context.waiting(handle)
+            if req is None or handle.rid in self.restorations or handle in self.context.tree.ongoing_prefetch:
                 continue
             if req.host_hit_length >= self.min_tokens:
                 self._offer(req, None, ())
 
-    def waiting(self, handle: Any) -> Any:
-        """The waiting request with this handle, or None."""
-        queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
-        return next((req for req in queue if req.cache_request_handle == handle), None)
-
     def _offer(self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False) -> bool:
         """`taken`: SGLang has dropped its own transfer from storage already, so that those pages are not left to it."""
         reason = "again" if req.rid in self.restorations else offers.refusal(req) if self.taking else "switched off"
-        found = reason or offers.find(self.tree, req, storage_start, keys)
-        if isinstance(found, Restoration) and (found.pages - found.resident) * self.page < max(1, self.min_tokens):
+        found = reason or offers.find(self.context.tree, req, storage_start, keys)
+        if isinstance(found, Restoration) and (found.pages - found.resident) * self.context.page < max(1, self.min_tokens):
             found = "short"
         if isinstance(found, Restoration):
             offer = RestoreOffered(req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources)
@@ -232,11 +203,11 @@ class RestoreEngine:
             # Loads of an earlier restoration of it are still under way; what they report must not be taken for this one's.
             self._again[req.cache_request_handle] = (req, storage_start, keys)
             return True
-        found.node_lock = self.tree.lock(req.last_node)
+        found.node_lock = self.context.tree.lock(req.last_node)
         if len(found.host_slots):
-            found.host_pin = (req.best_match_node, self.tree.inc_host_lock_ref(req.best_match_node).to_dec_params())
+            found.host_pin = (req.best_match_node, self.context.tree.inc_host_lock_ref(req.best_match_node).to_dec_params())
         self.restorations[req.rid] = found
-        self.facts.append(offer)
+        self.context.facts.append(offer)
         return True
 
     # --- carrying a plan out ----------------------------------------------------------------------------------------
@@ -245,7 +216,7 @@ class RestoreEngine:
         """What the planner answered to an offer."""
         r = self.restorations.get(command.rid)
         if r is not None:
-            r.mode, r.moved_at = command.mode, self.now
+            r.mode, r.moved_at = command.mode, self.context.now
             self.counters.starts[f"{command.mode.value}: {command.reason}"] += 1
             if command.mode is Mode.COMPUTE:
                 self._close(r, "computed")
@@ -258,33 +229,33 @@ class RestoreEngine:
         owns_host = command.source > Tier.DRAM
         slots = self._claim(r, span, owns_host) if r is not None else None
         if r is None or r.closed:  # ended by a load of the same plan: the planner counts this one as under way
-            self.facts.append(PagesLost(command.rid, span, "failed", _LATER))
+            self.context.facts.append(PagesLost(command.rid, span, "failed", _LATER))
             return
         if slots is None:
             self._lose(r, span, "no room")
             return
         device, host = slots
-        due = self.now + 2 * command.deadline_s
-        load = Load(r, span, command.link, device, host, owns_host, self.now, due, Poll(self.next_number(), len(span)))
+        due = self.context.now + 2 * command.deadline_s
+        load = Load(r, span, command.link, device, host, owns_host, self.context.now, due, Poll(self.context.next_number(), len(span)))
         r.loads.append(load)
-        r.moved_at = self.now
+        r.moved_at = self.context.now
         self.loads.append(load)
         for offset, page in enumerate(range(span.start, span.stop)):
             r.owner[page] = (load, offset)
-        self.mover.submit(load, store_of(self.tree.cache_controller), command.deadline_s)
+        self.mover.submit(load, store_of(self.context.tree.cache_controller), command.deadline_s)
 
     def _claim(self, r: Restoration, span: Span, owns_host: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Device and host slots of these pages, both or none. A pool that fails where it should hand out pages, or say that
         it has none, costs this restoration; it is computed instead."""
         device = host = None
         try:
-            device = self.slots.claim_device(len(span) * self.page)
+            device = self.context.slots.claim_device(len(span) * self.context.page)
             host = self._host_slots(r, span, owns_host) if device is not None else None
         except Exception:
             logger.exception("kvtier: %s: no pages could be claimed; it is computed instead", r.rid)
             self.abandon(r, "failed")
         if device is not None and host is None:
-            self.slots.put_back(device)
+            self.context.slots.put_back(device)
         return None if device is None or host is None else (device, host)
 
     def cancel(self, command: messages.Cancel) -> None:
@@ -299,12 +270,12 @@ class RestoreEngine:
         pieces = []
         for load, first, stop in r.landed_runs(span):
             load.held[first:stop] = bytes(stop - first)
-            pieces.append(load.device_pages(first, stop, self.page))
+            pieces.append(load.device_pages(first, stop, self.context.page))
         for page in range(span.start, span.stop):
             tier = r.tier_of(page)
             r.spliced[tier] = r.spliced.get(tier, 0) + 1
             del r.owner[page]
-        self.slots.give(len(span) * self.page)
+        self.context.slots.give(len(span) * self.context.page)
         r.front = span.stop
         r.jumps += 1
         return torch.cat(pieces)
@@ -328,7 +299,7 @@ class RestoreEngine:
 
     def advance(self, r: Restoration, end: int) -> None:
         """Its prefill up to token `end` was put into a batch."""
-        r.front = max(r.front, min(end // self.page, r.pages))
+        r.front = max(r.front, min(end // self.context.page, r.pages))
         if r.front == r.pages:
             self._close(r, "met")
 
@@ -338,7 +309,7 @@ class RestoreEngine:
         """Takes the agreed states of `loads`, in their order: notes what landed and what was lost, ends what has ended."""
         under_way = []
         for load, state, ended in zip(self.loads, states, ended_at, strict=True):
-            if OPEN in state and self.now > load.due and not load.written_off:
+            if OPEN in state and self.context.now > load.due and not load.written_off:
                 self._write_off(load, state)
             for first, stop in fresh_runs(load.poll.seen, state):
                 load.poll.seen[first:stop] = state[first:stop]
@@ -352,16 +323,16 @@ class RestoreEngine:
     def _settled(self, load: Load, first: int, stop: int, ended: float) -> None:
         r, span = load.restoration, Span(load.span.start + first, load.span.start + stop)
         landed = load.poll.seen[first] == LANDED
-        r.moved_at = self.now
+        r.moved_at = self.context.now
         if r.closed or load.written_off or not landed:
             self._drop(load, first, stop)
         if load.written_off:
             return
         if landed:
-            nbytes = len(span) * self.page_bytes
+            nbytes = len(span) * self.context.page_bytes
             self.counters.bytes_loaded[load.link] += nbytes
-            agreed = len(span) * self.agreed_page_bytes
-            self.facts.append(TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER))
+            agreed = len(span) * self.context.agreed_page_bytes
+            self.context.facts.append(TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER))
             return
         for page in range(span.start, span.stop):
             r.owner.pop(page, None)
@@ -376,7 +347,7 @@ class RestoreEngine:
             self._lose(load.restoration, span, "hung")
         for first, stop in fresh_runs(load.poll.seen, state):
             load.poll.seen[first:stop] = state[first:stop]
-            self._settled(load, first, stop, self.now)
+            self._settled(load, first, stop, self.context.now)
         load.cancel()
         load.written_off = True
 
@@ -389,19 +360,19 @@ class RestoreEngine:
     def _ended(self, load: Load) -> None:
         r = load.restoration
         if load.owns_host:
-            self.slots.put_back_host(load.host_slots)
+            self.context.slots.put_back_host(load.host_slots)
         if r.closed:
             self._unpin(r)
 
     def _lose(self, r: Restoration, span: Span, reason: str) -> None:
         self.counters.lost_pages[reason] += len(span)
-        self.facts.append(PagesLost(r.rid, span, reason, _LATER))
+        self.context.facts.append(PagesLost(r.rid, span, reason, _LATER))
 
     def _drop(self, load: Load, first: int, stop: int) -> None:
         """Pages of a load that no I/O touches and nobody will use."""
         for low, high in runs_of(load.held, 1, first, stop):
             load.held[low:high] = bytes(high - low)
-            self.slots.put_back(load.device_pages(low, high, self.page))
+            self.context.slots.put_back(load.device_pages(low, high, self.context.page))
             if load.poll.seen[low] == LANDED:
                 self.counters.unused_pages += high - low
 
@@ -410,7 +381,7 @@ class RestoreEngine:
     def abandon(self, r: Restoration, how: str) -> None:
         """Ends a restoration that has not met, and lets the planner know. Its request is computed as usual, if it lives."""
         self._close(r, how)
-        self.facts.append(RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True))
+        self.context.facts.append(RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True))
 
     def _close(self, r: Restoration, how: str) -> None:
         """Ends a restoration: what landed and is not spliced is freed, what is under way when it has ended."""
@@ -430,14 +401,14 @@ class RestoreEngine:
 
     def _unlock(self, r: Restoration) -> None:
         lock, r.node_lock = r.node_lock, None
-        self.tree.unlock(lock)
+        self.context.tree.unlock(lock)
 
     def _unpin(self, r: Restoration) -> None:
         """The tree's host pages are read until the last load from them has ended."""
         if r.host_pin is not None and all(load.ended or load.owns_host for load in r.loads):
             (node, params), r.host_pin = r.host_pin, None
-            self.tree.dec_host_lock_ref(node, params)
+            self.context.tree.dec_host_lock_ref(node, params)
 
     def _host_slots(self, r: Restoration, span: Span, bounce: bool) -> torch.Tensor | None:
-        tokens, first = len(span) * self.page, (span.start - r.resident) * self.page
-        return self.slots.claim_host(tokens) if bounce else r.host_slots[first : first + tokens]
+        tokens, first = len(span) * self.context.page, (span.start - r.resident) * self.context.page
+        return self.context.slots.claim_host(tokens) if bounce else r.host_slots[first : first + tokens]

@@ -115,10 +115,10 @@ def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **k
             engine.reset()
         if ahead is not None and ahead.promotions.hangs:
             ahead.promotions.reset()
-    hangs = (ahead is not None and ahead.promotions.hangs) or (scheduler.tree_cache.tick.agreement.alone and engine.reads_hang)
+    hangs = (ahead is not None and ahead.promotions.hangs) or (scheduler.tree_cache.tick.agreement.alone and engine.context.reads_hang)
     return not engine.holds_memory and not hangs
 
 
 def count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:
     engine = getattr(checker.tree_cache, "engine", None)
-    return None if engine is None else (result[0] + engine.slots.tokens, result[1])
+    return None if engine is None else (result[0] + engine.context.slots.tokens, result[1])

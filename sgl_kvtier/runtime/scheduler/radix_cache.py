@@ -14,7 +14,7 @@ import torch
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_kvtier.runtime.ahead.engine import LookaheadHands
+from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
@@ -31,7 +31,7 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     engine: RestoreEngine | None = None
     tick: RestoreTick | None = None
-    ahead: LookaheadHands | None = None
+    ahead: LookaheadEngine | None = None
     turns: TurnReads | None = None
     _taken_over = False
     _riding = False
@@ -201,7 +201,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         """A node leaves the device; with write-back perhaps only after its backup, by `_demote`."""
         keys: tuple[PageKey, ...] = ()
 
-        def note(ahead: LookaheadHands) -> None:
+        def note(ahead: LookaheadEngine) -> None:
             nonlocal keys
             keys = ahead.facts.node_keys(node_id)
 
@@ -240,7 +240,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         own = super().ready_to_load_host_cache()
         return self.ahead.promotions.consumer if own < 0 and self.ahead is not None else own
 
-    def _tell_ahead(self, tell: Callable[[LookaheadHands], None]) -> None:
+    def _tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
         """Whoever looks ahead is told. Should that fail it costs the looking ahead, not the server."""
         if self.ahead is None or self.tick is None:
             return

@@ -14,7 +14,7 @@ from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
-from sgl_kvtier.runtime.ahead.engine import LookaheadHands
+from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
 from sgl_kvtier.runtime.metrics import RestoreMetrics
 from sgl_kvtier.runtime.ranks.agreement import Agreement
@@ -30,6 +30,7 @@ from sgl_kvtier.runtime.scheduler.refusals import STAGES, UNEVEN, WRITE_BACK, la
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.settings import looks_ahead
 from sgl_kvtier.runtime.sglang.attached import backend_of
+from sgl_kvtier.runtime.step.context import StepContext
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,16 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
     controller = tree.cache_controller
-    engine = RestoreEngine(tree, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
+    context = StepContext(tree)
+    engine = RestoreEngine(context, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
     engine.taking = policy.restore != "off"
     ranks = tree.tp_world_size * tree.pp_size
     first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
     agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
-    engine.agreed_page_bytes = int(agreement.first_says([engine.page_bytes])[0])
+    context.agreed_page_bytes = int(agreement.first_says([context.page_bytes])[0])
     shape = EngineShape(
-        page_tokens=engine.page,
-        page_bytes=engine.agreed_page_bytes,
+        page_tokens=context.page,
+        page_bytes=context.agreed_page_bytes,
         chunk_tokens=args.chunked_prefill_size,
         layers=controller.transfer_layer_id_max,
         staged=True,
@@ -152,12 +154,12 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
 
 def _look_ahead(
     engine: RestoreEngine, planner: Planner, policy: PolicyConfig, labels: dict[str, str] | None, alone: bool
-) -> LookaheadHands:
-    write_back = engine.tree.cache_controller.write_policy == "write_back"
+) -> LookaheadEngine:
+    write_back = engine.context.tree.cache_controller.write_policy == "write_back"
     if write_back and policy.eviction != "lru":
         logger.warning("kvtier: %s", WRITE_BACK)
-    hands = LookaheadHands(
-        engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
+    hands = LookaheadEngine(
+        engine.context, engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
     )
     if labels is not None:
         hands.metrics = LookaheadMetrics(hands.counts, hands.gauges, labels)

@@ -24,7 +24,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     TransferDone,
 )
-from sgl_kvtier.runtime.ahead.engine import BROKEN, LookaheadHands
+from sgl_kvtier.runtime.ahead.engine import BROKEN, LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.polls import Poll
@@ -66,24 +66,25 @@ class RestoreTick:
 
     def __init__(self, engine: RestoreEngine, planner: Planner, agreement: Agreement, chunk_tokens: int) -> None:
         self.engine = engine
+        self.context = engine.context
         self.planner = planner
         self.agreement = agreement
         self.steps = 0
         self._idle = 0
         self.notes: RestoreNotes | None = None
-        self.ahead: LookaheadHands | None = None
+        self.ahead: LookaheadEngine | None = None
         self._asked: _Asked | None = None
         self._heard: tuple[list[float], bytes] | None = None
         self._apart = False
         self._not_begun: list[Load] = []
         """Loads of a plan that is being carried out."""
-        self.turns = TurnReads(engine, lambda: time.monotonic() if agreement.alone else engine.now)
+        self.turns = TurnReads(engine.context, engine, engine.counters.turn_reads, lambda: time.monotonic() if agreement.alone else self.context.now)
         self.clock = ChunkClock(self.note_chunk)
         self._chunk_tokens = chunk_tokens
         self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = lambda _offer, _view: None
         engine.leave = self.leave
         # Pipeline stages with fewer layers may have room for more tokens.
-        self._host_tokens = agreement.least(engine.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size)
+        self._host_tokens = agreement.least(self.context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size)
 
     def note_chunk(self, chunk: Chunk, follows: bool = False) -> bool:
         """A prefill was launched, or has ended; `follows` where its launch was noted. Returns whether it is told to the planner:
@@ -92,7 +93,7 @@ class RestoreTick:
         engine = self.engine
         told = self.agreement.alone or self.rides or engine.busy or engine.ending or follows
         if told:
-            engine.facts.append(chunk)
+            self.context.facts.append(chunk)
         if self.ahead is not None:
             self.ahead.note_chunk(chunk)
         return told
@@ -111,7 +112,7 @@ class RestoreTick:
         assert ahead is not None, "only who looks ahead is asked"
         polls = ahead.polls()
         states, ends = self.agreement.local([*(load.poll for load in engine.loads), *polls])
-        loads, own = len(engine.loads), [t for fact in engine.facts for t in _own_times(fact)]
+        loads, own = len(engine.loads), [t for fact in self.context.facts for t in _own_times(fact)]
         clock = [time.monotonic(), *ends[:loads], *own, *ends[loads:]]
         check = ahead.fingerprint()
         self._asked = _Asked(loads, polls, len(clock), len(own), check)
@@ -124,13 +125,13 @@ class RestoreTick:
         least, most = values[0], -values[1]
         self._apart = self._apart or least != most or least == BROKEN
         self._heard = self.agreement.unpacked(values[2:], asked.times)
-        self.engine.now = self._heard[0][0]
+        self.context.now = self._heard[0][0]
 
     def hear(self) -> None:
         """Sets the clock of this tick, and tells what looking ahead waits for how far it is."""
         assert self.ahead is not None, "only for who looks ahead"
         if self.agreement.alone:
-            self.engine.now = time.monotonic()
+            self.context.now = time.monotonic()
             polls = self.ahead.polls()
             states, ends = self.agreement.local(polls)
         elif self._asked is not None and self._heard is not None:
@@ -146,11 +147,11 @@ class RestoreTick:
         """The planner's word on whether a prefix is better left to SGLang, at this moment or, with several ranks, at the last
         one they agreed on."""
         engine = self.engine
-        now = time.monotonic() if self.agreement.alone else engine.now
+        now = time.monotonic() if self.agreement.alone else self.context.now
         try:
-            view = self._view(engine.scheduler, now)
+            view = self._view(self.context.scheduler, now)
             in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
-            own = offer.prompt_tokens - (offer.resident + in_dram) * engine.page  # what the view counts of it as fresh
+            own = offer.prompt_tokens - (offer.resident + in_dram) * self.context.page  # what the view counts of it as fresh
             return self.left_to_engine(offer, replace(view, fresh_tokens=max(0, view.fresh_tokens - own)))
         except Exception:
             logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
@@ -159,7 +160,7 @@ class RestoreTick:
 
     def run(self, scheduler: Any) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
-        self.engine.scheduler = scheduler
+        self.context.scheduler = scheduler
         self.engine.computes = {}
         try:
             self._run(scheduler)
@@ -168,8 +169,8 @@ class RestoreTick:
             logger.exception("kvtier: the restore planner failed; restorations under way are given up")
             self.engine.counters.planner_failures += 1
             # It counts these among what is under way: they end as well.
-            self.engine.facts[:] = [fact for fact in self.engine.facts if isinstance(fact, PagesLost)]
-            self.engine.facts += [PagesLost(load.rid, load.span, "failed", _LATER) for load in self._not_begun]
+            self.context.facts[:] = [fact for fact in self.context.facts if isinstance(fact, PagesLost)]
+            self.context.facts += [PagesLost(load.rid, load.span, "failed", _LATER) for load in self._not_begun]
             self._not_begun = []
             self.engine.abandon_all("planner failed")
             self.stop_looking_ahead()
@@ -184,17 +185,17 @@ class RestoreTick:
             self.ahead.look(scheduler)
         self.turns.look(scheduler)
         self._note_reads()
-        if not engine.busy and not engine.facts and (self.ahead is None or not self.ahead.due(scheduler)):
+        if not engine.busy and not self.context.facts and (self.ahead is None or not self.ahead.due(scheduler)):
             return
-        engine.slots.free()
+        self.context.slots.free()
         engine.look_for_offers()
-        if not engine.busy and not engine.facts and not self.agreement.alone and not self.rides:
+        if not engine.busy and not self.context.facts and not self.agreement.alone and not self.rides:
             return
         self._step(scheduler)
 
     def stop_looking_ahead(self) -> None:
         """For good: from now on where pages are is SGLang's business alone."""
-        ahead, self.ahead, self.engine.tree.ahead = self.ahead, None, None
+        ahead, self.ahead, self.context.tree.ahead = self.ahead, None, None
         if ahead is None:
             return
         try:
@@ -206,11 +207,11 @@ class RestoreTick:
         """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:
         otherwise a disk that has become slower would never be noticed while all is left to SGLang. Clocks of several ranks
         differ, so only one that is alone does."""
-        reads = getattr(store_of(self.engine.tree.cache_controller), "own_reads", None)
+        reads = getattr(store_of(self.context.tree.cache_controller), "own_reads", None)
         while reads:
             nbytes, seconds = reads.popleft()
             if self.agreement.alone and not self.engine.loads:
-                self.engine.facts.append(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER))
+                self.context.facts.append(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER))
 
     def _step(self, scheduler: Any) -> None:
         engine = self.engine
@@ -256,7 +257,7 @@ class RestoreTick:
         engine = self.engine
         for r in list(engine.restorations.values()):
             waits = not r.admitted and r.rid not in engine.computes and all(load.ended for load in r.loads)
-            if waits and r.mode is Mode.LOAD and engine.now - r.moved_at > _STARVED_S:
+            if waits and r.mode is Mode.LOAD and self.context.now - r.moved_at > _STARVED_S:
                 engine.abandon(r, "starved")
 
     def tell(self) -> None:
@@ -270,7 +271,7 @@ class RestoreTick:
     def _observe(self, now: float) -> float:
         """Agrees on what happened, tells the planner, and returns the agreed time."""
         engine = self.engine
-        facts, engine.facts = engine.facts, []
+        facts, self.context.facts = self.context.facts, []
         engine.ending = False
         loads, own = len(engine.loads), [t for fact in facts for t in _own_times(fact)]
         if self.rides:
@@ -278,13 +279,13 @@ class RestoreTick:
         else:
             local, ends = self.agreement.local([load.poll for load in engine.loads])
             times, states = self.agreement.reduce([now, *ends, *own], local)
-        engine.now = now = times[0]
+        self.context.now = now = times[0]
         own_times = iter(times[1 + loads :])
         for fact in facts:
             self.planner.observe(_agreed(fact, own_times, now))
         sizes = [len(load.poll.local) for load in engine.loads]
         engine.settle(list(_cut(states, sizes)), times[1 : 1 + loads])
-        landed, engine.facts = engine.facts, []
+        landed, self.context.facts = self.context.facts, []
         for fact in landed:
             if not isinstance(fact, Chunk):  # chunks are noted between ticks only
                 self.planner.observe(replace(fact, now=now))
@@ -305,7 +306,7 @@ class RestoreTick:
         waiting = scheduler.waiting_queue
         running = scheduler.running_batch
         holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
-        open_ = chunked is None and not running.batch_is_full and engine.tree.req_to_token_pool.available_size() > 0
+        open_ = chunked is None and not running.batch_is_full and self.context.tree.req_to_token_pool.available_size() > 0
         fresh = sum(
             max(0, len(req.origin_input_ids) - req.prefix_len - req.host_hit_length)
             for req in waiting[:_WAITING]
@@ -321,12 +322,12 @@ class RestoreTick:
             decoding=len(running.reqs),
             free_pages=self._free_pages(_decoding(scheduler), chunked),
             empty_pages=self.ahead.empty_pages() if self.ahead is not None else {},
-            owed_pages=0 if chunked is None or holder is not None else _rest_tokens(chunked) // engine.page,
+            owed_pages=0 if chunked is None or holder is not None else _rest_tokens(chunked) // self.context.page,
         )
 
     def _free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
         """What loads may claim: on the device, what is left when everything running gets the room it will need."""
-        tree, page = self.engine.tree, self.engine.page
+        tree, page = self.context.tree, self.context.page
         pool = tree.token_to_kv_pool_allocator
         tokens = pool.available_size() + tree.evictable_size()
         for req in running:
@@ -338,7 +339,7 @@ class RestoreTick:
             if r is not None:
                 # Its loads take from the room it needs anyway; where others load as well, what it has not asked for is still its own.
                 tokens += (r.pages - r.front if len(self.engine.restorations) == 1 else len(r.owner)) * page
-        bounce = self._host_tokens // _HOST_SHARE - self.engine.slots.host_tokens
+        bounce = self._host_tokens // _HOST_SHARE - self.context.slots.host_tokens
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
 
 

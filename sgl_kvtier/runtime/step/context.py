@@ -1,0 +1,73 @@
+"""What everything that works in a scheduler's step shares: the tree, the step's clock, pages of ours, and what to tell the planner.
+
+One per scheduler process. Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sgl_kvtier.policy.messages import Fact
+from sgl_kvtier.runtime.step.chunk_clock import Chunk
+from sgl_kvtier.runtime.step.private_slots import PrivateSlots
+from sgl_kvtier.types import Span, Tier
+
+
+class StepContext:
+    """`facts` are what the next tick tells the planner; `page` is in tokens."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.slots = PrivateSlots(tree)
+        self.page = int(tree.page_size)
+        self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
+        self.agreed_page_bytes = self.page_bytes
+        """What the planner takes a page to have: pipeline stages with other numbers of layers have other pages, and plan the same."""
+        self.now = 0.0
+        """The time of this tick in seconds, the same on every rank."""
+        self.scheduler: Any = None
+        """SGLang's, from the first tick on."""
+        self.facts: list[Fact | Chunk] = []
+        self.hung_reads: list[Any] = []
+        """Jobs of reads ahead that did not end in time: their host pages were given up, and are read into all the same."""
+        self._numbered = 0
+
+    def next_number(self) -> int:
+        """The number of a new load or poll, alike on every rank."""
+        self._numbered += 1
+        return self._numbered
+
+    @property
+    def reads_hang(self) -> bool:
+        """Whether reads that were given up still go to host pages that nobody counts."""
+        return any(not job.done for job in self.hung_reads)
+
+    def waiting(self, handle: Any) -> Any:
+        """The waiting request with this handle, or None."""
+        queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
+        return next((req for req in queue if req.cache_request_handle == handle), None)
+
+
+class Restored(Protocol):
+    """One request's restoration, as others see it."""
+
+    @property
+    def admitted(self) -> bool:
+        """Whether its request has run."""
+
+    @property
+    def sources(self) -> tuple[tuple[Span, Tier], ...]:
+        """Where its pages were when it was offered."""
+
+
+class Restoring(Protocol):
+    """What others ask of whoever restores."""
+
+    @property
+    def taking(self) -> bool:
+        """Whether hits are taken over at all."""
+
+    @property
+    def restorations(self) -> Mapping[str, Restored]:
+        """Those under way, by request."""
