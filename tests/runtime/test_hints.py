@@ -33,7 +33,7 @@ from sgl_kvtier.runtime.hints.route import ANSWER, ask, best
 from sgl_kvtier.runtime.hints.scheduler import MOST_SESSIONS, take
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
 from sgl_kvtier.runtime.records.decision_file import Recorded
-from sgl_kvtier.runtime.records.notes import RestoreNotes
+from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.types import PageKey, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)

@@ -17,7 +17,7 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.control import FIXED, HANDLERS, PREFIX, set_internal_state
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile
-from sgl_kvtier.runtime.records.notes import RestoreNotes
+from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.types import Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)

@@ -22,10 +22,10 @@ from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
-from sgl_kvtier.runtime.records.notes import RestoreNotes
 from sgl_kvtier.runtime.restore.copy_device import copies_for
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.runtime.scheduler.refusals import STAGES, UNEVEN, WRITE_BACK, lacking, unproven, unsupported
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.settings import looks_ahead

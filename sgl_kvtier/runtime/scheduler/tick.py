@@ -28,8 +28,8 @@ from sgl_kvtier.runtime.ahead.engine import BROKEN, LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.polls import Poll
-from sgl_kvtier.runtime.records.notes import RestoreNotes
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.types import Link, Span, Tier
