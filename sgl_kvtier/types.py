@@ -41,6 +41,18 @@ class Link(enum.Enum):
     DRAM_TO_SSD = "dram-ssd"
 
 
+PLACES = {Tier.HBM: "device", Tier.DRAM: "host", Tier.SSD: "storage", Tier.REMOTE: "remote"}
+"""Tiers as metrics and results name them, which are SGLang's words."""
+ROUTES = {
+    Link.SSD_TO_DRAM: "storage-host",
+    Link.DRAM_TO_HBM: "host-device",
+    Link.SSD_TO_HBM: "storage-device",
+    Link.HBM_TO_DRAM: "device-host",
+    Link.DRAM_TO_SSD: "host-storage",
+}
+"""Links in the same words. Decision logs and learned profiles have a link's own value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A half-open range [start, stop) of pages or tokens; which one is said where it is used."""

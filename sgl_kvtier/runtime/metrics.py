@@ -1,145 +1,226 @@
-"""The counters of the store and of restorations in SGLang's /metrics, under names that begin with kvtier:."""
+"""Figures of the store, of restorations and of looking ahead in SGLang's /metrics: one table of names, one thread that publishes.
+
+Who counts keeps plain numbers and says them when asked (`Sample`); names begin with `kvtier:`. Tiers are called device, host,
+storage and remote in labels (`types.PLACES`), ways between them storage-host and so on (`types.ROUTES`).
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any, TypeAlias
 
-from sgl_kvtier.runtime.restore_counters import Count
 from sgl_kvtier.store.base import PageStore, StoreStats
 
+logger = logging.getLogger(__name__)
+
 PERIOD_S = 0.5
-_GAUGES = ("pages", "bytes_on_disk", "capacity_bytes")
-_DOC = "sgl_kvtier page store: "
-_RESTORE_DOC = {
-    "started": "offers answered",
-    "declined": "hits left to SGLang's own way",
-    "ended": "restorations ended",
-    "computed_tokens": "tokens of restored prefixes that were computed",
-    "loaded_tokens": "tokens of restored prefixes that were loaded",
-    "loaded_bytes": "bytes that landed on the device",
-    "lost_pages": "pages asked for that did not come",
-    "turn_reads": "stored prefixes left to SGLang that were kept back, read again, or given up",
-    "unused_pages": "pages that were loaded for nothing",
-    "jumps": "times a front stepped over what had landed",
-    "parks": "times a request in the slot waited for loads",
-    "parked_s": "seconds it waited so",
-    "meeting_wait_s": "of these, the seconds right before the two ends met",
-    "restoring_s": "seconds from offer to meeting",
-    "reductions": "collectives over the ranks",
-    "planner_failures": "times the planner raised",
-    "log_lines_dropped": "lines missing in the decision log",
-}
+
+Sample: TypeAlias = tuple[str, dict[str, str], float]
+"""A name in the table without its source's prefix, labels, and a value: of a counter the total, which only grows; of a
+histogram one that was observed since the last time."""
+
+
+class Kind(Enum):
+    """What a metric is to Prometheus, which appends `_total` to the name of a counter."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the table. `labels` are its own; those of the rank come before them."""
+
+    name: str
+    doc: str
+    labels: tuple[str, ...] = ()
+    kind: Kind = Kind.COUNTER
+
+
+_STORE = (
+    Metric("store_pages", "pages stored now", kind=Kind.GAUGE),
+    Metric("store_bytes_on_disk", "bytes of the disk in use now", kind=Kind.GAUGE),
+    Metric("store_capacity_bytes", "bytes of the disk that may be used", kind=Kind.GAUGE),
+    Metric("pages_read", "pages read"),
+    Metric("bytes_read", "payload bytes read"),
+    Metric("pages_written", "pages written"),
+    Metric("bytes_written", "payload bytes written"),
+    Metric("bytes_written_to_device", "bytes written with headers and padding"),
+    Metric("pages_kept", "writes of pages that were there already"),
+    Metric("pages_refused", "pages that were not stored"),
+    Metric("pages_evicted", "pages that gave way to others"),
+    Metric("pages_missed", "pages asked for that were not there"),
+    Metric("pages_corrupt", "pages that failed the check on reading"),
+    Metric("reads_failed", "reads that the device failed"),
+    Metric("reads_late", "reads that did not end before their deadline"),
+    Metric("reads_cancelled", "reads that nobody wanted any more"),
+    Metric("read_busy_s", "seconds in which a read was under way"),
+    Metric("write_busy_s", "seconds in which a write was under way"),
+    Metric("open_s", "seconds since the store was opened"),
+)
+_RESTORE = (
+    Metric("restore_started", "offers answered", ("mode", "reason")),
+    Metric("restore_declined", "hits left to SGLang's own way", ("reason",)),
+    Metric("restore_ended", "restorations ended", ("how",)),
+    Metric("restore_computed_tokens", "tokens of restored prefixes that were computed"),
+    Metric("restore_loaded_tokens", "tokens of restored prefixes that were loaded", ("tier",)),
+    Metric("restore_loaded_bytes", "bytes that landed on the device", ("link",)),
+    Metric("restore_lost_pages", "pages asked for that did not come", ("reason",)),
+    Metric("restore_turn_reads", "stored prefixes left to SGLang that were kept back, read again, or given up", ("what",)),
+    Metric("restore_unused_pages", "pages that were loaded for nothing"),
+    Metric("restore_jumps", "times a front stepped over what had landed"),
+    Metric("restore_parks", "times a request in the slot waited for loads"),
+    Metric("restore_parked_s", "seconds it waited so"),
+    Metric("restore_meeting_wait_s", "of these, the seconds right before the two ends met"),
+    Metric("restore_restoring_s", "seconds from offer to meeting"),
+    Metric("restore_reductions", "collectives over the ranks"),
+    Metric("restore_planner_failures", "times the planner raised"),
+    Metric("restore_log_lines_dropped", "lines missing in the decision log"),
+    Metric("restore_meeting_position", "where front and loads met: computed over all of what was restored", kind=Kind.HISTOGRAM),
+    Metric("restore_under_way", "restorations now", kind=Kind.GAUGE),
+)
+_LOOKAHEAD = (
+    Metric("lookahead_moved_bytes", "bytes moved between tiers before they were asked for", ("link",)),
+    Metric("lookahead_failed_moves", "moves that the planner asked for and that were not carried out", ("reason",)),
+    Metric("lookahead_wasted_bytes", "bytes moved up early that left without having been used"),
+    Metric("lookahead_hit_tokens", "prompt tokens by the tier they were in when their request was first scheduled", ("tier",)),
+    Metric("lookahead_hints", "clients' hints, by what came of them", ("result",)),
+    Metric("lookahead_victims", "pages that left the device by our choice"),
+    Metric("lookahead_host_victims", "pages that left host memory while pages wanted soon were held back"),
+    Metric("lookahead_drift", "pages that the map had in another place than they were"),
+    Metric("lookahead_overlap", "turns by whether their transfers were predicted to be hidden, and whether that was right", ("result",)),
+    Metric("lookahead_checks", "times the whole map was compared with the truth"),
+    Metric("lookahead_failures", "times choosing victims raised, or looking ahead was given up"),
+    Metric("lookahead_map_pages", "pages known", kind=Kind.GAUGE),
+    Metric("lookahead_map_hbm_pages", "pages known to be on the device", kind=Kind.GAUGE),
+    Metric("lookahead_map_dram_pages", "pages known to be in host memory", kind=Kind.GAUGE),
+    Metric("lookahead_map_ssd_pages", "pages known to be in storage", kind=Kind.GAUGE),
+    Metric("lookahead_sessions", "idle sessions whose paths are kept", kind=Kind.GAUGE),
+)
+METRICS = {metric.name: metric for metric in (*_STORE, *_RESTORE, *_LOOKAHEAD)}
+
 _POSITIONS = tuple(n / 10 for n in range(1, 11))
+"""Buckets of the one histogram."""
 _instruments: dict[str, Any] = {}
+_making = threading.Lock()
 
 
-class Publisher(ABC):
-    """Calls `_publish` twice a second from a thread of its own, and once more at the end."""
-
-    def __init__(self, name: str) -> None:
-        """Begins publishing: the last thing a subclass does when it is built."""
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Publishes a last time and ends the thread, while what it publishes is still there. Idempotent."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(PERIOD_S):
-            self._publish()
-        self._publish()
-
-    @abstractmethod
-    def _publish(self) -> None:
-        """Gives the present numbers to Prometheus."""
+def count(name: str, **labels: str) -> None:
+    """Adds one to a counter that nobody else publishes. Any thread, once SGLang has set up what its processes share."""
+    _instrument(name, tuple(labels)).labels(**labels).inc()
 
 
-class StoreMetrics(Publisher):
-    """Publishes a store's statistics twice a second from a thread of its own, also while the server is idle."""
-
-    def __init__(self, store: PageStore, labels: dict[str, str]) -> None:
-        """Begins publishing. `labels` name the rank."""
-        _make_instruments(tuple(labels))
-        self._store = store
-        self._labels = labels
-        self._seen = StoreStats()
-        super().__init__("kvtier-metrics")
-
-    def _publish(self) -> None:
-        stats = self._store.stats()
-        for f in fields(StoreStats):
-            value, instrument = getattr(stats, f.name), _instruments[f.name].labels(**self._labels)
-            if f.name in _GAUGES:
-                instrument.set(value)
-            else:
-                instrument.inc(max(0, value - getattr(self._seen, f.name)))
-        self._seen = stats
+def store_samples(store: PageStore) -> Iterator[Sample]:
+    """A store's statistics."""
+    stats = store.stats()
+    for field in fields(StoreStats):
+        now = f"store_{field.name}"
+        yield (now if now in METRICS else field.name), {}, getattr(stats, field.name)
 
 
-def _make_instruments(labels: tuple[str, ...]) -> None:
-    """Once per process: a second attach meets the registered ones. The library is imported here because SGLang sets the
-    folder up that its processes share before the backend is built."""
-    from prometheus_client import Counter, Gauge
+class Source:
+    """Somebody's figures, published until it is closed."""
 
-    for f in fields(StoreStats):
-        if f.name in _instruments:
-            continue
-        if f.name in _GAUGES:
-            _instruments[f.name] = Gauge(f"kvtier:store_{f.name}", _DOC + f.name, labels, multiprocess_mode="mostrecent")
-        else:
-            _instruments[f.name] = Counter(f"kvtier:{f.name}_total", _DOC + f.name, labels)
-
-
-class RestoreMetrics(Publisher):
-    """Publishes what restorations did, twice a second, from a thread of its own."""
-
-    def __init__(
-        self,
-        counts: Callable[[], Iterable[Count]],
-        meetings: Callable[[], Iterable[float]],
-        under_way: Callable[[], int],
-        labels: dict[str, str],
-    ) -> None:
-        """Begins publishing. `counts` are totals, `meetings` what is new since the last call; `labels` name the rank."""
-        self._counts = counts
-        self._meetings = meetings
-        self._under_way = under_way
+    def __init__(self, publisher: Publisher, prefix: str, read: Callable[[], Iterable[Sample]], labels: dict[str, str]) -> None:
+        self._publisher = publisher
+        self._prefix = prefix
+        self._read = read
         self._labels = labels
         self._seen: dict[tuple[str, ...], float] = {}
-        super().__init__("kvtier-restore-metrics")
 
-    def _publish(self) -> None:
-        for name, labels, value in self._counts():
-            key = (name, *labels.values())
-            self._instrument(name, tuple(labels)).labels(**self._labels, **labels).inc(
-                max(0.0, value - self._seen.get(key, 0.0))
-            )
-            self._seen[key] = value
-        positions = self._instrument("meeting_position", ()).labels(**self._labels)
-        for position in self._meetings():
-            positions.observe(position)
-        self._instrument("under_way", ()).labels(**self._labels).set(self._under_way())
+    def close(self) -> None:
+        """Publishes a last time, while what it reads is still there. Idempotent."""
+        self._publisher.remove(self)
 
-    def _instrument(self, name: str, more: tuple[str, ...]) -> Any:
-        """Once per process, as in `_make_instruments`."""
-        from prometheus_client import Counter, Gauge, Histogram
+    def publish(self) -> None:
+        """Gives the present numbers to Prometheus. One thread at a time."""
+        for name, more, value in self._read():
+            metric = METRICS[self._prefix + name]
+            instrument = _instrument(metric.name, (*self._labels, *more)).labels(**self._labels, **more)
+            if metric.kind is Kind.GAUGE:
+                instrument.set(value)
+            elif metric.kind is Kind.HISTOGRAM:
+                instrument.observe(value)
+            else:
+                key = (name, *more.values())
+                seen = self._seen.get(key, 0.0)
+                instrument.inc(max(0.0, value - seen))
+                self._seen[key] = max(value, seen)
 
-        full, labels = f"kvtier:restore_{name}", (*self._labels, *more)
-        if full in _instruments:
-            return _instruments[full]
-        if name == "meeting_position":
-            about = "where front and loads met: computed over all of what was restored"
-            made: Any = Histogram(full, about, labels, buckets=_POSITIONS)
-        elif name == "under_way":
-            made = Gauge(full, "restorations now", labels, multiprocess_mode="mostrecent")
-        else:
-            made = Counter(f"{full}_total", f"sgl_kvtier restoration: {_RESTORE_DOC[name]}", labels)
-        _instruments[full] = made
-        return made
+
+class Publisher:
+    """Publishes its sources twice a second, also while the server is idle, from one thread that lives while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: list[Source] = []
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+
+    def add(self, prefix: str, read: Callable[[], Iterable[Sample]], labels: dict[str, str]) -> Source:
+        """Begins publishing what `read` says, on the publisher's thread, under names that begin with `prefix`. `labels` name the rank."""
+        source = Source(self, prefix, read, labels)
+        with self._lock:
+            self._sources.append(source)
+            if self._thread is None:
+                self._stopping = threading.Event()
+                self._thread = threading.Thread(target=self._run, args=(self._stopping,), name="kvtier-metrics", daemon=True)
+                self._thread.start()
+        return source
+
+    def remove(self, source: Source) -> None:
+        """Publishes a source a last time. Blocks while the thread publishes."""
+        ended = None
+        with self._lock:
+            if source not in self._sources:
+                return
+            self._publish(source)
+            if source in self._sources:
+                self._sources.remove(source)
+            if not self._sources:
+                ended, self._thread = self._thread, None
+                self._stopping.set()
+        if ended is not None:
+            ended.join()
+
+    def _run(self, stopping: threading.Event) -> None:
+        while not stopping.wait(PERIOD_S):
+            with self._lock:
+                for source in list(self._sources):
+                    self._publish(source)
+
+    def _publish(self, source: Source) -> None:
+        """Locked. What cannot be read is not published any more; the others are."""
+        try:
+            source.publish()
+        except Exception:
+            logger.exception("kvtier: some metrics are not published any more")
+            self._sources.remove(source)
+
+
+PUBLISHER = Publisher()
+"""The process's."""
+
+
+def _instrument(name: str, labels: tuple[str, ...]) -> Any:
+    """Once per process: a second attach meets the registered ones. The library is imported here because SGLang sets the
+    folder up that its processes share before anything is counted."""
+    from prometheus_client import Counter, Gauge, Histogram
+
+    metric, full = METRICS[name], f"kvtier:{name}"
+    about = f"sgl_kvtier: {metric.doc}"
+    with _making:
+        if name not in _instruments:
+            if metric.kind is Kind.GAUGE:
+                made: Any = Gauge(full, about, labels, multiprocess_mode="mostrecent")
+            elif metric.kind is Kind.HISTOGRAM:
+                made = Histogram(full, about, labels, buckets=_POSITIONS)
+            else:
+                made = Counter(f"{full}_total", about, labels)
+            _instruments[name] = made
+        return _instruments[name]

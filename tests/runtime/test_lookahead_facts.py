@@ -14,11 +14,11 @@ from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
 from sgl_kvtier.policy.pages.eviction import NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.ahead.tier_check import TierCheck
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
-from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.step.page_names import SessionNames, keys_of
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import open_store

@@ -15,7 +15,7 @@ from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
-from sgl_kvtier.runtime.restore_counters import RestoreCounters
+from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.step.chunk_clock import Chunk

@@ -10,9 +10,9 @@ import torch
 
 from sgl_kvtier.policy.messages import Move, StepPlan, StepView
 from sgl_kvtier.runtime.ahead import promotions
+from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.promotions import Path, Promotions, _Fetch
-from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import hooks as restore_hooks

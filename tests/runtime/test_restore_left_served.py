@@ -104,4 +104,4 @@ def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None
     assert again.host + again.storage > 0
     assert again.storage > 0
     assert after["ended_total met"] - before["ended_total met"] == 1
-    assert after["loaded_bytes_total dram-hbm"] > before.get("loaded_bytes_total dram-hbm", 0)
+    assert after["loaded_bytes_total host-device"] > before.get("loaded_bytes_total host-device", 0)

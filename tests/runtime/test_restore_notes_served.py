@@ -69,7 +69,7 @@ def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
     assert grown["ended_total met"] == 3
     assert grown["loaded_tokens_total storage"] == loaded
     assert grown["computed_tokens_total"] + loaded == 3 * (LONG // 16 * 16)
-    assert grown["loaded_bytes_total ssd-hbm"] > 0
+    assert grown["loaded_bytes_total storage-device"] > 0
     assert grown["jumps_total"] >= 3
     assert grown["meeting_position_count"] == 3
     assert grown["restoring_s_total"] > 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvtier.runtime.ahead.turn_reads import _SWEEP, TurnReads
-from sgl_kvtier.runtime.restore_counters import RestoreCounters
+from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.step.context import StepContext
 
 PAGE, THRESHOLD = 16, 64

@@ -12,6 +12,7 @@ from sgl_kvtier.lab.outside.client import Metrics
 from sgl_kvtier.lab.outside.replay import Sample, milliseconds
 from sgl_kvtier.lab.outside.server import Usage
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
+from sgl_kvtier.types import ROUTES
 
 TIERS = ("device", "host", "storage")
 TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
@@ -161,7 +162,7 @@ def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> 
 def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
     """Bytes that went to and came from storage: the server's token counters times its own bytes per token, and beside
     them what restorations read."""
-    restored = round(_total(rounds, "kvtier:restore_loaded_bytes_total", tp_rank="0", pp_rank="0", link="ssd-hbm") or 0)
+    restored = round(_total(rounds, "kvtier:restore_loaded_bytes_total", tp_rank="0", pp_rank="0", link="storage-device") or 0)
     read = _total(rounds, "sglang:prefetched_tokens_total")
     written = _total(rounds, "sglang:backuped_tokens_total")
     if read is None and written is None:
@@ -217,8 +218,8 @@ def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
 def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What the server counts of looking ahead; where it counts nothing, hits are those of the responses."""
     first = {"tp_rank": "0", "pp_rank": "0"}
-    moved = {link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link) for link in _LINKS}
-    hits = {tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=_TIERS[tier]) for tier in TIERS}
+    moved = {link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link) for link in ROUTES.values()}
+    hits = {tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=tier) for tier in TIERS}
     counted = any(value is not None for value in hits.values())
     return {
         "wasted_bytes": _total(rounds, "kvtier:lookahead_wasted_bytes_total", **first),
@@ -243,8 +244,6 @@ def _overlap(rounds: Sequence[Round], rank: Mapping[str, str]) -> dict[str, floa
 
 
 _OVERLAP = ("held", "failed", "held_right", "held_wrong", "failed_right", "failed_wrong")
-_TIERS = {"device": "hbm", "host": "dram", "storage": "ssd"}
-_LINKS = ("ssd-dram", "dram-hbm", "ssd-hbm", "hbm-dram", "dram-ssd")
 
 
 def _disk_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:

@@ -306,7 +306,7 @@ class FuzzRun:
         first = {"tp_rank": "0", "pp_rank": "0"}
         ends = {how: int(metrics.total("kvtier:restore_ended_total", how=how, **first) or 0) for how in _ENDS}
         ahead = {name: int(metrics.total(f"kvtier:lookahead_{name}_total", **first) or 0) for name in _AHEAD}
-        for link in ("ssd-dram", "dram-hbm"):
+        for link in ("storage-host", "host-device"):
             ahead[f"{link}_bytes"] = int(metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0)
         return Counter(ends), Counter(ahead)
 

@@ -81,8 +81,8 @@ def moved_table(result: dict) -> Table:
     columns = (
         *_PLACE,
         Column("arm", "Arm"),
-        Column("moved_bytes.ssd-dram", "SSD to DRAM", format=format_bytes),
-        Column("moved_bytes.dram-hbm", "DRAM to HBM", format=format_bytes),
+        Column("moved_bytes.storage-host", "Storage to host", format=format_bytes),
+        Column("moved_bytes.host-device", "Host to device", format=format_bytes),
         Column("wasted_bytes", "Wasted", format=format_bytes),
         Column("wasted_fraction", "of moved", format=format_share),
         Column("surplus_read_bytes", "Read for nothing", format=format_bytes),

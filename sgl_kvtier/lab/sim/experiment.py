@@ -27,7 +27,7 @@ from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.messages import Planner
-from sgl_kvtier.types import Link
+from sgl_kvtier.types import PLACES, ROUTES, Link
 
 _USABLE_HBM = 0.9
 """Share of HBM that weights and KV may take together, as `--mem-fraction-static` leaves it in SGLang."""
@@ -127,13 +127,13 @@ def run_policy(
 def outcome(name: str, result: SimResult) -> dict[str, Any]:
     """A run in numbers: what tables and JSON show. Seconds, tokens, bytes."""
     requests = result.requests
-    moved = {link.value: used.nbytes for link, used in result.links.items()}
-    wasted = {link.value: used.wasted_bytes for link, used in result.links.items()}
+    moved = {ROUTES[link]: used.nbytes for link, used in result.links.items()}
+    wasted = {ROUTES[link]: used.wasted_bytes for link, used in result.links.items()}
     up = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM, Link.SSD_TO_HBM)
     hits: dict[str, int] = {}
     for request in requests:
         for tier, tokens in request.hit_tokens.items():
-            hits[tier.name.lower()] = hits.get(tier.name.lower(), 0) + tokens
+            hits[PLACES[tier]] = hits.get(PLACES[tier], 0) + tokens
     return {
         "policy": name,
         "requests": len(requests),
@@ -148,8 +148,8 @@ def outcome(name: str, result: SimResult) -> dict[str, Any]:
         "hit_tokens": hits,
         "moved_bytes": moved,
         "wasted_bytes": wasted,
-        "moved_up_bytes": sum(moved[link.value] for link in up),
-        "wasted_up_bytes": sum(wasted[link.value] for link in up),
+        "moved_up_bytes": sum(moved[ROUTES[link]] for link in up),
+        "wasted_up_bytes": sum(wasted[ROUTES[link]] for link in up),
         "retracted": sum(request.retracted for request in requests),
         "steps": result.steps,
         "events": result.events,

@@ -29,15 +29,15 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.pages.owners import owner_of, session_of
+from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
 from sgl_kvtier.runtime.ahead.promotions import Path, Promotions
 from sgl_kvtier.runtime.ahead.store_votes import StoreVotes
 from sgl_kvtier.runtime.ahead.tier_check import TierCheck
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
-from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters, LookaheadMetrics
+from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.polls import Poll
-from sgl_kvtier.runtime.restore_counters import Count
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import Restored, Restoring, StepContext
@@ -94,7 +94,7 @@ class LookaheadEngine:
         self.check = TierCheck(tree, ahead.map, self.facts)
         self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, context.next_number)
         self.sessions = SessionNames()
-        self.metrics: LookaheadMetrics | None = None
+        self.metrics: Source | None = None
         self.broken = False
         """Something went wrong on this rank: all ranks stop looking ahead in the next step, since they agree on it."""
         self.off: dict[str, int] = {}
@@ -188,7 +188,7 @@ class LookaheadEngine:
         self.promotions.reset()
 
     def close(self) -> None:
-        """Ends the thread that publishes. Idempotent."""
+        """Publishes its figures a last time. Idempotent."""
         if self.metrics is not None:
             self.metrics.close()
 
@@ -402,19 +402,16 @@ class LookaheadEngine:
 
     # --- metrics ------------------------------------------------------------------------------------------------------
 
-    def counts(self) -> list[Count]:
-        """All counters, for /metrics. Any thread."""
-        ahead = self.ahead.prefetcher
-        tests = (("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items()))
-        return [*self.counters.counts((ahead.brought.wasted + self.facts.wasted) * self.context.page_bytes), *tests]
-
-    def gauges(self) -> dict[str, float]:
-        """The map's size, and of what it knows. Any thread."""
-        known = self.ahead.map
-        return {
-            "map_pages": len(known),
-            "map_hbm_pages": known.count(Tier.HBM),
-            "map_dram_pages": known.count(Tier.DRAM),
-            "map_ssd_pages": known.count(Tier.SSD),
-            "sessions": len(self._idle),
-        }
+    def samples(self) -> list[Sample]:
+        """All counters, the map's size, and of what it knows, for /metrics. Any thread."""
+        ahead, known = self.ahead.prefetcher, self.ahead.map
+        wasted = (ahead.brought.wasted + self.facts.wasted) * self.context.page_bytes
+        return [
+            *self.counters.counts(wasted),
+            *(("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items())),
+            ("map_pages", {}, len(known)),
+            ("map_hbm_pages", {}, known.count(Tier.HBM)),
+            ("map_dram_pages", {}, known.count(Tier.DRAM)),
+            ("map_ssd_pages", {}, known.count(Tier.SSD)),
+            ("sessions", {}, len(self._idle)),
+        ]

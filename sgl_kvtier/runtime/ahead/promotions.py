@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
+from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.context import StepContext

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
-from sgl_kvtier.runtime.lookahead_counters import LookaheadCounters
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous, nbytes_of, parts_of
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
-from sgl_kvtier.runtime.metrics import StoreMetrics
+from sgl_kvtier.runtime.metrics import PUBLISHER, Source, store_samples
 from sgl_kvtier.runtime.sglang import hooks, seams
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
@@ -68,7 +69,7 @@ class KVTierStorage(HiCacheStorage):
         self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
         """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where it has nothing to load."""
-        self._metrics: StoreMetrics | None = None
+        self._metrics: Source | None = None
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
         self._cut_short = False
@@ -114,7 +115,7 @@ class KVTierStorage(HiCacheStorage):
         self.folder = Path(self.config.store.path) / who.directory_name
         if c.enable_storage_metrics:
             labels = {"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank), "dp_rank": str(parallel.dp_rank or 0)}
-            self._metrics = StoreMetrics(self._store, labels)
+            self._metrics = PUBLISHER.add("", partial(store_samples, self._store), labels)
         stats = self._store.stats()
         logger.info(
             "kvtier: %d pages in %s/%s/%s, zero copy %s, at most %d bytes",

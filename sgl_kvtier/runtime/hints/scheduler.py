@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.policy.sessions.sessions import HintAnswer
+from sgl_kvtier.runtime import metrics
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
 from sgl_kvtier.runtime.sglang.attached import store_of
@@ -20,7 +21,6 @@ MOST_SESSIONS = 16
 """So many sessions may begin with the same prefix and all be meant by it."""
 
 logger = logging.getLogger(__name__)
-_counter: Any = None
 
 
 def get_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
@@ -92,16 +92,10 @@ def _one_host(scheduler: Any) -> bool:
 
 def _count(scheduler: Any, result: str) -> None:
     """kvtier:lookahead_hints_total{result}, on one rank of a replica: all of them get the same hints."""
-    global _counter
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     first = parallel.pp_rank == 0 and parallel.attn_tp_rank == 0
     if not first or not scheduler.metrics_reporter.enable_metrics:
         return
-    if _counter is None:
-        # SGLang has set the folder up that its processes share by now.
-        from prometheus_client import Counter
-
-        _counter = Counter("kvtier:lookahead_hints_total", "sgl_kvtier lookahead: clients' hints, by what came of them", ("result",))
-    _counter.labels(result=result).inc()
+    metrics.count("lookahead_hints", result=result)

@@ -27,9 +27,9 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
 from sgl_kvtier.runtime.restore import offers
+from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
-from sgl_kvtier.runtime.restore_counters import RestoreCounters
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.runtime.metrics import RestoreMetrics
+from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning
 from sgl_kvtier.runtime.records.decision_file import DecisionFile
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
-from sgl_kvtier.runtime.restore_counters import Count
 
 
 class RestoreNotes:
-    """One per scheduler process. Scheduler's thread, but for `counts`."""
+    """One per scheduler process. Scheduler's thread, but for `samples`."""
 
     def __init__(
         self,
@@ -25,7 +24,7 @@ class RestoreNotes:
         log: DecisionFile | None,
     ) -> None:
         self.config = config
-        self.metrics: RestoreMetrics | None = None
+        self.metrics: Source | None = None
         self._engine = engine
         self._planner = planner
         self._agreement = agreement
@@ -42,24 +41,18 @@ class RestoreNotes:
         """The bandwidth was changed on purpose: what is learned from now on says nothing about the next start."""
         self._planner.stop_keeping()
 
-    def counts(self) -> Iterator[Count]:
-        """All counters, for /metrics."""
+    def samples(self) -> Iterator[Sample]:
+        """All figures of restorations, for /metrics. Where they met is said once."""
         yield from self._engine.counters.counts(self._engine.context.page)
         yield "reductions", {}, self._agreement.reductions
         yield "log_lines_dropped", {}, self._log.dropped if self._log is not None else 0
-
-    def meetings(self) -> Iterator[float]:
-        """Where restorations met since the last call."""
-        found = self._engine.counters.meetings
-        while found:
-            yield found.popleft()
-
-    def under_way(self) -> int:
-        """Restorations at this moment."""
-        return len(self._engine.restorations)
+        met = self._engine.counters.meetings
+        while met:
+            yield "meeting_position", {}, met.popleft()
+        yield "under_way", {}, len(self._engine.restorations)
 
     def close(self) -> None:
-        """Writes what is left and ends the threads. Idempotent."""
+        """Writes what is left and ends the threads; publishes a last time. Idempotent."""
         if self.metrics is not None:
             self.metrics.close()
         if self._log is not None:

@@ -15,8 +15,7 @@ from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
-from sgl_kvtier.runtime.lookahead_counters import LookaheadMetrics
-from sgl_kvtier.runtime.metrics import RestoreMetrics
+from sgl_kvtier.runtime.metrics import PUBLISHER
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
@@ -138,7 +137,7 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     if args.enable_metrics:
         rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
         labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
-        notes.metrics = RestoreMetrics(notes.counts, notes.meetings, notes.under_way, labels)
+        notes.metrics = PUBLISHER.add("restore_", notes.samples, labels)
     if looks_ahead(policy):
         tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None, agreement.alone)
     elif unlike:
@@ -162,7 +161,7 @@ def _look_ahead(
         engine.context, engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
     )
     if labels is not None:
-        hands.metrics = LookaheadMetrics(hands.counts, hands.gauges, labels)
+        hands.metrics = PUBLISHER.add("lookahead_", hands.samples, labels)
     logger.info("kvtier: looking ahead, prefetch %s, eviction %s, sessions %s", policy.prefetch, policy.eviction, policy.sessions)
     return hands
 

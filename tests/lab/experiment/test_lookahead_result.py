@@ -27,13 +27,13 @@ def counted(moved: int, wasted: int, pages: int, *, second_rank: bool = False) -
     text = "sglang:hicache_backup_tokens_total 1000\nsglang:hicache_backup_bytes_total 10000\n"
     for rank in ("0", "1") if second_rank else ("0",):
         own = RANKS.format(rank=rank)
-        text += f'kvtier:lookahead_moved_bytes_total{{{own},link="ssd-dram"}} {moved}\n'
-        text += f'kvtier:lookahead_moved_bytes_total{{{own},link="dram-hbm"}} {moved}\n'
+        text += f'kvtier:lookahead_moved_bytes_total{{{own},link="storage-host"}} {moved}\n'
+        text += f'kvtier:lookahead_moved_bytes_total{{{own},link="host-device"}} {moved}\n'
         text += f"kvtier:lookahead_wasted_bytes_total{{{own}}} {wasted}\nkvtier:pages_read_total{{{own}}} {pages}\n"
         text += f"kvtier:lookahead_victims_total{{{own}}} 3\nkvtier:lookahead_drift_total{{{own}}} 0\n"
         for how, turns in (("held", 4), ("failed", 2), ("held_right", 3), ("held_wrong", 1), ("failed_right", 2)):
             text += f'kvtier:lookahead_overlap_total{{{own},result="{how}"}} {turns}\n'
-        for tier, tokens in (("hbm", 60), ("dram", 20), ("ssd", 10), ("none", 10)):
+        for tier, tokens in (("device", 60), ("host", 20), ("storage", 10), ("none", 10)):
             text += f'kvtier:lookahead_hit_tokens_total{{{own},tier="{tier}"}} {tokens}\n'
     return text
 
@@ -64,7 +64,7 @@ def result(after: str, *, kvtier_s: float = 0.2, storage: int = 20, oracle: str 
 @pytest.mark.parametrize("second_rank", [False, True])
 def test_figures_are_of_one_rank_and_added_up_over_cells(second_rank: bool) -> None:
     ours = result(counted(1000, 100, 30, second_rank=second_rank))["arms"]["kvtier"]
-    assert ours["moved_bytes"] == {"ssd-dram": 2000, "dram-hbm": 2000}
+    assert ours["moved_bytes"] == {"storage-host": 2000, "host-device": 2000}
     assert (ours["wasted_bytes"], ours["wasted_fraction"]) == (200, 0.05)
     assert ours["hit_tokens_at_schedule"] == {"device": 120, "host": 40, "storage": 20}
     assert ours["hit_tokens_counted_by"] == "server"

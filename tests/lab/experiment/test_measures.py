@@ -101,7 +101,7 @@ def test_restorations_are_what_one_ranks_counters_grew_by() -> None:
         f'kvtier:restore_computed_tokens_total{{{RANKS}}} 400\n'
         f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="host"}} 300\n'
         f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="storage"}} 600\n'
-        f'kvtier:restore_loaded_bytes_total{{{RANKS},link="ssd-hbm"}} 5000\n'
+        f'kvtier:restore_loaded_bytes_total{{{RANKS},link="storage-device"}} 5000\n'
         f'kvtier:restore_ended_total{{{RANKS},how="met"}} 3\n'
         f'kvtier:restore_ended_total{{{RANKS},how="aborted"}} 7\n'
         'kvtier:restore_computed_tokens_total{tp_rank="1",pp_rank="0",dp_rank="0"} 400\n'

@@ -11,7 +11,7 @@ from sgl_kvtier.lab.experiment.lookahead.arms import AHEAD, ORACLE, Pools
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.pages.stats import summary
 
-_UP = ("ssd-dram", "dram-hbm", "ssd-hbm")
+_UP = ("storage-host", "host-device", "storage-device")
 _QUANTILES = ("p50", "p90", "p99")
 
 
@@ -75,7 +75,7 @@ def _surplus(found: Mapping[str, Any]) -> float | None:
     per_token, read = found["bytes_per_token"], found["storage_read_bytes"]
     if not per_token or read is None:
         return None
-    ahead = max(0.0, found["moved_bytes"].get("ssd-dram", 0.0) - (found["wasted_bytes"] or 0.0))
+    ahead = max(0.0, found["moved_bytes"].get("storage-host", 0.0) - (found["wasted_bytes"] or 0.0))
     return max(0.0, float(read) - found["cached_tokens"]["storage"] * per_token - ahead)
 
 

@@ -6,13 +6,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
+from sgl_kvtier.runtime.metrics import Sample
 from sgl_kvtier.runtime.restore.restoration import Restoration
-from sgl_kvtier.types import Link, Tier
-
-Count: TypeAlias = tuple[str, dict[str, str], float]
-"""A name, its labels and a value that only grows."""
+from sgl_kvtier.types import PLACES, ROUTES, Link, Tier
 
 _MOST_MEETINGS = 4096
 
@@ -80,7 +77,7 @@ class RestoreCounters:
             self.meeting_wait_s += r.waited_s
             self.restoring_s += time.monotonic() - r.offered_at
 
-    def counts(self, page_tokens: int) -> Iterator[Count]:
+    def counts(self, page_tokens: int) -> Iterator[Sample]:
         """Everything but `meetings`, for /metrics. Any thread: counters are copied before they are gone through."""
         for start, count in dict(self.starts).items():
             mode, _, reason = start.partition(": ")
@@ -94,14 +91,12 @@ class RestoreCounters:
             for reason, count in dict(counter).items():
                 yield name, {label: reason}, count
         for link, nbytes in dict(self.bytes_loaded).items():
-            yield "loaded_bytes", {"link": link.value}, nbytes
+            yield "loaded_bytes", {"link": ROUTES[link]}, nbytes
         for tier, pages in dict(self.spliced_pages).items():
-            yield "loaded_tokens", {"tier": _TIERS[tier]}, pages * page_tokens
+            yield "loaded_tokens", {"tier": PLACES[tier]}, pages * page_tokens
         yield "computed_tokens", {}, self.computed_pages * page_tokens
         for name in _PLAIN:
             yield name, {}, getattr(self, name)
 
 
 _PLAIN = ("unused_pages", "jumps", "parks", "parked_s", "meeting_wait_s", "restoring_s", "planner_failures")
-_TIERS = {Tier.HBM: "device", Tier.DRAM: "host", Tier.SSD: "storage", Tier.REMOTE: "remote"}
-"""As SGLang's own metrics name them."""

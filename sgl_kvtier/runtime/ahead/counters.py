@@ -1,0 +1,36 @@
+"""What looking ahead did since the server started: plain counters, written by the scheduler's thread."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from sgl_kvtier.runtime.metrics import Sample
+from sgl_kvtier.types import PLACES, ROUTES, Link, Tier
+
+
+@dataclass
+class LookaheadCounters:
+    """Pages are SGLang's; of tokens, None is in no tier, so they had to be computed."""
+
+    moved_bytes: Counter[Link] = field(default_factory=Counter)
+    failed_moves: Counter[str] = field(default_factory=Counter)
+    hit_tokens: Counter[Tier | None] = field(default_factory=Counter)
+    victims: int = 0
+    host_victims: int = 0
+    drift: int = 0
+    failures: int = 0
+    checks: int = 0
+
+    def counts(self, wasted_bytes: int) -> Iterator[Sample]:
+        """All of them, for /metrics. Any thread: counters are copied before they are gone through."""
+        for link in (Link.DRAM_TO_HBM, Link.SSD_TO_DRAM):
+            yield "moved_bytes", {"link": ROUTES[link]}, self.moved_bytes[link]
+        for reason, pages in dict(self.failed_moves).items():
+            yield "failed_moves", {"reason": reason}, pages
+        for tier in (Tier.HBM, Tier.DRAM, Tier.SSD, None):
+            yield "hit_tokens", {"tier": "none" if tier is None else PLACES[tier]}, self.hit_tokens[tier]
+        yield "wasted_bytes", {}, wasted_bytes
+        for name in ("victims", "host_victims", "drift", "failures", "checks"):
+            yield name, {}, getattr(self, name)
