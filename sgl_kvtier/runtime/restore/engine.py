@@ -1,7 +1,7 @@
 """The hands of restorations in SGLang: device slots, loads, splices, and their end on every path. It decides nothing.
 
 One per scheduler process. Everything runs on the scheduler's thread; the mover's thread only marks pages of loads. What
-to do comes from the planner through `restore_tick`; the prefill adder asks what a request may do in this pass.
+to do comes from the planner through the tick; the prefill adder asks what a request may do in this pass.
 
 A load is kept until every page of it has ended on every rank, also when its request is long gone: until then its device
 slots and bounce pages are nobody else's. Splicing gives slots to the request's row, which is then their owner.

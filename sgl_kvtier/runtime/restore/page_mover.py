@@ -3,7 +3,7 @@
 One thread beside the scheduler's. Pages that the store has read are copied when their load has none left to read, or after
 `_GATHER_S`: a load's last page lands a copy later than it was read. Every copy begun takes time of the interpreter that a forward's
 launches need too, about as long for a load as for a page. The scheduler never waits for a copy: it reads `Load.poll` in its tick,
-and what it does with it is `restore_engine`'s business.
+and what it does with it is the engine's business.
 """
 
 from __future__ import annotations
