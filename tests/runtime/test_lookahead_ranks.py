@@ -86,7 +86,7 @@ class Rank:
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
         self.agreement = Agreement(tree, 2, first=number == 0)
         self.tick = RestoreTick(self.engine, planner, self.agreement, 256)  # type: ignore[arg-type]
-        self.tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
+        self.tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
         self.tick._unblock = lambda scheduler: None  # type: ignore[method-assign]
         self.ahead = Ahead()
         self.tick.ahead = self.ahead  # type: ignore[assignment]

@@ -234,7 +234,7 @@ def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
     tick, _, told, _ = tick_of_two_ranks()
     plan = StepPlan(loads=tuple(messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4, 2)))
     tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
+    tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
     load, begun = tick.engine.load, []
 
     def fails_at_the_second(command: messages.Load) -> None:
@@ -266,9 +266,9 @@ def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     req = SimpleNamespace(rid="r", full_untruncated_fill_ids=range(9 * PAGE), extend_end=PAGE, prefix_len=0, sampling_params=sampling, output_ids=())
     r.front = 1
     room = PAGES - 4 - 1  # and a page for what it generates
-    assert tick._free_pages([], req)[Tier.HBM] == room - 1  # the last page is no part of the prefix
+    assert tick.views.free_pages([], req)[Tier.HBM] == room - 1  # the last page is no part of the prefix
     engine.restorations["other"] = Restoration("other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.SSD),), (), torch.empty(0))
-    assert tick._free_pages([], req)[Tier.HBM] == room - 4
+    assert tick.views.free_pages([], req)[Tier.HBM] == room - 4
 
 
 def failing_pool(tick: RestoreTick) -> None:
@@ -283,8 +283,11 @@ def failing_pool(tick: RestoreTick) -> None:
 def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
     tick, _, told, _ = tick_of_two_ranks()
     engine = tick.engine
-    ahead = SimpleNamespace(look=lambda scheduler: None, polls=list, told=lambda: None, carry_out=lambda plan, view: None)
-    tick.ahead, tick._ridden = ahead, lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[assignment, method-assign]
+    ahead = SimpleNamespace(
+        look=lambda scheduler: None, polls=list, told=lambda: None, carry_out=lambda plan, view: None, empty_pages=dict
+    )
+    tick.ahead = ahead  # type: ignore[assignment]
+    tick.riding.taken = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
     engine.restorations["other"] = other = Restoration("other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.SSD),), (), torch.empty(0))
     other.mode = Mode.BOTH
     plan = StepPlan(
@@ -292,7 +295,7 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         computes=(messages.Compute("other", None, 64),),
     )
     tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick._view = lambda scheduler, now: None  # type: ignore[assignment, return-value, method-assign]
+    tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
     failing_pool(tick)
     tick.run(SimpleNamespace(running_batch=SimpleNamespace(reqs=[1])))
     assert tick.ahead is ahead, "looking ahead goes on"

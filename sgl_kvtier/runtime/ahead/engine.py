@@ -37,6 +37,7 @@ from sgl_kvtier.runtime.ahead.tier_check import TierCheck
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
 from sgl_kvtier.runtime.metrics import Sample, Source
+from sgl_kvtier.runtime.ranks.agreement import BROKEN
 from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
@@ -46,8 +47,6 @@ from sgl_kvtier.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)
 
-BROKEN = -1
-"""The fingerprint of a map that is not kept any more, on whichever rank."""
 _LATER = 0.0
 _IDLE_PERIOD_S = 0.01
 """A server with nothing to run looks at its sessions this often."""

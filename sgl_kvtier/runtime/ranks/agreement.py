@@ -4,20 +4,25 @@ Of page states the smallest counts (`OPEN` < lost < `LANDED`). Of times, those o
 ranks call with vectors of the same length, because what they hold follows from the same plans.
 
 Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes with the reduction that
-SGLang makes in every tick anyway (`packed`, `unpacked`), and none is added.
+SGLang makes in every tick anyway (`Riding`), and none is added.
 """
 
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.runtime.ranks.polls import Poll, agree
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 
+BROKEN = -1
+"""The fingerprint of a map that is not kept any more, on whichever rank."""
 _MICRO = 1_000_000
 _OTHERS = (1 << 62) - 1
 _LARGEST = (1 << 63) - 1
@@ -94,3 +99,57 @@ class Agreement:
     def unpacked(self, values: Sequence[int], times: int) -> tuple[list[float], bytes]:
         """What came of it: so many agreed times, and page states."""
         return [v / _MICRO for v in values[:times]], bytes(values[times:])
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What this rank has given into SGLang's reduction of a tick, by which the answer is read."""
+
+    loads: Sequence[Poll]
+    polls: Sequence[Poll]
+    times: int
+    own_times: int
+
+
+class Riding:
+    """What ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's thread: it is asked, answered, and
+    what it heard is taken, in this order."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._asked: _Asked | None = None
+        self._heard: tuple[list[float], bytes] | None = None
+        self.apart = False
+        """The ranks' maps differ, or one is not kept any more: known to all ranks in the same step, and for good."""
+
+    def ask(self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int) -> list[int]:
+        """What this rank gives in. `own_times` are those in facts, `check` is the fingerprint of its map."""
+        states, ends = self._agreement.local([*loads, *polls])
+        clock = [time.monotonic(), *ends[: len(loads)], *own_times, *ends[len(loads) :]]
+        self._asked = _Asked(loads, polls, len(clock), len(own_times))
+        return [check, -check, *self._agreement.packed(clock, states)]
+
+    def answer(self, values: Sequence[int]) -> float:
+        """What came of it; returns the agreed time in seconds."""
+        asked = self._asked
+        assert asked is not None, "who was asked is answered"
+        least, most = values[0], -values[1]
+        self.apart = self.apart or least != most or least == BROKEN
+        self._heard = self._agreement.unpacked(values[2:], asked.times)
+        return self._heard[0][0]
+
+    def tell_polls(self) -> None:
+        """Tells the polls, not the loads, what was heard of them."""
+        if self._asked is None or self._heard is None:
+            return
+        (times, states), polls = self._heard, self._asked.polls
+        begin = sum(len(load.local) for load in self._asked.loads)
+        agree(polls, states[begin:], times[len(times) - len(polls) :])
+
+    def taken(self, loads: int, own_times: int) -> tuple[list[float], bytes]:
+        """The agreed times and states, once. Raises KVTierError where they are not about what is known now."""
+        asked, self._asked = self._asked, None
+        heard, self._heard = self._heard, None
+        if asked is None or heard is None or (len(asked.loads), asked.own_times) != (loads, own_times):
+            raise KVTierError("what the ranks agreed on is not what there is to agree on")
+        return heard

@@ -6,6 +6,8 @@ counts, so it has ended when it has on every rank, and well only where it has on
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from sgl_kvtier.store.base import ReadOutcome
 
 OPEN = 0
@@ -79,3 +81,17 @@ def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple
         else:
             runs.append((offset, offset + 1))
     return runs
+
+
+def agree(polls: Sequence[Poll], states: bytes, ended_at: Sequence[float]) -> None:
+    """Tells polls what all ranks know of them: the states of all their pages, and a time for each poll."""
+    for poll, state, ended in zip(polls, cut(states, [len(poll.local) for poll in polls]), ended_at, strict=True):
+        poll.agreed(state, ended)
+
+
+def cut(states: bytes, sizes: Sequence[int]) -> Iterator[bytes]:
+    """States as parts of these sizes."""
+    start = 0
+    for size in sizes:
+        yield states[start : start + size]
+        start += size

@@ -1,0 +1,86 @@
+"""What the planner is shown of a step: the queue, the slot for chunked prefill, and how many pages may be claimed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvtier.policy.messages import StepView
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.types import Tier
+
+_WAITING = 256
+"""At most so many waiting requests are shown to the planner."""
+_HOST_SHARE = 4
+"""A quarter of the host pool may be bounce pages at any time."""
+_CLIP = 4096
+"""SGLang's own bound on the output reserved per running request (CLIP_MAX_NEW_TOKENS)."""
+
+
+class Views:
+    """Builds views of one scheduler's steps. Scheduler's thread; changes nothing."""
+
+    def __init__(self, engine: RestoreEngine, chunk_tokens: int, host_tokens: int) -> None:
+        """`host_tokens` are those of the smallest host pool of all ranks."""
+        self._engine = engine
+        self._context = engine.context
+        self._chunk_tokens = chunk_tokens
+        self._host_tokens = host_tokens
+
+    def of(self, scheduler: Any, now: float, empty_pages: dict[Tier, int]) -> StepView:
+        """The view of this step. `now` is the agreed time in seconds; `empty_pages` are told to the planner as they are."""
+        engine, chunked = self._engine, scheduler.chunked_req
+        waiting = scheduler.waiting_queue
+        running = scheduler.running_batch
+        holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
+        open_ = chunked is None and not running.batch_is_full and self._context.tree.req_to_token_pool.available_size() > 0
+        fresh = sum(
+            max(0, len(req.origin_input_ids) - req.prefix_len - req.host_hit_length)
+            for req in waiting[:_WAITING]
+            if req.rid not in engine.restorations
+        )
+        return StepView(
+            now=now,
+            waiting=tuple(req.rid for req in waiting[:_WAITING]),
+            slot=holder,
+            slot_open=open_,
+            prefill_tokens=self._chunk_tokens,
+            fresh_tokens=fresh,
+            decoding=len(running.reqs),
+            free_pages=self.free_pages(_decoding(scheduler), chunked),
+            empty_pages=empty_pages,
+            owed_pages=0 if chunked is None or holder is not None else _rest_tokens(chunked) // self._context.page,
+        )
+
+    def free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
+        """What loads may claim: on the device, what is left when everything running gets the room it will need."""
+        tree, page = self._context.tree, self._context.page
+        pool = tree.token_to_kv_pool_allocator
+        tokens = pool.available_size() + tree.evictable_size()
+        for req in running:
+            tokens -= _output_room(req, page)
+        if chunked is not None:
+            tokens -= _rest_tokens(chunked)
+            tokens -= _output_room(chunked, page)
+            r = self._engine.of(chunked.rid)
+            if r is not None:
+                # Its loads take from the room it needs anyway; where others load as well, what it has not asked for is still its own.
+                tokens += (r.pages - r.front if len(self._engine.restorations) == 1 else len(r.owner)) * page
+        bounce = self._host_tokens // _HOST_SHARE - self._context.slots.host_tokens
+        return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
+
+
+def _decoding(scheduler: Any) -> list[Any]:
+    """Requests that decode, and those whose prompt was in the last batch: they join in this step."""
+    running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
+    if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
+        running += [req for req in last.reqs if req is not scheduler.chunked_req]
+    return running
+
+
+def _rest_tokens(chunked: Any) -> int:
+    """What is left of a prompt behind the chunk that is computed now."""
+    return len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
+
+
+def _output_room(req: Any, page: int) -> int:
+    return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), _CLIP) + page
