@@ -7,7 +7,7 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import RequestFinished
 from sgl_kvtier.policy.pages.owners import owner_of
-from sgl_kvtier.runtime.ahead import engine as lookahead_hands
+from sgl_kvtier.runtime.ahead import engine as lookahead_engine
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine, _Known
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
 from sgl_kvtier.runtime.ahead.promotions import Path
@@ -87,7 +87,7 @@ def test_half_of_few_sessions_are_held_back_and_all_before_the_one_that_room_is_
 
 
 def test_no_more_sessions_are_kept_than_the_planner_keeps(monkeypatch):
-    monkeypatch.setattr(lookahead_hands, "MOST_IDLE", 10)
+    monkeypatch.setattr(lookahead_engine, "MOST_IDLE", 10)
     hands = made()
     for session in range(25):
         hands._park(str(session), path())
