@@ -97,9 +97,9 @@ _LOOKAHEAD = (
     Metric("lookahead_checks", "times the whole map was compared with the truth"),
     Metric("lookahead_failures", "times choosing victims raised, or looking ahead was given up"),
     Metric("lookahead_map_pages", "pages known", kind=Kind.GAUGE),
-    Metric("lookahead_map_hbm_pages", "pages known to be on the device", kind=Kind.GAUGE),
-    Metric("lookahead_map_dram_pages", "pages known to be in host memory", kind=Kind.GAUGE),
-    Metric("lookahead_map_ssd_pages", "pages known to be in storage", kind=Kind.GAUGE),
+    Metric("lookahead_map_device_pages", "pages known to be on the device", kind=Kind.GAUGE),
+    Metric("lookahead_map_host_pages", "pages known to be in host memory", kind=Kind.GAUGE),
+    Metric("lookahead_map_storage_pages", "pages known to be in storage", kind=Kind.GAUGE),
     Metric("lookahead_sessions", "idle sessions whose paths are kept", kind=Kind.GAUGE),
 )
 METRICS = {metric.name: metric for metric in (*_STORE, *_RESTORE, *_LOOKAHEAD)}

@@ -58,7 +58,7 @@ def test_a_store_that_is_emptied_is_no_drift(tmp_path: Path) -> None:
         time.sleep(2.5)
         found = check_map(served)
         assert found["drift_total"] == 0 and found["failures_total"] == 0
-        assert found["map_ssd_pages"] == served.metric("kvtier:store_pages") > 0
+        assert found["map_storage_pages"] == served.metric("kvtier:store_pages") > 0
 
 
 def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_answers_are_equal_and_the_maps_true_on_both_ranks(tmp_path: Path, two: 
         found = same(served, tmp_path / "server.log")
         assert found["drift_total"] == 0
         assert found["victims_total"] > 0
-        assert found["map_pages"] >= found["map_ssd_pages"] >= found["map_hbm_pages"] > 0
+        assert found["map_pages"] >= found["map_storage_pages"] >= found["map_device_pages"] > 0
         assert sum(found[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
         assert sum(rank["reductions_total"] for rank in by_rank(served, "restore_").values()) == 0
 
@@ -109,7 +109,7 @@ def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_an
     with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, sections, CHECKED, **two, max_total_tokens=4096, hicache_ratio=2) as served:
         first = [served.ask(ids, session_id=name).tokens for ids, name in ((one, "one"), (other, "other"))]
         served.flush()
-        until(served, lambda rank: rank["map_dram_pages"] == 0)
+        until(served, lambda rank: rank["map_host_pages"] == 0)
 
         def hint(session: str, delay_s: float) -> None:
             answer = served.call("POST", "/kvtier/hint", {"session": session, "expected_delay_s": delay_s}, ADMIN)
@@ -119,9 +119,9 @@ def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_an
         time.sleep(0.2)
         served.call("POST", "/flush_cache", {}, ADMIN)  # its pages are being read
         hint("other", 5.0)
-        until(served, lambda rank: rank["map_dram_pages"] >= 37)
+        until(served, lambda rank: rank["map_host_pages"] >= 37)
         hint("one", 5.0)
-        until(served, lambda rank: rank["map_dram_pages"] >= 2 * 37)
+        until(served, lambda rank: rank["map_host_pages"] >= 2 * 37)
         again = [served.ask(ids, session_id=name) for ids, name in ((one, "one"), (other, "other"))]
         assert [answer.tokens for answer in again] == first
         assert all(answer.device + answer.host > 500 and answer.storage == 0 for answer in again), again

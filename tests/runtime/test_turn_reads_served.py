@@ -74,4 +74,4 @@ def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
                     sent[place].exception()
         found = check_map(served)
         assert found["drift_total"] == 0 and found["failures_total"] == 0
-        assert counts(served)["map_ssd_pages"] > 0
+        assert counts(served)["map_storage_pages"] > 0

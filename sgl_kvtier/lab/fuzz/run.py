@@ -320,7 +320,7 @@ class FuzzRun:
             await asyncio.sleep(_IDLE_S + _PUBLISHED_S)
             metrics = await self._client.metrics()
             used = metrics.total("sglang:hicache_host_used_tokens", tp_rank="0", pp_rank="0") or 0.0
-            known = (metrics.total("kvtier:lookahead_map_dram_pages", tp_rank="0", pp_rank="0") or 0.0) * self._options.page_tokens
+            known = (metrics.total("kvtier:lookahead_map_host_pages", tp_rank="0", pp_rank="0") or 0.0) * self._options.page_tokens
             if used == known:
                 return
         self._log.find(f"leak: {used:.0f} tokens of host memory are in use, and the map has {known:.0f}")

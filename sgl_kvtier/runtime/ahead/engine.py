@@ -409,8 +409,8 @@ class LookaheadEngine:
             *self.counters.counts(wasted),
             *(("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items())),
             ("map_pages", {}, len(known)),
-            ("map_hbm_pages", {}, known.count(Tier.HBM)),
-            ("map_dram_pages", {}, known.count(Tier.DRAM)),
-            ("map_ssd_pages", {}, known.count(Tier.SSD)),
+            ("map_device_pages", {}, known.count(Tier.HBM)),
+            ("map_host_pages", {}, known.count(Tier.DRAM)),
+            ("map_storage_pages", {}, known.count(Tier.SSD)),
             ("sessions", {}, len(self._idle)),
         ]
