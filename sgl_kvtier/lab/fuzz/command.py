@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=positive, metavar="N", help="end after so many requests (default 400, unless another limit is given)")
     parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
     parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after so long")
-    parser.add_argument("--scene", metavar="A,B", help=f"play scenes instead, load beside each: all, or of {', '.join(SCENES)} (docs/results/attacks.md)")
+    parser.add_argument("--scene", metavar="A,B", help=f"play scenes instead, load beside each: all, or of {'; '.join(f'{name} ({one.about})' for name, one in SCENES.items())}")
     parser.add_argument("--scale", type=not_negative, default=1.0, metavar="X", help="share of the scenes' full amounts (default 1: a minute of storm, 50 restarts)")
     parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)")
     parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")

@@ -111,13 +111,12 @@ async def full_host(stage: Stage) -> str:
 async def restarts(stage: Stage) -> str:
     """The server is ended under load, by SIGTERM and SIGKILL in turns, and started again on its store."""
     count, before = max(2, round(_RESTARTS * stage.options.scale)), Counter(stage.log.events)
-    async with stage.load() as run, stage.client() as client:
+    async with stage.load() as run:
         for number in range(count):
             await stage.pause()
             await run.restart()
             if not stage.server.alive:
                 break
-            await client.reconnect()
             pages = await _metric(stage, "kvtier:store_pages")
             if not pages:
                 stage.log.find(f"scene restarts: start {number + 1} found no page in its store")
@@ -136,7 +135,7 @@ async def routes(stage: Stage) -> str:
 
 
 SCENES: Mapping[str, Played] = {
-    "storm": Played("every request is given up, more than a hundred a second, for 60 s, then 30 s while prefixes are restored", storm),
+    "storm": Played("every request is given up, about a hundred a second for 60 s, then 30 s more while prefixes are restored", storm),
     "stop": Played("the scheduler is stopped for 1, 2, 5, 10 and 20 s", stop),
     "slow-disk": Played("the device is 100 times slower for 10 s, three times", slow_disk),
     "routes": Played("hostile requests over HTTP for 30 s", routes),
