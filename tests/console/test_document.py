@@ -53,6 +53,7 @@ def test_the_environment_says_what_the_result_was_measured_on() -> None:
         "date",
         "kvtier",
         "git_commit",
+        "planner",
         "python",
         "platform",
         "cpu",
@@ -64,6 +65,7 @@ def test_the_environment_says_what_the_result_was_measured_on() -> None:
     assert datetime.fromisoformat(found["date"]).utcoffset() == timedelta(0)
     assert found["kvtier"] == sgl_kvtier.__version__
     assert found["packages"]["numpy"] == numpy.__version__
+    assert found["planner"] in ("compiled", "source")
     assert found["cpu"]["count"] >= 1
     assert found["memory_bytes"] > 1 << 20
     assert json.loads(to_json(found)) == found

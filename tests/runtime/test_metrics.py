@@ -23,12 +23,17 @@ RANK = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 @pytest.fixture(autouse=True)
 def own_instruments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever is registered here is taken back."""
+    """Whatever is registered here is taken back; what other tests of this process registered stands aside meanwhile."""
+    others = metrics._instruments
+    for instrument in others.values():
+        REGISTRY.unregister(instrument)
     monkeypatch.setattr(metrics, "_instruments", {})
     monkeypatch.setattr(metrics, "PERIOD_S", 60.0)
     yield
     for instrument in metrics._instruments.values():
         REGISTRY.unregister(instrument)
+    for instrument in others.values():
+        REGISTRY.register(instrument)
 
 
 def value(name: str, **labels: str) -> float | None:
