@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from serving import STRICT, Answer, Served, flags, prompts, serving
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 OTHERS = [point.name for group in ("sglang.srt.plugins", "sglang.srt.platforms") for point in entry_points(group=group)]
 WITHOUT = {"SGLANG_PLUGINS": ",".join(name for name in OTHERS if name != "kvtier")}
 """Every plugin but ours. The CPU platform is among them: without it SGLang has no way to serve here, so both servers have it."""

@@ -23,6 +23,7 @@ from sgl_kvtier.launch import detect_device, missing_packages
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(missing_packages()), reason="sglang is not installed: pip install '.[sglang]'"),
     pytest.mark.skipif(detect_device() != "cpu", reason="checks the CPU reference platform"),
