@@ -89,12 +89,14 @@ def test_answers_are_equal_and_the_maps_true_on_both_ranks(tmp_path: Path, two: 
         assert sum(rank["reductions_total"] for rank in by_rank(served, "restore_").values()) == 0
 
 
+@pytest.mark.slow
 def test_pages_that_one_rank_loses_are_lost_for_both(tmp_path: Path, two: Any, expected: Any) -> None:
     with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two) as served:
         assert Agents(1).run(served, 4) == expected
         assert same(served, tmp_path / "server.log")["victims_total"] > 0
 
 
+@pytest.mark.slow
 def test_aborts_and_flushes_while_pages_move_on_two_ranks(tmp_path: Path, two: Any, expected: Any) -> None:
     with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two) as served:
         number, lost = aborts_and_flushes(served, 20)
@@ -103,6 +105,7 @@ def test_aborts_and_flushes_while_pages_move_on_two_ranks(tmp_path: Path, two: A
         same(served, tmp_path / "server.log")
 
 
+@pytest.mark.slow
 def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_and_a_flush_ends_it(tmp_path: Path, two: Any) -> None:
     sections = {"throttle": {"read_gbps": 0.004}, "faults": {"read_error_rate": 0.05, **ONE_STALLS}}
     one, other = prompts(2, 600, seed=8)
