@@ -37,11 +37,24 @@ def compile_policy(target: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            policy = sorted(str(path) for path in Path("sgl_kvtier/policy").rglob("*.py") if path.name not in SOURCE_ONLY)
-            modules = mypycify([*policy, "sgl_kvtier/types.py"], opt_level="2", debug_level="0", target_dir=f"{scratch}/c")
+            policy = sorted(
+                str(path)
+                for path in Path("sgl_kvtier/policy").rglob("*.py")
+                if path.name not in SOURCE_ONLY
+            )
+            modules = mypycify(
+                [*policy, "sgl_kvtier/types.py"],
+                opt_level="2",
+                debug_level="0",
+                target_dir=f"{scratch}/c",
+            )
             for module in modules:
-                module.extra_compile_args = [flag for flag in module.extra_compile_args if flag != "-Werror"]
-            command = Distribution({"name": "policy", "ext_modules": modules}).get_command_obj("build_ext")
+                module.extra_compile_args = [
+                    flag for flag in module.extra_compile_args if flag != "-Werror"
+                ]
+            command = Distribution({"name": "policy", "ext_modules": modules}).get_command_obj(
+                "build_ext"
+            )
             command.build_lib, command.build_temp = f"{scratch}/lib", f"{scratch}/o"
             command.ensure_finalized()
             command.run()
@@ -57,7 +70,9 @@ setup(
         Extension(
             "sgl_kvtier.store._native",
             sources=[f"{NATIVE}/lanes.c"],
-            depends=[f"{NATIVE}/{name}.h" for name in ("find", "pool", "rings", "runs", "uring", "xxh3")],
+            depends=[
+                f"{NATIVE}/{name}.h" for name in ("find", "pool", "rings", "runs", "uring", "xxh3")
+            ],
             extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,

@@ -1,7 +1,9 @@
-"""A rule of your own for which page gives way first, and what it is worth: run `python examples/own_eviction.py`.
+"""A rule of your own for which page gives way first, and what it is worth: run `python
+examples/own_eviction.py`.
 
-A rule (sgl_kvtier/policy/pages/eviction.py, `Rule`) answers four questions; the map of pages does the rest. This one is a
-segmented LRU: a page that was used again is protected, so that a flood of pages seen once cannot wash it out.
+A rule (sgl_kvtier/policy/pages/eviction.py, `Rule`) answers four questions; the map of pages does
+the rest. This one is a segmented LRU: a page that was used again is protected, so that a flood of
+pages seen once cannot wash it out.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ class SegmentedLRU:
 
 
 def hit_share(rule: Rule, pages: int, requests: list[tuple[PageKey, ...]]) -> float:
-    """The share of pages found in a DRAM of `pages` pages, over requests that each want some keys in order."""
+    """The share of pages found in a DRAM of `pages` pages, over requests that each want some keys
+    in order.
+    """
     known = TierMap(100_000, dram_rule=rule)
     hits = 0
     for now, keys in enumerate(requests):
-        found = [key for key in keys if (page := known.page(key)) is not None and Tier.DRAM in page.tiers]
+        found = [
+            key for key in keys if (page := known.page(key)) is not None and Tier.DRAM in page.tiers
+        ]
         hits += len(found)
         known.used(found, float(now))
         missing = [key for key in keys if key not in found]
@@ -49,11 +55,17 @@ def hit_share(rule: Rule, pages: int, requests: list[tuple[PageKey, ...]]) -> fl
     return hits / sum(map(len, requests))
 
 
-def agents_among_strangers(agents: int = 6, rounds: int = 40, strangers: int = 4) -> list[tuple[PageKey, ...]]:
-    """Agents that come back with the same 32 pages each round, and after two rounds one-time prompts of 40 pages between."""
+def agents_among_strangers(
+    agents: int = 6, rounds: int = 40, strangers: int = 4
+) -> list[tuple[PageKey, ...]]:
+    """Agents that come back with the same 32 pages each round, and after two rounds one-time
+    prompts of 40 pages between.
+    """
 
     def prompt(name: str, pages: int) -> tuple[PageKey, ...]:
-        return tuple(PageKey(hashlib.sha256(f"{name} {page}".encode()).digest()) for page in range(pages))
+        return tuple(
+            PageKey(hashlib.sha256(f"{name} {page}".encode()).digest()) for page in range(pages)
+        )
 
     requests = []
     for round_ in range(rounds):

@@ -1,4 +1,5 @@
-"""Types of command line arguments: text to a number in its range, with a message that says what is allowed.
+"""Types of command line arguments: text to a number in its range, with a message that says what is
+allowed.
 
 All raise argparse.ArgumentTypeError, which argparse turns into its one line of usage error.
 """
@@ -21,7 +22,9 @@ def whole_from(low: int, high: int = MOST_WHOLE) -> Callable[[str], int]:
         except ValueError:
             value = None
         if not is_whole(value, low, high):
-            raise argparse.ArgumentTypeError(f"{shown(text)}: must be a whole number {_span(low, high)}")
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)}: must be a whole number {_span(low, high)}"
+            )
         return value
 
     return parse
@@ -62,7 +65,9 @@ def size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be a size such as 4GiB or 500MB") from error
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: must be a size such as 4GiB or 500MB"
+        ) from error
 
 
 def _span(low: float, high: float) -> str:

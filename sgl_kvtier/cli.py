@@ -1,4 +1,6 @@
-"""The `kvtier` command: finds the part that does the work, hands it the arguments, and prints what went wrong in one line."""
+"""The `kvtier` command: finds the part that does the work, hands it the arguments, and prints what
+went wrong in one line.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from sgl_kvtier.errors import KVTierError
 
 @dataclass(frozen=True)
 class Command:
-    """What stands after `kvtier`, one word or two: the object (module:attribute) with add_arguments(parser) and run(args), and two texts."""
+    """What stands after `kvtier`, one word or two: the object (module:attribute) with
+    add_arguments(parser) and run(args), and two texts.
+    """
 
     where: str
     summary: str
@@ -99,7 +103,9 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status: 0 done, 1 failed, 2 wrong arguments, 130 stopped with Ctrl-C."""
+    """Runs one command; the exit status: 0 done, 1 failed, 2 wrong arguments, 130 stopped with
+    Ctrl-C.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
@@ -110,7 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
     if name not in COMMANDS:
-        print(f"kvtier: no command {name!r}. There are: {', '.join(COMMANDS)}. See kvtier --help", file=sys.stderr)
+        print(
+            f"kvtier: no command {name!r}. There are: {', '.join(COMMANDS)}. See kvtier --help",
+            file=sys.stderr,
+        )
         return 2
     command = COMMANDS[name]
     try:
@@ -140,7 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before a bare -- and what behind it. argparse cannot keep them apart where a command has positionals."""
+    """What stands before a bare -- and what behind it. argparse cannot keep them apart where a
+    command has positionals.
+    """
     if "--" not in arguments:
         return arguments, []
     at = arguments.index("--")
@@ -152,9 +163,13 @@ def _load(where: str) -> Any:
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if not module.startswith("sgl_kvtier.lab.") or ((error.name or "").startswith("sgl_kvtier.") and "lab" not in (error.name or "")):
+        if not module.startswith("sgl_kvtier.lab.") or (
+            (error.name or "").startswith("sgl_kvtier.") and "lab" not in (error.name or "")
+        ):
             raise
-        raise KVTierError(f"this command is part of the laboratory, which needs {error.name}. Install it with: pip install 'sgl-kvtier[lab]'") from None
+        raise KVTierError(
+            f"this command is part of the laboratory, which needs {error.name}. Install it with: pip install 'sgl-kvtier[lab]'"
+        ) from None
     return getattr(loaded, attribute) if attribute else loaded
 
 

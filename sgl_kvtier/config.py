@@ -1,7 +1,8 @@
 """kvtier.json as frozen dataclasses: one file for the server and the tools, checked key by key.
 
-Every field carries its unit in its name, its default here and its allowed range in `setting(...)`. A wrong key, type or
-value raises ConfigError naming the key, the value and what is allowed. There are no environment variables of our own.
+Every field carries its unit in its name, its default here and its allowed range in `setting(...)`.
+A wrong key, type or value raises ConfigError naming the key, the value and what is allowed. There
+are no environment variables of our own.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ def setting(
     choices: tuple[str, ...] = (),
     is_bytes: bool = False,
 ) -> Any:
-    """A dataclass field with its description and its allowed range, from which checks, messages and docs are made. Numbers have
-    both bounds."""
+    """A dataclass field with its description and its allowed range, from which checks, messages and
+    docs are made. Numbers have both bounds.
+    """
     meta = {"doc": doc, "low": low, "high": high, "choices": choices, "is_bytes": is_bytes}
     return field(default=default, metadata=meta)
 
@@ -69,19 +71,35 @@ class StoreConfig:
 
     path: str = setting("", "folder for the pages; created with mode 0700. Required")
     capacity_bytes: int = setting(
-        64 << 30, "most bytes on disk, all ranks of a server together", low=1 << 20, high=_MOST_BYTES, is_bytes=True
+        64 << 30,
+        "most bytes on disk, all ranks of a server together",
+        low=1 << 20,
+        high=_MOST_BYTES,
+        is_bytes=True,
     )
     min_free_bytes: int = setting(
-        1 << 30, "the store stops growing while the filesystem has less free", low=0, high=_MOST_BYTES, is_bytes=True
+        1 << 30,
+        "the store stops growing while the filesystem has less free",
+        low=0,
+        high=_MOST_BYTES,
+        is_bytes=True,
     )
     segment_bytes: int = setting(
-        256 << 20, "size of one pre-allocated segment file", low=64 << 10, high=64 << 30, is_bytes=True
+        256 << 20,
+        "size of one pre-allocated segment file",
+        low=64 << 10,
+        high=64 << 30,
+        is_bytes=True,
     )
     direct_io: str = setting(
-        "auto", "bypass the page cache: auto probes, on insists, off never", choices=("auto", "on", "off")
+        "auto",
+        "bypass the page cache: auto probes, on insists, off never",
+        choices=("auto", "on", "off"),
     )
     io_threads: int = setting(8, "threads that read and write pages", low=1, high=256)
-    native_io: bool = setting(True, "use the I/O threads in C where they are built; false: Python threads")
+    native_io: bool = setting(
+        True, "use the I/O threads in C where they are built; false: Python threads"
+    )
     io: str = setting(
         "auto",
         "how the I/O threads in C read: threads = one read each, io_uring = many under way each, auto = io_uring where the "
@@ -102,7 +120,8 @@ class StoreConfig:
         high=1_000_000,
     )
     durable: bool = setting(
-        False, "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them"
+        False,
+        "fdatasync after every write batch. Off: a power loss may lose pages, never corrupt them",
     )
 
 
@@ -110,21 +129,32 @@ class StoreConfig:
 class ThrottleConfig:
     """A slower device than the one at hand, to repeat published bandwidths. 0 = no limit."""
 
-    read_gbps: float = setting(0.0, "read bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000)
-    write_gbps: float = setting(0.0, "write bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000)
+    read_gbps: float = setting(
+        0.0, "read bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000
+    )
+    write_gbps: float = setting(
+        0.0, "write bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000
+    )
     latency_ms: float = setting(0.0, "added to each read or write batch", low=0, high=60_000)
 
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Failures on purpose, to see that nothing depends on the store working. Never set this in production."""
+    """Failures on purpose, to see that nothing depends on the store working. Never set this in
+    production.
+    """
 
     read_error_rate: float = setting(0.0, "share of page reads that fail", low=0, high=1)
     write_error_rate: float = setting(0.0, "share of page writes that fail", low=0, high=1)
     corrupt_rate: float = setting(0.0, "share of stored pages with one flipped bit", low=0, high=1)
     stall_ms: float = setting(0.0, "time added to one read in a hundred", low=0, high=600_000)
     seed: int = setting(0, "which reads and writes fail", low=0, high=1_000_000_000)
-    rank: int = setting(-1, "only on this tensor-parallel rank, so that ranks differ; -1: on all", low=-1, high=65_535)
+    rank: int = setting(
+        -1,
+        "only on this tensor-parallel rank, so that ranks differ; -1: on all",
+        low=-1,
+        high=65_535,
+    )
 
 
 @dataclass(frozen=True)
@@ -149,12 +179,20 @@ class PolicyConfig:
         "which restoration is loaded for first: arrival, longest or shortest remaining recompute time; auto = the rule's",
         choices=("auto", "arrival", "longest", "shortest"),
     )
-    min_restore_tokens: int = setting(256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000)
+    min_restore_tokens: int = setting(
+        256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000
+    )
     split_margin: float = setting(
-        0.02, "compute and load together only if that is predicted to save this share of the faster of the two alone", low=0, high=1
+        0.02,
+        "compute and load together only if that is predicted to save this share of the faster of the two alone",
+        low=0,
+        high=1,
     )
     split_gain_s: float = setting(
-        0.005, "and at least this many seconds: what splitting a prefix costs by itself", low=0, high=60
+        0.005,
+        "and at least this many seconds: what splitting a prefix costs by itself",
+        low=0,
+        high=60,
     )
     fixed_split: float = setting(
         -1.0,
@@ -169,20 +207,34 @@ class PolicyConfig:
         low=0,
         high=10,
     )
-    min_chunk_tokens: int = setting(32, "smallest chunk worth computing while loads are under way", low=1, high=65536)
+    min_chunk_tokens: int = setting(
+        32, "smallest chunk worth computing while loads are under way", low=1, high=65536
+    )
     load_tokens: int = setting(
-        128, "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting point if they take over 20 ms", low=1, high=65536
+        128,
+        "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting point if they take over 20 ms",
+        low=1,
+        high=65536,
     )
     load_horizon_s: float = setting(
         0.3, "loads issued ahead, in seconds of the device's bandwidth", low=0.001, high=60
     )
     load_deadline_s: float = setting(
-        2.0, "a load that has not begun this long after its predicted end is given up", low=0.001, high=600
+        2.0,
+        "a load that has not begun this long after its predicted end is given up",
+        low=0.001,
+        high=600,
     )
     yield_to_fresh: bool = setting(
-        True, "requests that restore nothing are prefilled before a restoring one that can go on loading (Cake, section 4)"
+        True,
+        "requests that restore nothing are prefilled before a restoring one that can go on loading (Cake, section 4)",
     )
-    max_yields: int = setting(4, "scheduler steps in a row for which a restoring request may be held back so", low=0, high=10_000)
+    max_yields: int = setting(
+        4,
+        "scheduler steps in a row for which a restoring request may be held back so",
+        low=0,
+        high=10_000,
+    )
     prefetch: str = setting(
         "kvtier",
         "pages of waiting requests are prefetched before their turn: kvtier = by deadline, bytes charged to the links; "
@@ -190,31 +242,58 @@ class PolicyConfig:
         choices=("kvtier", "tierkv", "off"),
     )
     lookahead: int = setting(
-        -1, "K: iterations ahead whose requests' pages are brought to HBM; 0 = none, -1 = from measured speeds", low=-1, high=4096
+        -1,
+        "K: iterations ahead whose requests' pages are brought to HBM; 0 = none, -1 = from measured speeds",
+        low=-1,
+        high=4096,
     )
     lookahead_ssd: int = setting(
-        -1, "iterations ahead whose requests' pages are brought from SSD to DRAM; -1 = from measured speeds", low=-1, high=4096
+        -1,
+        "iterations ahead whose requests' pages are brought from SSD to DRAM; -1 = from measured speeds",
+        low=-1,
+        high=4096,
     )
-    scheduling_slack_s: float = setting(0.0001, "TierKV's delta: how late a prefetched page may come", low=0, high=10)
-    prefetch_margin: float = setting(0.25, "links are taken to be this share slower than measured", low=0, high=10)
-    prefetch_share: float = setting(0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1)
+    scheduling_slack_s: float = setting(
+        0.0001, "TierKV's delta: how late a prefetched page may come", low=0, high=10
+    )
+    prefetch_margin: float = setting(
+        0.25, "links are taken to be this share slower than measured", low=0, high=10
+    )
+    prefetch_share: float = setting(
+        0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1
+    )
     prefetch_waste: float = setting(
-        0.1, "share of what is prefetched for expected sessions that may go unused; 1 = no limit", low=0, high=1
+        0.1,
+        "share of what is prefetched for expected sessions that may go unused; 1 = no limit",
+        low=0,
+        high=1,
     )
     eviction: str = setting(
         "next-use",
         "which pages are evicted first from HBM and DRAM: next-use = those needed last, lru (a server's default) or lfu",
         choices=("next-use", "lru", "lfu"),
     )
-    map_pages: int = setting(1_000_000, "pages whose tier is remembered, 200 bytes each", low=1, high=100_000_000)
-    sessions: bool = setting(True, "learn when idle sessions return; keep or bring back their pages accordingly")
-    session_idle_s: float = setting(900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000)
-    demote_after_s: float = setting(
-        10.0, "pages of sessions expected back later than this many seconds get a copy in a lower tier early", low=0, high=1_000_000
+    map_pages: int = setting(
+        1_000_000, "pages whose tier is remembered, 200 bytes each", low=1, high=100_000_000
     )
-    hint_limit_s: float = setting(3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000)
+    sessions: bool = setting(
+        True, "learn when idle sessions return; keep or bring back their pages accordingly"
+    )
+    session_idle_s: float = setting(
+        900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000
+    )
+    demote_after_s: float = setting(
+        10.0,
+        "pages of sessions expected back later than this many seconds get a copy in a lower tier early",
+        low=0,
+        high=1_000_000,
+    )
+    hint_limit_s: float = setting(
+        3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000
+    )
     decision_log: str = setting(
-        "", "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim replay-log); empty = none"
+        "",
+        "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim replay-log); empty = none",
     )
 
 
@@ -229,7 +308,9 @@ class KVTierConfig:
 
 
 def load_config(path: str | Path) -> KVTierConfig:
-    """The settings in a kvtier.json. Raises ConfigError when it is missing, not JSON, or has a wrong setting."""
+    """The settings in a kvtier.json. Raises ConfigError when it is missing, not JSON, or has a
+    wrong setting.
+    """
     try:
         data = parse_json(read_bounded(Path(path)))
     except OSError as error:
@@ -268,13 +349,17 @@ def parse_setting(section: str, name: str, value: Any) -> Any:
 
 
 def describe_config() -> list[dict[str, str]]:
-    """One row per setting (key, default, allowed, meaning), for `kvtier doctor --settings` and the docs."""
+    """One row per setting (key, default, allowed, meaning), for `kvtier doctor --settings` and the
+    docs.
+    """
     rows = []
     for section in fields(KVTierConfig):
         for f in _settings_of(section):
             shown = format_bytes(f.default) if f.metadata["is_bytes"] else json.dumps(f.default)
             key = f"{section.name}.{f.name}"
-            rows.append({"key": key, "default": shown, "allowed": _allowed(f), "meaning": f.metadata["doc"]})
+            rows.append(
+                {"key": key, "default": shown, "allowed": _allowed(f), "meaning": f.metadata["doc"]}
+            )
     return rows
 
 
@@ -324,10 +409,17 @@ def _allowed(f: Any) -> str:
     if meta["choices"]:
         return "one of " + ", ".join(meta["choices"])
     show = format_bytes if meta["is_bytes"] else "{:g}".format
-    name = {bool: "true or false", str: f"a text of at most {_MOST_TEXT} characters", int: "a whole number", float: "a number"}[type(f.default)]
+    name = {
+        bool: "true or false",
+        str: f"a text of at most {_MOST_TEXT} characters",
+        int: "a whole number",
+        float: "a number",
+    }[type(f.default)]
     if meta["is_bytes"]:
         name = "a size such as 67108864 or 64MiB"
-    return name if meta["low"] is None else f"{name} from {show(meta['low'])} to {show(meta['high'])}"
+    return (
+        name if meta["low"] is None else f"{name} from {show(meta['low'])} to {show(meta['high'])}"
+    )
 
 
 def _unknown(key: str, prefix: str, known: list[str]) -> str:

@@ -9,7 +9,8 @@ KVTierError
 ├── TraceError          a trace file is missing or is not in the format named
 └── BenchError          a benchmark could not be carried out (server did not start, port taken, no model)
 
-While a server is running none of these reaches SGLang's scheduler: a failed read is a miss and a counter.
+While a server is running none of these reaches SGLang's scheduler: a failed read is a miss and a
+counter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How an SGLang server is started with the kvtier tier: its flags, and what this machine has.
 
-Sources: SGLang 0.5.23 `--help`; on a CPU HiCache needs the direct copies and the page_first_direct layout.
+Sources: SGLang 0.5.23 `--help`; on a CPU HiCache needs the direct copies and the page_first_direct
+layout.
 """
 
 from __future__ import annotations
@@ -17,48 +18,86 @@ HOST = "127.0.0.1"
 
 
 def device_flags(device: str) -> list[str]:
-    """What the kind of machine asks for. The CPU platform brings its own attention backend, so none is named there."""
+    """What the kind of machine asks for. The CPU platform brings its own attention backend, so none
+    is named there.
+    """
     if device != "cpu":
         return ["--attention-backend", "flashinfer"]
-    # Without --sleep-on-idle an idle server keeps one core busy, which on a small host is half of the machine.
-    return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-cuda-graph", "--sleep-on-idle"]
+    # Without --sleep-on-idle an idle server keeps one core busy, which on a small host is half of
+    # the machine.
+    return [
+        "--device",
+        "cpu",
+        "--sampling-backend",
+        "pytorch",
+        "--disable-cuda-graph",
+        "--sleep-on-idle",
+    ]
 
 
 def cache_flags(device: str, host_ratio: float) -> list[str]:
     """HiCache with a host pool of `host_ratio` times the device pool, in a page-contiguous layout."""
-    copies, layout = ("direct", "page_first_direct") if device == "cpu" else ("kernel", "page_first")
+    copies, layout = (
+        ("direct", "page_first_direct") if device == "cpu" else ("kernel", "page_first")
+    )
     flags = ["--enable-hierarchical-cache", "--hicache-ratio", f"{host_ratio:g}"]
     return [*flags, "--hicache-io-backend", copies, "--hicache-mem-layout", layout]
 
 
 def storage_flags(backend: str, settings: Path) -> list[str]:
     """The storage tier: its name and its settings file."""
-    return ["--hicache-storage-backend", backend, "--hicache-storage-backend-extra-config", f"@{settings}"]
+    return [
+        "--hicache-storage-backend",
+        backend,
+        "--hicache-storage-backend-extra-config",
+        f"@{settings}",
+    ]
 
 
 def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = ()) -> list[str]:
-    """Our recommended flags for a user's own server. `extra` comes last, so that a flag given there wins."""
+    """Our recommended flags for a user's own server. `extra` comes last, so that a flag given there
+    wins.
+    """
     page = "16" if device == "cpu" else "64"
-    flags = ["--model-path", model, "--page-size", page, *device_flags(device), *cache_flags(device, 2.0)]
-    return [*flags, *storage_flags("kvtier", settings), "--enable-metrics", "--enable-cache-report", *extra]
+    flags = [
+        "--model-path",
+        model,
+        "--page-size",
+        page,
+        *device_flags(device),
+        *cache_flags(device, 2.0),
+    ]
+    return [
+        *flags,
+        *storage_flags("kvtier", settings),
+        "--enable-metrics",
+        "--enable-cache-report",
+        *extra,
+    ]
 
 
 def detect_device() -> str:
-    """"cuda" where an NVIDIA driver shows a device, else "cpu". Loads no torch, so that asking costs milliseconds."""
+    """ "cuda" where an NVIDIA driver shows a device, else "cpu". Loads no torch, so that asking
+    costs milliseconds.
+    """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return "cuda"
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "cpu"
     try:
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=False)
+        listed = subprocess.run(
+            [tool, "-L"], capture_output=True, text=True, timeout=20, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return "cpu"
     return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
 
 
 def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
-    """Which of these packages the interpreter that would run the server does not have. Imports none of them."""
+    """Which of these packages the interpreter that would run the server does not have. Imports none
+    of them.
+    """
     # A standard-library door used only here.
     from importlib.util import find_spec
 
@@ -75,7 +114,9 @@ def refuse_taken_port(port: int) -> None:
             return
         except OSError as error:
             reason = error.strerror
-    raise BenchError(f"port {port} cannot be used: {reason}{_owner(port)}. Stop it or choose another with --port")
+    raise BenchError(
+        f"port {port} cannot be used: {reason}{_owner(port)}. Stop it or choose another with --port"
+    )
 
 
 def _owner(port: int) -> str:
@@ -85,7 +126,11 @@ def _owner(port: int) -> str:
         return ""
     try:
         for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            if (
+                connection.laddr
+                and connection.laddr.port == port
+                and connection.status == psutil.CONN_LISTEN
+            ):
                 if connection.pid is None:
                     break
                 process = psutil.Process(connection.pid)

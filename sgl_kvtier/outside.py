@@ -1,7 +1,9 @@
-"""What comes from outside: values shown short, numbers within their range, JSON text and files of bounded size.
+"""What comes from outside: values shown short, numbers within their range, JSON text and files of
+bounded size.
 
-Settings, requests, arguments, traces and logs are all checked here, so that a hostile or damaged one ends in one error that
-names it. The errors are ValueErrors; each room makes its own of them. Standard library only, any thread.
+Settings, requests, arguments, traces and logs are all checked here, so that a hostile or damaged
+one ends in one error that names it. The errors are ValueErrors; each room makes its own of them.
+Standard library only, any thread.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from typing import Any, Final, TypeGuard
 MOST_SHOWN: Final = 60
 """Characters of a value that an error repeats."""
 MOST_WHOLE: Final = 1 << 53
-"""No count, size, id or time that anybody means comes near; every whole number up to here is exact as a float."""
+"""No count, size, id or time that anybody means comes near; every whole number up to here is exact
+as a float.
+"""
 MOST_SETTINGS_BYTES: Final = 1 << 20
 """Of a file of settings or of what was learned: real ones have under 10 KB."""
 _ITEMS, _LEVELS = 20, 3
 
 
 def shown(value: object) -> str:
-    """A value as JSON for an error's text, cut to `MOST_SHOWN` characters and fit for UTF-8. Never raises, whatever it is."""
+    """A value as JSON for an error's text, cut to `MOST_SHOWN` characters and fit for UTF-8. Never
+    raises, whatever it is.
+    """
     text = _shown(value, 0)
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
 
@@ -31,8 +37,12 @@ def refusal(name: str, value: object, allowed: str) -> str:
     return f"{name} = {shown(value)}: must be {allowed}"
 
 
-def is_number(value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE) -> TypeGuard[float]:
-    """Whether `value` is a finite number from `low` to `high`, which are finite; truth values are none."""
+def is_number(
+    value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE
+) -> TypeGuard[float]:
+    """Whether `value` is a finite number from `low` to `high`, which are finite; truth values are
+    none.
+    """
     # Written so that NaN, which is neither below nor above anything, fails.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
@@ -43,7 +53,9 @@ def is_whole(value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE) 
 
 
 def is_text(value: object, most: int) -> TypeGuard[str]:
-    """Whether `value` is a text of at most `most` characters that UTF-8 can hold: JSON can name halves of characters alone."""
+    """Whether `value` is a text of at most `most` characters that UTF-8 can hold: JSON can name
+    halves of characters alone.
+    """
     if not isinstance(value, str) or len(value) > most:
         return False
     try:
@@ -54,7 +66,9 @@ def is_text(value: object, most: int) -> TypeGuard[str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text. Raises ValueError, with where it goes wrong, on anything else, however deeply it is nested."""
+    """The value in a JSON text. Raises ValueError, with where it goes wrong, on anything else,
+    however deeply it is nested.
+    """
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -62,7 +76,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_bounded(path: Path, most: int = MOST_SETTINGS_BYTES) -> str:
-    """A UTF-8 file of at most `most` bytes. Raises OSError, and ValueError on a longer one and on other bytes."""
+    """A UTF-8 file of at most `most` bytes. Raises OSError, and ValueError on a longer one and on
+    other bytes.
+    """
     with path.open("rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:
@@ -78,9 +94,17 @@ def _shown(value: object, level: int) -> str:
         return quoted.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):
         # Python refuses to write out, and takes long for, what has thousands of digits.
-        return str(value) if value.bit_length() < 200 else f"a whole number of {value.bit_length()} bits"
+        return (
+            str(value)
+            if value.bit_length() < 200
+            else f"a whole number of {value.bit_length()} bits"
+        )
     if isinstance(value, (list, tuple)):
-        inner = [_shown(item, level + 1) for item in value[:_ITEMS]] if level < _LEVELS else ["…"] * bool(value)
+        inner = (
+            [_shown(item, level + 1) for item in value[:_ITEMS]]
+            if level < _LEVELS
+            else ["…"] * bool(value)
+        )
         return "[" + ", ".join(inner + ["…"] * (len(value) > _ITEMS)) + "]"
     if isinstance(value, dict):
         pairs = list(islice(value.items(), _ITEMS if level < _LEVELS else 0))

@@ -19,7 +19,9 @@ def parse_bytes(text: str | int) -> int:
         match = _SIZE.match(text) if len(text) <= _LONGEST else None
         unit = (match[2] or "").lower() if match else ""
         base = 1024 if "i" in unit else 1000
-        nbytes = int(float(match[1]) * base ** _POWERS[unit.rstrip("b").rstrip("i")]) if match else None
+        nbytes = (
+            int(float(match[1]) * base ** _POWERS[unit.rstrip("b").rstrip("i")]) if match else None
+        )
     if not is_whole(nbytes):
         raise ValueError(f"not a size: {shown(text)}")
     return nbytes

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
-"""SGLang's chained SHA-256 page hash as its 32 raw bytes. It names all tokens from the start up to the page's end."""
+"""SGLang's chained SHA-256 page hash as its 32 raw bytes. It names all tokens from the start up to
+the page's end.
+"""
 
 
 class Lookup(enum.Enum):
@@ -20,7 +22,9 @@ class Lookup(enum.Enum):
 
 
 class Tier(enum.IntEnum):
-    """Where a page can be; a smaller number is nearer to the compute. SGLang says L1, L2, L3 to the first three."""
+    """Where a page can be; a smaller number is nearer to the compute. SGLang says L1, L2, L3 to the
+    first three.
+    """
 
     HBM = 0
     DRAM = 1
@@ -29,9 +33,12 @@ class Tier(enum.IntEnum):
 
 
 class Link(enum.Enum):
-    """A path bytes take. Each has its own bandwidth estimate; SSD to HBM is the two hops done as one."""
+    """A path bytes take. Each has its own bandwidth estimate; SSD to HBM is the two hops done as
+    one.
+    """
 
-    # Members are unique, and Enum's own hash is a call in Python that costs a planner a tenth of its step.
+    # Members are unique, and Enum's own hash is a call in Python that costs a planner a tenth of
+    # its step.
     __hash__ = object.__hash__
 
     SSD_TO_DRAM = "ssd-dram"

@@ -4,14 +4,7 @@ from sgl_kvtier.console.document import check_target, envelope, to_json, write_j
 from sgl_kvtier.console.environment import environment
 from sgl_kvtier.console.progress import Progress, format_duration
 from sgl_kvtier.console.show import print_table, progress
-from sgl_kvtier.console.table import (
-    MISSING,
-    Column,
-    Table,
-    format_share,
-    format_value,
-    to_markdown,
-)
+from sgl_kvtier.console.table import MISSING, Column, Table, format_share, format_value, to_markdown
 from sgl_kvtier.sizes import format_bytes
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""Results as one JSON object that says where it came from, and files that are either whole or not there.
+"""Results as one JSON object that says where it came from, and files that are either whole or not
+there.
 
-docs/manual/json.md lists every schema. NaN and infinities, which JSON does not have, are written as null.
+docs/manual/json.md lists every schema. NaN and infinities, which JSON does not have, are written as
+null.
 """
 
 from __future__ import annotations
@@ -26,19 +28,23 @@ ENVELOPE_KEYS = ("schema", "command", "environment")
 
 
 def envelope(schema: str, command: list[str], results: dict) -> dict:
-    """The object every `--json` writes: `schema`, `command`, `environment`, then the results' own keys.
+    """The object every `--json` writes: `schema`, `command`, `environment`, then the results' own
+    keys.
 
     Raises ValueError when the results use one of the envelope's keys.
     """
     taken = [key for key in ENVELOPE_KEYS if key in results]
     if taken:
         raise ValueError(f"results may not have the envelope's keys: {', '.join(taken)}")
-    words = [PurePath(word).name for word in command[:1]] + list(command[1:])  # where a program lies is nobody's business
+    words = [PurePath(word).name for word in command[:1]] + list(
+        command[1:]
+    )  # where a program lies is nobody's business
     return {"schema": schema, "command": words, "environment": environment(), **results}
 
 
 def plain(value: object) -> object:
-    """The value in JSON's own types: dataclasses and mappings as objects, numpy and paths converted, NaN as None.
+    """The value in JSON's own types: dataclasses and mappings as objects, numpy and paths
+    converted, NaN as None.
 
     Raises TypeError on anything that has no obvious form.
     """
@@ -77,7 +83,8 @@ def write_json(result: dict, target: str) -> None:
 
 
 def write_text(text: str, target: str) -> None:
-    """Write UTF-8 text to a file, replaced in one step so that nobody reads half of it, or to standard output for "-".
+    """Write UTF-8 text to a file, replaced in one step so that nobody reads half of it, or to
+    standard output for "-".
 
     Folders on the way are made. Raises KVTierError when the file cannot be written.
     """
@@ -92,7 +99,9 @@ def write_text(text: str, target: str) -> None:
 
 
 def check_target(target: str) -> None:
-    """Raise KVTierError now if `target` could not be written later: to be called before long work, not after it."""
+    """Raise KVTierError now if `target` could not be written later: to be called before long work,
+    not after it.
+    """
     if target == STDOUT:
         return
     path = Path(target)
@@ -109,7 +118,8 @@ def check_target(target: str) -> None:
 
 def _replace(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
-        # A device or a pipe, such as /dev/null, is written to; replacing it with a file would break the machine.
+        # A device or a pipe, such as /dev/null, is written to; replacing it with a file would break
+        # the machine.
         path.write_text(text, encoding="utf-8")
         return
     path = path.resolve()  # a link stays a link
@@ -127,7 +137,9 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _unwritable(target: str, error: OSError) -> KVTierError:
-    return KVTierError(f"cannot write {target}: {error.strerror or error}. Choose a file in a folder you may write to")
+    return KVTierError(
+        f"cannot write {target}: {error.strerror or error}. Choose a file in a folder you may write to"
+    )
 
 
 def _key(key: object) -> str:

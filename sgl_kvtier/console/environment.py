@@ -1,4 +1,6 @@
-"""What a result was measured on: date, versions, processor, memory, accelerator, commit. No host names, no users."""
+"""What a result was measured on: date, versions, processor, memory, accelerator, commit. No host
+names, no users.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ PACKAGES = ("sglang", "torch", "flashinfer-python", "transformers", "numpy")
 
 
 def environment() -> dict:
-    """The machine and the software of this moment, as plain data. Never fails: what is not known is None.
+    """The machine and the software of this moment, as plain data. Never fails: what is not known is
+    None.
 
     Runs `nvidia-smi` and `git` where they exist, each for 10 seconds at most.
     """
@@ -37,7 +40,9 @@ def environment() -> dict:
 
 
 def planner_build() -> str:
-    """"compiled" where the planner is an extension module, "source" where it is Python. Imports neither."""
+    """ "compiled" where the planner is an extension module, "source" where it is Python. Imports
+    neither.
+    """
     found = importlib.util.find_spec("sgl_kvtier.policy.planner")
     return "source" if found is None or str(found.origin).endswith(".py") else "compiled"
 
@@ -79,17 +84,23 @@ def _memory_limit() -> int | None:
 
 def _gpus() -> list[dict[str, str]]:
     keys = ("name", "memory", "driver")
-    query = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    query = _output(
+        "nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    )
     rows = [[cell.strip() for cell in line.split(",")] for line in (query or "").splitlines()]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
 
 
 def _git_commit() -> str | None:
-    """The commit of the checkout this package runs from, with "-dirty" for local changes; None when installed."""
+    """The commit of the checkout this package runs from, with "-dirty" for local changes; None when
+    installed.
+    """
     root = Path(sgl_kvtier.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
-    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return _output(
+        "git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"
+    )
 
 
 def _output(*command: str) -> str | None:

@@ -24,7 +24,8 @@ def live_progress(state: Progress, file: TextIO) -> AbstractContextManager[None]
 @contextmanager
 def _shown(state: Progress, console: Console) -> Iterator[None]:
     # The note alone gives way on a narrow terminal: counts and times are what people look for.
-    # stdout is not redirected: what the caller prints there must reach stdout, not the bar's stderr.
+    # stdout is not redirected: what the caller prints there must reach stdout, not the bar's
+    # stderr.
     bar = RichProgress(
         _Cell(state, lambda s: s.label, "bold"),
         BarColumn(bar_width=24 if console.width >= 90 else 8),
@@ -49,7 +50,11 @@ class _Cell(ProgressColumn):
     """One text of the live display, read from the state each time it is drawn."""
 
     def __init__(
-        self, state: Progress, text: Callable[[Progress], str], style: str = "", table_column: Column | None = None
+        self,
+        state: Progress,
+        text: Callable[[Progress], str],
+        style: str = "",
+        table_column: Column | None = None,
     ) -> None:
         super().__init__(table_column or Column(no_wrap=True))
         self._state, self._text, self._style = state, text, style

@@ -7,12 +7,16 @@ from collections.abc import Callable
 
 
 class Progress:
-    """The counters of one piece of work. All methods may be called from any thread and from coroutines; none blocks.
+    """The counters of one piece of work. All methods may be called from any thread and from
+    coroutines; none blocks.
 
-    `total` and the steps are floats, so work of different length can be weighed; None means the total is not known.
+    `total` and the steps are floats, so work of different length can be weighed; None means the
+    total is not known.
     """
 
-    def __init__(self, label: str, total: float | None, unit: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, label: str, total: float | None, unit: str, clock: Callable[[], float]
+    ) -> None:
         self.label = label
         self.total = total
         self.unit = unit
@@ -52,7 +56,9 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left at the pace so far; None until something is done or while the total is not known."""
+        """Estimated seconds left at the pace so far; None until something is done or while the
+        total is not known.
+        """
         if self.total is None or self.done <= 0:
             return None
         return self.elapsed_s / self.done * max(self.total - self.done, 0)

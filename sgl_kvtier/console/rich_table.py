@@ -17,7 +17,9 @@ _NARROWEST_TEXT = 12
 
 
 def print_rich(table: Table, file: TextIO) -> None:
-    """Prints a table to `file`: on a terminal fitted to its width, elsewhere as wide as it needs to be."""
+    """Prints a table to `file`: on a terminal fitted to its width, elsewhere as wide as it needs to
+    be.
+    """
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not console.is_terminal:
         natural = sum(_widths(table, narrow=False)) + 3 * len(table.columns) + 1
@@ -35,7 +37,9 @@ def print_rich(table: Table, file: TextIO) -> None:
     console.print(_title(table, encoding))
     console.print(_grid(table, encoding) if side_by_side else _list(table, encoding))
     for note in table.notes:
-        console.print(Text(encodable(note, encoding)), style="dim", soft_wrap=not console.is_terminal)
+        console.print(
+            Text(encodable(note, encoding)), style="dim", soft_wrap=not console.is_terminal
+        )
 
 
 def _widths(table: Table, *, narrow: bool) -> list[int]:
@@ -64,7 +68,9 @@ def _grid(table: Table, encoding: str) -> RichTable:
         if column.unit:
             heading.append(encodable(f"\n{column.unit}", encoding), style="dim not bold")
         numeric = table.is_numeric(column)
-        grid.add_column(heading, justify="right" if numeric else "left", overflow="fold", min_width=width)
+        grid.add_column(
+            heading, justify="right" if numeric else "left", overflow="fold", min_width=width
+        )
     for row in table.cells():
         grid.add_row(*(Text(encodable(cell, encoding)) for cell in row))
     return grid

@@ -1,4 +1,6 @@
-"""Tables on standard output and progress on stderr: with `rich` (extra [lab]) where it is installed, plain text where not."""
+"""Tables on standard output and progress on stderr: with `rich` (extra [lab]) where it is
+installed, plain text where not.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ PLAIN_EVERY_S = 5.0
 def print_table(table: Table, file: TextIO | None = None) -> None:
     """Print a table to `file` (stdout if None).
 
-    On a terminal it fits the width where `rich` is installed (extra [lab]): text wraps, numbers never do, and where they do
-    not fit side by side every row is printed as a list. Elsewhere it is plain text, as wide as it needs to be.
+    On a terminal it fits the width where `rich` is installed (extra [lab]): text wraps, numbers
+    never do, and where they do not fit side by side every row is printed as a list. Elsewhere it is
+    plain text, as wide as it needs to be.
     """
     file = file or sys.stdout
     if importlib.util.find_spec("rich") is not None:
@@ -43,10 +46,12 @@ def progress(
     every_s: float = PLAIN_EVERY_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
-    """Show progress on `file` (stderr if None) while the block runs; yields the `Progress` to count on.
+    """Show progress on `file` (stderr if None) while the block runs; yields the `Progress` to count
+    on.
 
-    A live bar on a terminal where `rich` is installed (extra [lab]); elsewhere a plain line every `every_s` seconds and one
-    at the end. The display has its own thread, so it goes on while the caller waits.
+    A live bar on a terminal where `rich` is installed (extra [lab]); elsewhere a plain line every
+    `every_s` seconds and one at the end. The display has its own thread, so it goes on while the
+    caller waits.
     """
     state = Progress(label, total, unit, clock)
     file = file or sys.stderr

@@ -1,4 +1,6 @@
-"""Rows as a table for people: on the terminal and in markdown. What is missing is an en dash, never a zero."""
+"""Rows as a table for people: on the terminal and in markdown. What is missing is an en dash, never
+a zero.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,11 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Column:
-    """One column: `name` is the row's key, with dots for nested ones ("ttft_ms.p50"); `title` and `unit` are shown.
+    """One column: `name` is the row's key, with dots for nested ones ("ttft_ms.p50"); `title` and
+    `unit` are shown.
 
-    `decimals` fixes the digits after the point; `format` replaces the formatting for all values but missing ones.
+    `decimals` fixes the digits after the point; `format` replaces the formatting for all values but
+    missing ones.
     """
 
     name: str
@@ -52,7 +56,9 @@ class Table:
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
     def is_numeric(self, column: Column) -> bool:
-        """True when a column holds nothing but numbers, so that it is set flush right and never wrapped."""
+        """True when a column holds nothing but numbers, so that it is set flush right and never
+        wrapped.
+        """
         values = [v for v in (field_of(row, column.name) for row in self.rows) if not is_missing(v)]
         return bool(values) and all(_is_number(v) for v in values)
 
@@ -75,7 +81,9 @@ def is_missing(value: object) -> bool:
 
 
 def format_value(value: object, decimals: int | None = None) -> str:
-    """A value for people: thousands separated, about three significant digits unless `decimals` says otherwise."""
+    """A value for people: thousands separated, about three significant digits unless `decimals`
+    says otherwise.
+    """
     if is_missing(value):
         return MISSING
     if isinstance(value, bool):
@@ -105,10 +113,18 @@ def plain_lines(table: Table) -> list[str]:
     right = [table.is_numeric(column) for column in table.columns]
 
     def line(texts: Sequence[str]) -> str:
-        padded = (t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True))
+        padded = (
+            t.rjust(w) if r else t.ljust(w) for t, w, r in zip(texts, widths, right, strict=True)
+        )
         return "  ".join(padded).rstrip()
 
-    return [table.title, line(heads), "-" * (sum(widths) + 2 * len(widths) - 2), *map(line, cells), *table.notes]
+    return [
+        table.title,
+        line(heads),
+        "-" * (sum(widths) + 2 * len(widths) - 2),
+        *map(line, cells),
+        *table.notes,
+    ]
 
 
 def to_markdown(table: Table) -> str:
@@ -131,7 +147,9 @@ def _is_number(value: object) -> bool:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """The text as this output can carry it: an ASCII-only pipe gets "-" and "?" instead of an exception."""
+    """The text as this output can carry it: an ASCII-only pipe gets "-" and "?" instead of an
+    exception.
+    """
     try:
         text.encode(encoding)
     except UnicodeEncodeError:

@@ -9,16 +9,34 @@ from typing import Any
 from sgl_kvtier.lab.attention import arguments as attention_arguments
 
 PARTS: dict[str, tuple[Any, str]] = {
-    "attention": (attention_arguments, "CPU prefill attention per chunk, torch_native and ours in turn"),
-    "restore": ("sgl_kvtier.lab.experiment.restore.command", "stored prompts at many bandwidths: computed, loaded, stock's way, and ours"),
-    "restore-fuzz": ("sgl_kvtier.lab.fuzz.command", "agent sessions against a server in trouble: nothing hangs, leaks or differs"),
-    "restore-timeline": ("sgl_kvtier.lab.experiment.restore.timeline_command", "restorations of a decision log, and their two pointers"),
+    "attention": (
+        attention_arguments,
+        "CPU prefill attention per chunk, torch_native and ours in turn",
+    ),
+    "restore": (
+        "sgl_kvtier.lab.experiment.restore.command",
+        "stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
+    ),
+    "restore-fuzz": (
+        "sgl_kvtier.lab.fuzz.command",
+        "agent sessions against a server in trouble: nothing hangs, leaks or differs",
+    ),
+    "restore-timeline": (
+        "sgl_kvtier.lab.experiment.restore.timeline_command",
+        "restorations of a decision log, and their two pointers",
+    ),
     "restore-overhead": (
         "sgl_kvtier.lab.experiment.restore.overhead_command",
         "decoding where nothing is restored, stock and ours in paired rounds",
     ),
-    "store": ("sgl_kvtier.lab.storebench.command", "the page store against fio and HiCache's file backend on this disk"),
-    "torture": ("sgl_kvtier.lab.torture.command", "crashes, faults and damage: what the store loses, and that it never lies"),
+    "store": (
+        "sgl_kvtier.lab.storebench.command",
+        "the page store against fio and HiCache's file backend on this disk",
+    ),
+    "torture": (
+        "sgl_kvtier.lab.torture.command",
+        "crashes, faults and damage: what the store loses, and that it never lies",
+    ),
 }
 
 

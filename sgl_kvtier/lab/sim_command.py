@@ -1,4 +1,6 @@
-"""`kvtier sim`: run a workload under several policies, compute a paper's tables, replay a decision log."""
+"""`kvtier sim`: run a workload under several policies, compute a paper's tables, replay a decision
+log.
+"""
 
 from __future__ import annotations
 
@@ -45,43 +47,151 @@ _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `run`, `paper`, `replay-log` and `list` with their options."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{run,paper,replay-log,list}")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="{run,paper,replay-log,list}"
+    )
 
     running = actions.add_parser("run", help="a workload on a simulated machine, policy by policy")
-    running.add_argument("--trace", required=True, metavar="SOURCE", help="a trace file, its short name, or generated:PRESET")
-    running.add_argument("--policy", default=_QUICK_POLICIES, metavar="A,B", help=f"of {','.join(POLICIES)} (default %(default)s)")
-    running.add_argument("--config", metavar="FILE", help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix")
-    running.add_argument("--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)")
-    running.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the first N sessions")
-    running.add_argument("--seed", type=seed, default=0, help="of session starts and generated sessions (default 0)")
-    running.add_argument("--start-every", type=not_negative, default=0.0, metavar="S", help="mean seconds between session starts, drawn at random (default: as recorded)")
-    running.add_argument("--most-gap", type=not_negative, default=600.0, metavar="S", help="cut longer waits between two calls (default 600)")
-    running.add_argument("--most-output", type=positive, default=512, metavar="N", help="cut longer outputs (default 512 tokens)")
-    running.add_argument("--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt")
-    running.add_argument("--traces-dir", "--traces", dest="traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)")
-    running.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
-    running.add_argument("--html", metavar="FILE", help="write one page with timelines and distributions")
-    running.add_argument("--log", metavar="FILE", help="write the decision log of the one policy given; see replay-log")
+    running.add_argument(
+        "--trace",
+        required=True,
+        metavar="SOURCE",
+        help="a trace file, its short name, or generated:PRESET",
+    )
+    running.add_argument(
+        "--policy",
+        default=_QUICK_POLICIES,
+        metavar="A,B",
+        help=f"of {','.join(POLICIES)} (default %(default)s)",
+    )
+    running.add_argument(
+        "--config",
+        metavar="FILE",
+        help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix",
+    )
+    running.add_argument(
+        "--sessions",
+        type=positive,
+        metavar="N",
+        help="read N sessions (default: all; 20 generated)",
+    )
+    running.add_argument(
+        "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
+    )
+    running.add_argument(
+        "--seed", type=seed, default=0, help="of session starts and generated sessions (default 0)"
+    )
+    running.add_argument(
+        "--start-every",
+        type=not_negative,
+        default=0.0,
+        metavar="S",
+        help="mean seconds between session starts, drawn at random (default: as recorded)",
+    )
+    running.add_argument(
+        "--most-gap",
+        type=not_negative,
+        default=600.0,
+        metavar="S",
+        help="cut longer waits between two calls (default 600)",
+    )
+    running.add_argument(
+        "--most-output",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="cut longer outputs (default 512 tokens)",
+    )
+    running.add_argument(
+        "--most-prompt", type=positive, metavar="N", help="cut sessions before a longer prompt"
+    )
+    running.add_argument(
+        "--traces-dir",
+        "--traces",
+        dest="traces",
+        type=Path,
+        metavar="DIR",
+        help="folder with traces (default ../shared/traces)",
+    )
+    running.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
+    running.add_argument(
+        "--html", metavar="FILE", help="write one page with timelines and distributions"
+    )
+    running.add_argument(
+        "--log",
+        metavar="FILE",
+        help="write the decision log of the one policy given; see replay-log",
+    )
     machine = running.add_argument_group("machine")
-    machine.add_argument("--hardware", default="H100", choices=known_hardware(), help="default %(default)s")
-    machine.add_argument("--model", default="Llama-3.1-8B", choices=known_models(), help="default %(default)s")
-    machine.add_argument("--hbm", type=size, metavar="SIZE", help="HBM for KV (default: what 90%% of it less the weights leave)")
-    machine.add_argument("--dram", type=size, metavar="SIZE", help="DRAM for KV (default: no limit)")
+    machine.add_argument(
+        "--hardware", default="H100", choices=known_hardware(), help="default %(default)s"
+    )
+    machine.add_argument(
+        "--model", default="Llama-3.1-8B", choices=known_models(), help="default %(default)s"
+    )
+    machine.add_argument(
+        "--hbm",
+        type=size,
+        metavar="SIZE",
+        help="HBM for KV (default: what 90%% of it less the weights leave)",
+    )
+    machine.add_argument(
+        "--dram", type=size, metavar="SIZE", help="DRAM for KV (default: no limit)"
+    )
     machine.add_argument("--ssd", type=size, metavar="SIZE", help="SSD for KV (default: no limit)")
-    machine.add_argument("--ssd-gbps", type=above_nought, metavar="G", help="SSD read bandwidth in Gbit/s (default: the profile's)")
-    machine.add_argument("--pcie-gbps", type=above_nought, metavar="G", help="PCIe bandwidth per direction in Gbit/s (default: the profile's)")
-    machine.add_argument("--page-tokens", type=positive, default=64, metavar="N", help="default %(default)s")
-    machine.add_argument("--step-tokens", type=positive, default=2048, metavar="N", help="token budget of a step (default %(default)s)")
+    machine.add_argument(
+        "--ssd-gbps",
+        type=above_nought,
+        metavar="G",
+        help="SSD read bandwidth in Gbit/s (default: the profile's)",
+    )
+    machine.add_argument(
+        "--pcie-gbps",
+        type=above_nought,
+        metavar="G",
+        help="PCIe bandwidth per direction in Gbit/s (default: the profile's)",
+    )
+    machine.add_argument(
+        "--page-tokens", type=positive, default=64, metavar="N", help="default %(default)s"
+    )
+    machine.add_argument(
+        "--step-tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="token budget of a step (default %(default)s)",
+    )
 
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
     paper.add_argument("paper", choices=PAPERS)
-    paper.add_argument("--table", action="append", metavar="NAME", help="only this table or figure; may be given again")
-    paper.add_argument("--json", metavar="FILE", help="write the cells as JSON; - for standard output")
+    paper.add_argument(
+        "--table",
+        action="append",
+        metavar="NAME",
+        help="only this table or figure; may be given again",
+    )
+    paper.add_argument(
+        "--json", metavar="FILE", help="write the cells as JSON; - for standard output"
+    )
 
-    replaying = actions.add_parser("replay-log", help="feed a decision log to the planner and demand identical plans")
+    replaying = actions.add_parser(
+        "replay-log", help="feed a decision log to the planner and demand identical plans"
+    )
     replaying.add_argument("log", metavar="FILE", type=Path)
-    replaying.add_argument("--html", metavar="PAGE", help="write one page with the two pointers of each restoration over time")
-    replaying.add_argument("--rid", action="append", default=[], metavar="RID", help="with --html: this request's; may be given again (default: the longest)")
+    replaying.add_argument(
+        "--html",
+        metavar="PAGE",
+        help="write one page with the two pointers of each restoration over time",
+    )
+    replaying.add_argument(
+        "--rid",
+        action="append",
+        default=[],
+        metavar="RID",
+        help="with --html: this request's; may be given again (default: the longest)",
+    )
 
     actions.add_parser("list", help="policies, machines, models and papers there are")
 
@@ -117,15 +227,26 @@ def _run(args: argparse.Namespace) -> int:
                 log=lines.append if args.log else None,
             )
     outcomes = [outcome(name, result) for name, result in results.items()]
-    setup = {"workload": description, "machine": asdict(machine), "load": asdict(load), "policy": asdict(config)}
+    setup = {
+        "workload": description,
+        "machine": asdict(machine),
+        "load": asdict(load),
+        "policy": asdict(config),
+    }
     if args.log:
         write_text("\n".join(lines) + "\n", args.log)
     if args.html:
         write_text(sim_html(setup, outcomes, results, environment()), args.html)
     if args.json:
-        write_json(envelope(SCHEMA_RUN, _command(), {"setup": setup, "policies": outcomes}), args.json)
+        write_json(
+            envelope(SCHEMA_RUN, _command(), {"setup": setup, "policies": outcomes}), args.json
+        )
     if args.json != "-":
-        print_table(policies_table(outcomes, f"{description}: {len(requests)} requests on {machine.hardware}"))
+        print_table(
+            policies_table(
+                outcomes, f"{description}: {len(requests)} requests on {machine.hardware}"
+            )
+        )
     return 0
 
 
@@ -158,7 +279,9 @@ def _paper(args: argparse.Namespace) -> int:
     names = args.table or list(tables)
     unknown = [name for name in names if name not in tables]
     if unknown:
-        raise ConfigError(f"{args.paper} has no table {unknown[0]!r} here. There are: {', '.join(tables)}")
+        raise ConfigError(
+            f"{args.paper} has no table {unknown[0]!r} here. There are: {', '.join(tables)}"
+        )
     cells: list[Cell] = []
     with progress(f"{args.paper}", len(names), "tables") as bar:
         for name in names:
@@ -180,7 +303,9 @@ def _paper(args: argparse.Namespace) -> int:
             # A reading of one cell alone is a remark on that cell.
             if (measured["predicted"] or 0) > 1 or len(by_reading) == 1:
                 print(
-                    f"{reading}: " * bool(reading) + f"{measured['predicted']} predicted cells, median absolute deviation "
+                    f"{reading}: "
+                    * bool(reading)
+                    + f"{measured['predicted']} predicted cells, median absolute deviation "
                     f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
                     f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
                 )
@@ -205,7 +330,9 @@ def _replay(args: argparse.Namespace) -> int:
     if replayed.difference is not None:
         print(f"{args.log}: {replayed.difference}", file=sys.stderr)
         return 1
-    print(f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} facts)")
+    print(
+        f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} facts)"
+    )
     if replayed.failures:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
     if replayed.questions:
@@ -228,7 +355,9 @@ def _whole_lines(log: TextIO) -> Iterator[str]:
 def _list(args: argparse.Namespace) -> int:
     del args
     rows = [{"name": name, "about": one.about} for name, one in POLICIES.items()]
-    print_table(Table("Policies", [Column("name", "policy"), Column("about", "what it does")], rows))
+    print_table(
+        Table("Policies", [Column("name", "policy"), Column("about", "what it does")], rows)
+    )
     print()
     print(f"Machines: {', '.join(known_hardware())}")
     print(f"Models: {', '.join(known_models())}")

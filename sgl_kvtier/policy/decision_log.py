@@ -1,4 +1,5 @@
-"""A run as lines of JSON: every fact and view a planner was given and every plan it made, to be replayed and compared.
+"""A run as lines of JSON: every fact and view a planner was given and every plan it made, to be
+replayed and compared.
 
     {"log": "kvtier.decisions", "version": 1, "config": {...}, "engine": {...}, "profile": {...} | null}
     {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}       facts, in the order they were observed
@@ -11,8 +12,9 @@
     {"type": "PlannerFailed", "error": "..."}                      the fact or view before made the planner raise
     {"type": "LinesDropped", "count": 12}                          a hole: what follows cannot be replayed
 
-Spans are [start, stop], tiers their names, links and modes their values, page keys hexadecimal. Floats keep all digits, so
-decoding and encoding again gives the same line. Fields at their default are left out. Pure functions; files are others' trade.
+Spans are [start, stop], tiers their names, links and modes their values, page keys hexadecimal.
+Floats keep all digits, so decoding and encoding again gives the same line. Fields at their default
+are left out. Pure functions; files are others' trade.
 """
 
 from __future__ import annotations
@@ -107,12 +109,16 @@ def encode_header(header: Header) -> str:
 
 
 def decode_header(line: str) -> Header:
-    """Reads a first line. Raises TraceError when it is not one, or of a version this package does not read."""
+    """Reads a first line. Raises TraceError when it is not one, or of a version this package does
+    not read.
+    """
     data = _parse(line)
     if data.get("log") != NAME:
         raise TraceError("not a decision log: its first line must name kvtier.decisions")
     if data.get("version") != VERSION:
-        raise TraceError(f"decision log version {shown(data.get('version'))}: this kvtier reads version {VERSION}; use its own")
+        raise TraceError(
+            f"decision log version {shown(data.get('version'))}: this kvtier reads version {VERSION}; use its own"
+        )
     try:
         return Header(_config(data["config"]), _engine(data["engine"]), _profile(data["profile"]))
     except (KeyError, TypeError, ValueError) as error:
@@ -129,7 +135,9 @@ def decode(line: str) -> Record:
     data = _parse(line)
     kind = data.get("type")
     if not isinstance(kind, str) or kind not in _RECORDS:
-        raise TraceError(f"a line of the decision log has the type {shown(kind)}; known are {', '.join(_RECORDS)}")
+        raise TraceError(
+            f"a line of the decision log has the type {shown(kind)}; known are {', '.join(_RECORDS)}"
+        )
     try:
         return _from_plain(_RECORDS[kind], data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -159,12 +167,18 @@ def _from_plain(kind: type, data: Mapping[str, Any]) -> Any:
     known = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [name for name in data if name not in known and name != "type"]
     if unknown:
-        raise ValueError(f"it has fields of another version: {', '.join(map(str, unknown))[:_MOST_SAID]}")
-    return kind(**{name: _codec(known[name])[1](value) for name, value in data.items() if name != "type"})
+        raise ValueError(
+            f"it has fields of another version: {', '.join(map(str, unknown))[:_MOST_SAID]}"
+        )
+    return kind(
+        **{name: _codec(known[name])[1](value) for name, value in data.items() if name != "type"}
+    )
 
 
 def _config(data: Mapping[str, Any]) -> PolicyConfig:
-    return PolicyConfig(**{name: parse_setting("policy", name, value) for name, value in dict(data).items()})
+    return PolicyConfig(
+        **{name: parse_setting("policy", name, value) for name, value in dict(data).items()}
+    )
 
 
 def _engine(data: Mapping[str, Any]) -> EngineShape:
@@ -197,14 +211,20 @@ def _same(value: Any) -> Any:
 
 
 def _plain(annotation: str) -> Callable[..., Any]:
-    """Reads a value of this annotation: what stands in a log as it is. Raises ValueError on another, and on NaN and infinity."""
+    """Reads a value of this annotation: what stands in a log as it is. Raises ValueError on
+    another, and on NaN and infinity.
+    """
     kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
 
     def read(value: Any, name: str = "a value") -> Any:
         if optional and value is None:
             return None
         if kind in ("int", "float"):
-            good = is_whole(value, -_MOST_INT, _MOST_INT) if kind == "int" else is_number(value, -_MOST_FLOAT, _MOST_FLOAT)
+            good = (
+                is_whole(value, -_MOST_INT, _MOST_INT)
+                if kind == "int"
+                else is_number(value, -_MOST_FLOAT, _MOST_FLOAT)
+            )
         else:
             good = type(value) is {"str": str, "bool": bool}[kind]
         if not good:
@@ -219,7 +239,9 @@ def _codec(field: dataclasses.Field[Any]) -> _Codec:
 
 
 def _many(codec: _Codec) -> _Codec:
-    return lambda values: [codec[0](v) for v in values], lambda values: tuple(codec[1](v) for v in values)
+    return lambda values: [codec[0](v) for v in values], lambda values: tuple(
+        codec[1](v) for v in values
+    )
 
 
 def _message(kind: type) -> _Codec:
@@ -229,10 +251,16 @@ def _message(kind: type) -> _Codec:
 _SPAN: _Codec = (lambda span: [span.start, span.stop], lambda pair: Span(*map(_plain("int"), pair)))
 _KEY: _Codec = (lambda key: key.hex(), lambda text: PageKey(bytes.fromhex(text)))
 _TIER: _Codec = (lambda tier: tier.name, lambda name: Tier[name])
-_SOURCE: _Codec = (lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])], lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])))
+_SOURCE: _Codec = (
+    lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])],
+    lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])),
+)
 
 _CODECS: dict[str, _Codec] = {
-    **{kind: (_same, _plain(kind)) for kind in ("str", "int", "float", "bool", "str | None", "int | None", "float | None")},
+    **{
+        kind: (_same, _plain(kind))
+        for kind in ("str", "int", "float", "bool", "str | None", "int | None", "float | None")
+    },
     "tuple[str, ...]": (list, lambda texts: tuple(map(_plain("str"), texts))),
     "Span": _SPAN,
     "Tier": _TIER,
@@ -260,7 +288,9 @@ _CODECS: dict[str, _Codec] = {
     },
     **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView)},
 }
-"""How a field is written and read, by its annotation in messages.py. A new kind of field fails at import, just below."""
+"""How a field is written and read, by its annotation in messages.py. A new kind of field fails at
+import, just below.
+"""
 
 _RECORDS: dict[str, type] = {
     kind.__name__: kind
@@ -289,4 +319,6 @@ _RECORDS: dict[str, type] = {
 for _kind in _RECORDS.values():
     for _field in dataclasses.fields(_kind):
         if str(_field.type) not in _CODECS:
-            raise TypeError(f"{_kind.__name__}.{_field.name}: {_field.type} has no form in the decision log")
+            raise TypeError(
+                f"{_kind.__name__}.{_field.name}: {_field.type} has no form in the decision log"
+            )

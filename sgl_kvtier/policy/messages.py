@@ -1,12 +1,15 @@
-"""The protocol between the deciding half and its hands, on one screen: facts in, a view in, a plan out.
+"""The protocol between the deciding half and its hands, on one screen: facts in, a view in, a plan
+out.
 
-A planner is told what happened (`observe(fact)`) and asked what to do next (`step(view) -> StepPlan`), both from one
-thread and once per scheduler step. The hands are `runtime/` (SGLang) or `sim/` (virtual time); they carry out a plan and
-report, and never choose. Everything is a `message`, which nobody changes once it is made. Seconds are floats of whatever clock the hands keep; with
-several ranks, only values all ranks agree on may be put into a fact or a view.
+A planner is told what happened (`observe(fact)`) and asked what to do next (`step(view) ->
+StepPlan`), both from one thread and once per scheduler step. The hands are `runtime/` (SGLang) or
+`sim/` (virtual time); they carry out a plan and report, and never choose. Everything is a
+`message`, which nobody changes once it is made. Seconds are floats of whatever clock the hands
+keep; with several ranks, only values all ranks agree on may be put into a fact or a view.
 
-A restoration covers pages [0, pages) of one request: [0, resident) are in HBM already, the rest lies in lower tiers.
-Compute takes pages from the front, transfers take them from the back; every page is taken by one of them exactly once.
+A restoration covers pages [0, pages) of one request: [0, resident) are in HBM already, the rest
+lies in lower tiers. Compute takes pages from the front, transfers take them from the back; every
+page is taken by one of them exactly once.
 
     RestoreOffered ─▶ RestoreStart ─▶ Load…  ─▶ TransferDone, PagesLost
                                    └▶ Compute… ─▶ ChunkStarted, ChunkDone     until the front has reached `pages`
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
 else:
 
     def message(cls):
-        """A dataclass that is frozen for the type checker alone: a step makes many, and freezing makes each four times as slow."""
+        """A dataclass that is frozen for the type checker alone: a step makes many, and freezing
+        makes each four times as slow.
+        """
         return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
@@ -47,12 +52,15 @@ class Mode(enum.Enum):
 
 
 CANCELLED = "cancelled"
-"""Why pages are lost that a Cancel asked for: they were not begun, and may be loaded or computed."""
+"""Why pages are lost that a Cancel asked for: they were not begun, and may be loaded or computed.
+"""
 
 
 @message
 class RequestArrived:
-    """A request is waiting. `keys` name its full prompt pages in order; `session` groups the turns of one client."""
+    """A request is waiting. `keys` name its full prompt pages in order; `session` groups the turns
+    of one client.
+    """
 
     rid: str
     now: float
@@ -63,9 +71,11 @@ class RequestArrived:
 
 @message
 class RequestFinished:
-    """A request has left, finished or aborted. Its restoration, if any, is over; loads begun may still end. `keys` name the
-    full pages of prompt and output, which its session's next turn will begin with; empty where that is not known.
-    `restoration_only`: the request goes on, without its restoration."""
+    """A request has left, finished or aborted. Its restoration, if any, is over; loads begun may
+    still end. `keys` name the full pages of prompt and output, which its session's next turn will
+    begin with; empty where that is not known. `restoration_only`: the request goes on, without its
+    restoration.
+    """
 
     rid: str
     now: float
@@ -76,8 +86,9 @@ class RequestFinished:
 
 @message
 class RestoreOffered:
-    """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending page spans
-    with the tier each lies in, and cover that range."""
+    """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending
+    page spans with the tier each lies in, and cover that range.
+    """
 
     rid: str
     now: float
@@ -89,8 +100,10 @@ class RestoreOffered:
 
 @message
 class TransferDone:
-    """A transfer ended. `span` are pages of `rid`'s prompt that a Load asked for (no name and empty for a Move, whose pages PagesPlaced names);
-    `seconds` is the time the link was busy with it, queueing not included."""
+    """A transfer ended. `span` are pages of `rid`'s prompt that a Load asked for (no name and empty
+    for a Move, whose pages PagesPlaced names); `seconds` is the time the link was busy with it,
+    queueing not included.
+    """
 
     rid: str
     link: Link
@@ -102,8 +115,10 @@ class TransferDone:
 
 @message
 class PagesLost:
-    """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front must compute them, but for
-    those that were cancelled: a Cancel asked for them back, and they are open again."""
+    """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front
+    must compute them, but for those that were cancelled: a Cancel asked for them back, and they are
+    open again.
+    """
 
     rid: str
     span: Span
@@ -113,7 +128,9 @@ class PagesLost:
 
 @message
 class ChunkStarted:
-    """Prefill of tokens [start, stop) of a request was launched. It may be less than a Compute granted, never more."""
+    """Prefill of tokens [start, stop) of a request was launched. It may be less than a Compute
+    granted, never more.
+    """
 
     rid: str
     tokens: Span
@@ -122,7 +139,9 @@ class ChunkStarted:
 
 @message
 class ChunkDone:
-    """That prefill has ended; `seconds` is its forward time, `shared_tokens` what else was in the same batch."""
+    """That prefill has ended; `seconds` is its forward time, `shared_tokens` what else was in the
+    same batch.
+    """
 
     rid: str
     tokens: Span
@@ -179,14 +198,16 @@ Fact: TypeAlias = (
 class StepView:
     """The moment of decision.
 
-    `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring request that holds the
-    engine's one slot for chunked prefill, or None when it is free; `slot_open` says whether a restoring request may take
-    it in this step. `prefill_tokens` bounds this step's prefill, `fresh_tokens` are waiting prefill tokens of requests
-    that restore nothing, `decoding` counts running requests. `free_pages` is what may be claimed per tier: destinations
-    of loads come from HBM and, where the hands stage in host memory, from DRAM. `empty_pages` are those of them that hold
-    nothing; a tier that is not named there has what its map's evictable pages leave of `free_pages`. `owed_pages` of HBM are left
-    out of `free_pages`, since the rest of a prompt that runs will claim them, but were not claimed yet: somebody may have to
-    give way for them.
+    `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring
+    request that holds the engine's one slot for chunked prefill, or None when it is free;
+    `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
+    this step's prefill, `fresh_tokens` are waiting prefill tokens of requests that restore nothing,
+    `decoding` counts running requests. `free_pages` is what may be claimed per tier: destinations
+    of loads come from HBM and, where the hands stage in host memory, from DRAM. `empty_pages` are
+    those of them that hold nothing; a tier that is not named there has what its map's evictable
+    pages leave of `free_pages`. `owed_pages` of HBM are left out of `free_pages`, since the rest of
+    a prompt that runs will claim them, but were not claimed yet: somebody may have to give way for
+    them.
     """
 
     now: float
@@ -203,8 +224,10 @@ class StepView:
 
 @message
 class Queued:
-    """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below the device: there, on their
-    way, or stored; `unread`: some are stored and neither there nor on their way."""
+    """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below
+    the device: there, on their way, or stored; `unread`: some are stored and neither there nor on
+    their way.
+    """
 
     rid: str
     pages: int
@@ -216,7 +239,9 @@ class Queued:
 
 @message
 class RestoreStart:
-    """The answer to a RestoreOffered. COMPUTE: forget the offer. LOAD: keep the request waiting until its pages are in."""
+    """The answer to a RestoreOffered. COMPUTE: forget the offer. LOAD: keep the request waiting
+    until its pages are in.
+    """
 
     rid: str
     mode: Mode
@@ -225,7 +250,9 @@ class RestoreStart:
 
 @message
 class Load:
-    """Read pages `span` of `rid` into HBM over `link`, highest page first. Late after `deadline_s` seconds from now."""
+    """Read pages `span` of `rid` into HBM over `link`, highest page first. Late after `deadline_s`
+    seconds from now.
+    """
 
     rid: str
     span: Span
@@ -236,7 +263,9 @@ class Load:
 
 @message
 class Cancel:
-    """Take back loads of these pages where they were not begun; each comes back as landed or as PagesLost(CANCELLED)."""
+    """Take back loads of these pages where they were not begun; each comes back as landed or as
+    PagesLost(CANCELLED).
+    """
 
     rid: str
     span: Span
@@ -244,9 +273,11 @@ class Cancel:
 
 @message
 class Compute:
-    """What the request in the slot does now: first make the landed pages `splice` part of its prefix (its front is
-    `splice.start`), then prefill `tokens`. 0 waits in this step; None leaves the size to the engine (nothing more to
-    restore). Until then it is a multiple of the page size and never reaches into a page that a transfer has taken."""
+    """What the request in the slot does now: first make the landed pages `splice` part of its
+    prefix (its front is `splice.start`), then prefill `tokens`. 0 waits in this step; None leaves
+    the size to the engine (nothing more to restore). Until then it is a multiple of the page size
+    and never reaches into a page that a transfer has taken.
+    """
 
     rid: str
     splice: Span
@@ -255,7 +286,9 @@ class Compute:
 
 @message
 class Move:
-    """Copy pages one or two tiers up (prefetch) or down (demotion), for `rid`'s sake where that is known."""
+    """Copy pages one or two tiers up (prefetch) or down (demotion), for `rid`'s sake where that is
+    known.
+    """
 
     keys: tuple[PageKey, ...]
     source: Tier
@@ -273,7 +306,9 @@ class Evict:
 
 @message
 class StepPlan:
-    """Commands of one step, each tuple in the order to be carried out. An empty plan is always safe to carry out."""
+    """Commands of one step, each tuple in the order to be carried out. An empty plan is always safe
+    to carry out.
+    """
 
     starts: tuple[RestoreStart, ...] = ()
     cancels: tuple[Cancel, ...] = ()
@@ -284,7 +319,9 @@ class StepPlan:
 
 
 class Planner(Protocol):
-    """Whoever decides: ours, or a baseline it is compared with. Never blocks, never raises on facts about unknown ids."""
+    """Whoever decides: ours, or a baseline it is compared with. Never blocks, never raises on facts
+    about unknown ids.
+    """
 
     def observe(self, fact: Fact) -> None:
         """Takes note of what happened."""

@@ -1,6 +1,8 @@
-"""The deciding half as a whole: it takes facts, keeps what they imply, and answers each view with a plan.
+"""The deciding half as a whole: it takes facts, keeps what they imply, and answers each view with a
+plan.
 
-Deterministic to the bit: the same facts and views give the same plans, whatever the hash seed. One thread, no clock.
+Deterministic to the bit: the same facts and views give the same plans, whatever the hash seed. One
+thread, no clock.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from sgl_kvtier.policy.shape import EngineShape
 
 
 class Planner:
-    """Restoration (`restore_planner`) and what comes before it (`lookahead`), sharing what is learned of the links.
+    """Restoration (`restore_planner`) and what comes before it (`lookahead`), sharing what is
+    learned of the links.
 
     `profile` is what `profile()` gave at the end of an earlier run: plain data, or None.
     """
@@ -29,12 +32,16 @@ class Planner:
         known = profile or {}
         self._restore = RestorePlanner(config, engine, known.get("links"), known.get("prefill"))
         self.ahead = Lookahead(config, engine, self._restore.bandwidth)
-        """The map of pages, prefetching and sessions: hands read the map for reports and pass clients' hints in."""
+        """The map of pages, prefetching and sessions: hands read the map for reports and pass
+        clients' hints in.
+        """
         self._failed = False
         """Something went wrong once: no more looking ahead, whose map may be anything."""
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened. Facts about requests it does not know, or no longer, change nothing but estimates."""
+        """Takes note of what happened. Facts about requests it does not know, or no longer, change
+        nothing but estimates.
+        """
         try:
             self._restore.observe(fact)
             if not self._failed:
@@ -44,10 +51,12 @@ class Planner:
             raise
 
     def step(self, view: StepView) -> StepPlan:
-        """Decides this step. Loads and moves in the plan are claimed at once, chunks when a ChunkStarted reports them.
+        """Decides this step. Loads and moves in the plan are claimed at once, chunks when a
+        ChunkStarted reports them.
 
-        When it raises, here or in `observe`, nobody is being restored any more, and whoever asked ends what is under way: what
-        nobody was told of is not counted as under way for ever."""
+        When it raises, here or in `observe`, nobody is being restored any more, and whoever asked
+        ends what is under way: what nobody was told of is not counted as under way for ever.
+        """
         try:
             return self._decide(view)
         except Exception:
@@ -69,18 +78,22 @@ class Planner:
         return StepPlan(plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves)
 
     def configure(self, config: PolicyConfig) -> None:
-        """Other settings for restoring from now on. Restorations under way go on in the mode they were given."""
+        """Other settings for restoring from now on. Restorations under way go on in the mode they
+        were given.
+        """
         self._restore.configure(config)
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why a prefix is better left to an engine that can load by itself, or None: asked before it is offered, for what
-        the engine has dropped in favour of a restoration it does not take up again. Changes nothing. In the view it is not
-        among the fresh requests."""
+        """Why a prefix is better left to an engine that can load by itself, or None: asked before
+        it is offered, for what the engine has dropped in favour of a restoration it does not take
+        up again. Changes nothing. In the view it is not among the fresh requests.
+        """
         return self._restore.left_to_engine(offer, view)
 
     def reads_due(self, queue: Iterable[Queued], room: int) -> list[str]:
-        """Of waiting requests whose prefixes are left to the engine, in the order they run: those whose stored pages it reads now
-        into `room` pages of host memory. Changes nothing."""
+        """Of waiting requests whose prefixes are left to the engine, in the order they run: those
+        whose stored pages it reads now into `room` pages of host memory. Changes nothing.
+        """
         return due(queue, room)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
@@ -120,5 +133,7 @@ class Planner:
 def make_planner(
     config: PolicyConfig, engine: EngineShape, profile: Mapping[str, Any] | None = None
 ) -> Planner:
-    """The planner a configuration asks for. `profile`: what `Planner.profile` gave at the end of an earlier run."""
+    """The planner a configuration asks for. `profile`: what `Planner.profile` gave at the end of an
+    earlier run.
+    """
     return Planner(config, engine, profile)

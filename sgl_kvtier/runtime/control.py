@@ -2,9 +2,10 @@
 
     POST /set_internal_state  {"server_args": {"kvtier.throttle.read_gbps": 2.5, "kvtier.policy.restore": 3}}
 
-SGLang passes such a message to every scheduler process between two steps, and takes numbers only: a choice is given as its
-place in the list that `kvtier doctor --settings` prints, counted from 0. Laboratories use it to run all arms of a
-comparison in one process. A name nobody handles is refused, as SGLang refuses unknown names of its own.
+SGLang passes such a message to every scheduler process between two steps, and takes numbers only: a
+choice is given as its place in the list that `kvtier doctor --settings` prints, counted from 0.
+Laboratories use it to run all arms of a comparison in one process. A name nobody handles is
+refused, as SGLang refuses unknown names of its own.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ PREFIX = "kvtier."
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Any, float], None]
-"""Called on the scheduler thread with the scheduler and the value; raises ValueError to refuse it."""
+"""Called on the scheduler thread with the scheduler and the value; raises ValueError to refuse it.
+"""
 
 
 def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig:
-    """`config` with one setting changed. Raises ValueError on an unknown name or a value out of range."""
+    """`config` with one setting changed. Raises ValueError on an unknown name or a value out of
+    range.
+    """
     default, choices = known_settings().get(name, (None, ()))
     given: object = value
     if choices:
         if not is_number(value, 0, len(choices) - 1) or value != int(value):
-            raise ValueError(refusal(f"policy.{name}", value, f"0 to {len(choices) - 1}: {', '.join(choices)}"))
+            raise ValueError(
+                refusal(f"policy.{name}", value, f"0 to {len(choices) - 1}: {', '.join(choices)}")
+            )
         given = choices[int(value)]
     elif isinstance(default, bool):
         if not is_number(value, 0, 1) or value != int(value):
@@ -50,7 +56,9 @@ def known_settings() -> dict[str, tuple[object, tuple[str, ...]]]:
 
 def change_throttle(scheduler: Any, value: float) -> None:
     """Sets the read bandwidth of a throttled store, in gigabits per second."""
-    throttle = getattr(backend_of(getattr(scheduler.tree_cache, "cache_controller", None)), "throttle", None)
+    throttle = getattr(
+        backend_of(getattr(scheduler.tree_cache, "cache_controller", None)), "throttle", None
+    )
     if throttle is None:
         raise ValueError("no kvtier storage backend is attached")
     throttle(parse_setting("throttle", "read_gbps", value))
@@ -65,7 +73,9 @@ FIXED = tuple(
     if f.name.startswith(("prefetch", "lookahead", "session", "hint"))
     or f.name in ("scheduling_slack_s", "eviction", "map_pages", "demote_after_s", "decision_log")
 )
-"""Settings of the policy section that a planner or a file is made with; a running server refuses to change them."""
+"""Settings of the policy section that a planner or a file is made with; a running server refuses to
+change them.
+"""
 
 
 def policy_handler(name: str) -> Handler:
@@ -86,7 +96,9 @@ def policy_handler(name: str) -> Handler:
 
 
 def check_map(scheduler: Any, value: float) -> None:
-    """Compares the map of pages with the tree, the host pool and the store, and counts what differs as drift."""
+    """Compares the map of pages with the tree, the host pool and the store, and counts what differs
+    as drift.
+    """
     del value
     ahead = getattr(scheduler.tree_cache, "ahead", None)
     if ahead is None:
@@ -105,14 +117,20 @@ HANDLERS: dict[str, Handler] = {
 
 
 def set_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
-    """Around SGLang's own: takes out our names, applies them, and leaves the rest to SGLang. Of ours nothing raises."""
-    ours = {name: value for name, value in message.server_args.items() if str(name).startswith(PREFIX)}
+    """Around SGLang's own: takes out our names, applies them, and leaves the rest to SGLang. Of
+    ours nothing raises.
+    """
+    ours = {
+        name: value for name, value in message.server_args.items() if str(name).startswith(PREFIX)
+    }
     if not ours:
         return original(controller, message)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
     if len(ours) < len(message.server_args):
-        logger.warning("kvtier: settings of SGLang and of kvtier cannot be changed in one message; nothing was changed")
+        logger.warning(
+            "kvtier: settings of SGLang and of kvtier cannot be changed in one message; nothing was changed"
+        )
         return SetInternalStateReqOutput(updated=False)
     return SetInternalStateReqOutput(updated=_apply(controller.scheduler, ours))
 
@@ -131,7 +149,8 @@ def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
             logger.warning("kvtier: %s = %s was refused: %s", name, shown(value), error)
             return False
         except Exception:
-            # In SGLang's loop it would end the server; what was changed of this setting so far stays.
+            # In SGLang's loop it would end the server; what was changed of this setting so far
+            # stays.
             logger.exception("kvtier: %s = %s was refused: changing it failed", name, shown(value))
             return False
         logger.info("kvtier: %s is now %s", name, value)

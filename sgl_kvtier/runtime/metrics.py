@@ -1,7 +1,9 @@
-"""Figures of the store, of restorations and of looking ahead in SGLang's /metrics: one table of names, one thread that publishes.
+"""Figures of the store, of restorations and of looking ahead in SGLang's /metrics: one table of
+names, one thread that publishes.
 
-Who counts keeps plain numbers and says them when asked (`Sample`); names begin with `kvtier:`. Tiers are called device, host,
-storage and remote in labels (`types.PLACES`), ways between them storage-host and so on (`types.ROUTES`).
+Who counts keeps plain numbers and says them when asked (`Sample`); names begin with `kvtier:`.
+Tiers are called device, host, storage and remote in labels (`types.PLACES`), ways between them
+storage-host and so on (`types.ROUTES`).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.5
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]
-"""A name in the table without its source's prefix, labels, and a value: of a counter the total, which only grows; of a
-histogram one that was observed since the last time."""
+"""A name in the table without its source's prefix, labels, and a value: of a counter the total,
+which only grows; of a histogram one that was observed since the last time.
+"""
 
 
 class Kind(Enum):
@@ -71,7 +74,11 @@ _RESTORE = (
     Metric("restore_loaded_tokens", "tokens of restored prefixes that were loaded", ("tier",)),
     Metric("restore_loaded_bytes", "bytes that landed on the device", ("link",)),
     Metric("restore_lost_pages", "pages asked for that did not come", ("reason",)),
-    Metric("restore_turn_reads", "stored prefixes left to SGLang that were kept back, read again, or given up", ("what",)),
+    Metric(
+        "restore_turn_reads",
+        "stored prefixes left to SGLang that were kept back, read again, or given up",
+        ("what",),
+    ),
     Metric("restore_unused_pages", "pages that were loaded for nothing"),
     Metric("restore_jumps", "times a front stepped over what had landed"),
     Metric("restore_parks", "times a request in the slot waited for loads"),
@@ -81,19 +88,40 @@ _RESTORE = (
     Metric("restore_reductions", "collectives over the ranks"),
     Metric("restore_planner_failures", "times the planner raised"),
     Metric("restore_log_lines_dropped", "lines missing in the decision log"),
-    Metric("restore_meeting_position", "where front and loads met: computed over all of what was restored", kind=Kind.HISTOGRAM),
+    Metric(
+        "restore_meeting_position",
+        "where front and loads met: computed over all of what was restored",
+        kind=Kind.HISTOGRAM,
+    ),
     Metric("restore_under_way", "restorations now", kind=Kind.GAUGE),
 )
 _LOOKAHEAD = (
-    Metric("lookahead_moved_bytes", "bytes moved between tiers before they were asked for", ("link",)),
-    Metric("lookahead_failed_moves", "moves that the planner asked for and that were not carried out", ("reason",)),
+    Metric(
+        "lookahead_moved_bytes", "bytes moved between tiers before they were asked for", ("link",)
+    ),
+    Metric(
+        "lookahead_failed_moves",
+        "moves that the planner asked for and that were not carried out",
+        ("reason",),
+    ),
     Metric("lookahead_wasted_bytes", "bytes moved up early that left without having been used"),
-    Metric("lookahead_hit_tokens", "prompt tokens by the tier they were in when their request was first scheduled", ("tier",)),
+    Metric(
+        "lookahead_hit_tokens",
+        "prompt tokens by the tier they were in when their request was first scheduled",
+        ("tier",),
+    ),
     Metric("lookahead_hints", "clients' hints, by what came of them", ("result",)),
     Metric("lookahead_victims", "pages that left the device by our choice"),
-    Metric("lookahead_host_victims", "pages that left host memory while pages wanted soon were held back"),
+    Metric(
+        "lookahead_host_victims",
+        "pages that left host memory while pages wanted soon were held back",
+    ),
     Metric("lookahead_drift", "pages that the map had in another place than they were"),
-    Metric("lookahead_overlap", "turns by whether their transfers were predicted to be hidden, and whether that was right", ("result",)),
+    Metric(
+        "lookahead_overlap",
+        "turns by whether their transfers were predicted to be hidden, and whether that was right",
+        ("result",),
+    ),
     Metric("lookahead_checks", "times the whole map was compared with the truth"),
     Metric("lookahead_failures", "times choosing victims raised, or looking ahead was given up"),
     Metric("lookahead_map_pages", "pages known", kind=Kind.GAUGE),
@@ -111,7 +139,9 @@ _making = threading.Lock()
 
 
 def count(name: str, **labels: str) -> None:
-    """Adds one to a counter that nobody else publishes. Any thread, once SGLang has set up what its processes share."""
+    """Adds one to a counter that nobody else publishes. Any thread, once SGLang has set up what its
+    processes share.
+    """
     _instrument(name, tuple(labels)).labels(**labels).inc()
 
 
@@ -126,7 +156,13 @@ def store_samples(store: PageStore) -> Iterator[Sample]:
 class Source:
     """Somebody's figures, published until it is closed."""
 
-    def __init__(self, publisher: Publisher, prefix: str, read: Callable[[], Iterable[Sample]], labels: dict[str, str]) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        prefix: str,
+        read: Callable[[], Iterable[Sample]],
+        labels: dict[str, str],
+    ) -> None:
         self._publisher = publisher
         self._prefix = prefix
         self._read = read
@@ -141,7 +177,9 @@ class Source:
         """Gives the present numbers to Prometheus. One thread at a time."""
         for name, more, value in self._read():
             metric = METRICS[self._prefix + name]
-            instrument = _instrument(metric.name, (*self._labels, *more)).labels(**self._labels, **more)
+            instrument = _instrument(metric.name, (*self._labels, *more)).labels(
+                **self._labels, **more
+            )
             if metric.kind is Kind.GAUGE:
                 instrument.set(value)
             elif metric.kind is Kind.HISTOGRAM:
@@ -154,7 +192,9 @@ class Source:
 
 
 class Publisher:
-    """Publishes its sources twice a second, also while the server is idle, from one thread that lives while there are any."""
+    """Publishes its sources twice a second, also while the server is idle, from one thread that
+    lives while there are any.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -162,14 +202,20 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
-    def add(self, prefix: str, read: Callable[[], Iterable[Sample]], labels: dict[str, str]) -> Source:
-        """Begins publishing what `read` says, on the publisher's thread, under names that begin with `prefix`. `labels` name the rank."""
+    def add(
+        self, prefix: str, read: Callable[[], Iterable[Sample]], labels: dict[str, str]
+    ) -> Source:
+        """Begins publishing what `read` says, on the publisher's thread, under names that begin
+        with `prefix`. `labels` name the rank.
+        """
         source = Source(self, prefix, read, labels)
         with self._lock:
             self._sources.append(source)
             if self._thread is None:
                 self._stopping = threading.Event()
-                self._thread = threading.Thread(target=self._run, args=(self._stopping,), name="kvtier-metrics", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stopping,), name="kvtier-metrics", daemon=True
+                )
                 self._thread.start()
         return source
 
@@ -208,8 +254,9 @@ PUBLISHER = Publisher()
 
 
 def _instrument(name: str, labels: tuple[str, ...]) -> Any:
-    """Once per process: a second attach meets the registered ones. The library is imported here because SGLang sets the
-    folder up that its processes share before anything is counted."""
+    """Once per process: a second attach meets the registered ones. The library is imported here
+    because SGLang sets the folder up that its processes share before anything is counted.
+    """
     from prometheus_client import Counter, Gauge, Histogram
 
     metric, full = METRICS[name], f"kvtier:{name}"

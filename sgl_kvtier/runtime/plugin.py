@@ -1,7 +1,9 @@
-"""What SGLang runs in each of its processes when this package is installed (entry point group sglang.srt.plugins).
+"""What SGLang runs in each of its processes when this package is installed (entry point group
+sglang.srt.plugins).
 
-The hooks are those of the table in `sglang/hooks.py`. SGLang swallows what goes wrong here, so nothing is decided here:
-`storage.KVTierStorage` and `settings.check_server` verify before serving that it worked.
+The hooks are those of the table in `sglang/hooks.py`. SGLang swallows what goes wrong here, so
+nothing is decided here: `storage.KVTierStorage` and `settings.check_server` verify before serving
+that it worked.
 """
 
 from __future__ import annotations
@@ -16,20 +18,26 @@ from sgl_kvtier.runtime.sglang.hooks import Where
 
 
 def register() -> None:
-    """Registers our hooks; SGLang applies them right after. Runs once per process, before arguments are parsed."""
+    """Registers our hooks; SGLang applies them right after. Runs once per process, before arguments
+    are parsed.
+    """
     _know_attention_backend()
     hooks.register(Where.EVERY)
     if "sglang.srt.managers.scheduler" in sys.modules:
         from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-        StorageBackendFactory.register_backend(BACKEND, "sgl_kvtier.runtime.backend.storage", "KVTierStorage")
+        StorageBackendFactory.register_backend(
+            BACKEND, "sgl_kvtier.runtime.backend.storage", "KVTierStorage"
+        )
         hooks.register(Where.SCHEDULER)
     if _may_serve_http():
         hooks.register(Where.HTTP)
 
 
 def _may_serve_http() -> bool:
-    """Not in processes that only schedule or detokenize: they need not import what the route hangs on."""
+    """Not in processes that only schedule or detokenize: they need not import what the route hangs
+    on.
+    """
     if "sglang.srt.entrypoints.engine" in sys.modules:
         return True
     workers = ("sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")
@@ -37,7 +45,10 @@ def _may_serve_http() -> bool:
 
 
 def _know_attention_backend() -> None:
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
 
     from sgl_kvtier.runtime.cpu.platform import ATTENTION, activate
 
@@ -46,15 +57,23 @@ def _know_attention_backend() -> None:
 
 
 def widen_command_line(result: None, parser: argparse.ArgumentParser) -> None:
-    """After SGLang declared its options: our name is among the choices of --hicache-storage-backend."""
+    """After SGLang declared its options: our name is among the choices of
+    --hicache-storage-backend.
+    """
     del result
     for action in parser._actions:
-        if action.dest == "hicache_storage_backend" and action.choices is not None and BACKEND not in action.choices:
+        if (
+            action.dest == "hicache_storage_backend"
+            and action.choices is not None
+            and BACKEND not in action.choices
+        ):
             action.choices = [*action.choices, BACKEND]
 
 
 def check_arguments(result: None, server_args: Any) -> None:
-    """After SGLang resolved the cache's arguments: a wrong setting or a changed SGLang stops the launch here."""
+    """After SGLang resolved the cache's arguments: a wrong setting or a changed SGLang stops the
+    launch here.
+    """
     del result
     from sglang.srt.arg_groups.model_override_base import resolving_view
 

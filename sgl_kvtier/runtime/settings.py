@@ -18,8 +18,9 @@ _MOST_SAID = 500
 """Characters of a parser's own error that are repeated."""
 
 IN_SERVER = {"prefetch": "off", "eviction": "lru"}
-"""Settings of the policy section that have another default in a server than in the simulator: a server looks ahead only
-where its kvtier.json asks for it."""
+"""Settings of the policy section that have another default in a server than in the simulator: a
+server looks ahead only where its kvtier.json asks for it.
+"""
 
 
 def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
@@ -49,12 +50,16 @@ def of_server(args: Any) -> KVTierConfig:
 
 
 def _extra_config(args: Any) -> dict[str, Any]:
-    """--hicache-storage-backend-extra-config decoded by SGLang, less the keys it takes for itself. Raises ConfigError."""
+    """--hicache-storage-backend-extra-config decoded by SGLang, less the keys it takes for itself.
+    Raises ConfigError.
+    """
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     given = args.hicache_storage_backend_extra_config
     try:
-        nbytes = Path(given[1:]).stat().st_size if (given or "").startswith("@") else len(given or "")
+        nbytes = (
+            Path(given[1:]).stat().st_size if (given or "").startswith("@") else len(given or "")
+        )
         if nbytes > MOST_SETTINGS_BYTES:
             raise ValueError(f"it has {nbytes} bytes, at most {MOST_SETTINGS_BYTES} are read")
         return dict(HybridCacheController.parse_storage_backend_extra_config(given)[0] or {})
@@ -77,5 +82,7 @@ def uses_backend(args: Any) -> bool:
 
 
 def looks_ahead(policy: PolicyConfig) -> bool:
-    """Whether these settings need to know of every page: to move it before it is asked for, or to choose who leaves."""
+    """Whether these settings need to know of every page: to move it before it is asked for, or to
+    choose who leaves.
+    """
     return policy.prefetch != "off" or policy.eviction != "lru"

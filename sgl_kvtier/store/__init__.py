@@ -1,1 +1,3 @@
-"""Keeps bytes: a packed, verified, bounded page store on local disk. Knows no tokens and no tiers. See README.md."""
+"""Keeps bytes: a packed, verified, bounded page store on local disk. Knows no tokens and no tiers.
+See README.md.
+"""

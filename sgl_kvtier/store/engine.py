@@ -1,7 +1,8 @@
-"""The page store on local disk: packed segments, an index in memory, checked reads. See README.md and docs/design/store-format.md.
+"""The page store on local disk: packed segments, an index in memory, checked reads. See README.md
+and docs/design/store-format.md.
 
-The promise of base.py is kept here: a read hits only if the slot on disk says, under a checksum, that it is the page
-asked for, of this identity, from the write that the index means.
+The promise of base.py is kept here: a read hits only if the slot on disk says, under a checksum,
+that it is the page asked for, of this identity, from the write that the index means.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from numpy.typing import NDArray
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import StoreError
-from sgl_kvtier.store.base import KV, PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome, StoreStats
+from sgl_kvtier.store.base import (
+    KV,
+    PageRead,
+    PageWrite,
+    PutOutcome,
+    ReadJob,
+    ReadOutcome,
+    StoreStats,
+)
 from sgl_kvtier.store.disk import forks
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.format import POOL_BYTES, RECORD, SlotHead
@@ -47,8 +56,9 @@ def open_store(
 ) -> DiskStore:
     """The store of one rank below `config.path`, made if it is not there.
 
-    `ranks` stores share `config.capacity_bytes`. Raises StoreBusyError when another process has this rank's folder,
-    StoreFormatError when the folder is not ours, and StoreError when it cannot be used; each says what to do.
+    `ranks` stores share `config.capacity_bytes`. Raises StoreBusyError when another process has
+    this rank's folder, StoreFormatError when the folder is not ours, and StoreError when it cannot
+    be used; each says what to do.
     """
     env = env or Env()
     if ranks < 1:
@@ -73,17 +83,29 @@ def open_store(
 class DiskStore:
     """A `PageStore` in a folder that this process owns. Made by `open_store`.
 
-    In a process forked from the one that opened it, it is closed and empty: every page is a miss and every put refused. A
-    read begun before is not to be waited for there: its pages come into the memory of the one that opened it.
+    In a process forked from the one that opened it, it is closed and empty: every page is a miss
+    and every put refused. A read begun before is not to be waited for there: its pages come into
+    the memory of the one that opened it.
     """
 
-    def __init__(self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int) -> None:
+    def __init__(
+        self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int
+    ) -> None:
         io = probe_direct_io(env, folder.path, config.direct_io)
         check_owner = functools.partial(folder.check, env)
         log = IndexLog(env, folder.path, identity.fingerprint, check_owner, durable=config.durable)
         self._folder = folder
         self._forked = False
-        self._core = Core(env, config, identity.fingerprint, folder.path, io, log, Complaints(folder.path), check_owner)
+        self._core = Core(
+            env,
+            config,
+            identity.fingerprint,
+            folder.path,
+            io,
+            log,
+            Complaints(folder.path),
+            check_owner,
+        )
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
         self._lanes = self._open_lanes()
@@ -92,7 +114,10 @@ class DiskStore:
         self._suspects: dict[int, int] = {}
         self._opened_at = env.now()
         logger.info(
-            "page store %s: %d pages, %s", folder.path, len(self._core.table), "O_DIRECT" if io.flags else "page cache"
+            "page store %s: %d pages, %s",
+            folder.path,
+            len(self._core.table),
+            "O_DIRECT" if io.flags else "page cache",
         )
 
     @property
@@ -128,7 +153,9 @@ class DiskStore:
             rows = table.find(keys, pool)
             # A page that is asked for is about to be read: it should not be the next victim.
             table.touch(rows[rows != EMPTY])
-            states = np.where(rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE)
+            states = np.where(
+                rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE
+            )
         return [_ANSWERS[state] for state in states.tolist()]
 
     def lengths(self, keys: Sequence[PageKey], pool: str = KV) -> list[int]:
@@ -143,7 +170,9 @@ class DiskStore:
             return list(np.where(there, table.length[any_row], 0).tolist())
 
     def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
-        """Says which pages will be used next, the soonest first: they are evicted last, the farthest of them first."""
+        """Says which pages will be used next, the soonest first: they are evicted last, the
+        farthest of them first.
+        """
         with self._core.lock:
             rows = self._core.table.find(keys, pool)
             self._core.table.age(rows[rows != EMPTY][::-1])
@@ -188,10 +217,14 @@ class DiskStore:
     def clear(self) -> int:
         table = self._core.table
         removed = self._room.give_back_idle()
-        return removed + self._remove(lambda: np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING)))
+        return removed + self._remove(
+            lambda: np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
+        )
 
     def sync(self) -> bool:
-        """Makes every page stored so far survive a power loss; False when the device did not confirm it, or after `close`."""
+        """Makes every page stored so far survive a power loss; False when the device did not
+        confirm it, or after `close`.
+        """
         if self._core.closing:
             return False
         try:
@@ -203,7 +236,9 @@ class DiskStore:
         return True
 
     def stats(self) -> StoreStats:
-        counters = {name: getattr(self._core.counters, name) for name in self._core.counters.__slots__}
+        counters = {
+            name: getattr(self._core.counters, name) for name in self._core.counters.__slots__
+        }
         counters["bytes_written_to_device"] += self._core.log.bytes_written
         return StoreStats(
             pages=len(self._core.table),
@@ -222,8 +257,11 @@ class DiskStore:
             core.closing = True
         self._lanes.close()
         with core.lock:
-            core.lock.wait_for(lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any())
-        # Whoever still makes or removes a segment ends first: the folder may be another owner's as soon as it is released.
+            core.lock.wait_for(
+                lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any()
+            )
+        # Whoever still makes or removes a segment ends first: the folder may be another owner's as
+        # soon as it is released.
         with self._room.changing:
             try:
                 if core.log.lost or core.log.worth_rewriting(0):
@@ -238,7 +276,9 @@ class DiskStore:
                 forks.release(core.env, self._folder)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
-        """Flips one bit of a stored page's payload on disk, for fault injection; False when the page is not there."""
+        """Flips one bit of a stored page's payload on disk, for fault injection; False when the
+        page is not there.
+        """
         core = self._core
         with core.lock:
             rows = self._core.table.find([key], pool)
@@ -256,11 +296,15 @@ class DiskStore:
         core = self._core
         if core.config.native_io and core.env.native and NATIVE:
             rings = ring_lanes(core.config.io, self.direct_io, core.config.io_threads)
-            return NativeLanes(core.config.io_threads, core.config.verify_reads, core.io.alignment, rings)
+            return NativeLanes(
+                core.config.io_threads, core.config.verify_reads, core.io.alignment, rings
+            )
         return ThreadLanes(core.env, self._mover, core.config.io_threads)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: forgets the pages and closes the files. Touches no lock, since whoever holds it is not here."""
+        """In a forked child: forgets the pages and closes the files. Touches no lock, since whoever
+        holds it is not here.
+        """
         core = self._core
         self._forked = True
         core.lock = threading.Condition()
@@ -273,12 +317,15 @@ class DiskStore:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
     def _locate(self, asked: Columns, names: NDArray[np.bytes_]) -> Located:
-        """Locked. Where the pages are that are there in the length asked for. Their rows are pinned until `_settle`."""
+        """Locked. Where the pages are that are there in the length asked for. Their rows are pinned
+        until `_settle`.
+        """
         table = self._core.table
         if not len(table.state):
             return Located.nothing(self._core.identity, len(asked.lengths))
         rows = find_pages(self._core, asked)
-        # Row 0 stands in where there is no page, so that columns stay whole; nobody looks at those entries.
+        # Row 0 stands in where there is no page, so that columns stay whole; nobody looks at those
+        # entries.
         any_row = np.maximum(rows, 0)
         lengths = table.length[any_row]
         hit = (rows != EMPTY) & (table.state[any_row] == State.LIVE) & (lengths == asked.lengths)
@@ -313,8 +360,16 @@ class DiskStore:
             self._settle_good(located.rows[which], located.lengths[which])
             return ended
         good = np.array([i for i, outcome in ended if outcome is ReadOutcome.OK], np.int64)
-        corrupt = {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT} if len(good) < len(ended) else set()
-        failed = [i for i, outcome in ended if outcome is ReadOutcome.FAILED] if len(good) < len(ended) else []
+        corrupt = (
+            {i for i, outcome in ended if outcome is ReadOutcome.CORRUPT}
+            if len(good) < len(ended)
+            else set()
+        )
+        failed = (
+            [i for i, outcome in ended if outcome is ReadOutcome.FAILED]
+            if len(good) < len(ended)
+            else []
+        )
         indexes = good if len(good) == len(ended) else np.array([i for i, _ in ended], np.int64)
         rows = located.rows[indexes]
         try:
@@ -344,13 +399,19 @@ class DiskStore:
             core.counters.bytes_read += nbytes
 
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
-        """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows stay pinned."""
+        """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows
+        stay pinned.
+        """
         core = self._core
         dropped: dict[int, int] = {}
         with core.lock:
             for i in corrupt + failed:
                 row, sequence = int(located.rows[i]), int(located.sequences[i])
-                if row in dropped or core.table.state[row] != State.LIVE or core.table.sequence[row] != sequence:
+                if (
+                    row in dropped
+                    or core.table.state[row] != State.LIVE
+                    or core.table.sequence[row] != sequence
+                ):
                     continue
                 if i not in corrupt and self._suspects.pop(row, None) != sequence:
                     # One failed read may be the device's bad moment; a second one costs the page.
@@ -362,8 +423,9 @@ class DiskStore:
         return set(dropped.values())
 
     def _remove(self, find: Callable[[], Rows]) -> int:
-        """Deletes the pages that `find` returns, called with the lock, and any trace of pages that are gone already. None while
-        closing."""
+        """Deletes the pages that `find` returns, called with the lock, and any trace of pages that
+        are gone already. None while closing.
+        """
         core = self._core
         removed = 0
         for _ in range(2):  # what is being written the first time is there the second time
@@ -395,11 +457,7 @@ class DiskStore:
         return snapshot(self._core, self._room)
 
 
-_ANSWERS = {
-    State.NONE: Lookup.MISS,
-    State.LIVE: Lookup.HIT,
-    State.WRITING: Lookup.PENDING,
-}
+_ANSWERS = {State.NONE: Lookup.MISS, State.LIVE: Lookup.HIT, State.WRITING: Lookup.PENDING}
 _COUNTED = {
     ReadOutcome.MISS: "pages_missed",
     ReadOutcome.CORRUPT: "pages_corrupt",

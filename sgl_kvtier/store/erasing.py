@@ -1,7 +1,8 @@
-"""Taking pages off the disk so that no later opening finds them: deleted ones, damaged ones, and what a failed write left.
+"""Taking pages off the disk so that no later opening finds them: deleted ones, damaged ones, and
+what a failed write left.
 
-A page that nobody can find may still stand in a slot: evicted for a write that is under way, or deleted by another thread at
-this moment. A delete is answered when none of those is left.
+A page that nobody can find may still stand in a slot: evicted for a write that is under way, or
+deleted by another thread at this moment. A delete is answered when none of those is left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from sgl_kvtier.store.recovery import snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gone:
-    """Pages that nobody can find any more while their slots still say them. The rows are pinned until `Eraser.erase`."""
+    """Pages that nobody can find any more while their slots still say them. The rows are pinned
+    until `Eraser.erase`.
+    """
 
     rows: Rows
     records: np.ndarray
@@ -28,7 +31,9 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Unsaid:
-    """Rows being written and pages being erased at one moment: their slots may say a page that the table does not know."""
+    """Rows being written and pages being erased at one moment: their slots may say a page that the
+    table does not know.
+    """
 
     rows: Rows
     sequences: np.ndarray
@@ -36,7 +41,9 @@ class Unsaid:
 
 
 class Eraser:
-    """Erases pages of one open store. Any number of threads. Methods marked "locked" are called with the core's lock held."""
+    """Erases pages of one open store. Any number of threads. Methods marked "locked" are called
+    with the core's lock held.
+    """
 
     def __init__(self, core: Core, room: Room) -> None:
         self._core = core
@@ -65,13 +72,17 @@ class Eraser:
                 core.lock.notify_all()
 
     def wipe(self, records: np.ndarray) -> None:
-        """Zeroes the headers of slots that nobody else may write, and logs that they hold nothing. Never raises OSError."""
+        """Zeroes the headers of slots that nobody else may write, and logs that they hold nothing.
+        Never raises OSError.
+        """
         if not len(records):
             return
         said = failed = False
         try:
             mover = Mover(self._core.env, self._core.io, self._core.config.verify_reads)
-            for number, slot in zip(records["segment"].tolist(), records["slot"].tolist(), strict=True):
+            for number, slot in zip(
+                records["segment"].tolist(), records["slot"].tolist(), strict=True
+            ):
                 segment = self._room.segments[number]
                 try:
                     mover.erase(segment, slot)
@@ -91,17 +102,24 @@ class Eraser:
         return Unsaid(rows, table.sequence[rows], list(self._under_way))
 
     def settle(self, unsaid: Unsaid) -> None:
-        """Returns when these slots say what they hold, and segments given up are removed. Never raises OSError."""
+        """Returns when these slots say what they hold, and segments given up are removed. Never
+        raises OSError.
+        """
         core = self._core
         with core.lock:
             core.lock.wait_for(lambda: not self._open(unsaid))
-        with self._room.changing:  # whoever forgot a segment's pages holds it until the file is gone
+        with (
+            self._room.changing
+        ):  # whoever forgot a segment's pages holds it until the file is gone
             left = self._left
-        # Neither the slot nor the log could be written: a new log rules out whatever it does not name.
+        # Neither the slot nor the log could be written: a new log rules out whatever it does not
+        # name.
         if left and core.log.rewrite(lambda: snapshot(core, self._room)):
             self._left = False
 
     def _open(self, unsaid: Unsaid) -> bool:
         table = self._core.table
-        writing = (table.state[unsaid.rows] == State.WRITING) & (table.sequence[unsaid.rows] == unsaid.sequences)
+        writing = (table.state[unsaid.rows] == State.WRITING) & (
+            table.sequence[unsaid.rows] == unsaid.sequences
+        )
         return bool(writing.any()) or any(gone in self._under_way for gone in unsaid.gone)

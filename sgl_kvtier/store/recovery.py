@@ -1,4 +1,5 @@
-"""What a folder holds when it is opened: the index log where it is whole, slot headers where it is not.
+"""What a folder holds when it is opened: the index log where it is whole, slot headers where it is
+not.
 
 Payloads are never read here. Anything claimed wrongly is found out when the page is read.
 """
@@ -28,7 +29,13 @@ from sgl_kvtier.store.disk.format import (
     settled,
     slot_bytes,
 )
-from sgl_kvtier.store.disk.segment import DirectIO, NotASegmentError, Segment, open_segment, segment_number
+from sgl_kvtier.store.disk.segment import (
+    DirectIO,
+    NotASegmentError,
+    Segment,
+    open_segment,
+    segment_number,
+)
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.hashtable import key_hash
 from sgl_kvtier.store.index.room import Room
@@ -40,16 +47,24 @@ _FUTURE_NS = 366 * 24 * 3600 * 10**9
 
 
 def load_table(core: Core, room: Room) -> None:
-    """Fills an empty slot table from what the folder holds, and lets the log go on from there. Raises OSError."""
+    """Fills an empty slot table from what the folder holds, and lets the log go on from there.
+    Raises OSError.
+    """
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
     newest = newest_sequence(core.env)
     written, whole = core.log.load(sum(segment.slots for segment in segments))
     believed = seen = written
     if not whole and segments:
-        logger.warning("the index of %s is missing or damaged: reading %d slot headers", core.folder, sum(s.slots for s in segments))
+        logger.warning(
+            "the index of %s is missing or damaged: reading %d slot headers",
+            core.folder,
+            sum(s.slots for s in segments),
+        )
         with ThreadPoolExecutor(core.config.io_threads) as pool:
-            found = np.concatenate(list(pool.map(lambda s: scan(core.env, s, core.identity), segments)))
+            found = np.concatenate(
+                list(pool.map(lambda s: scan(core.env, s, core.identity), segments))
+            )
         believed, seen = believable(found, written, newest), np.concatenate([written, found])
     live = latest(believed, segments, newest)
     _enter(core, live, {segment.number: segment.base for segment in segments})
@@ -57,7 +72,11 @@ def load_table(core: Core, room: Room) -> None:
     core.sequence = max(core.env.wall_ns(), int(known.max()) if len(known) else 0)
     room.settle(int(written["segment"].max()) if len(written) else 0)
     if not whole or not core.log.resume(len(written)) or core.log.worth_rewriting(len(live)):
-        core.log.rewrite(lambda: np.concatenate([live[np.isin(live["segment"], list(room.segments))], settled(core.sequence)]))
+        core.log.rewrite(
+            lambda: np.concatenate(
+                [live[np.isin(live["segment"], list(room.segments))], settled(core.sequence)]
+            )
+        )
     else:
         core.log.append(settled(core.sequence))
 
@@ -77,7 +96,9 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
 
 
 def snapshot(core: Core, room: Room) -> np.ndarray:
-    """Records of all pages that are there or being written, taken at one moment: what a new log begins with."""
+    """Records of all pages that are there or being written, taken at one moment: what a new log
+    begins with.
+    """
     table = core.table
     with core.lock:
         rows = np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
@@ -87,10 +108,12 @@ def snapshot(core: Core, room: Room) -> np.ndarray:
 def open_segments(
     env: Env, folder: str, identity: bytes, io: DirectIO, *, remove: bool = True
 ) -> tuple[list[Segment], list[int]]:
-    """Every segment of ours in the folder, and the numbers of those that cannot be opened or removed.
+    """Every segment of ours in the folder, and the numbers of those that cannot be opened or
+    removed.
 
-    A segment that holds no page of this identity is removed, or with `remove` false passed over; so is always what a
-    segment's name stands for and is none. Raises OSError, and StoreError for a segment of another user.
+    A segment that holds no page of this identity is removed, or with `remove` false passed over; so
+    is always what a segment's name stands for and is none. Raises OSError, and StoreError for a
+    segment of another user.
     """
     found: list[Segment] = []
     aside = []
@@ -122,8 +145,8 @@ def open_segments(
 
 
 def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:
-    """One PUT record per page that the log says is there, oldest first: the last word on each slot, then the newest of
-    each key.
+    """One PUT record per page that the log says is there, oldest first: the last word on each slot,
+    then the newest of each key.
 
     `newest` is the largest sequence number that can be true.
     """
@@ -144,10 +167,13 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
     known = np.flatnonzero((records["segment"] <= highest) & (records["slot"] < slots[numbers]))
     last = np.full(total, -1, np.int64)
     last[bases[numbers[known]] + records["slot"][known]] = known
-    # Indexes are sorted out, and the records, which are twelve times as large, gathered once at the end.
+    # Indexes are sorted out, and the records, which are twelve times as large, gathered once at the
+    # end.
     chosen = last[last >= 0]
     fits = records["length"][chosen] <= payload[records["segment"][chosen]]
-    chosen = chosen[fits & (records["kind"][chosen] == PUT) & (records["sequence"][chosen] <= newest)]
+    chosen = chosen[
+        fits & (records["kind"][chosen] == PUT) & (records["sequence"][chosen] <= newest)
+    ]
     sequences = records["sequence"][chosen]
     if (sequences[1:] < sequences[:-1]).any():
         chosen = chosen[np.argsort(sequences, kind="stable")]
@@ -158,8 +184,9 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
 def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarray:
     """Of PUT records made of headers, those that a log which ends early does not rule out.
 
-    What it says was so until it ended: a header that is older than the last word on its slot, or than a moment at which
-    everything was in the log, is of a page that was evicted, deleted or never acknowledged.
+    What it says was so until it ended: a header that is older than the last word on its slot, or
+    than a moment at which everything was in the log, is of a page that was evicted, deleted or
+    never acknowledged.
     """
     written = written[written["sequence"] <= newest]
     marks = written["sequence"][written["kind"] == SETTLED]
@@ -187,10 +214,24 @@ def scan(env: Env, segment: Segment, identity: bytes) -> np.ndarray:
         except OSError:
             continue
         head = SlotHead.unpack(block)
-        if head is None or (head.identity, head.segment, head.slot) != (identity, segment.number, slot):
+        if head is None or (head.identity, head.segment, head.slot) != (
+            identity,
+            segment.number,
+            slot,
+        ):
             continue
         if head.length <= MAX_PAYLOAD:
-            rows.append((head.key, head.pool.encode(), head.sequence, head.segment, head.slot, head.length, PUT))
+            rows.append(
+                (
+                    head.key,
+                    head.pool.encode(),
+                    head.sequence,
+                    head.segment,
+                    head.slot,
+                    head.length,
+                    PUT,
+                )
+            )
     return np.array(rows, RECORD)
 
 
@@ -219,11 +260,13 @@ def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:
 
 
 def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
-    # Most folders hold no key twice, and then not even the first 64 bits of one, which are a hash's.
+    # Most folders hold no key twice, and then not even the first 64 bits of one, which are a
+    # hash's.
     first_words = np.sort(records.view(FIRST_WORD)["word"])
     if not (first_words[1:] == first_words[:-1]).any():
         return records
-    # 64 bits stand for a key here: should two keys ever share them, one page is lost, none is wrong.
+    # 64 bits stand for a key here: should two keys ever share them, one page is lost, none is
+    # wrong.
     names = key_hash(key_words(records), pool_codes(records)[1].astype(np.uint16))
     _, first = np.unique(names[::-1], return_index=True)
     return records[np.sort(len(records) - 1 - first)]

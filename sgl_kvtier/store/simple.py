@@ -9,7 +9,14 @@ from typing import Any
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.store import engine
-from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome, StoreStats
+from sgl_kvtier.store.base import (
+    PageRead,
+    PageStore,
+    PageWrite,
+    PutOutcome,
+    ReadOutcome,
+    StoreStats,
+)
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.types import Lookup, PageKey
 
@@ -25,9 +32,10 @@ def open_store(
 ) -> Store:
     """Opens the store of one rank below `path`, making it if it is not there.
 
-    `identity` is plain data that says what the pages are of (model, weights, dtype, ...): another identity finds nothing.
-    `name` is the readable part of the folder's name. `config` replaces `path` and `capacity_bytes` where more is to be set.
-    Raises StoreError: StoreBusyError when another process has the rank's folder, StoreFormatError when it is not ours.
+    `identity` is plain data that says what the pages are of (model, weights, dtype, ...): another
+    identity finds nothing. `name` is the readable part of the folder's name. `config` replaces
+    `path` and `capacity_bytes` where more is to be set. Raises StoreError: StoreBusyError when
+    another process has the rank's folder, StoreFormatError when it is not ours.
     """
     settings = config or StoreConfig(path=str(path), capacity_bytes=capacity_bytes)
     return Store(engine.open_store(settings, Identity(dict(identity), name), rank))
@@ -39,17 +47,23 @@ def page_key(text: str | bytes) -> PageKey:
 
 
 class Store:
-    """An open store. Any thread; nothing raises because the disk failed. Close it, or use it in a `with` block.
+    """An open store. Any thread; nothing raises because the disk failed. Close it, or use it in a
+    `with` block.
 
-    `pages` is the store beneath, with ordered reads, deadlines and pools (`sgl_kvtier.store.base.PageStore`).
+    `pages` is the store beneath, with ordered reads, deadlines and pools
+    (`sgl_kvtier.store.base.PageStore`).
     """
 
     def __init__(self, pages: engine.DiskStore) -> None:
         self.pages: PageStore = pages
         self._disk = pages
 
-    def put(self, pages: Mapping[PageKey, bytes | bytearray | memoryview]) -> dict[PageKey, PutOutcome]:
-        """Writes pages and returns when they can be read back. A key that is there already is never rewritten (KEPT)."""
+    def put(
+        self, pages: Mapping[PageKey, bytes | bytearray | memoryview]
+    ) -> dict[PageKey, PutOutcome]:
+        """Writes pages and returns when they can be read back. A key that is there already is never
+        rewritten (KEPT).
+        """
         writes = [PageWrite(key, [memoryview(data).cast("B")]) for key, data in pages.items()]
         return dict(zip(pages, self.pages.put(writes), strict=True))
 
@@ -61,7 +75,9 @@ class Store:
         """The pages that are there, read together in the order given."""
         wanted = list(dict.fromkeys(keys))
         lengths = self._disk.lengths(wanted)
-        found = {key: bytearray(length) for key, length in zip(wanted, lengths, strict=True) if length}
+        found = {
+            key: bytearray(length) for key, length in zip(wanted, lengths, strict=True) if length
+        }
         job = self.pages.read([PageRead(key, [memoryview(into)]) for key, into in found.items()])
         job.wait()
         outcomes = zip(found.items(), job.outcomes, strict=True)
@@ -88,5 +104,10 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
         self.close()

@@ -21,7 +21,9 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows, State
 from sgl_kvtier.store.io.threads import Lanes
 
 _ROUNDS = 2
-"""Making room for new pages can cost one of the same batch that was there a moment ago; it gets a second chance."""
+"""Making room for new pages can cost one of the same batch that was there a moment ago; it gets a
+second chance.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +108,18 @@ class Writer:
         self._await_others(others, batch.outcomes)
 
     def _claim_alike(self, batch: _Batch) -> _New | None:
-        """Slots for all pages at once in the ordinary case: new pages of one size and pool, and slots that are free.
+        """Slots for all pages at once in the ordinary case: new pages of one size and pool, and
+        slots that are free.
 
         None in every other case, with nothing claimed.
         """
         lengths = batch.columns.lengths
         length = int(lengths[0]) if len(lengths) else 0
-        alike = 0 < length <= MAX_PAYLOAD and bool((lengths == length).all()) and len({page[0] for page in batch.pages}) == len(lengths)
+        alike = (
+            0 < length <= MAX_PAYLOAD
+            and bool((lengths == length).all())
+            and len({page[0] for page in batch.pages}) == len(lengths)
+        )
         if not alike or batch.columns.pool is None or self._admission is not None:
             return None
         size = slot_bytes(length)
@@ -134,20 +141,26 @@ class Writer:
         worth[absent] = admitted
         return indexes[worth]
 
-    def _enter(self, batch: _Batch, indexes: Rows) -> tuple[list[_New], list[tuple[int, int, int]], Rows]:
+    def _enter(
+        self, batch: _Batch, indexes: Rows
+    ) -> tuple[list[_New], list[tuple[int, int, int]], Rows]:
         """Locked. Claims slots for new pages.
 
-        Returns them, (index, row, sequence) of pages being written already, and the pages that found no slot.
+        Returns them, (index, row, sequence) of pages being written already, and the pages that
+        found no slot.
         """
         table = self._core.table
         found = find_pages(self._core, batch.columns)
         here, there = found[indexes], found[found != EMPTY]
         missing = indexes[here == EMPTY].tolist()
-        # Of a page that is in the batch twice only the first is written: filled backwards, so that the first stays.
+        # Of a page that is in the batch twice only the first is written: filled backwards, so that
+        # the first stays.
         name = {i: (batch.pages[i].key, batch.pages[i].pool) for i in missing}
         first = {name[i]: i for i in reversed(missing)}
         fresh = missing if len(first) == len(missing) else sorted(first.values())
-        table.pin(there)  # no page of a batch gives way to another one of it: its outcome would be a lie
+        table.pin(
+            there
+        )  # no page of a batch gives way to another one of it: its outcome would be a lie
         try:
             new = self._claim(batch, np.array(fresh, np.int64))
         finally:
@@ -155,7 +168,11 @@ class Writer:
         if len(fresh) == len(indexes) == sum(len(n.indexes) for n in new):
             return new, [], indexes[:0]
         row_of = dict(zip(indexes.tolist(), here.tolist(), strict=True))
-        row_of.update((i, row) for n in new for i, row in zip(n.indexes.tolist(), n.located.rows.tolist(), strict=True))
+        row_of.update(
+            (i, row)
+            for n in new
+            for i, row in zip(n.indexes.tolist(), n.located.rows.tolist(), strict=True)
+        )
         row_of.update((i, row_of[first[name[i]]]) for i in missing)
         written = {i for n in new for i in n.indexes.tolist()}
         others, kept = [], 0
@@ -199,19 +216,27 @@ class Writer:
         if columns.pool is not None:
             pools = np.full(len(mine), core.table.pool_id(columns.pool))
         else:
-            pools = np.array([core.table.pool_id(columns.pools[i]) for i in mine.tolist()], np.int64)
+            pools = np.array(
+                [core.table.pool_id(columns.pools[i]) for i in mine.tolist()], np.int64
+            )
         core.table.enter(rows, keys, pools, lengths, sequences)
         where = self._room.slots_of(rows, core.table.segment[rows], np.ones(len(rows), bool))
-        return _New(mine, Located(core.identity, rows, keys, names, sequences, lengths.astype(np.uint32), *where))
+        return _New(
+            mine,
+            Located(core.identity, rows, keys, names, sequences, lengths.astype(np.uint32), *where),
+        )
 
     def _write_all(self, new: _New, batch: _Batch) -> None:
         frames: list[Frame] = []
-        # What the log will say is made while the device is busy, and said only of pages that were written.
+        # What the log will say is made while the device is busy, and said only of pages that were
+        # written.
         written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
         self._publish(new, self._say(new, written, frames), batch)
 
     def _give_up(self, batch: _Batch) -> None:
-        """Slots that were claimed are free again. Neither what was to be written nor what stood there before is found again."""
+        """Slots that were claimed are free again. Neither what was to be written nor what stood
+        there before is found again.
+        """
         core = self._core
         rows = np.concatenate([np.empty(0, np.int64), *batch.claimed])
         try:
@@ -235,7 +260,9 @@ class Writer:
         failed = lambda error: core.complaints.about("writing pages", error)  # noqa: E731
         written = self._lanes.write(new.located, parts, buffers, failed, meanwhile)
         for segment in new.located.segments.values():
-            segment.dirty = True  # not before: a sync that began meanwhile need not have seen these pages
+            segment.dirty = (
+                True  # not before: a sync that began meanwhile need not have seen these pages
+            )
         if core.config.durable and len(written):
             try:
                 self._room.sync()
@@ -252,8 +279,11 @@ class Writer:
         if not len(written):
             return written
         every = len(written) == len(new.indexes)
-        # Before they become readable, and so evictable: the log's order on a slot is the order of its pages.
-        core.log.append_frame(frames[0] if every and frames else Frame(new.located.at(written).records(PUT)))
+        # Before they become readable, and so evictable: the log's order on a slot is the order of
+        # its pages.
+        core.log.append_frame(
+            frames[0] if every and frames else Frame(new.located.at(written).records(PUT))
+        )
         if core.config.durable:
             try:
                 core.log.sync()
@@ -268,10 +298,14 @@ class Writer:
         whole = len(written) == len(new.indexes)
         good = new.located if whole else new.located.at(written)
         indexes = new.indexes if whole else new.indexes[written]
-        nbytes, padded_bytes = int(good.lengths.sum()), int((BLOCK + -(-good.lengths.astype(np.int64) // BLOCK) * BLOCK).sum())
+        nbytes, padded_bytes = (
+            int(good.lengths.sum()),
+            int((BLOCK + -(-good.lengths.astype(np.int64) // BLOCK) * BLOCK).sum()),
+        )
         with core.lock:
             core.table.publish(good.rows)
-            # What was not written stays claimed until nothing on disk says it, nor the pages that stood there.
+            # What was not written stays claimed until nothing on disk says it, nor the pages that
+            # stood there.
             batch.claimed[:] = [] if whole else [np.setdiff1d(new.located.rows, good.rows)]
             core.counters.pages_written += len(written)
             core.counters.bytes_written += nbytes
@@ -321,12 +355,16 @@ def pool_names(columns: Columns) -> NDArray[np.bytes_]:
         if not pool.isascii() or not 0 < len(pool) <= POOL_BYTES or "\0" in pool:
             raise ValueError(f"not a pool's name: {pool!r}. 1 to {POOL_BYTES} ASCII characters")
     if columns.pool is not None:
-        return np.frombuffer(columns.pool.encode().ljust(POOL_BYTES, b"\0") * len(columns.pools), f"S{POOL_BYTES}")
+        return np.frombuffer(
+            columns.pool.encode().ljust(POOL_BYTES, b"\0") * len(columns.pools), f"S{POOL_BYTES}"
+        )
     return np.array(columns.pools, f"S{POOL_BYTES}")
 
 
 def find_pages(core: Core, pages: Columns, which: Rows | None = None) -> Rows:
-    """Locked. The row of each page's key in its pool, EMPTY where there is none; of all pages, or of some."""
+    """Locked. The row of each page's key in its pool, EMPTY where there is none; of all pages, or
+    of some.
+    """
     keys = pages.keys if which is None else pages.keys[which]
     if pages.pool is not None:
         return core.table.find_words(keys, pages.pool)

@@ -80,19 +80,25 @@ def test_the_environment_imports_none_of_the_packages_it_names() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_environment_survives_a_machine_without_any_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_survives_a_machine_without_any_tool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "")
     found = environment()
     assert found["gpus"] == []
     assert found["git_commit"] is None
 
 
-def test_the_environment_names_the_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_the_accelerators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert environment()["gpus"] == [{"name": "NVIDIA H200", "memory": "143771 MiB", "driver": "570.1"}]
+    assert environment()["gpus"] == [
+        {"name": "NVIDIA H200", "memory": "143771 MiB", "driver": "570.1"}
+    ]
 
 
 def test_what_json_cannot_say_becomes_null_and_the_rest_keeps_its_value() -> None:

@@ -43,7 +43,14 @@ class Lines(io.StringIO):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (-3, "0 s"), (48.4, "48 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")],
+    [
+        (0, "0 s"),
+        (-3, "0 s"),
+        (48.4, "48 s"),
+        (59.6, "1 min 00 s"),
+        (185, "3 min 05 s"),
+        (7800, "2 h 10 min"),
+    ],
 )
 def test_a_duration_is_written_for_people(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
@@ -56,7 +63,10 @@ def test_the_time_left_is_estimated_from_the_pace_so_far() -> None:
         clock.now += 30
         work.advance(10, note="kvtier, round 2")
         assert work.left_s == 90
-        assert work.line() == "compare: 10/40 requests, 30 s elapsed, about 1 min 30 s left (kvtier, round 2)"
+        assert (
+            work.line()
+            == "compare: 10/40 requests, 30 s elapsed, about 1 min 30 s left (kvtier, round 2)"
+        )
         work.expect(20)
         assert work.left_s == 30
 
@@ -85,7 +95,10 @@ def test_without_a_terminal_a_plain_line_comes_by_itself_while_the_caller_waits(
 
 def test_the_last_plain_line_tells_how_far_the_work_came_even_when_it_failed() -> None:
     out = io.StringIO()
-    with pytest.raises(RuntimeError), progress("compare", 4, "rounds", file=out, every_s=3600) as work:
+    with (
+        pytest.raises(RuntimeError),
+        progress("compare", 4, "rounds", file=out, every_s=3600) as work,
+    ):
         work.advance(3)
         raise RuntimeError
     assert out.getvalue().splitlines()[-1].startswith("compare: 3/4 rounds, ")
@@ -111,7 +124,9 @@ def test_a_terminal_gets_a_live_bar_with_the_same_facts(monkeypatch: pytest.Monk
     assert "a message" in text
 
 
-def test_a_narrow_terminal_shortens_the_note_and_not_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_terminal_shortens_the_note_and_not_the_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")
     out, clock = Terminal(), Clock()
@@ -119,7 +134,9 @@ def test_a_narrow_terminal_shortens_the_note_and_not_the_figures(monkeypatch: py
         clock.now += 50
         work.advance(10, note="a note that is much too long for what is left of the line")
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n").split("\n")
-    assert any("10/40 requests" in line and "~2 min 30 s left" in line and "a not" in line for line in last)
+    assert any(
+        "10/40 requests" in line and "~2 min 30 s left" in line and "a not" in line for line in last
+    )
 
 
 def test_by_default_everything_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,9 @@ def test_long_text_wraps_on_a_terminal_and_numbers_do_not(monkeypatch: pytest.Mo
     assert "far too long" in words
 
 
-def test_a_terminal_too_narrow_for_the_numbers_gets_a_list_with_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_too_narrow_for_the_numbers_gets_a_list_with_every_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lines = on_terminal(TABLE, 30, monkeypatch)
     assert all(len(line) <= 30 for line in lines)
     text = "\n".join(lines)

@@ -31,7 +31,11 @@ def every_option() -> Iterator[Any]:
             yield pytest.param(action.type, id=f"{name} {action.option_strings or action.dest}")
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999", "1e308", "9" * 400, "9" * 5000, "-9" + "9" * 400, "", "[]"], ids=lambda text: text[:6])
+@pytest.mark.parametrize(
+    "text",
+    ["nan", "inf", "-inf", "1e999", "1e308", "9" * 400, "9" * 5000, "-9" + "9" * 400, "", "[]"],
+    ids=lambda text: text[:6],
+)
 @pytest.mark.parametrize("kind", every_option())
 def test_no_option_takes_a_number_that_nobody_means(kind: Any, text: str) -> None:
     try:

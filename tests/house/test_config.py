@@ -19,7 +19,9 @@ def test_an_empty_file_gives_the_defaults():
 
 
 def test_settings_survive_being_written_and_read_again(tmp_path):
-    changed = config.parse_config({"store": {"path": "/p", "capacity_bytes": "3GiB"}, "throttle": {"read_gbps": 2}})
+    changed = config.parse_config(
+        {"store": {"path": "/p", "capacity_bytes": "3GiB"}, "throttle": {"read_gbps": 2}}
+    )
     file = tmp_path / "kvtier.json"
     file.write_text(json.dumps(config.to_dict(changed)))
     assert config.load_config(file) == changed
@@ -28,7 +30,9 @@ def test_settings_survive_being_written_and_read_again(tmp_path):
 
 
 def test_sglangs_own_keys_are_passed_over():
-    assert config.parse_config({"prefetch_threshold": 1, "interface_v1": 1}) == config.KVTierConfig()
+    assert (
+        config.parse_config({"prefetch_threshold": 1, "interface_v1": 1}) == config.KVTierConfig()
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,9 @@ def test_no_setting_takes_a_hostile_value(key, kind):
     section, name = key.split(".")
     value = HOSTILE[kind]
     if allowed(SETTINGS[key], value):
-        assert getattr(getattr(config.parse_config({section: {name: value}}), section), name) == value
+        assert (
+            getattr(getattr(config.parse_config({section: {name: value}}), section), name) == value
+        )
         return
     with pytest.raises(ConfigError) as found:
         config.parse_config({section: {name: value}})
@@ -85,7 +91,11 @@ def test_every_number_among_the_settings_has_a_range():
     assert all(f.metadata["low"] <= f.default <= f.metadata["high"] for f in numbers)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "9" * 5000], ids=lambda text: text[:9])
+@pytest.mark.parametrize(
+    "number",
+    ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "9" * 5000],
+    ids=lambda text: text[:9],
+)
 def test_numbers_beyond_json_are_refused_in_a_file(tmp_path, number):
     file = tmp_path / "kvtier.json"
     file.write_text('{"throttle": {"read_gbps": ' + number + "}}")
@@ -129,14 +139,35 @@ def test_a_missing_file_and_broken_json_say_where(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("0", 0), (4096, 4096), ("64KiB", 65536), ("1.5 GB", 1_500_000_000), ("2g", 2_000_000_000), ("3 TiB", 3 << 40), ("7b", 7)],
+    [
+        ("0", 0),
+        (4096, 4096),
+        ("64KiB", 65536),
+        ("1.5 GB", 1_500_000_000),
+        ("2g", 2_000_000_000),
+        ("3 TiB", 3 << 40),
+        ("7b", 7),
+    ],
 )
 def test_sizes_are_read_in_both_units(text, nbytes):
     assert config.parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "-1", "1 parsec", "0x10", True, "9" * 39, "9" * 5000, 10**400, "1" + " " * 10_000_000 + "x"], ids=lambda text: str(text)[:8]
+    "text",
+    [
+        "",
+        "GiB",
+        "-1",
+        "1 parsec",
+        "0x10",
+        True,
+        "9" * 39,
+        "9" * 5000,
+        10**400,
+        "1" + " " * 10_000_000 + "x",
+    ],
+    ids=lambda text: str(text)[:8],
 )
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match="not a size"):

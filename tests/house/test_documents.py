@@ -21,9 +21,12 @@ MOST_ENTRIES, MOST_ENTRY_WORDS = 14, 15
 GENERATED = "settings.md"
 
 PRIVATE = re.compile(
-    r"\b(lanes|hands|seams|stands aside|asked back|mended|nobody|so many|asked for|gives? way)\b", re.I
+    r"\b(lanes|hands|seams|stands aside|asked back|mended|nobody|so many|asked for|gives? way)\b",
+    re.I,
 )
-"""The source's own words for I/O threads, the runtime, SGLang's symbols, falling back, cancelling, evicting."""
+"""The source's own words for I/O threads, the runtime, SGLang's symbols, falling back, cancelling,
+evicting.
+"""
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 WORD = re.compile(r"\w")
@@ -42,19 +45,31 @@ def documents() -> list[Path]:
 
 def without_code(text: str) -> str:
     """The text less its blocks of code and its comments."""
-    return re.sub(r"<!--.*?-->", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M), flags=re.S)
+    return re.sub(
+        r"<!--.*?-->", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.S | re.M), flags=re.S
+    )
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a markdown text without headings, tables and code. A code span is one word; a list item begins a sentence."""
+    """The sentences of a markdown text without headings, tables and code. A code span is one word;
+    a list item begins a sentence.
+    """
     lines = [line for line in without_code(text).splitlines() if not line.lstrip().startswith("|")]
     starts = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
     prose = "\n".join(
-        "\n\n" + starts.sub("", line) if starts.match(line) else "" if line.startswith("#") else line
+        "\n\n" + starts.sub("", line)
+        if starts.match(line)
+        else ""
+        if line.startswith("#")
+        else line
         for line in lines
     )
     plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`\n]+`", "code", prose))
-    found = (one for part in re.split(r"\n\s*\n", plain) for one in re.split(r"(?<=[.!?])[*_)\"]*\s+", part))
+    found = (
+        one
+        for part in re.split(r"\n\s*\n", plain)
+        for one in re.split(r"(?<=[.!?])[*_)\"]*\s+", part)
+    )
     return [" ".join(one.split()) for one in found if WORD.search(one)]
 
 
@@ -85,7 +100,9 @@ def broken(document: Path) -> list[str]:
 
 def test_the_readme_and_the_rules_of_contributing_are_short():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_README_LINES
-    assert len((ROOT / "CONTRIBUTING.md").read_text("utf-8").splitlines()) <= MOST_CONTRIBUTING_LINES
+    assert (
+        len((ROOT / "CONTRIBUTING.md").read_text("utf-8").splitlines()) <= MOST_CONTRIBUTING_LINES
+    )
 
 
 def test_every_figure_of_the_readme_stands_on_the_page_it_links_to():
@@ -100,7 +117,9 @@ def test_every_figure_of_the_readme_stands_on_the_page_it_links_to():
 
 
 def test_no_link_leads_nowhere():
-    assert {str(path.relative_to(ROOT)): wrong for path in documents() if (wrong := broken(path))} == {}
+    assert {
+        str(path.relative_to(ROOT)): wrong for path in documents() if (wrong := broken(path))
+    } == {}
 
 
 def test_what_docstrings_and_scripts_name_in_docs_is_there():
@@ -137,7 +156,9 @@ def test_an_entry_of_the_changelog_is_one_short_line():
         entries = [line for line in version.splitlines() if line.startswith("- ")]
         assert 0 < len(entries) <= MOST_ENTRIES
         assert [entry for entry in entries if words(entry) > MOST_ENTRY_WORDS] == []
-        assert not [line for line in version.splitlines() if line.startswith("  ")], "an entry is one line"
+        assert not [line for line in version.splitlines() if line.startswith("  ")], (
+            "an entry is one line"
+        )
 
 
 def test_the_page_of_settings_is_what_the_code_gives():
@@ -150,7 +171,9 @@ def test_commands_that_documents_name_are_there():
     named = {
         (path.name, word)
         for path in documents()
-        for code in re.findall(r"^ *```.*?^ *```|`[^`\n]+`", path.read_text("utf-8"), flags=re.S | re.M)
+        for code in re.findall(
+            r"^ *```.*?^ *```|`[^`\n]+`", path.read_text("utf-8"), flags=re.S | re.M
+        )
         for word in re.findall(r"(?:^|[\s`/])kvtier ([a-z]+)\b(?![.:=])", code)
     }
     assert len(named) > 20

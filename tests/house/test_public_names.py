@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 def test_importing_the_package_imports_none_of_its_parts():
     code = "import sys, sgl_kvtier; print([m for m in sys.modules if m.startswith('sgl_kvtier.') or m == 'numpy'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -47,15 +50,22 @@ def test_importing_the_package_imports_none_of_its_parts():
     ],
 )
 def test_an_example_runs_and_says_what_it_shows(example, says):
-    done = subprocess.run([sys.executable, str(ROOT / "examples" / example)], capture_output=True, text=True, check=False, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / example)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     assert says in done.stdout
 
 
 def test_the_examples_are_as_short_as_promised():
-    def lines(name: str) -> int:
-        text = (ROOT / "examples" / name).read_text()
-        return sum(1 for line in text.splitlines() if line.strip() and not line.startswith(('"""', "import", "from")))
+    def statements(name: str) -> int:
+        tree = ast.parse((ROOT / "examples" / name).read_text())
+        said = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+        return sum(not isinstance(node, ast.Import | ast.ImportFrom) for node in said) - 1
 
-    assert lines("use_the_store.py") <= 5
-    assert lines("use_the_planner.py") <= 10
+    assert statements("use_the_store.py") <= 5
+    assert statements("use_the_planner.py") <= 10

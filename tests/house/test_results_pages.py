@@ -1,8 +1,10 @@
-"""Results pages: one question each, short, and every figure on them follows from the data beside them.
+"""Results pages: one question each, short, and every figure on them follows from the data beside
+them.
 
-`docs/results/data/NAME.json` holds the full grids of a page, each with the commit and the command that gave it.
-`tables` says which cells the page shows, `claims` which figures stand in its text; both are compared here. A grid
-that says `generated` is a table which `scripts/reproduce` writes into the page: its text cannot become stale.
+`docs/results/data/NAME.json` holds the full grids of a page, each with the commit and the command
+that gave it. `tables` says which cells the page shows, `claims` which figures stand in its text;
+both are compared here. A grid that says `generated` is a table which `scripts/reproduce` writes
+into the page: its text cannot become stale.
 """
 
 from __future__ import annotations
@@ -36,13 +38,17 @@ Record = Mapping[str, Any]
 
 def written(page: Path) -> str:
     """The text of a page without what a command writes into it."""
-    return re.sub(r"<!-- (\S+): begin -->.*?<!-- \1: end -->", "", page.read_text("utf-8"), flags=re.S)
+    return re.sub(
+        r"<!-- (\S+): begin -->.*?<!-- \1: end -->", "", page.read_text("utf-8"), flags=re.S
+    )
 
 
 def cells(line: str) -> list[str]:
     """The cells of a line of a table, less what makes them bold."""
     inner = line.strip().removeprefix("|").removesuffix("|")
-    return [cell.strip().replace("**", "").replace("\\*", "*") for cell in re.split(r"(?<!\\)\|", inner)]
+    return [
+        cell.strip().replace("**", "").replace("\\*", "*") for cell in re.split(r"(?<!\\)\|", inner)
+    ]
 
 
 def tables(text: str) -> list[list[list[str]]]:
@@ -59,7 +65,8 @@ def numbers(text: str) -> list[str]:
 def line_of(page: Path, name: str) -> str:
     """The line of a page that begins with a name in bold."""
     return next(
-        (line for line in page.read_text("utf-8").splitlines() if line.startswith(f"**{name}.**")), ""
+        (line for line in page.read_text("utf-8").splitlines() if line.startswith(f"**{name}.**")),
+        "",
     )
 
 
@@ -97,8 +104,12 @@ def listed(value: object) -> list[Any]:
 
 
 def picked(rows: Sequence[Record], column: object, where: Record) -> list[Any]:
-    """The cells of some columns in the rows that `where` names; a cell that is not known is left out."""
-    kept = [row for row in rows if all(row.get(key) in listed(asked) for key, asked in where.items())]
+    """The cells of some columns in the rows that `where` names; a cell that is not known is left
+    out.
+    """
+    kept = [
+        row for row in rows if all(row.get(key) in listed(asked) for key, asked in where.items())
+    ]
     return [row[name] for row in kept for name in listed(column) if row.get(name) is not None]
 
 
@@ -118,11 +129,15 @@ def figures(rows: Sequence[Record], asked: Record) -> list[Any]:
                     group, other.get("column", asked["column"]), {**where, **other.get("where", {})}
                 )
                 beside = beside * len(values) if len(beside) == 1 else beside
-                values = [a / b if sign == "over" else a - b for a, b in zip(values, beside, strict=False)]
+                values = [
+                    a / b if sign == "over" else a - b for a, b in zip(values, beside, strict=False)
+                ]
         found += values
     if "as" in asked:
         found = [
-            {"less": 100 - 100 * value, "more": 100 * value - 100, "percent": 100 * value}[asked["as"]]
+            {"less": 100 - 100 * value, "more": 100 * value - 100, "percent": 100 * value}[
+                asked["as"]
+            ]
             for value in found
         ]
     if "at_most" in asked:
@@ -196,7 +211,9 @@ def test_a_tables_cells_are_those_of_the_data(page):
         assert heads == [one["shown"] for one in table["columns"]] and len(rows) == len(wanted)
         for row, right in zip(rows, wanted, strict=True):
             wrong = [
-                (head, cell, v) for cell, (head, v) in zip(row, right, strict=True) if not agrees(cell, v)
+                (head, cell, v)
+                for cell, (head, v) in zip(row, right, strict=True)
+                if not agrees(cell, v)
             ]
             assert not wrong, row
 
@@ -238,9 +255,9 @@ def test_the_index_names_every_page_with_figures_of_its_answer():
     assert {page.name for page in QUESTIONS} <= linked
     for _, answer, link in rows:
         for page in (RESULTS / target for target in LINK.findall(link)):
-            assert page not in QUESTIONS or set(numbers(answer)) <= set(numbers(line_of(page, "Answer"))), (
-                page.name
-            )
+            assert page not in QUESTIONS or set(numbers(answer)) <= set(
+                numbers(line_of(page, "Answer"))
+            ), page.name
 
 
 def test_links_from_other_documents_find_the_pages():
@@ -251,7 +268,9 @@ def test_links_from_other_documents_find_the_pages():
         *root.glob("docs/manual/*.md"),
         *root.glob("sgl_kvtier/**/*.md"),
     ]
-    asked = [(other, target) for other in others for target in LINK.findall(other.read_text("utf-8"))]
+    asked = [
+        (other, target) for other in others for target in LINK.findall(other.read_text("utf-8"))
+    ]
     assert [(o.name, t) for o, t in asked if "results/" in t and not (o.parent / t).exists()] == []
 
 
@@ -268,5 +287,7 @@ def test_a_changed_cell_or_claim_is_noticed():
     }
     rows = list(records(source, ["g"]))
     assert figures(rows, {"column": "b", "how": ["min", "max"]}) == [1.0, 4.0]
-    assert figures(rows, {"column": "b", "where": {"a": "y"}, "minus": {"where": {"a": "x"}}}) == [3.0]
+    assert figures(rows, {"column": "b", "where": {"a": "y"}, "minus": {"where": {"a": "x"}}}) == [
+        3.0
+    ]
     assert not agrees("3.9", figures(rows, {"column": "b", "where": {"a": "y"}}))

@@ -28,15 +28,24 @@ def test_the_wall_checker_would_notice(tmp_path):
     )
     (tmp_path / "rules.ini").write_text(rule)
     code = f"from importlinter.cli import lint_imports; raise SystemExit(lint_imports(config_filename={str(tmp_path / 'rules.ini')!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
 
 
-@pytest.mark.parametrize("room", ["policy", "store", "runtime", "console", "lab", "lab/sim", "lab/workload", "lab/experiment"])
+@pytest.mark.parametrize(
+    "room",
+    ["policy", "store", "runtime", "console", "lab", "lab/sim", "lab/workload", "lab/experiment"],
+)
 def test_every_room_has_a_readme(room):
     readme = ROOT / "sgl_kvtier" / room / "README.md"
     assert readme.is_file()
-    inside = [p for p in (ROOT / "sgl_kvtier" / room).iterdir() if p.name not in ("__init__.py", "__pycache__")]
+    inside = [
+        p
+        for p in (ROOT / "sgl_kvtier" / room).iterdir()
+        if p.name not in ("__init__.py", "__pycache__")
+    ]
     folders = [f"{p.name}/" for p in inside if p.is_dir()]
     modules = folders + [p.name for p in inside if p.suffix == ".py"]
     text = readme.read_text()
@@ -46,7 +55,10 @@ def test_every_room_has_a_readme(room):
 
 def test_the_manifest_in_patches_is_the_one_the_package_ships():
     link = ROOT / "patches" / "sglang-0.5.23" / "seams.json"
-    assert link.resolve() == (ROOT / "sgl_kvtier" / "runtime" / "sglang" / "seams-sglang-0.5.23.json").resolve()
+    assert (
+        link.resolve()
+        == (ROOT / "sgl_kvtier" / "runtime" / "sglang" / "seams-sglang-0.5.23.json").resolve()
+    )
 
 
 def test_every_json_schema_is_documented():

@@ -1,4 +1,6 @@
-"""The product is whole without the laboratory: a wheel without it imports, has its commands, and serves."""
+"""The product is whole without the laboratory: a wheel without it imports, has its commands, and
+serves.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(place), str(source)]
     subprocess.run(build, env=env, check=True, capture_output=True, text=True)
     (wheel,) = place.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(place / "site"), str(wheel)], check=True, capture_output=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--target", str(place / "site"), str(wheel)],
+        check=True,
+        capture_output=True,
+    )
     return place / "site"
 
 
 def environment(site: Path) -> dict[str, str]:
-    """The wheel's package before the libraries of this environment, whose editable install of the whole package is left out: a
-    folder on PYTHONPATH is searched, but its .pth files are not read."""
+    """The wheel's package before the libraries of this environment, whose editable install of the
+    whole package is left out: a folder on PYTHONPATH is searched, but its .pth files are not read.
+    """
     libraries = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *libraries]), "PYTHONSAFEPATH": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(site), *libraries]),
+        "PYTHONSAFEPATH": "1",
+    }
 
 
 def interpreter() -> str:
@@ -64,23 +75,50 @@ def interpreter() -> str:
 
 
 def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([interpreter(), *arguments], env=environment(site), cwd=site, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [interpreter(), *arguments],
+        env=environment(site),
+        cwd=site,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_all_but_the_runtime_imports_with_none_of_the_laboratorys_libraries(site: Path) -> None:
-    within = ("sgl_kvtier.store", "sgl_kvtier.policy", "sgl_kvtier.console", "sgl_kvtier.config", "sgl_kvtier.cli", "sgl_kvtier.launch")
-    done = run(site, "-c", IMPORT_ALL.format(blocked=(*EXTRAS, "torch", "sglang"), site=str(site), within=within, but=WITH_RICH))
+    within = (
+        "sgl_kvtier.store",
+        "sgl_kvtier.policy",
+        "sgl_kvtier.console",
+        "sgl_kvtier.config",
+        "sgl_kvtier.cli",
+        "sgl_kvtier.launch",
+    )
+    done = run(
+        site,
+        "-c",
+        IMPORT_ALL.format(
+            blocked=(*EXTRAS, "torch", "sglang"), site=str(site), within=within, but=WITH_RICH
+        ),
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 60
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed: pip install '.[sglang]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None,
+    reason="sglang is not installed: pip install '.[sglang]'",
+)
 def test_every_module_imports_beside_sglang(site: Path) -> None:
-    done = run(site, "-c", IMPORT_ALL.format(blocked=(), site=str(site), within=("sgl_kvtier.",), but=()))
+    done = run(
+        site, "-c", IMPORT_ALL.format(blocked=(), site=str(site), within=("sgl_kvtier.",), but=())
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_commands_of_the_product_work_and_those_of_the_laboratory_say_what_to_install(site: Path, tmp_path: Path) -> None:
+def test_commands_of_the_product_work_and_those_of_the_laboratory_say_what_to_install(
+    site: Path, tmp_path: Path
+) -> None:
     script = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
     assert run(site, "-c", script, "stat", str(tmp_path)).returncode == 0
     done = run(site, "-c", script, "compare", "--quick")
@@ -89,8 +127,13 @@ def test_commands_of_the_product_work_and_those_of_the_laboratory_say_what_to_in
 
 
 @pytest.mark.server
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed: pip install '.[sglang]'")
-def test_a_server_started_from_it_answers_and_stores(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None,
+    reason="sglang is not installed: pip install '.[sglang]'",
+)
+def test_a_server_started_from_it_answers_and_stores(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "runtime"))
     from serving import config_file, flags, prompts, serving
 

@@ -1,4 +1,6 @@
-"""A fake server that stores prompts and restores them in the way it is switched to, for tests of the restoration bench."""
+"""A fake server that stores prompts and restores them in the way it is switched to, for tests of
+the restoration bench.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ CHOICES = ("auto", "both", "load", "compute", "off")
 
 @dataclass
 class RestoringServer(FakeServer):
-    """Stores whole pages of every prompt; computes, loads or halves a stored prefix as policy.restore says.
+    """Stores whole pages of every prompt; computes, loads or halves a stored prefix as
+    policy.restore says.
 
-    `refuses` are settings it does not change; `wrong_when_loaded` makes it answer otherwise when something was loaded.
+    `refuses` are settings it does not change; `wrong_when_loaded` makes it answer otherwise when
+    something was loaded.
     """
 
     admin_key: str = "secret"

@@ -50,10 +50,15 @@ class FakeServer:
         finally:
             self.running -= 1
 
-    async def _stream(self, request: web.Request, body: dict, failure: str | None) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, body: dict, failure: str | None
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        prompt, ids = body["input_ids"], self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"])
+        prompt, ids = (
+            body["input_ids"],
+            self.answer(body["input_ids"], body["sampling_params"]["max_new_tokens"]),
+        )
         tiers = await self.cached(prompt)
         for index in range(len(ids)):
             if failure == "hang":
@@ -74,9 +79,13 @@ class FakeServer:
                 "queue_time": 0.5,
             }
             if body.get("return_logprob"):
-                meta["output_token_logprobs"] = [[-token / 256, token, None] for token in ids[: index + 1]]
+                meta["output_token_logprobs"] = [
+                    [-token / 256, token, None] for token in ids[: index + 1]
+                ]
             shown = ids[index : index + 1] if self.incremental else ids[: index + 1]
-            await response.write(b"data: " + json.dumps({"output_ids": shown, "meta_info": meta}).encode() + b"\n\n")
+            await response.write(
+                b"data: " + json.dumps({"output_ids": shown, "meta_info": meta}).encode() + b"\n\n"
+            )
             await asyncio.sleep(0)
         await response.write(b"data: [DONE]\n\n")
         return response
@@ -86,7 +95,9 @@ class FakeServer:
         return web.Response(text="done")
 
     async def metrics(self, request: web.Request) -> web.Response:
-        self.peers.append(request.transport.get_extra_info("peername") if request.transport else None)
+        self.peers.append(
+            request.transport.get_extra_info("peername") if request.transport else None
+        )
         return web.Response(text=self.metrics_text)
 
     async def model_info(self, request: web.Request) -> web.Response:

@@ -1,4 +1,6 @@
-"""A simulated run with memory pressure, losses and several sessions, written down as a decision log. Also a script."""
+"""A simulated run with memory pressure, losses and several sessions, written down as a decision
+log. Also a script.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,16 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.experiment import Load, Machine, run_policy
 
-MACHINE = Machine(hbm_bytes=1 << 30, dram_bytes=1 << 29, ssd_bytes=3 << 29, step_tokens=512, ssd_gbps=16)
-LOAD = Load("generated:swe-mini", 5, seed=3, pace=Pace(mean_start_s=1.0, most_gap_s=2.0), most_prompt_tokens=5000)
+MACHINE = Machine(
+    hbm_bytes=1 << 30, dram_bytes=1 << 29, ssd_bytes=3 << 29, step_tokens=512, ssd_gbps=16
+)
+LOAD = Load(
+    "generated:swe-mini",
+    5,
+    seed=3,
+    pace=Pace(mean_start_s=1.0, most_gap_s=2.0),
+    most_prompt_tokens=5000,
+)
 
 
 def record(rule: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""The deciding half as a wheel holds it, compiled: it decides what its source decides. The build takes about a minute."""
+"""The deciding half as a wheel holds it, compiled: it decides what its source decides. The build
+takes about a minute.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from recorded_run import record
 
 ROOT = Path(__file__).parents[2]
 SOURCE_ONLY = {"__init__", "messages", "decision_log"}
-PROPERTIES = ("test_restore_machine.py", "test_planner_machine.py", "test_meeting.py", "test_sessions.py", "test_prefetch.py")
+PROPERTIES = (
+    "test_restore_machine.py",
+    "test_planner_machine.py",
+    "test_meeting.py",
+    "test_sessions.py",
+    "test_prefetch.py",
+)
 
 pytestmark = pytest.mark.slow
 
@@ -29,12 +37,32 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pytest.skip("no C compiler here")
     place = tmp_path_factory.mktemp("compiled")
     sources, lib = place / "source", place / "lib"
-    shutil.copytree(ROOT / "sgl_kvtier", sources / "sgl_kvtier", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "sgl_kvtier",
+        sources / "sgl_kvtier",
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
     shutil.copytree(sources / "sgl_kvtier", lib / "sgl_kvtier")
-    build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", str(lib), "--build-temp", str(place / "o")]
-    built = subprocess.run(build, cwd=sources, env={**os.environ, "CFLAGS": "-O1"}, capture_output=True, text=True, check=False)
+    build = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(lib),
+        "--build-temp",
+        str(place / "o"),
+    ]
+    built = subprocess.run(
+        build,
+        cwd=sources,
+        env={**os.environ, "CFLAGS": "-O1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert built.returncode == 0, built.stderr[-2000:]
     assert "is not compiled" not in built.stderr, built.stderr[-2000:]
     return {**os.environ, "PYTHONPATH": str(lib)}
@@ -51,18 +79,27 @@ def test_it_is_compiled_as_a_whole(compiled: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("rule", ["kvtier", "cake", "cacheflow"])
 def test_it_plans_what_its_source_plans(rule: str, compiled: dict[str, str]) -> None:
-    assert _python(compiled, str(Path(__file__).with_name("recorded_run.py")), rule).splitlines() == record(rule)
+    assert _python(
+        compiled, str(Path(__file__).with_name("recorded_run.py")), rule
+    ).splitlines() == record(rule)
 
 
 def test_it_has_the_properties_of_its_source(compiled: dict[str, str]) -> None:
     tests = [str(ROOT / "tests" / "policy" / name) for name in PROPERTIES]
-    _python(compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests)
+    _python(
+        compiled, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *tests
+    )
 
 
 def _python(environment: dict[str, str], *arguments: str) -> str:
     """What a Python with the compiled package prints; it must end well."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=Path(environment["PYTHONPATH"]), env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=Path(environment["PYTHONPATH"]),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

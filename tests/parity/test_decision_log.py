@@ -20,7 +20,9 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 _WORDS = st.text(max_size=8)
 _NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
-_SPANS = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(lambda pair: Span(min(pair), max(pair)))
+_SPANS = st.tuples(st.integers(0, 99), st.integers(0, 99)).map(
+    lambda pair: Span(min(pair), max(pair))
+)
 _KEYS = st.lists(st.binary(min_size=32, max_size=32).map(PageKey), max_size=3).map(tuple)
 _TIERS = st.sampled_from(Tier)
 _FIELDS: dict[str, st.SearchStrategy[Any]] = {
@@ -84,7 +86,9 @@ def test_every_message_survives_the_log(kind: type) -> None:
 
 
 def test_a_header_survives_the_log() -> None:
-    header = Header(PolicyConfig(rule="cake"), EngineShape(16, 4096, 512, 32), {"links": {"ssd-hbm": 1e9}})
+    header = Header(
+        PolicyConfig(rule="cake"), EngineShape(16, 4096, 512, 32), {"links": {"ssd-hbm": 1e9}}
+    )
     assert decode_header(encode_header(header)) == header
 
 
@@ -104,28 +108,73 @@ _HEAD = '{"log":"kvtier.decisions","version":1,"config":%s,"engine":%s,"profile"
         (decode, "[]", "not an object"),
         (decode, '{"type":"Rumour"}', "known are RequestArrived"),
         (decode, '{"type":"StepDone","seconds":1.0}', "StepDone of the decision log is damaged"),
-        (decode, '{"type":"StepView","now":1.0,"weather":"fine"}', "fields of another version: weather"),
-        (decode, '{"type":"PagesPlaced","keys":["zz"],"tier":"HBM","now":0.0}', "PagesPlaced of the decision log is damaged"),
+        (
+            decode,
+            '{"type":"StepView","now":1.0,"weather":"fine"}',
+            "fields of another version: weather",
+        ),
+        (
+            decode,
+            '{"type":"PagesPlaced","keys":["zz"],"tier":"HBM","now":0.0}',
+            "PagesPlaced of the decision log is damaged",
+        ),
         (decode, "[" * 200_000, "not JSON: JSON nested too deeply"),
         (decode, '{"type":[]}', r"has the type \[\]"),
         (decode, '{"type":"' + "x" * 1_000_000 + '"}', "known are RequestArrived"),
         (decode, '{"type":"StepDone","' + "x" * 1_000_000 + '":1}', "fields of another version"),
-        (decode, '{"type":"StepView","now":1.0,"free_pages":[]}', "StepView of the decision log is damaged"),
+        (
+            decode,
+            '{"type":"StepView","now":1.0,"free_pages":[]}',
+            "StepView of the decision log is damaged",
+        ),
         (decode, '{"type":"StepView","now":NaN}', "NaN: must be of type float"),
         (decode, '{"type":"StepView","now":1e999}', "Infinity: must be of type float"),
         (decode, '{"type":"StepView","now":"1"}', '"1": must be of type float'),
         (decode, '{"type":"StepView","now":1.0,"prefill_tokens":1.5}', "must be of type int"),
-        (decode, '{"type":"StepView","now":1.0,"prefill_tokens":1' + "0" * 400 + "}", "must be of type int"),
+        (
+            decode,
+            '{"type":"StepView","now":1.0,"prefill_tokens":1' + "0" * 400 + "}",
+            "must be of type int",
+        ),
         (decode, '{"type":"StepView","now":1.0,"waiting":[7]}', "must be of type str"),
-        (decode, '{"type":"PagesLost","rid":"a","span":[0,true],"reason":"x","now":1.0}', "must be of type int"),
-        (decode, '{"type":"PolicyChanged","config":{"load_horizon_s":NaN}}', r"policy\.load_horizon_s = NaN"),
-        (decode, '{"type":"Hinted","session":"a","hint":{"ttl_s":Infinity},"now":1.0}', "must be of type float"),
+        (
+            decode,
+            '{"type":"PagesLost","rid":"a","span":[0,true],"reason":"x","now":1.0}',
+            "must be of type int",
+        ),
+        (
+            decode,
+            '{"type":"PolicyChanged","config":{"load_horizon_s":NaN}}',
+            r"policy\.load_horizon_s = NaN",
+        ),
+        (
+            decode,
+            '{"type":"Hinted","session":"a","hint":{"ttl_s":Infinity},"now":1.0}',
+            "must be of type float",
+        ),
         (decode_header, "[" * 200_000, "not JSON"),
         (decode_header, _HEAD % ('{"map_pages": 0}', "{}", "null"), r"policy\.map_pages = 0"),
-        (decode_header, _HEAD % ("{}", '{"page_tokens": 0, "page_bytes": 1, "chunk_tokens": 1}', "null"), "page_tokens = 0"),
+        (
+            decode_header,
+            _HEAD % ("{}", '{"page_tokens": 0, "page_bytes": 1, "chunk_tokens": 1}', "null"),
+            "page_tokens = 0",
+        ),
         (decode_header, _HEAD % ("5", "{}", "null"), "first line is damaged"),
-        (decode_header, _HEAD % ("{}", '{"page_tokens": 1, "page_bytes": 1, "chunk_tokens": 1}', '{"links": {"ssd-hbm": NaN}}'), "links.ssd-hbm = NaN"),
-        (decode_header, _HEAD % ("{}", '{"page_tokens": 1, "page_bytes": 1, "chunk_tokens": 1}', "7"), "first line is damaged"),
+        (
+            decode_header,
+            _HEAD
+            % (
+                "{}",
+                '{"page_tokens": 1, "page_bytes": 1, "chunk_tokens": 1}',
+                '{"links": {"ssd-hbm": NaN}}',
+            ),
+            "links.ssd-hbm = NaN",
+        ),
+        (
+            decode_header,
+            _HEAD % ("{}", '{"page_tokens": 1, "page_bytes": 1, "chunk_tokens": 1}', "7"),
+            "first line is damaged",
+        ),
         (decode_header, '{"log":"something"}', "not a decision log"),
         (decode_header, '{"log":"kvtier.decisions","version":99}', "version 99"),
         (decode_header, '{"log":"kvtier.decisions","version":1}', "first line is damaged"),

@@ -1,4 +1,6 @@
-"""A recorded run decided again: the same plans, in this process and in others whatever their hash seed."""
+"""A recorded run decided again: the same plans, in this process and in others whatever their hash
+seed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_a_replay_decides_every_step_as_the_run_did(rule: str, logs: dict[str, l
     assert replayed.commands > 200
 
 
-def test_the_run_that_is_replayed_has_loads_computes_and_moves_to_decide(logs: dict[str, list[str]]) -> None:
+def test_the_run_that_is_replayed_has_loads_computes_and_moves_to_decide(
+    logs: dict[str, list[str]],
+) -> None:
     plans = [record for record in map(decode, logs["kvtier"][1:]) if isinstance(record, StepPlan)]
     for what in ("starts", "loads", "computes"):
         assert any(getattr(plan, what) for plan in plans), what

@@ -81,12 +81,16 @@ def test_without_the_change_the_same_log_is_decided_otherwise() -> None:
 
 def test_a_hole_ends_the_replay_and_says_how_much_was_the_same() -> None:
     records, _ = answered()
-    with pytest.raises(TraceError, match=r"line 6: 3 lines were dropped .* the 1 plans before are identical"):
+    with pytest.raises(
+        TraceError, match=r"line 6: 3 lines were dropped .* the 1 plans before are identical"
+    ):
         replay(log_of(*records, LinesDropped(3), StepView(2.0)))
 
 
 def test_a_planner_that_failed_must_fail_again() -> None:
-    lines = log_of(offer("bad", 1.0), PlannerFailed("ValueError('a defect')"), StepView(1.5), StepPlan())
+    lines = log_of(
+        offer("bad", 1.0), PlannerFailed("ValueError('a defect')"), StepView(1.5), StepPlan()
+    )
     again = replay(lines, lambda header: Raises())
     assert (again.difference, again.failures, again.steps) == (None, 1, 1)
     mended = replay(lines)
@@ -105,7 +109,9 @@ QUEUE = (Queued("a", 3, True), Queued("b", 4, False), Queued("c", 5, True))
 
 
 def questions() -> list[Record]:
-    """What was asked between two steps, with the answers of a planner of its own; the last two have others."""
+    """What was asked between two steps, with the answers of a planner of its own; the last two have
+    others.
+    """
     config = replace(CONFIG, restore="auto")
     planner = make_planner(config, ENGINE)
     planner.configure(config)
@@ -140,7 +146,9 @@ class FailsToAnswer(Raises):
         raise ValueError("another defect")
 
 
-def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends_the_replay() -> None:
+def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends_the_replay() -> (
+    None
+):
     lines = log_of(ReadsDue(QUEUE, 12, ("a", "c")))
     difference = replay(lines, lambda header: FailsToAnswer()).difference
     assert difference is not None
@@ -150,6 +158,8 @@ def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends
         replay(lines, lambda header: Raises())
 
 
-@pytest.mark.parametrize("record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2), *questions()])
+@pytest.mark.parametrize(
+    "record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2), *questions()]
+)
 def test_the_lines_of_a_server_are_read_as_they_were_written(record: Record) -> None:
     assert decode(encode(record)) == record

@@ -1,4 +1,6 @@
-"""How many examples a property test tries: more of them where KVTIER_EXPLORE asks for it (tests/conftest.py)."""
+"""How many examples a property test tries: more of them where KVTIER_EXPLORE asks for it
+(tests/conftest.py).
+"""
 
 from __future__ import annotations
 

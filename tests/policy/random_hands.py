@@ -1,5 +1,7 @@
-"""Hands that do everything hands may do, in any order: they grant less, finish late, fail, cancel, abort. They check as
-they go that the planner keeps to the protocol, and at the end that every request comes through."""
+"""Hands that do everything hands may do, in any order: they grant less, finish late, fail, cancel,
+abort. They check as they go that the planner keeps to the protocol, and at the end that every
+request comes through.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Request:
 
 
 class RandomHands:
-    """One run. `chance` decides all; `facts` and `plans` are what was told and answered, to be played again."""
+    """One run. `chance` decides all; `facts` and `plans` are what was told and answered, to be
+    played again.
+    """
 
     def __init__(self, chance: random.Random, config: PolicyConfig, profiled: bool) -> None:
         self.chance = chance
@@ -78,13 +82,25 @@ class RandomHands:
     def tell(self, fact) -> None:
         if isinstance(fact, PagesPlaced | PagesDropped):
             # Whoever brought a page there: for the planner the move to that tier is over.
-            self.flying = {page: tier for page, tier in self.flying.items() if tier != fact.tier or page not in fact.keys}
+            self.flying = {
+                page: tier
+                for page, tier in self.flying.items()
+                if tier != fact.tier or page not in fact.keys
+            }
         self.log.append(fact)
         self.planner.observe(fact)
 
     def act(self) -> None:
         self.now += self.chance.choice((0.0, 0.001, 0.02, 0.5))
-        actions = [self.arrive, self.step, self.step, self.end_load, self.end_load, self.end_chunk, self.end_move]
+        actions = [
+            self.arrive,
+            self.step,
+            self.step,
+            self.end_load,
+            self.end_load,
+            self.end_chunk,
+            self.end_move,
+        ]
         self.chance.choice([*actions, self.abort] if self.chance.random() < 0.2 else actions)()
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -100,7 +116,9 @@ class RandomHands:
         tokens = pages * PAGE + self.chance.randint(1, 3 * PAGE)
         keys = tuple(key(document, n) for n in range(tokens // PAGE))
         cut = self.chance.randint(resident, pages)
-        tiers = self.chance.choice(((Tier.DRAM, Tier.SSD), (Tier.SSD, Tier.DRAM), (Tier.SSD, Tier.SSD)))
+        tiers = self.chance.choice(
+            ((Tier.DRAM, Tier.SSD), (Tier.SSD, Tier.DRAM), (Tier.SSD, Tier.SSD))
+        )
         spans = zip((Span(resident, cut), Span(cut, pages)), tiers, strict=True)
         sources = tuple((span, tier) for span, tier in spans if span)
         for span, tier in (*sources, (Span(0, resident), Tier.HBM)):
@@ -123,7 +141,11 @@ class RandomHands:
         request = self.requests.pop(rid)
         self.chunks = [chunk for chunk in self.chunks if chunk[0] != rid]
         self.slot = None if self.slot == rid else self.slot
-        self.tell(RequestFinished(rid, self.now, aborted, request.keys if self.chance.random() < 0.5 else ()))
+        self.tell(
+            RequestFinished(
+                rid, self.now, aborted, request.keys if self.chance.random() < 0.5 else ()
+            )
+        )
         self.finished.append(rid)
 
     # --- ends of what was begun -------------------------------------------------------------------------------------
@@ -142,7 +164,11 @@ class RandomHands:
         if landed:
             self.settle(load.rid, landed, "landed")
             seconds = self.chance.choice((0.001, 0.1, 1.0))
-            self.tell(TransferDone(load.rid, load.link, landed, len(landed) * ENGINE.page_bytes, seconds, self.now))
+            self.tell(
+                TransferDone(
+                    load.rid, load.link, landed, len(landed) * ENGINE.page_bytes, seconds, self.now
+                )
+            )
 
     def settle(self, rid: str, span: Span, state: str) -> None:
         request = self.requests.get(rid)
@@ -163,7 +189,11 @@ class RandomHands:
             if placed:
                 self.tell(PagesPlaced(placed, Tier.HBM, self.now))
             if tokens.stop == request.tokens:
-                delivered = {page for page, state in request.state.items() if state in ("computed", "spliced")}
+                delivered = {
+                    page
+                    for page, state in request.state.items()
+                    if state in ("computed", "spliced")
+                }
                 assert delivered.issuperset(range(request.resident, request.pages))
                 self.finish(rid, aborted=False)
 
@@ -184,7 +214,9 @@ class RandomHands:
             waiting=tuple(rid for rid in self.requests if rid != self.slot),
             slot=self.slot,
             slot_open=generous or self.chance.random() < 0.8,
-            prefill_tokens=8 * PAGE if generous else self.chance.choice((0, PAGE - 1, PAGE, 4 * PAGE, 8 * PAGE)),
+            prefill_tokens=8 * PAGE
+            if generous
+            else self.chance.choice((0, PAGE - 1, PAGE, 4 * PAGE, 8 * PAGE)),
             fresh_tokens=0 if generous else self.chance.choice((0, 0, 100, 1000)),
             decoding=self.chance.randrange(3),
             free_pages={Tier.HBM: 1000, Tier.DRAM: 1000} if generous else free,
@@ -214,12 +246,18 @@ class RandomHands:
     def cancel(self, plan: StepPlan) -> None:
         for cancel in plan.cancels:
             low, high = cancel.span.start, cancel.span.stop
-            inside = [load for load in self.loads if load.rid == cancel.rid and low <= load.span.start and load.span.stop <= high]
+            inside = [
+                load
+                for load in self.loads
+                if load.rid == cancel.rid and low <= load.span.start and load.span.stop <= high
+            ]
             assert inside, f"no load lies within what is asked back, {cancel}"
             for load in inside:
                 if self.chance.random() < 0.6:
                     self.loads.remove(load)
-                    for page in range(load.span.start, load.span.stop) if load.rid in self.requests else ():
+                    for page in (
+                        range(load.span.start, load.span.stop) if load.rid in self.requests else ()
+                    ):
                         assert self.requests[load.rid].state.pop(page) == "loading"
                     self.tell(PagesLost(load.rid, load.span, CANCELLED, self.now))
 
@@ -227,14 +265,18 @@ class RandomHands:
         request = self.requests[load.rid]
         assert load.span and request.resident <= load.span.start and load.span.stop <= request.pages
         for page in range(load.span.start, load.span.stop):
-            assert page not in request.state, f"page {page} of {load.rid} is loaded, but it was {request.state[page]} before"
+            assert page not in request.state, (
+                f"page {page} of {load.rid} is loaded, but it was {request.state[page]} before"
+            )
             request.state[page] = "loading"
         self.loads.append(load)
 
     def begin_moves(self, plan: StepPlan) -> None:
         for move in plan.moves:
             for page in move.keys:
-                assert page not in self.flying, f"{page.hex()} is moved to {move.target} and to {self.flying[page]}"
+                assert page not in self.flying, (
+                    f"{page.hex()} is moved to {move.target} and to {self.flying[page]}"
+                )
                 self.flying[page] = move.target
             self.moves.append(move)
 
@@ -249,7 +291,10 @@ class RandomHands:
         if compute.tokens == 0:
             return False
         if compute.tokens is None:
-            assert all(state in ("spliced", "computed", "landed", "lost") for state in request.state.values())
+            assert all(
+                state in ("spliced", "computed", "landed", "lost")
+                for state in request.state.values()
+            )
             tokens = self.engine_chunk(request.tokens - start, view)
         else:
             assert compute.tokens % PAGE == 0
@@ -287,10 +332,16 @@ class RandomHands:
     def launch(self, request: Request, tokens: Span) -> None:
         for page in range(tokens.start // PAGE, min(-(-tokens.stop // PAGE), request.pages)):
             state = request.state.get(page)
-            assert state in (None, "lost") or (state == "computed" and page == tokens.start // PAGE), (page, state)
+            assert state in (None, "lost") or (
+                state == "computed" and page == tokens.start // PAGE
+            ), (page, state)
             request.state[page] = "computed"
         request.front = tokens.stop
-        self.slot = request.rid if tokens.stop < request.tokens else (None if self.slot == request.rid else self.slot)
+        self.slot = (
+            request.rid
+            if tokens.stop < request.tokens
+            else (None if self.slot == request.rid else self.slot)
+        )
         self.tell(ChunkStarted(request.rid, tokens, self.now))
         self.chunks.append((request.rid, tokens))
 
@@ -306,7 +357,9 @@ class RandomHands:
                 return
             began = self.step(generous=True)
             idle = 0 if began or self.loads or self.chunks else idle + 1
-            assert idle < 10, f"stuck: {list(self.requests)}, slot {self.slot}, restoring {self.planner.restoring}"
+            assert idle < 10, (
+                f"stuck: {list(self.requests)}, slot {self.slot}, restoring {self.planner.restoring}"
+            )
             self.end_load()
             self.end_chunk()
             self.end_move()

@@ -11,10 +11,21 @@ TRUE = PrefillCost(0.02, 1 / 3500, 3e-8)
 
 def test_a_few_chunks_of_several_sizes_teach_the_cost():
     model = CostModel()
-    for start, tokens in [(0, 512), (512, 512), (1024, 96), (1120, 512), (2048, 256), (3072, 512)] * 3:
+    for start, tokens in [
+        (0, 512),
+        (512, 512),
+        (1024, 96),
+        (1120, 512),
+        (2048, 256),
+        (3072, 512),
+    ] * 3:
         model.saw(start, tokens, TRUE.chunk_seconds(start, tokens))
-    assert model.cost.range_seconds(0, 8192, 512) == pytest.approx(TRUE.range_seconds(0, 8192, 512), rel=0.02)
-    assert model.cost.chunk_seconds(4096, 32) == pytest.approx(TRUE.chunk_seconds(4096, 32), rel=0.1)
+    assert model.cost.range_seconds(0, 8192, 512) == pytest.approx(
+        TRUE.range_seconds(0, 8192, 512), rel=0.02
+    )
+    assert model.cost.chunk_seconds(4096, 32) == pytest.approx(
+        TRUE.chunk_seconds(4096, 32), rel=0.1
+    )
 
 
 def test_a_machine_that_becomes_slower_is_noticed():
@@ -22,13 +33,21 @@ def test_a_machine_that_becomes_slower_is_noticed():
     slow = PrefillCost(0.04, 2 / 3500, 6e-8)
     for cost in (TRUE, slow):
         for start in range(0, 512 * 300, 512):
-            model.saw(start % 8192, 512 if start % 1024 else 128, cost.chunk_seconds(start % 8192, 512 if start % 1024 else 128))
-    assert model.cost.range_seconds(0, 8192, 512) == pytest.approx(slow.range_seconds(0, 8192, 512), rel=0.05)
+            model.saw(
+                start % 8192,
+                512 if start % 1024 else 128,
+                cost.chunk_seconds(start % 8192, 512 if start % 1024 else 128),
+            )
+    assert model.cost.range_seconds(0, 8192, 512) == pytest.approx(
+        slow.range_seconds(0, 8192, 512), rel=0.05
+    )
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 100_000), st.integers(1, 8192), st.floats(1e-6, 1e3)), min_size=1, max_size=40
+        st.tuples(st.integers(0, 100_000), st.integers(1, 8192), st.floats(1e-6, 1e3)),
+        min_size=1,
+        max_size=40,
     )
 )
 def test_no_measurement_makes_a_cost_negative_or_undefined(seen):
@@ -90,4 +109,6 @@ def test_the_estimate_lies_between_the_slowest_and_the_fastest_transfer(transfer
     for nbytes, seconds in transfers:
         link.saw(Link.SSD_TO_HBM, nbytes, seconds)
     rates = [nbytes / seconds for nbytes, seconds in transfers]
-    assert min(rates) * (1 - 1e-9) <= link.bytes_per_second(Link.SSD_TO_HBM) <= max(rates) * (1 + 1e-9)
+    assert (
+        min(rates) * (1 - 1e-9) <= link.bytes_per_second(Link.SSD_TO_HBM) <= max(rates) * (1 + 1e-9)
+    )

@@ -22,7 +22,11 @@ def named(count, start=0):
 
 
 def test_every_rule_of_the_settings_is_there():
-    assert {name: type(make()) for name, make in RULES.items()} == {"lru": LRU, "lfu": LFU, "next-use": NextUse}
+    assert {name: type(make()) for name, make in RULES.items()} == {
+        "lru": LRU,
+        "lfu": LFU,
+        "next-use": NextUse,
+    }
 
 
 @pytest.mark.parametrize("rule", [LRU, LFU, NextUse])

@@ -21,29 +21,45 @@ VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 
 
 def rate(tokens: int, ratio: float) -> float:
-    """Bytes per second at which loading so many tokens takes 1/ratio of the time that computing them takes."""
-    return ratio * tokens * ENGINE.page_bytes / ENGINE.page_tokens / COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
+    """Bytes per second at which loading so many tokens takes 1/ratio of the time that computing
+    them takes.
+    """
+    return (
+        ratio
+        * tokens
+        * ENGINE.page_bytes
+        / ENGINE.page_tokens
+        / COST.range_seconds(0, tokens, ENGINE.chunk_tokens)
+    )
 
 
 def offer(**pages: int) -> RestoreOffered:
     """A prompt whose first pages lie in host memory and whose others lie in storage."""
     dram, ssd = pages.get("dram", 0), pages.get("ssd", 0)
     sources = ((Span(0, dram), Tier.DRAM), (Span(dram, dram + ssd), Tier.SSD))
-    return RestoreOffered("a", 0.0, (dram + ssd) * 16 + 64, 0, dram + ssd, tuple((s, t) for s, t in sources if s))
+    return RestoreOffered(
+        "a", 0.0, (dram + ssd) * 16 + 64, 0, dram + ssd, tuple((s, t) for s, t in sources if s)
+    )
 
 
 def planner(*, ssd: float | None = None, dram: float | None = None, **settings: object) -> Planner:
     """A planner that knows the cost of computing and these links."""
     if ssd is None and dram is None:
-        return make_planner(PolicyConfig(restore=settings.pop("restore", "auto"), **settings), ENGINE)
+        return make_planner(
+            PolicyConfig(restore=settings.pop("restore", "auto"), **settings), ENGINE
+        )
     profile = profile_of(COST, ssd or 1.0)
-    profile["links"] = {link.value: r for link, r in ((Link.SSD_TO_HBM, ssd), (Link.DRAM_TO_HBM, dram)) if r}
+    profile["links"] = {
+        link.value: r for link, r in ((Link.SSD_TO_HBM, ssd), (Link.DRAM_TO_HBM, dram)) if r
+    }
     return make_planner(PolicyConfig(**{"restore": "auto", **settings}), ENGINE, profile)
 
 
 def test_what_lies_in_host_memory_is_left_to_the_engine_that_copies_it_at_once():
     assert planner(dram=rate(4096, 100)).left_to_engine(offer(dram=256), VIEW) == "host memory"
-    assert planner(ssd=1e6).left_to_engine(offer(dram=256), VIEW) == "host memory", "the link was not measured"
+    assert planner(ssd=1e6).left_to_engine(offer(dram=256), VIEW) == "host memory", (
+        "the link was not measured"
+    )
 
 
 def test_a_host_link_so_slow_that_computing_helps_is_worth_a_restoration():
@@ -54,7 +70,10 @@ def test_a_gain_of_less_than_a_restoration_costs_is_no_reason_for_one():
     slow = rate(4096, 1)
     saved = COST.range_seconds(0, 4096, 512) / 2
     assert planner(dram=slow, split_gain_s=saved / 2).left_to_engine(offer(dram=256), VIEW) is None
-    assert planner(dram=slow, split_gain_s=saved * 2).left_to_engine(offer(dram=256), VIEW) == "host memory"
+    assert (
+        planner(dram=slow, split_gain_s=saved * 2).left_to_engine(offer(dram=256), VIEW)
+        == "host memory"
+    )
 
 
 def test_storage_so_fast_that_all_of_it_would_be_loaded_is_read_ahead_by_the_engine():
@@ -78,7 +97,10 @@ def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it()
 
 def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_helps():
     asked = offer(dram=200, ssd=4)
-    assert planner(ssd=rate(4096, 500), dram=rate(4096, 20)).left_to_engine(asked, VIEW) == "loading is faster"
+    assert (
+        planner(ssd=rate(4096, 500), dram=rate(4096, 20)).left_to_engine(asked, VIEW)
+        == "loading is faster"
+    )
 
 
 def test_storage_that_was_never_measured_is_measured_by_a_read_of_the_engine_itself():
@@ -94,9 +116,23 @@ def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_sinc
     assert planner(ssd=rate(4096, 1)).left_to_engine(offer(dram=16, ssd=240), VIEW) is None
 
 
-@pytest.mark.parametrize("settings", [{"restore": "both"}, {"restore": "load"}, {"restore": "compute"}, {"rule": "cake"}, {"rule": "cacheflow"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"restore": "both"},
+        {"restore": "load"},
+        {"restore": "compute"},
+        {"rule": "cake"},
+        {"rule": "cacheflow"},
+    ],
+)
 def test_what_was_asked_for_by_name_is_done(settings):
-    assert planner(ssd=rate(4096, 500), dram=rate(4096, 500), **settings).left_to_engine(offer(dram=128, ssd=128), VIEW) is None
+    assert (
+        planner(ssd=rate(4096, 500), dram=rate(4096, 500), **settings).left_to_engine(
+            offer(dram=128, ssd=128), VIEW
+        )
+        is None
+    )
 
 
 def test_asking_changes_nothing():
@@ -112,7 +148,9 @@ def test_asking_changes_nothing():
 
 
 def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> Planner:
-    """A planner with the offer of a prefix of which 64 pages lie in host memory and 192 behind them in storage."""
+    """A planner with the offer of a prefix of which 64 pages lie in host memory and 192 behind them
+    in storage.
+    """
     one = planner(ssd=rate(4096, ssd_ratio), dram=rate(4096, dram_ratio))
     assert one.left_to_engine(offer(dram=64, ssd=192), VIEW) is None
     one.observe(offer(dram=64, ssd=192))
@@ -127,7 +165,11 @@ def test_pages_in_host_memory_before_others_in_storage_are_copied_and_computing_
     assert plan.computes == ()
     for load in plan.loads:
         if load.source is Tier.DRAM:
-            one.observe(TransferDone("a", load.link, load.span, len(load.span) * ENGINE.page_bytes, 1e-4, 0.01))
+            one.observe(
+                TransferDone(
+                    "a", load.link, load.span, len(load.span) * ENGINE.page_bytes, 1e-4, 0.01
+                )
+            )
     (compute,) = one.step(StepView(0.01, ("a",), prefill_tokens=512)).computes
     assert compute.splice == Span(0, 64)
     assert compute.tokens
@@ -154,7 +196,9 @@ def test_a_link_taken_for_slow_is_measured_again_now_and_then():
     for number in range(33):
         asked = replace(offer(ssd=256), rid=f"r{number}")
         one.observe(asked)
-        modes += [start.mode for start in one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).starts]
+        modes += [
+            start.mode for start in one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).starts
+        ]
         one.observe(RequestFinished(asked.rid, 0.0))
     assert modes.count(Mode.BOTH) == 2
     assert modes.count(Mode.COMPUTE) == 31
@@ -170,12 +214,16 @@ def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
         one.observe(RequestFinished(asked.rid, 0.0))
     assert [load.span for load in loads] == [Span(19, 20)]
     predicted_s = ENGINE.page_bytes / rate(4096, 1 / 500)
-    assert loads[0].deadline_s == pytest.approx(2 * predicted_s + PolicyConfig().load_deadline_s), "nobody waits for it longer than for others"
+    assert loads[0].deadline_s == pytest.approx(2 * predicted_s + PolicyConfig().load_deadline_s), (
+        "nobody waits for it longer than for others"
+    )
 
 
 def test_what_the_engine_reads_by_itself_is_learned_from():
     one = planner(ssd=rate(4096, 500))
     assert one.left_to_engine(offer(ssd=256), VIEW) == "loading is faster"
     for _ in range(3):
-        one.observe(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0))
+        one.observe(
+            TransferDone("", Link.SSD_TO_HBM, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0)
+        )
     assert one.left_to_engine(offer(ssd=256), VIEW) is None

@@ -27,7 +27,9 @@ moves = st.tuples(
 
 
 @given(st.lists(moves, max_size=80), st.sampled_from((0.0, 0.1, 0.3)))
-def test_what_is_wasted_is_bounded_whatever_happens(steps: list[tuple[str, int, float, Tier, int]], share: float) -> None:
+def test_what_is_wasted_is_bounded_whatever_happens(
+    steps: list[tuple[str, int, float, Tier, int]], share: float
+) -> None:
     ledger = Ledger(share)
     ledger.capacity(CAPACITY)
     wasted = used = ran = 0

@@ -38,7 +38,12 @@ def named(count, start=0):
 
 
 def look(**config) -> Lookahead:
-    speeds = {Link.DRAM_TO_HBM: 1e6, Link.SSD_TO_DRAM: 1e5, Link.HBM_TO_DRAM: 1e6, Link.DRAM_TO_SSD: 1e5}
+    speeds = {
+        Link.DRAM_TO_HBM: 1e6,
+        Link.SSD_TO_DRAM: 1e5,
+        Link.HBM_TO_DRAM: 1e6,
+        Link.DRAM_TO_SSD: 1e5,
+    }
     ahead = Lookahead(PolicyConfig(prefetch_share=1.0, **config), ENGINE, Bandwidth(speeds))
     ahead.observe(StepDone(0.1, 512, 0, 0.0))
     return ahead
@@ -192,7 +197,9 @@ def test_victims_are_named_for_what_prefill_will_claim():
     arrive(ahead, "1", named(64))
     named_now = []
     for tick in range(4):
-        evictions, _ = ahead.step(StepView(float(tick), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 200}))
+        evictions, _ = ahead.step(
+            StepView(float(tick), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 200})
+        )
         named_now += [key for evict in evictions for key in evict.keys]
     assert named_now == list(reversed(old))[: len(named_now)] and len(named_now) == 128
 
@@ -202,7 +209,10 @@ def test_victims_are_named_without_prefetching_too():
     soon, old = named(8), named(200, 1000)
     ahead.observe(PagesPlaced(old + soon, Tier.HBM, 0.0))
     arrive(ahead, "1", soon)
-    plans = [ahead.step(StepView(float(n), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 208})) for n in range(4)]
+    plans = [
+        ahead.step(StepView(float(n), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 208}))
+        for n in range(4)
+    ]
     evicted = [key for evictions, _ in plans for evict in evictions for key in evict.keys]
     assert evicted == list(reversed(old))[:128] and not any(moved for _, moved in plans)
 
@@ -223,7 +233,9 @@ def test_unknown_ids_change_nothing():
 
 
 def teach(ahead, session, keys, turns, gap_s, now=0.0):
-    """A session that comes back as often, each time after the same gap; when it left last. Its pages are in DRAM alone."""
+    """A session that comes back as often, each time after the same gap; when it left last. Its
+    pages are in DRAM alone.
+    """
     for turn in range(turns):
         arrive(ahead, f"{session} {turn}", keys, now, session=session)
         run(ahead, f"{session} {turn}", keys, now + 0.5)
@@ -239,17 +251,22 @@ def test_a_session_that_is_still_to_come_gets_what_those_who_wait_leave():
         left_at = teach(ahead, "s", keys, 6, 9.5)
         queue = ()
         if waiting:
-            # It is in no tier, so nothing can be moved for it; but it will take its pages when it runs.
+            # It is in no tier, so nothing can be moved for it; but it will take its pages when it
+            # runs.
             arrive(ahead, "w", named(waiting, 500), left_at + 8.9)
             queue = ("w",)
         prefill = 32 if waiting else 0  # pages the step itself claims
         free = {Tier.HBM: prefill + waiting + 12 if waiting else 20, Tier.DRAM: 1000}
         found = moves(ahead, left_at + 9.0, *queue, free=free)
-        assert [(rid, len(moved), target) for rid, moved, _, target in found] == [(None, wanted, Tier.HBM)]
+        assert [(rid, len(moved), target) for rid, moved, _, target in found] == [
+            (None, wanted, Tier.HBM)
+        ]
 
 
 def session_and_request_in_hbm(gap_s):
-    """An idle session that usually returns after `gap_s`, all its pages in HBM, and a request that waits, with its own there."""
+    """An idle session that usually returns after `gap_s`, all its pages in HBM, and a request that
+    waits, with its own there.
+    """
     ahead = look(demote_after_s=1000.0)
     theirs, mine = named(20), named(20, 500)
     left_at = teach(ahead, "s", theirs, 6, gap_s)
@@ -269,14 +286,22 @@ def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
     ahead.map.expect("request w", now + 1.0)
     assert first_to_leave(ahead) == mine
     for tick in range(4):
-        ahead.step(StepView(now + tick / 100, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
+        ahead.step(
+            StepView(
+                now + tick / 100, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE
+            )
+        )
     assert first_to_leave(ahead) == theirs
 
 
 def test_a_prompt_under_way_is_part_of_the_queue():
     ahead, now, theirs, _ = session_and_request_in_hbm(9.5)
     ahead.map.expect("request w", now + 1.0)
-    ahead.step(StepView(now, ("w",), prefill_tokens=512, fresh_tokens=16, free_pages=FREE, owed_pages=32 * 15))
+    ahead.step(
+        StepView(
+            now, ("w",), prefill_tokens=512, fresh_tokens=16, free_pages=FREE, owed_pages=32 * 15
+        )
+    )
     assert first_to_leave(ahead) == theirs
 
 
@@ -328,7 +353,14 @@ def test_what_a_running_prompt_will_claim_is_not_given_to_who_is_still_to_come(o
     # 48 pages of nobody may leave. Of those the prompt takes 32 in this step and the rest later.
     ahead.observe(PagesPlaced(named(48, 1000), Tier.HBM, left_at))
     free = {Tier.HBM: 32 * (owed > 0) + 20, Tier.DRAM: 1000}
-    view = StepView(left_at + 9.0, (), prefill_tokens=512, free_pages=free, empty_pages={Tier.HBM: 0}, owed_pages=owed)
+    view = StepView(
+        left_at + 9.0,
+        (),
+        prefill_tokens=512,
+        free_pages=free,
+        empty_pages={Tier.HBM: 0},
+        owed_pages=owed,
+    )
     assert sum(len(move.keys) for move in ahead.step(view)[1] if move.target is Tier.HBM) == brought
 
 
@@ -384,4 +416,6 @@ def test_what_was_wasted_stops_guesses_and_not_those_who_wait():
     ahead.observe(PagesPlaced(waits, Tier.DRAM, left_at))
     arrive(ahead, "first", named(64, 900), left_at + 0.1)
     arrive(ahead, "w", waits, left_at + 0.1)
-    assert [(rid, moved) for rid, moved, _, _ in moves(ahead, left_at + 0.1, "first", "w")] == [("w", waits)]
+    assert [(rid, moved) for rid, moved, _, _ in moves(ahead, left_at + 0.1, "first", "w")] == [
+        ("w", waits)
+    ]

@@ -1,4 +1,6 @@
-"""What looking ahead keeps instead of looking it up anew is what looking it up would give, after every fact and every step."""
+"""What looking ahead keeps instead of looking it up anew is what looking it up would give, after
+every fact and every step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from sgl_kvtier.policy.planner import make_planner
 
 
 def check(planner) -> int:
-    """Compares everything that is kept of owners' pages with the map; returns how many owners lack some."""
+    """Compares everything that is kept of owners' pages with the map; returns how many owners lack
+    some.
+    """
     prefetcher, known = planner.ahead.prefetcher, planner.ahead.map
     wanting = prefetcher.refresh()
     for owner in list(prefetcher.known):
@@ -26,12 +30,16 @@ def check(planner) -> int:
     for tier, unused in prefetcher.brought.unused.items():
         for key in unused:
             page = known.page(key)
-            assert key in prefetcher._flights or (page is not None and tier in page.tiers), "brought, or on its way"
+            assert key in prefetcher._flights or (page is not None and tier in page.tiers), (
+                "brought, or on its way"
+            )
     return len(lacking)
 
 
 def relive(log, config, profile) -> int:
-    """Lets a planner live through a log, and checks it after every entry; how often an owner lacked pages."""
+    """Lets a planner live through a log, and checks it after every entry; how often an owner lacked
+    pages.
+    """
     planner, lacking = make_planner(config, ENGINE, profile), 0
     for entry in log:
         if isinstance(entry, StepView):

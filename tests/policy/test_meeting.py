@@ -36,12 +36,23 @@ def races(draw):
         else:
             pointer.lose(span)
     pointer.take_front(draw(st.integers(0, units)))
-    cost = PrefillCost(*(draw(st.sampled_from([0.0, 1e-3, 1e-2])) for _ in range(2)), draw(st.sampled_from([0.0, 1e-5])))
+    cost = PrefillCost(
+        *(draw(st.sampled_from([0.0, 1e-3, 1e-2])) for _ in range(2)),
+        draw(st.sampled_from([0.0, 1e-5])),
+    )
     rates = {link: draw(st.sampled_from([1e3, 1e5, 1e6])) for link in (SSD, DRAM)}
     bandwidth = Bandwidth(rates, {SSD: draw(st.sampled_from([0.0, 0.01]))})
-    backlog_s = {link: draw(st.floats(0.001, 0.5)) for link in (SSD, DRAM, DOWN) if draw(st.booleans())}
+    backlog_s = {
+        link: draw(st.floats(0.001, 0.5)) for link in (SSD, DRAM, DOWN) if draw(st.booleans())
+    }
     sources = [(link, [span]) for link, span in parts if span]
-    return Pace(PAGE, PAGE_BYTES, CHUNK, cost, bandwidth, backlog_s), draw(st.floats(0, 0.5)), pointer, sources, in_flight
+    return (
+        Pace(PAGE, PAGE_BYTES, CHUNK, cost, bandwidth, backlog_s),
+        draw(st.floats(0, 0.5)),
+        pointer,
+        sources,
+        in_flight,
+    )
 
 
 def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
@@ -53,7 +64,11 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
         free = [page for low, high in loading for page in range(low, high)]
     lost = sum(pointer.lost_in(one) for _, one in states)
     computed = sum(page < meet for page in free) + lost
-    computed_s = at_s + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK) if computed else 0.0
+    computed_s = (
+        at_s + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
+        if computed
+        else 0.0
+    )
     loaded_s = 0.0
     for link, spans in sources:
         pages = sum(page in span for page in free if page >= meet for span in spans)
@@ -72,6 +87,11 @@ def test_no_page_is_better_and_where_they_met_before_changes_nothing(race, guess
     left = open_of(pace, pointer, sources, pointer.front, in_flight, recall)
     split = best_split(pace, at_s, left, pointer.front)
     assert best_split(pace, at_s, left, pointer.front, guess) == split
-    every = [max(ends(pace, at_s, pointer, sources, meet, in_flight, recall)) for meet in range(pointer.front, pointer.units + 1)]
+    every = [
+        max(ends(pace, at_s, pointer, sources, meet, in_flight, recall))
+        for meet in range(pointer.front, pointer.units + 1)
+    ]
     assert split.seconds == pytest.approx(min(every))
-    assert max(ends(pace, at_s, pointer, sources, split.meet, in_flight, recall)) == pytest.approx(split.seconds)
+    assert max(ends(pace, at_s, pointer, sources, split.meet, in_flight, recall)) == pytest.approx(
+        split.seconds
+    )

@@ -1,4 +1,6 @@
-"""The whole planner in random hands: every page once, compute causal, nobody stuck, nothing beyond what is free."""
+"""The whole planner in random hands: every page once, compute causal, nobody stuck, nothing beyond
+what is free.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ configs = st.builds(
 
 @settings(max_examples=examples(80), deadline=None)
 @given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 120))
-def test_in_any_hands_every_request_comes_through_and_the_run_replays(chance, config, profiled, actions):
+def test_in_any_hands_every_request_comes_through_and_the_run_replays(
+    chance, config, profiled, actions
+):
     hands = RandomHands(chance, config, profiled)
     for _ in range(actions):
         hands.act()
@@ -49,7 +53,11 @@ def test_in_any_hands_every_request_comes_through_and_the_run_replays(chance, co
 @pytest.mark.parametrize("rule", RULES)
 def test_long_runs_come_through(rule):
     for seed in range(3):
-        hands = RandomHands(random.Random(seed), PolicyConfig(rule=rule, load_tokens=32, load_deadline_s=600.0), profiled=seed % 2 == 0)
+        hands = RandomHands(
+            random.Random(seed),
+            PolicyConfig(rule=rule, load_tokens=32, load_deadline_s=600.0),
+            profiled=seed % 2 == 0,
+        )
         for _ in range(400):
             hands.act()
         hands.drain()
@@ -58,7 +66,9 @@ def test_long_runs_come_through(rule):
 
 def digest(seed: int) -> str:
     """All plans of one run, as a hash."""
-    hands = RandomHands(random.Random(seed), PolicyConfig(load_tokens=32, load_deadline_s=600.0), profiled=True)
+    hands = RandomHands(
+        random.Random(seed), PolicyConfig(load_tokens=32, load_deadline_s=600.0), profiled=True
+    )
     for _ in range(200):
         hands.act()
     hands.drain()
@@ -72,7 +82,12 @@ def test_the_plans_do_not_depend_on_the_hash_seed():
     for seed in ("0", "1", "4242"):
         env = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=Path(__file__).parent, env=env, capture_output=True, text=True, check=False
+            [sys.executable, "-c", code],
+            cwd=Path(__file__).parent,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.split())

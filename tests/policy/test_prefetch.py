@@ -32,7 +32,9 @@ class Bench:
     """A map, a prefetcher, and requests whose pages lie somewhere."""
 
     def __init__(self, **config):
-        self.config = PolicyConfig(**{"prefetch_margin": 0.0, "load_horizon_s": 60.0, "prefetch_share": 1.0, **config})
+        self.config = PolicyConfig(
+            **{"prefetch_margin": 0.0, "load_horizon_s": 60.0, "prefetch_share": 1.0, **config}
+        )
         self.map = TierMap(100_000, NextUse(), NextUse())
         self.prefetcher = Prefetcher(self.config, self.map, Bandwidth(SPEEDS), PAGE)
 
@@ -149,7 +151,9 @@ def test_no_page_takes_the_place_of_one_that_is_needed_sooner():
     bench.request("r", named(50), Tier.DRAM, turn=1.0)
     plan = bench.plan([turn("r", 1)], free={Tier.HBM: 45, Tier.DRAM: 0})
     assert moved(plan) == [("r", 15, Tier.DRAM, Tier.HBM)]
-    assert [(e.tier, sorted(e.keys)) for e in plan.evictions] == [(Tier.HBM, sorted(named(10, 600) + named(5, 700)))]
+    assert [(e.tier, sorted(e.keys)) for e in plan.evictions] == [
+        (Tier.HBM, sorted(named(10, 600) + named(5, 700)))
+    ]
     assert plan.evictions[0].keys[0] in named(5, 700)
 
 
@@ -161,7 +165,13 @@ def test_the_share_of_hbm_for_prefetched_pages_is_kept_until_they_are_used():
     bench.land(first.moves, 0.5)
     assert bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves == ()
     bench.prefetcher.started("r", named(50))
-    assert sum(len(move.keys) for move in bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves) > 0
+    assert (
+        sum(
+            len(move.keys)
+            for move in bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves
+        )
+        > 0
+    )
 
 
 def test_links_are_handed_no_more_than_the_horizon():
@@ -170,7 +180,10 @@ def test_links_are_handed_no_more_than_the_horizon():
     plan = bench.plan([turn("r", 8)], iteration_s=0.1)
     assert sum(len(move.keys) for move in plan.moves) == 16
     bench.land(plan.moves, 0.2)
-    assert sum(len(move.keys) for move in bench.plan([turn("r", 8)], iteration_s=0.1, now=0.2).moves) == 16
+    assert (
+        sum(len(move.keys) for move in bench.plan([turn("r", 8)], iteration_s=0.1, now=0.2).moves)
+        == 16
+    )
 
 
 def test_what_others_have_queued_on_a_link_comes_first():
@@ -182,8 +195,10 @@ def test_what_others_have_queued_on_a_link_comes_first():
 
 
 def test_measured_speeds_choose_how_far_to_look():
-    """A turn a second, expected up to twice as early: two iterations ahead suffice for pages that take no time (turns up to
-    4 are within), 0.8 s of pages per turn have to begin nine turns ahead, 2 s thirteen."""
+    """A turn a second, expected up to twice as early: two iterations ahead suffice for pages that
+    take no time (turns up to 4 are within), 0.8 s of pages per turn have to begin nine turns ahead,
+    2 s thirteen.
+    """
     for pages, looked in ((2, 4), (80, 9), (200, 13)):
         bench = Bench()
         for n in range(16):
@@ -214,7 +229,9 @@ def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
             bench.map.dropped(move.keys, Tier.HBM)
             bench.prefetcher.dropped(move.keys, Tier.HBM, now)
     gaps = [after - before for before, after in itertools.pairwise(asked)]
-    assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2] + [5.0] * (len(gaps) - 7), abs=0.02)
+    assert gaps == pytest.approx(
+        [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2] + [5.0] * (len(gaps) - 7), abs=0.02
+    )
     assert len(gaps) == 13
     bench.prefetcher.started("r", named(10))
     assert bench.plan([turn("r", 1)], now=40.0, iteration_s=0.01).moves
@@ -268,7 +285,9 @@ def test_of_two_that_wait_never_each_pushes_out_the_other():
     assert bench.map.missing("a").runs == ()
 
 
-@pytest.mark.parametrize(("rid", "idle_until", "gives_way"), [(None, 1.8, False), (None, 2.5, True), ("s", 1.8, True)])
+@pytest.mark.parametrize(
+    ("rid", "idle_until", "gives_way"), [(None, 1.8, False), (None, 2.5, True), ("s", 1.8, True)]
+)
 def test_a_session_that_may_come_displaces_only_what_is_used_much_later(rid, idle_until, gives_way):
     bench = Bench()
     bench.request("idle", named(30, 600), Tier.HBM, turn=idle_until)
@@ -294,7 +313,9 @@ def test_nothing_is_fetched_ahead_over_a_device_that_restores():
     bench.request("r", named(5), Tier.DRAM)
     bench.request("s", named(5, 100), Tier.SSD)
     turns = [turn("r", 1), turn("s", 5)]
-    assert moved(bench.plan(turns, busy_s={Link.SSD_TO_HBM: 0.1})) == [("r", 5, Tier.DRAM, Tier.HBM)]
+    assert moved(bench.plan(turns, busy_s={Link.SSD_TO_HBM: 0.1})) == [
+        ("r", 5, Tier.DRAM, Tier.HBM)
+    ]
     assert moved(bench.plan(turns, now=0.1)) == [("s", 5, Tier.SSD, Tier.DRAM)]
 
 
@@ -317,7 +338,14 @@ def test_predictions_are_compared_with_what_happened():
     bench = Bench()
     for n, name in enumerate(("right", "wrong", "hopeless", "lucky")):
         bench.request(name, named(40, 1000 * n), Tier.DRAM)
-    plan = bench.plan([turn("right", 1, 1.0), turn("wrong", 1, 1.0), turn("hopeless", 1, 1.0), turn("lucky", 1, 1.0)])
+    plan = bench.plan(
+        [
+            turn("right", 1, 1.0),
+            turn("wrong", 1, 1.0),
+            turn("hopeless", 1, 1.0),
+            turn("lucky", 1, 1.0),
+        ]
+    )
     assert [test.held for test in plan.tests] == [True, True, False, False]
     bench.land([move for move in plan.moves if move.rid == "right"], 1.0)
     bench.map.placed(named(40, 3000), Tier.HBM, 1.0)
@@ -339,7 +367,9 @@ def test_nothing_is_moved_when_it_is_off_or_k_is_0():
 
 
 def test_turns_follow_the_token_budget():
-    turns = turns_of([("a", "1", 300), ("b", "2", 300), ("c", "3", 1000), ("d", "4", 1)], 512, 0.5, 100, 0.2)
+    turns = turns_of(
+        [("a", "1", 300), ("b", "2", 300), ("c", "3", 1000), ("d", "4", 1)], 512, 0.5, 100, 0.2
+    )
     assert [(t.rid, t.steps, t.window_s) for t in turns] == [
         ("1", 0, pytest.approx(0.2)),
         ("2", 0, pytest.approx(0.2)),
@@ -361,13 +391,19 @@ requests = st.lists(
     st.integers(-1, 4),
     st.integers(-1, 6),
     st.floats(0.05, 1.0),
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 3)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(0, 3)), min_size=1, max_size=6
+    ),
 )
 def test_whatever_happens_moves_stay_within_free_pages_and_no_page_is_moved_while_in_flight(
     wanted, rule, lookahead, lookahead_ssd, share, steps
 ):
     bench = Bench(
-        prefetch=rule, lookahead=lookahead, lookahead_ssd=lookahead_ssd, prefetch_share=share, load_deadline_s=60.0
+        prefetch=rule,
+        lookahead=lookahead,
+        lookahead_ssd=lookahead_ssd,
+        prefetch_share=share,
+        load_deadline_s=60.0,
     )
     for n, (start, pages, front, back) in enumerate(wanted):
         keys = named(pages, start)

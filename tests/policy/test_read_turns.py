@@ -9,12 +9,16 @@ from sgl_kvtier.policy.ahead.read_turns import due
 from sgl_kvtier.policy.messages import Queued
 
 QUEUES = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=12).map(
-    lambda entries: [Queued(f"r{place}", pages, unread) for place, (pages, unread) in enumerate(entries)]
+    lambda entries: [
+        Queued(f"r{place}", pages, unread) for place, (pages, unread) in enumerate(entries)
+    ]
 )
 
 
 @given(QUEUES, st.integers(0, 400))
-def test_what_is_due_fits_with_all_before_it_and_nothing_that_fits_is_kept_back(queue: list[Queued], room: int):
+def test_what_is_due_fits_with_all_before_it_and_nothing_that_fits_is_kept_back(
+    queue: list[Queued], room: int
+):
     found = due(queue, room)
     taken, fits = 0, True
     for place, request in enumerate(queue):

@@ -13,7 +13,12 @@ RATIOS = (1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16)
 
 def balance(prefix: int) -> float:
     """Bytes per second at which loading the prefix takes as long as computing it."""
-    return prefix * ENGINE.page_bytes / ENGINE.page_tokens / COST.range_seconds(0, prefix, ENGINE.chunk_tokens)
+    return (
+        prefix
+        * ENGINE.page_bytes
+        / ENGINE.page_tokens
+        / COST.range_seconds(0, prefix, ENGINE.chunk_tokens)
+    )
 
 
 def covered(out) -> list[int]:
@@ -43,7 +48,9 @@ def test_it_is_never_slower_than_one_resource_alone_by_more_than_a_tick_per_chun
 @pytest.mark.parametrize("ratio", [1 / 4, 1, 4])
 def test_whatever_fails_to_load_is_computed_and_nothing_is_delivered_twice(ratio):
     rate = balance(4096) * ratio
-    out = restore(4096, rate, profile=profile_of(COST, rate), failing=frozenset({255, 200, 100, 101}))
+    out = restore(
+        4096, rate, profile=profile_of(COST, rate), failing=frozenset({255, 200, 100, 101})
+    )
     pages = [n for n in covered(out) if n < 256]
     assert sorted(pages) == list(range(256))
 
@@ -52,11 +59,16 @@ def test_loads_go_from_the_back_to_the_front():
     rate = balance(4096)
     out = restore(4096, rate, profile=profile_of(COST, rate))
     assert out.loads[0].stop == 256
-    assert all(later.stop == earlier.start for earlier, later in zip(out.loads, out.loads[1:], strict=False))
+    assert all(
+        later.stop == earlier.start
+        for earlier, later in zip(out.loads, out.loads[1:], strict=False)
+    )
 
 
 @pytest.mark.parametrize(("ratio", "first", "last"), [(1 / 8, 4, 1), (2, 8, 6), (8, 8, 8)])
-def test_loads_are_as_long_as_asked_for_and_near_the_meeting_what_their_link_does_in_20_ms(ratio, first, last):
+def test_loads_are_as_long_as_asked_for_and_near_the_meeting_what_their_link_does_in_20_ms(
+    ratio, first, last
+):
     rate = balance(4096) * ratio
     out = restore(4096, rate, profile=profile_of(COST, rate))
     lengths = [len(span) for span in out.loads]
@@ -128,15 +140,22 @@ def test_balanced_chunks_beat_whole_chunks_where_few_chunks_fit():
 def test_short_prefixes_gain_from_splitting_by_layers_and_long_ones_by_tokens():
     cost = PrefillCost(0.03, 1 / 20000, 0.0)
     per_token_s = 1 / 5000
-    assert layer_split(cost, 256, 256 * per_token_s, 32)[1] < token_split(cost, 256, 256 * per_token_s, 512, 512)[1]
+    assert (
+        layer_split(cost, 256, 256 * per_token_s, 32)[1]
+        < token_split(cost, 256, 256 * per_token_s, 512, 512)[1]
+    )
     crossover = crossover_tokens(cost, per_token_s, layers=32, chunk=512, unit=128, longest=16384)
     assert crossover is None or crossover > 256
 
 
 def loaded_with(waiting: tuple[str, ...], **config: object) -> list[int]:
-    """The pages asked for at once, with these requests in the queue, of which the first restores 256 pages."""
+    """The pages asked for at once, with these requests in the queue, of which the first restores
+    256 pages.
+    """
     rate = balance(4096)
-    planner = make_planner(PolicyConfig(load_horizon_s=60.0, **config), ENGINE, profile_of(COST, rate))
+    planner = make_planner(
+        PolicyConfig(load_horizon_s=60.0, **config), ENGINE, profile_of(COST, rate)
+    )
     planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
     plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512))
     return [page for load in plan.loads for page in range(load.span.start, load.span.stop)]

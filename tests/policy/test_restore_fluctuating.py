@@ -1,4 +1,6 @@
-"""Restoring while the bandwidth changes, against the best fixed split in hindsight (as Cake, section 5.7). Virtual time."""
+"""Restoring while the bandwidth changes, against the best fixed split in hindsight (as Cake,
+section 5.7). Virtual time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def compute_s(tokens: int) -> float:
 
 
 def trace_of(seed: int, prefix: int, rate: float) -> BandwidthTrace:
-    """About eight changes during a balanced restoration, between a quarter and four times the balanced bandwidth."""
+    """About eight changes during a balanced restoration, between a quarter and four times the
+    balanced bandwidth.
+    """
     return BandwidthTrace.seeded(seed, rate * 8e-9, compute_s(prefix) / 8, 20.0)
 
 
@@ -38,11 +42,17 @@ def in_hindsight(prefix: int, trace: BandwidthTrace) -> float:
     """The best fixed split of somebody who knew the trace."""
     page = ENGINE.page_bytes // ENGINE.page_tokens
     splits = range(0, prefix + 1, ENGINE.page_tokens)
-    return min(max(compute_s(x), trace.seconds((prefix - x) * page)) for x in splits) + COST.chunk_seconds(prefix, SUFFIX)
+    return min(
+        max(compute_s(x), trace.seconds((prefix - x) * page)) for x in splits
+    ) + COST.chunk_seconds(prefix, SUFFIX)
 
 
-@pytest.mark.parametrize(("prefix", "median", "worst"), [(2048, 1.1, 1.35), (4096, 1.1, 1.25), (8192, 1.06, 1.25)])
-def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes(prefix, median, worst):
+@pytest.mark.parametrize(
+    ("prefix", "median", "worst"), [(2048, 1.1, 1.35), (4096, 1.1, 1.25), (8192, 1.06, 1.25)]
+)
+def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes(
+    prefix, median, worst
+):
     rate = prefix * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(prefix)
     over = []
     for seed in SEEDS:
@@ -62,11 +72,17 @@ def test_it_keeps_near_the_best_fixed_split_although_it_does_not_know_what_comes
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("seed", [0, 5, 9])
-def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_trace_says(share, seed):
+def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_trace_says(
+    share, seed
+):
     rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
     trace = trace_of(seed, 4096, rate)
     config = PolicyConfig(restore="both", fixed_split=share)
-    timing = {"suffix": SUFFIX, "profile": profile_of(COST, rate), "lasts": lambda begun, nbytes: lasts(trace, begun, nbytes)}
+    timing = {
+        "suffix": SUFFIX,
+        "profile": profile_of(COST, rate),
+        "lasts": lambda begun, nbytes: lasts(trace, begun, nbytes),
+    }
     out = restore(4096, rate, config=config, **timing)
     meet = round(share * 256)
     assert sum(map(len, out.loads)) == 256 - meet
@@ -80,8 +96,16 @@ def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_tra
 def test_pages_that_fail_to_load_are_computed_behind_a_fixed_split_too():
     rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
     config = PolicyConfig(restore="both", fixed_split=0.5)
-    out = restore(4096, rate, config=config, profile=profile_of(COST, rate), failing=frozenset({3, 140, 200, 255}))
-    computed = {place for chunk in out.chunks for place in range(chunk.start // 16, -(-chunk.stop // 16))}
+    out = restore(
+        4096,
+        rate,
+        config=config,
+        profile=profile_of(COST, rate),
+        failing=frozenset({3, 140, 200, 255}),
+    )
+    computed = {
+        place for chunk in out.chunks for place in range(chunk.start // 16, -(-chunk.stop // 16))
+    }
     assert {140, 200, 255} <= computed
     assert len(computed & set(range(256))) < 256
 

@@ -1,4 +1,6 @@
-"""Two pointers against a plain list of units: each is delivered exactly once, in whatever order things end."""
+"""Two pointers against a plain list of units: each is delivered exactly once, in whatever order
+things end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class TwoPointerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 12))
     def compute(self, count):
         stop = self.front
-        while stop < self.units and stop < self.front + count and self.state[stop] in ("free", "lost"):
+        while (
+            stop < self.units and stop < self.front + count and self.state[stop] in ("free", "lost")
+        ):
             stop += 1
         assert self.pointer.take_front(count) == Span(self.front, stop)
         self.state[self.front : stop] = ["taken"] * (stop - self.front)
@@ -41,14 +45,22 @@ class TwoPointerMachine(RuleBasedStateMachine):
     def computed(self, upto):
         self.pointer.computed_up_to(upto)
         self.state[: min(upto, self.front)] = [
-            "computed" if state == "taken" else state for state in self.state[: min(upto, self.front)]
+            "computed" if state == "taken" else state
+            for state in self.state[: min(upto, self.front)]
         ]
 
-    @rule(count=st.integers(0, 12), low=st.integers(0, 40), length=st.integers(0, 40), floor=st.integers(0, 40))
+    @rule(
+        count=st.integers(0, 12),
+        low=st.integers(0, 40),
+        length=st.integers(0, 40),
+        floor=st.integers(0, 40),
+    )
     def load(self, count, low, length, floor):
         within = Span(min(low, self.units), min(low + length, self.units))
         allowed = [
-            unit for unit in range(max(self.front, within.start, floor), within.stop) if self.state[unit] == "free"
+            unit
+            for unit in range(max(self.front, within.start, floor), within.stop)
+            if self.state[unit] == "free"
         ]
         span = self.pointer.take_back(count, within, floor)
         if not allowed or not count:
@@ -59,7 +71,11 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert len(span) == count or span.start - 1 not in allowed
         self.state[span.start : span.stop] = ["loading"] * len(span)
 
-    @rule(start=st.integers(0, 40), length=st.integers(0, 20), outcome=st.sampled_from(["landed", "lost", "free"]))
+    @rule(
+        start=st.integers(0, 40),
+        length=st.integers(0, 20),
+        outcome=st.sampled_from(["landed", "lost", "free"]),
+    )
     def end(self, start, length, outcome):
         span = Span(min(start, self.units), min(start + length, self.units))
         units = [unit for unit in range(span.start, span.stop) if self.state[unit] == "loading"]
@@ -93,7 +109,11 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert pointer.open == count("free") + count("lost")
         assert pointer.computed == count("computed") and pointer.spliced == count("spliced")
         assert pointer.landed_run() == self.run_of("landed", self.front)
-        taken = [unit for unit in range(self.front, self.units) if self.state[unit] in ("loading", "landed")]
+        taken = [
+            unit
+            for unit in range(self.front, self.units)
+            if self.state[unit] in ("loading", "landed")
+        ]
         assert pointer.barrier() == min(taken, default=self.units)
         loading = [unit for unit in range(self.units) if self.state[unit] == "loading"]
         if loading:
@@ -103,7 +123,9 @@ class TwoPointerMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_below_the_front_is_delivered_or_being_computed(self):
-        assert all(state in ("given", "taken", "computed", "spliced") for state in self.state[: self.front])
+        assert all(
+            state in ("given", "taken", "computed", "spliced") for state in self.state[: self.front]
+        )
 
     def teardown(self):
         """Whatever has happened, the front can always go on once what was begun has ended."""
@@ -117,4 +139,6 @@ class TwoPointerMachine(RuleBasedStateMachine):
 
 
 TestTwoPointer = TwoPointerMachine.TestCase
-TestTwoPointer.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+TestTwoPointer.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None
+)

@@ -1,4 +1,6 @@
-"""A planner that looks everything up anew, each time it is asked, decides as the one that keeps what it has looked up."""
+"""A planner that looks everything up anew, each time it is asked, decides as the one that keeps
+what it has looked up.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from sgl_kvtier.types import Link
 
 
 class PlainOutlook(Outlook):
-    """No search begins where the last one ended, none is put off, and none uses what another has looked up."""
+    """No search begins where the last one ended, none is put off, and none uses what another has
+    looked up.
+    """
 
     def __init__(self, under_way):
         super().__init__(under_way)
@@ -36,8 +40,19 @@ class PlainOutlook(Outlook):
 
     def search(self, item, view, compute_at_s, front, own=None, charge=1.0):
         known, engine = self.known, self.known.engine
-        backlogs = {link: known.links.backlog_seconds(link, view.now) for link in Link if known.links.transfers(link)}
-        pace = Pace(engine.page_tokens, engine.page_bytes, engine.chunk_tokens, known.cost.cost, known.bandwidth, backlogs)
+        backlogs = {
+            link: known.links.backlog_seconds(link, view.now)
+            for link in Link
+            if known.links.transfers(link)
+        }
+        pace = Pace(
+            engine.page_tokens,
+            engine.page_bytes,
+            engine.chunk_tokens,
+            known.cost.cost,
+            known.bandwidth,
+            backlogs,
+        )
         front, copied_s = item.behind_copies(front, known.bandwidth, engine)
         left = open_of(pace, item.pointer, item.by_link, front, item.in_flight, own is not None)
         return best_split(pace, compute_at_s + copied_s, left, front, -1, charge)
@@ -59,7 +74,9 @@ class PlainOutlook(Outlook):
 
 
 class PlainPlanner:
-    """The parts of a RestorePlanner around that outlook. Who is complete is looked at anew in every step."""
+    """The parts of a RestorePlanner around that outlook. Who is complete is looked at anew in every
+    step.
+    """
 
     def __init__(self, config, profile, engine=ENGINE):
         known = profile or {}
@@ -81,12 +98,26 @@ class PlainPlanner:
         starts = self.offers.answer(view)
         for rid, compute in self.known.complete.items():
             pointer = self.known.items[rid].pointer
-            assert compute == Compute(rid, pointer.landed_run(), None) and compute.splice.stop == pointer.units
+            assert (
+                compute == Compute(rid, pointer.landed_run(), None)
+                and compute.splice.stop == pointer.units
+            )
         computes, cancels = self.chunks.decide(view)
         loads = self.loads.decide(view, computes)
-        late = [compute.rid == view.slot or (self.chunks.waited_long(compute, view) and not loads) for compute in computes]
-        granted = tuple(self.chunks.unstuck(c, view) if goes_on else c for c, goes_on in zip(computes, late, strict=True))
-        return StepPlan(starts, cancels, loads, tuple(one for one in granted if one.tokens != 0 or one.rid == view.slot))
+        late = [
+            compute.rid == view.slot or (self.chunks.waited_long(compute, view) and not loads)
+            for compute in computes
+        ]
+        granted = tuple(
+            self.chunks.unstuck(c, view) if goes_on else c
+            for c, goes_on in zip(computes, late, strict=True)
+        )
+        return StepPlan(
+            starts,
+            cancels,
+            loads,
+            tuple(one for one in granted if one.tokens != 0 or one.rid == view.slot),
+        )
 
 
 class Watched:

@@ -15,7 +15,9 @@ from sgl_kvtier.policy.sessions.returns import Returns
 from sgl_kvtier.policy.sessions.sessions import Hint, Sessions
 
 
-def teach(sessions: Sessions, session: str, gaps: list[float], start: float = 0.0, tool: str | None = None) -> float:
+def teach(
+    sessions: Sessions, session: str, gaps: list[float], start: float = 0.0, tool: str | None = None
+) -> float:
     now = start
     sessions.returned(session, now)
     for gap in gaps:
@@ -125,7 +127,9 @@ def test_a_hint_beyond_the_limit_is_cut_and_says_so():
     sessions = Sessions(hint_limit_s=60.0)
     sessions.returned("a", 0.0)
     answer = sessions.hint("a", Hint(expected_delay_s=1e6, ttl_s=100.0), 0.0)
-    assert answer.accepted and answer.reason == "expected_delay_s 1e+06 cut to 60; ttl_s 100 cut to 60"
+    assert (
+        answer.accepted and answer.reason == "expected_delay_s 1e+06 cut to 60; ttl_s 100 cut to 60"
+    )
 
 
 def test_a_client_that_is_wrong_three_times_is_not_believed_any_more():
@@ -143,7 +147,9 @@ def test_a_client_that_is_wrong_three_times_is_not_believed_any_more():
     assert not sessions.hint("a", Hint(expected_delay_s=99.0), now).accepted
     sessions.left("a", now)
     sessions.returned("a", now + 100.0)
-    assert sessions.hint("a", Hint(expected_delay_s=1.0), now + 100.0).accepted, "the last one was right"
+    assert sessions.hint("a", Hint(expected_delay_s=1.0), now + 100.0).accepted, (
+        "the last one was right"
+    )
 
 
 def test_who_says_at_once_and_comes_in_a_moment_was_right():
@@ -197,7 +203,9 @@ def kept_bytes(hints: int, sessions: Sessions) -> int:
     tracemalloc.start()
     try:
         for n in range(hints):
-            assert sessions.hint("a", Hint(expected_delay_s=3000.0, priority=n % 3), 2.0 + n * 1e-3).accepted
+            assert sessions.hint(
+                "a", Hint(expected_delay_s=3000.0, priority=n % 3), 2.0 + n * 1e-3
+            ).accepted
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -237,7 +245,15 @@ def test_what_many_hints_of_one_session_clear_away_changes_nothing_for_others(se
             elif what == 1:
                 seen.append(sessions.left(name, now, rng.choice([None, "tool"])))
             elif what == 2:
-                seen.append(sessions.hint(name, Hint(rng.choice([None, 5.0, 50.0]), rng.randrange(3), rng.choice([None, 9.0])), now))
+                seen.append(
+                    sessions.hint(
+                        name,
+                        Hint(
+                            rng.choice([None, 5.0, 50.0]), rng.randrange(3), rng.choice([None, 9.0])
+                        ),
+                        now,
+                    )
+                )
             else:
                 seen.append([one for one in sessions.changed(now) if one.session != "noise"])
             sessions.returned("noise", now)
@@ -267,7 +283,9 @@ def test_a_quantile_is_the_sorted_lists_to_within_a_third(seen, share, elapsed):
         gaps.saw(seconds)
     found = quantile([(gaps, 1.0)], share)
     exact = sorted(seen)[min(len(seen) - 1, max(0, math.ceil(share * len(seen) - 1e-6) - 1))]
-    assert found is not None and max(exact, 1e-3) / 1.34 <= max(found, 1e-3) <= max(exact, 1e-3) * 1.34
+    assert (
+        found is not None and max(exact, 1e-3) / 1.34 <= max(found, 1e-3) <= max(exact, 1e-3) * 1.34
+    )
     later = quantile([(gaps, 1.0)], share, elapsed)
     assert later is None or later >= elapsed * (1 - 1e-9)
     assert elapsed > 0 or later == found
@@ -319,8 +337,14 @@ def test_the_longer_a_session_stays_away_the_less_likely_it_is_to_come():
     assert chances == sorted(chances, reverse=True) and chances[0] > chances[-1]
 
 
-@given(st.lists(st.floats(2e-3, 1e4), min_size=1, max_size=40), st.floats(2e-3, 1e4), st.floats(0.01, 0.99))
-def test_what_lasts_longer_is_what_a_quantile_leaves(samples: list[float], elapsed: float, share: float):
+@given(
+    st.lists(st.floats(2e-3, 1e4), min_size=1, max_size=40),
+    st.floats(2e-3, 1e4),
+    st.floats(0.01, 0.99),
+)
+def test_what_lasts_longer_is_what_a_quantile_leaves(
+    samples: list[float], elapsed: float, share: float
+):
     gaps = Gaps()
     for sample in samples:
         gaps.saw(sample)

@@ -1,4 +1,6 @@
-"""Several restorations at once: what is done for one is nothing that another waits for, and none is forgotten."""
+"""Several restorations at once: what is done for one is nothing that another waits for, and none is
+forgotten.
+"""
 
 from dataclasses import replace
 
@@ -15,10 +17,15 @@ PAGE = ENGINE.page_tokens
 
 
 def beside_a_busy_disk(**settings: object) -> Planner:
-    """A planner that has handed out loads over the storage link for "b", of which it takes long to bring all."""
+    """A planner that has handed out loads over the storage link for "b", of which it takes long to
+    bring all.
+    """
     one = planner(ssd=rate(4096, 1 / 4), dram=rate(4096, 20), **settings)
     one.observe(RestoreOffered("b", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
-    assert sum(len(load.span) for load in one.step(StepView(0.0, ("b",), prefill_tokens=512)).loads) > 8
+    assert (
+        sum(len(load.span) for load in one.step(StepView(0.0, ("b",), prefill_tokens=512)).loads)
+        > 8
+    )
     return one
 
 
@@ -26,7 +33,8 @@ def test_a_request_does_not_wait_for_a_link_it_does_not_use():
     one = beside_a_busy_disk(restore="both")
     one.observe(RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.DRAM),)))
     plan = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512))
-    # Copying all of it takes 5 % of computing it: waiting for the disk, computing all would look as good.
+    # Copying all of it takes 5 % of computing it: waiting for the disk, computing all would look as
+    # good.
     copied = sum(len(load.span) for load in plan.loads if load.rid == "a")
     assert copied > 24
     assert all(compute.tokens is not None for compute in plan.computes)
@@ -57,10 +65,16 @@ def test_a_waiting_request_that_finds_no_room_for_loads_for_long_is_computed():
 
 
 def handed_out_s(fresh_tokens: int, front: int = 0) -> float:
-    """How long its link needs for what is handed out of a long prefix in one step; `front` tokens are computed already."""
+    """How long its link needs for what is handed out of a long prefix in one step; `front` tokens
+    are computed already.
+    """
     bytes_per_s = rate(8192, 1)
     one = make_planner(PolicyConfig(load_horizon_s=0.01), ENGINE, profile_of(COST, bytes_per_s))
-    one.observe(RestoreOffered("a", 0.0, 32800, front // PAGE, 2048, ((Span(front // PAGE, 2048), Tier.SSD),)))
+    one.observe(
+        RestoreOffered(
+            "a", 0.0, 32800, front // PAGE, 2048, ((Span(front // PAGE, 2048), Tier.SSD),)
+        )
+    )
     plan = one.step(StepView(0.0, ("a",), prefill_tokens=512, fresh_tokens=fresh_tokens))
     return sum(len(load.span) for load in plan.loads) * ENGINE.page_bytes / bytes_per_s
 
@@ -71,10 +85,17 @@ def test_a_link_has_work_until_the_chunk_is_done_wherever_in_the_prompt_it_is(fr
 
 
 def test_a_link_has_work_while_fresh_prompts_are_prefilled():
-    one = make_planner(PolicyConfig(restore="load", load_horizon_s=0.001), ENGINE, profile_of(COST, rate(8192, 1)))
+    one = make_planner(
+        PolicyConfig(restore="load", load_horizon_s=0.001), ENGINE, profile_of(COST, rate(8192, 1))
+    )
     one.observe(RestoreOffered("a", 0.0, 16500, 0, 1024, ((Span(0, 1024), Tier.SSD),)))
     loaded = [
-        sum(len(load.span) for load in one.step(StepView(0.0, ("a",), prefill_tokens=512, fresh_tokens=fresh)).loads)
+        sum(
+            len(load.span)
+            for load in one.step(
+                StepView(0.0, ("a",), prefill_tokens=512, fresh_tokens=fresh)
+            ).loads
+        )
         for fresh in (0, 2000)
     ]
     seconds = sum(loaded) * ENGINE.page_bytes / rate(8192, 1)

@@ -1,7 +1,13 @@
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, RestoreOffered, StepView, TransferDone
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    ChunkStarted,
+    RestoreOffered,
+    StepView,
+    TransferDone,
+)
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -37,10 +43,17 @@ def test_a_page_the_front_may_be_granted_late_is_not_promised_to_anothers_load()
     for rid, pages in (("a", 80), ("b", 160)):
         planner.observe(RestoreOffered(rid, 0.0, 2600, 0, pages, ((Span(0, pages), Tier.SSD),)))
     planner.step(StepView(0.0, ("a", "b"), None, prefill_tokens=0, free_pages={Tier.HBM: 0}))
-    # The budget holds one page, less than the smallest chunk worth computing: only since nothing of it loads may "a" go on.
-    plan = planner.step(StepView(0.1, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.HBM: 1}))
-    assert [(compute.rid, compute.tokens) for compute in plan.computes] == [("a", ENGINE.page_tokens)]
+    # The budget holds one page, less than the smallest chunk worth computing: only since nothing of
+    # it loads may "a" go on.
+    plan = planner.step(
+        StepView(0.1, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.HBM: 1})
+    )
+    assert [(compute.rid, compute.tokens) for compute in plan.computes] == [
+        ("a", ENGINE.page_tokens)
+    ]
     assert plan.loads == ()
     # With room for both, "b" is loaded for beside it.
-    plan = planner.step(StepView(0.2, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.HBM: 2}))
+    plan = planner.step(
+        StepView(0.2, ("b",), "a", prefill_tokens=ENGINE.page_tokens, free_pages={Tier.HBM: 2})
+    )
     assert [(load.rid, len(load.span)) for load in plan.loads] == [("b", 1)]

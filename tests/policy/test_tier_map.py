@@ -55,7 +55,9 @@ class PlainMap:
         self.pages[key].touched[tier] = self.clock
 
     def change(self, key, action, touch=False, create=False):
-        """Runs `action` on a page; it becomes the youngest wherever it was not listed before and is now."""
+        """Runs `action` on a page; it becomes the youngest wherever it was not listed before and is
+        now.
+        """
         if key not in self.pages:
             if not create:
                 return
@@ -216,7 +218,8 @@ class MapMachine(RuleBasedStateMachine):
         for name, claimed in self.plain.claims.items():
             missing = self.map.missing(name)
             reach = next(
-                (i for i, key in enumerate(claimed) if not self.reachable(self.plain.pages[key])), len(claimed)
+                (i for i, key in enumerate(claimed) if not self.reachable(self.plain.pages[key])),
+                len(claimed),
             )
             assert missing.reach == reach
             assert missing.pages == len(claimed)
@@ -257,7 +260,10 @@ class LfuMachine(MapMachine):
     RULE = LFU
 
     def check_order(self, tier, victims):
-        rank = [(self.plain.pages[key].uses[tier], self.plain.pages[key].touched[tier]) for key in victims]
+        rank = [
+            (self.plain.pages[key].uses[tier], self.plain.pages[key].touched[tier])
+            for key in victims
+        ]
         assert rank == sorted(rank)
 
 
@@ -265,13 +271,17 @@ class NextUseMachine(MapMachine):
     RULE = NextUse
 
     def check_order(self, tier, victims):
-        rank = [-self.plain.next_use(key) if self.plain.owners(key) else -math.inf for key in victims]
+        rank = [
+            -self.plain.next_use(key) if self.plain.owners(key) else -math.inf for key in victims
+        ]
         unowned = [not self.plain.owners(key) for key in victims]
         assert rank == sorted(rank)
         assert unowned == sorted(unowned, reverse=True)
         by_owners = {}
         for key in victims:
-            by_owners.setdefault(tuple(self.plain.owners(key)), []).append(self.plain.pages[key].touched[tier])
+            by_owners.setdefault(tuple(self.plain.owners(key)), []).append(
+                self.plain.pages[key].touched[tier]
+            )
         assert all(touched == sorted(touched) for touched in by_owners.values())
         later = self.map.victims(tier, 1000, after=2.0)
         assert later == tuple(key for key in victims if self.plain.next_use(key) > 2.0)
@@ -409,8 +419,16 @@ def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
     assert run(ask=True) == run(ask=False)
 
 
-@given(st.lists(st.tuples(st.integers(0, 400), st.sampled_from((Tier.DRAM, Tier.SSD)), st.booleans()), max_size=300), st.integers(1, 200))
-def test_pages_of_a_tier_are_found_a_part_at_a_time(changes: list[tuple[int, Tier, bool]], count: int) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 400), st.sampled_from((Tier.DRAM, Tier.SSD)), st.booleans()),
+        max_size=300,
+    ),
+    st.integers(1, 200),
+)
+def test_pages_of_a_tier_are_found_a_part_at_a_time(
+    changes: list[tuple[int, Tier, bool]], count: int
+) -> None:
     known = TierMap(300)
     for number, tier, placed in changes:
         keys = (PageKey(number.to_bytes(32, "big")),)

@@ -1,4 +1,6 @@
-"""The smallest hands there are: one request, one link, one engine, all in virtual time. Tests drive planners with it."""
+"""The smallest hands there are: one request, one link, one engine, all in virtual time. Tests drive
+planners with it.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,18 @@ def profile_of(cost: PrefillCost, bytes_per_second: float) -> dict:
     return {"prefill": prefill, "links": {Link.SSD_TO_HBM.value: bytes_per_second}}
 
 
-def best_seconds(prefix: int, suffix: int, bytes_per_second: float, cost: PrefillCost = COST) -> float:
-    """T_opt: the best split on the cost curve, without any granularity but the page, then the suffix."""
+def best_seconds(
+    prefix: int, suffix: int, bytes_per_second: float, cost: PrefillCost = COST
+) -> float:
+    """T_opt: the best split on the cost curve, without any granularity but the page, then the
+    suffix.
+    """
     per_token_s = ENGINE.page_bytes / ENGINE.page_tokens / bytes_per_second
     meets = range(0, prefix + 1, ENGINE.page_tokens)
-    ends = (max(cost.range_seconds(0, x, ENGINE.chunk_tokens), (prefix - x) * per_token_s) for x in meets)
+    ends = (
+        max(cost.range_seconds(0, x, ENGINE.chunk_tokens), (prefix - x) * per_token_s)
+        for x in meets
+    )
     return min(ends) + cost.chunk_seconds(prefix, suffix)
 
 
@@ -70,8 +79,10 @@ def restore(
     free_pages: int | None = None,
     lasts: Callable[[float, int], float] | None = None,
 ) -> Outcome:
-    """Runs one restoration to its end. Pages in `failing` are lost; after `slow_after_s` the link is slower by a factor, or
-    `lasts` says how many seconds a transfer of so many bytes takes that begins then."""
+    """Runs one restoration to its end. Pages in `failing` are lost; after `slow_after_s` the link
+    is slower by a factor, or `lasts` says how many seconds a transfer of so many bytes takes that
+    begins then.
+    """
     planner = make_planner(config or PolicyConfig(), ENGINE, profile)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
     planner.observe(RequestArrived("a", 0.0, total))
@@ -86,14 +97,24 @@ def restore(
             else:
                 nbytes = len(span) * ENGINE.page_bytes
                 planner.observe(TransferDone("a", Link.SSD_TO_HBM, span, nbytes, ends - begun, now))
-        free = {} if free_pages is None else {Tier.HBM: free_pages - sum(len(entry[2]) for entry in queue)}
+        free = (
+            {}
+            if free_pages is None
+            else {Tier.HBM: free_pages - sum(len(entry[2]) for entry in queue)}
+        )
         waiting = () if slot else ("a",)
-        plan = planner.step(StepView(now, waiting, slot, prefill_tokens=ENGINE.chunk_tokens, free_pages=free))
+        plan = planner.step(
+            StepView(now, waiting, slot, prefill_tokens=ENGINE.chunk_tokens, free_pages=free)
+        )
         for start in plan.starts:
             out.mode = start.mode
         for cancel in plan.cancels:
             out.cancels.append(cancel.span)
-            inside = [e for e in queue if cancel.span.start <= e[2].start and e[2].stop <= cancel.span.stop]
+            inside = [
+                e
+                for e in queue
+                if cancel.span.start <= e[2].start and e[2].stop <= cancel.span.stop
+            ]
             assert inside, f"no load lies within what is asked back, {cancel.span}"
             for entry in [e for e in inside if e[0] > now]:
                 queue.remove(entry)
@@ -102,7 +123,9 @@ def restore(
             begun = max([now, *(entry[1] for entry in queue)])
             rate = bytes_per_second / (slow_factor if begun >= slow_after_s else 1.0)
             nbytes = len(load.span) * ENGINE.page_bytes
-            queue.append((begun, begun + (lasts(begun, nbytes) if lasts else nbytes / rate), load.span))
+            queue.append(
+                (begun, begun + (lasts(begun, nbytes) if lasts else nbytes / rate), load.span)
+            )
             out.loads.append(load.span)
         compute = plan.computes[0] if plan.computes else None
         if "a" not in planner.restoring:
@@ -114,7 +137,11 @@ def restore(
         if compute.splice:
             out.spliced.append(compute.splice)
             front = compute.splice.stop * page
-        tokens = compute.tokens if compute.tokens is not None else min(ENGINE.chunk_tokens, total - front)
+        tokens = (
+            compute.tokens
+            if compute.tokens is not None
+            else min(ENGINE.chunk_tokens, total - front)
+        )
         slot, chunk = "a", Span(front, front + tokens)
         seconds = COST.chunk_seconds(front, tokens)
         planner.observe(ChunkStarted("a", chunk, now))

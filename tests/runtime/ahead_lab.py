@@ -1,4 +1,6 @@
-"""A server that looks ahead, small enough for tests, and sessions that go on from what they were answered."""
+"""A server that looks ahead, small enough for tests, and sessions that go on from what they were
+answered.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,16 @@ def looking_ahead(
     env: dict[str, str] | None = None,
     **more: object,
 ) -> Iterator[Served]:
-    """A server whose device holds less than half of the sessions here, and whose host memory does not hold them all."""
+    """A server whose device holds less than half of the sessions here, and whose host memory does
+    not hold them all.
+    """
     given = {"max_total_tokens": 2048, "page_size": 16, "hicache_ratio": 1.25, **more}
-    with serving(folder, flags(**given), config_file(folder, policy=policy, **(sections or {})), **(env or {})) as served:
+    with serving(
+        folder,
+        flags(**given),
+        config_file(folder, policy=policy, **(sections or {})),
+        **(env or {}),
+    ) as served:
         yield served
 
 
@@ -37,7 +46,11 @@ def counts(served: Served) -> dict[str, float]:
         match = re.match(r"kvtier:lookahead_(\w+)\{(.*)\} (.*)", line)
         if match:
             name, labels, value = match.groups()
-            kept = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in ("tp_rank", "pp_rank", "dp_rank", "pid")]
+            kept = [
+                text
+                for key, text in re.findall(r'(\w+)="([^"]*)"', labels)
+                if key not in ("tp_rank", "pp_rank", "dp_rank", "pid")
+            ]
             found[" ".join([name, *kept])] = float(value)
     return found
 
@@ -46,7 +59,13 @@ def check_map(served: Served) -> dict[str, float]:
     """Has the server compare its map with the truth, once nothing runs; the counters after that."""
     served.settle()
     for _ in range(50):
-        answer = served.call("POST", "/set_internal_state", {"server_args": {"kvtier.lookahead.check": 1}}, ADMIN, raw=True)
+        answer = served.call(
+            "POST",
+            "/set_internal_state",
+            {"server_args": {"kvtier.lookahead.check": 1}},
+            ADMIN,
+            raw=True,
+        )
         if "true" in str(answer).lower():
             break
         time.sleep(0.2)
@@ -55,7 +74,9 @@ def check_map(served: Served) -> dict[str, float]:
 
 
 class Agents:
-    """Sessions that go on from what they were answered, several at a time. What they are told next depends on nothing else."""
+    """Sessions that go on from what they were answered, several at a time. What they are told next
+    depends on nothing else.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -63,31 +84,48 @@ class Agents:
         self.answers: dict[tuple[int, int], list[int]] = {}
 
     def turn(self, served: Served, session: int, turn: int) -> None:
-        answer = served.ask(self.said[session], tokens=8, session_id=f"agent {session}", rid=f"{session}-{turn}-{time.monotonic()}")
+        answer = served.ask(
+            self.said[session],
+            tokens=8,
+            session_id=f"agent {session}",
+            rid=f"{session}-{turn}-{time.monotonic()}",
+        )
         self.answers[session, turn] = answer.tokens
         rng = random.Random(self.seed * 1000 + session * 100 + turn)
-        self.said[session] = self.said[session] + answer.tokens + [rng.randrange(4, 500) for _ in range(GROWS)]
+        self.said[session] = (
+            self.said[session] + answer.tokens + [rng.randrange(4, 500) for _ in range(GROWS)]
+        )
 
     def run(self, served: Served, together: int) -> dict[tuple[int, int], list[int]]:
         with ThreadPoolExecutor(together) as pool:
             for turn in range(TURNS):
-                list(pool.map(lambda session, turn=turn: self.turn(served, session, turn), range(SESSIONS)))  # type: ignore[misc]
+                list(
+                    pool.map(
+                        lambda session, turn=turn: self.turn(served, session, turn), range(SESSIONS)
+                    )
+                )  # type: ignore[misc]
                 time.sleep(0.5)
         return self.answers
 
 
 def aborts_and_flushes(served: Served, seconds: float) -> tuple[int, int]:
-    """Requests of which every third is aborted, and flushes between them; how many were sent, and how many had no answer."""
+    """Requests of which every third is aborted, and flushes between them; how many were sent, and
+    how many had no answer.
+    """
     rng, stop = random.Random(5), time.monotonic() + seconds
     others = prompts(12, 500, seed=9)
 
     def ask(number: int) -> int:
         rid = f"fuzz-{number}"
         with ThreadPoolExecutor(1) as one:
-            asked = one.submit(served.ask, others[number % 12], 6, rid=rid, session_id=f"fuzz {number % 12}")
+            asked = one.submit(
+                served.ask, others[number % 12], 6, rid=rid, session_id=f"fuzz {number % 12}"
+            )
             if number % 3 == 0:
                 time.sleep(rng.random() * 0.1)
-                served.call("POST", "/abort_request", {"rid": rid, "abort_all": False}, ADMIN, raw=True)
+                served.call(
+                    "POST", "/abort_request", {"rid": rid, "abort_all": False}, ADMIN, raw=True
+                )
             try:
                 asked.result()
             except Exception:

@@ -1,4 +1,6 @@
-"""SGLang's own command line with this package's hooks in it, parsed and resolved as a launch does. No server is started."""
+"""SGLang's own command line with this package's hooks in it, parsed and resolved as a launch does.
+No server is started.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ PLAIN = ("--page-size", "16", "--chunked-prefill-size", "256")
 
 
 def mla_model(folder: Path) -> str:
-    """A model whose KV is one latent per token, as far as resolution asks: a configuration without weights."""
+    """A model whose KV is one latent per token, as far as resolution asks: a configuration without
+    weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -57,8 +61,9 @@ def _written(folder: Path, config: dict[str, Any]) -> str:
 
 @contextmanager
 def launching() -> Iterator[Callable[..., Any]]:
-    """A function from flags to the arguments of a server, resolved. What SGLang and the hooks leave in this process is taken
-    back at the end."""
+    """A function from flags to the arguments of a server, resolved. What SGLang and the hooks leave
+    in this process is taken back at the end.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.server_args import prepare_server_args
 
@@ -72,7 +77,9 @@ def launching() -> Iterator[Callable[..., Any]]:
         patch.setattr(logging, "basicConfig", lambda **how: None)
         patch.setattr(HookRegistry, "_hooks", defaultdict(list))
         patch.setattr(HookRegistry, "_patched", set())
-        patch.delitem(sys.modules, "sglang.srt.managers.scheduler", raising=False)  # as in a launching process
+        patch.delitem(
+            sys.modules, "sglang.srt.managers.scheduler", raising=False
+        )  # as in a launching process
         for target in [hook.target for hook in HOOKS if hook.where is not Where.SCHEDULER]:
             owner, name = target.rsplit(".", 1)
             found = pkgutil.resolve_name(owner)

@@ -14,4 +14,3 @@ if importlib.util.find_spec("sglang") is None:
 def pytest_report_header() -> str | None:
     """Says so when the room's tests cannot be collected."""
     return "tests/runtime: not collected, SGLang is not installed" if collect_ignore_glob else None
-

@@ -19,18 +19,35 @@ from sgl_kvtier.runtime.cpu import hicache
 PAGE, PAGES = 16, 32
 
 
-def host_pool(layout: str = "page_first_direct", dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """An MHA host pool of 32 pages with random contents: 3 layers, 2 heads of 32, so a page is 2 x 12,288 bytes in fp32."""
+def host_pool(
+    layout: str = "page_first_direct", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """An MHA host pool of 32 pages with random contents: 3 layers, 2 heads of 32, so a page is 2 x
+    12,288 bytes in fp32.
+    """
     hicache.install()
     device = MHATokenToKVPool(
-        size=256, page_size=PAGE, dtype=dtype, head_num=2, head_dim=32, layer_num=3, device="cpu", enable_memory_saver=False
+        size=256,
+        page_size=PAGE,
+        dtype=dtype,
+        head_num=2,
+        head_dim=32,
+        layer_num=3,
+        device="cpu",
+        enable_memory_saver=False,
     )
     pool = MHATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout,
         device_capacity_tokens=256, start_layer=0, end_layer=3, host_token_capacity=PAGES * PAGE,
     )  # fmt: skip
     pool.kv_buffer.view(-1).view(torch.uint8).copy_(
-        torch.randint(0, 255, (pool.kv_buffer.nbytes,), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+        torch.randint(
+            0,
+            255,
+            (pool.kv_buffer.nbytes,),
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.uint8,
+        )
     )
     return pool
 

@@ -67,7 +67,9 @@ class Served:
     def restore(self, mode: str) -> None:
         """Switches how prefixes come back, from the next request on."""
         place = ("auto", "both", "load", "compute", "off").index(mode)
-        self.call("POST", "/set_internal_state", {"server_args": {"kvtier.policy.restore": place}}, ADMIN)
+        self.call(
+            "POST", "/set_internal_state", {"server_args": {"kvtier.policy.restore": place}}, ADMIN
+        )
 
     def settle(self) -> None:
         """Waits until the store has the same number of pages three times in a row."""
@@ -81,14 +83,27 @@ class Served:
     def metric(self, name: str) -> float:
         """The sum over ranks of a metric; 0 where it is not there (another backend)."""
         text = self.call("GET", "/metrics", None, raw=True)
-        return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in text.splitlines()
+            if line.startswith(name + "{")
+        )
 
     def call(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None, *, raw: bool = False
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        *,
+        raw: bool = False,
     ) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.server.url + path, data=data, method=method, headers={"Content-Type": "application/json", **(headers or {})}
+            self.server.url + path,
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json", **(headers or {})},
         )
         with urllib.request.urlopen(request, timeout=300) as response:
             text = response.read().decode()
@@ -107,20 +122,40 @@ def prompts(count: int, tokens: int = TOKENS, seed: int = 0) -> list[list[int]]:
 
 
 def config_file(folder: Path, **sections: Any) -> Path:
-    """A kvtier.json for a store below `folder`; more sections, or settings of the store, by keyword.
+    """A kvtier.json for a store below `folder`; more sections, or settings of the store, by
+    keyword.
 
-    Prefixes are loaded whole unless a test says otherwise: how much of one is computed instead depends on the machine.
+    Prefixes are loaded whole unless a test says otherwise: how much of one is computed instead
+    depends on the machine.
     """
-    store = {"path": str(folder / "store"), "capacity_bytes": "256MiB", "min_free_bytes": 0, "segment_bytes": "8MiB"}
+    store = {
+        "path": str(folder / "store"),
+        "capacity_bytes": "256MiB",
+        "min_free_bytes": 0,
+        "segment_bytes": "8MiB",
+    }
     store.update(sections.pop("store", {}))
     path = folder / "kvtier.json"
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"store": store, "prefetch_threshold": 64, "policy": {"restore": "load"}, **sections}))
+    path.write_text(
+        json.dumps(
+            {"store": store, "prefetch_threshold": 64, "policy": {"restore": "load"}, **sections}
+        )
+    )
     return path
 
 
-def flags(model: str = "tiny-qwen3", *, seed: int = 0, dtype: str = "float32", backend: str | None = "kvtier", **more: Any):
-    """Launch arguments of a small server. `more` are further flags, underscores for dashes; None leaves one away."""
+def flags(
+    model: str = "tiny-qwen3",
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    backend: str | None = "kvtier",
+    **more: Any,
+):
+    """Launch arguments of a small server. `more` are further flags, underscores for dashes; None
+    leaves one away.
+    """
     values: dict[str, Any] = {
         "model_path": str(write_model(model, seed=seed)),
         "dtype": dtype,
@@ -149,7 +184,9 @@ def flags(model: str = "tiny-qwen3", *, seed: int = 0, dtype: str = "float32", b
 
 
 @contextmanager
-def serving(folder: Path, arguments: Sequence[str], config: Path | None = None, **env: str) -> Iterator[Served]:
+def serving(
+    folder: Path, arguments: Sequence[str], config: Path | None = None, **env: str
+) -> Iterator[Served]:
     """A server that answers, stopped at the end whatever happens."""
     extra = ["--hicache-storage-backend-extra-config", f"@{config}"] if config else []
     launch = Launch((*arguments, *extra), {**STRICT, **env})

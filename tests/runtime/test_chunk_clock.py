@@ -31,14 +31,20 @@ class Event:
         return 250.0
 
 
-def test_a_chunk_whose_forward_still_runs_ends_without_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_whose_forward_still_runs_ends_without_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
     noted: list[Chunk] = []
     clock = ChunkClock(lambda chunk, follows: noted.append(chunk) or True)  # type: ignore[func-returns-value]
     stream = SimpleNamespace(device="cuda")
     for number, come in enumerate([False, True]):
         batch = SimpleNamespace(
-            extend_num_tokens=64, reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[64], forward_iter=number
+            extend_num_tokens=64,
+            reqs=[SimpleNamespace(rid="r")],
+            prefix_lens=[0],
+            extend_lens=[64],
+            forward_iter=number,
         )
         clock.launched(clock.launch(batch, stream), batch)
         monkeypatch.setattr(Event, "come", come)
@@ -47,8 +53,18 @@ def test_a_chunk_whose_forward_still_runs_ends_without_a_time(monkeypatch: pytes
     assert [chunk.seconds for chunk in noted] == [None, 0.0, None, 0.25]
 
 
-@pytest.mark.parametrize(("overlap", "stages", "stream"), [(True, 1, "forward"), (False, 2, "forward"), (False, 1, "schedule")])
-def test_forwards_are_timed_on_the_stream_they_run_on(overlap: bool, stages: int, stream: str) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "stages", "stream"),
+    [(True, 1, "forward"), (False, 2, "forward"), (False, 1, "schedule")],
+)
+def test_forwards_are_timed_on_the_stream_they_run_on(
+    overlap: bool, stages: int, stream: str
+) -> None:
     tree = SimpleNamespace(pp_size=stages)
-    scheduler = SimpleNamespace(enable_overlap=overlap, tree_cache=tree, forward_stream="forward", schedule_stream="schedule")
+    scheduler = SimpleNamespace(
+        enable_overlap=overlap,
+        tree_cache=tree,
+        forward_stream="forward",
+        schedule_stream="schedule",
+    )
     assert _forward_stream(scheduler) == stream

@@ -29,8 +29,13 @@ def test_a_good_machine_is_ready(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("built", "state", "advice"), [("compiled", "ok", ""), ("source", "warn", "pip install . (without -e)")])
-def test_a_planner_that_runs_as_source_is_a_warning_that_says_how_to_compile_it(built, state, advice, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("built", "state", "advice"),
+    [("compiled", "ok", ""), ("source", "warn", "pip install . (without -e)")],
+)
+def test_a_planner_that_runs_as_source_is_a_warning_that_says_how_to_compile_it(
+    built, state, advice, capsys, monkeypatch
+):
     monkeypatch.setattr(doctor, "planner_build", lambda: built)
     found = findings(capsys, "--no-disk")["planner"]
     assert found["state"] == state and advice in found["advice"]
@@ -104,9 +109,13 @@ def test_every_setting_can_be_listed(capsys):
         ("4MB", 512, "warn", "2MB and 1GB"),
     ],
 )
-def test_huge_pages_that_are_asked_for_have_to_be_there(asked, reserved, state, advice, tmp_path, monkeypatch):
+def test_huge_pages_that_are_asked_for_have_to_be_there(
+    asked, reserved, state, advice, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SGLANG_HUGEPAGE_SIZE", asked)
-    (tmp_path / "meminfo").write_text(f"MemTotal: 1 kB\nHugePages_Free:      {reserved}\nHugepagesize:       2048 kB\n")
+    (tmp_path / "meminfo").write_text(
+        f"MemTotal: 1 kB\nHugePages_Free:      {reserved}\nHugepagesize:       2048 kB\n"
+    )
     (found,) = doctor._huge_pages(tmp_path / "meminfo")
     assert found.state == state
     assert advice in found.advice

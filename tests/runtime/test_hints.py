@@ -48,7 +48,9 @@ def body(**fields: Any) -> bytes:
 
 
 def test_a_whole_hint_is_read() -> None:
-    asked = read(body(session="a", expected_delay_s=2, priority=-1, ttl_s=9.5, tool="pytest", extra_key=None))
+    asked = read(
+        body(session="a", expected_delay_s=2, priority=-1, ttl_s=9.5, tool="pytest", extra_key=None)
+    )
     assert asked.session == "a"
     assert asked.hint == Hint(2.0, -1, 9.5, "pytest")
     assert (asked.tokens, asked.text, asked.extra_key) == (None, None, None)
@@ -66,24 +68,36 @@ def test_a_whole_hint_is_read() -> None:
         (body(**{"x" * 100_000: 1}), "…. A hint may have"),
         (body(**{str(n): n for n in range(1000)}), '"4" and more. A hint'),
         (body(session="\ud800", priority=1), 'session = "\\ud800": must be a text'),
-        (body(text="a\udfffb", priority=1), "text = \"a\\udfffb\": must be a text"),
-        (body(tokens=[1], cache_salt="\ud800", priority=1), 'cache_salt = "\\ud800": must be a text'),
+        (body(text="a\udfffb", priority=1), 'text = "a\\udfffb": must be a text'),
+        (
+            body(tokens=[1], cache_salt="\ud800", priority=1),
+            'cache_salt = "\\ud800": must be a text',
+        ),
         (body(tokens=[1], extra_key="\udfff", priority=1), 'extra_key = "\\udfff": must be a text'),
         (body(session="a", tool="\ud800"), 'tool = "\\ud800": must be a text'),
         (body(text="x" * MOST_TEXT_BYTES, priority=1), "send the text's beginning"),
-        (b'{"priority":1,"tokens":[' + b"1," * (2 * MOST_TOKENS) + b"1]}", f"{MOST_TOKENS} tokens are read"),
-        (b'{"priority":1,"tokens":[' + b"1," * MOST_TOKENS + b"1]}", f"a list of at most {MOST_TOKENS} token ids"),
+        (
+            b'{"priority":1,"tokens":[' + b"1," * (2 * MOST_TOKENS) + b"1]}",
+            f"{MOST_TOKENS} tokens are read",
+        ),
+        (
+            b'{"priority":1,"tokens":[' + b"1," * MOST_TOKENS + b"1]}",
+            f"a list of at most {MOST_TOKENS} token ids",
+        ),
         (body(tokens=10**400, priority=1), "tokens = a whole number of 1329 bits"),
         (b'{"session": "a", "ttl_s": 1e999}', "ttl_s = Infinity"),
         (body(session="a", priority=10**400), "priority = a whole number of 1329 bits"),
         (b" " * (MOST_BYTES + 1), "name the session instead"),
-        (body(session="a", delay=3), "unknown: \"delay\". A hint may have session"),
+        (body(session="a", delay=3), 'unknown: "delay". A hint may have session'),
         (body(expected_delay_s=3), "exactly one of session, tokens, text"),
         (body(session="a", text="b", ttl_s=1), "it has 2"),
         (body(session="a"), "says nothing"),
-        (body(session="", ttl_s=1), "session = \"\": must be a text"),
+        (body(session="", ttl_s=1), 'session = "": must be a text'),
         (body(session=7, ttl_s=1), "session = 7: must be a text"),
-        (body(session="a", expected_delay_s=-1), "expected_delay_s = -1: must be a number of seconds of at least 0"),
+        (
+            body(session="a", expected_delay_s=-1),
+            "expected_delay_s = -1: must be a number of seconds of at least 0",
+        ),
         (b'{"session": "a", "ttl_s": NaN}', "ttl_s = NaN"),
         (body(session="a", ttl_s=True), "ttl_s = true"),
         (body(session="a", priority=1.5), "priority = 1.5: must be a whole number"),
@@ -103,7 +117,9 @@ def test_what_is_wrong_is_said_with_what_to_send(sent: bytes, says: str) -> None
 
 
 def test_a_prefix_of_a_million_tokens_is_read() -> None:
-    sent = json.dumps({"tokens": [999_999] * MOST_TOKENS, "extra_key": "tenant", "priority": 1}).encode()
+    sent = json.dumps(
+        {"tokens": [999_999] * MOST_TOKENS, "extra_key": "tenant", "priority": 1}
+    ).encode()
     assert len(read(sent).tokens or ()) == MOST_TOKENS
 
 
@@ -132,7 +148,9 @@ def test_a_body_is_read_outside_the_http_servers_event_loop() -> None:
     async def answered(question: Any) -> list[Any]:
         return [SimpleNamespace(internal_state={ANSWER: {"result": "accepted"}})]
 
-    manager = SimpleNamespace(auto_create_handle_loop=lambda: None, get_internal_state_communicator=answered)
+    manager = SimpleNamespace(
+        auto_create_handle_loop=lambda: None, get_internal_state_communicator=answered
+    )
     assert asyncio.run(ask(manager, sent)) == {"result": "accepted"}
     assert sent.threads
     assert threading.get_ident() not in sent.threads
@@ -143,10 +161,19 @@ def test_a_priority_of_nought_is_a_hint() -> None:
 
 
 def test_a_number_beyond_all_floats_is_as_good_as_any_that_is_too_large() -> None:
-    assert read(b'{"session": "a", "expected_delay_s": 1' + b"0" * 400 + b"}").hint.expected_delay_s == 1e12
+    assert (
+        read(b'{"session": "a", "expected_delay_s": 1' + b"0" * 400 + b"}").hint.expected_delay_s
+        == 1e12
+    )
 
 
-@pytest.mark.parametrize("sent", [Sent(Hint(0.1 + 0.2, 2, None, "ü"), 3.3, session="s"), Sent(Hint(ttl_s=0.0), 0.0, page=KEYS[0])])
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Sent(Hint(0.1 + 0.2, 2, None, "ü"), 3.3, session="s"),
+        Sent(Hint(ttl_s=0.0), 0.0, page=KEYS[0]),
+    ],
+)
 def test_a_hint_arrives_as_it_was_sent(sent: Sent) -> None:
     assert unpack(pack(sent)) == sent
 
@@ -166,8 +193,13 @@ class Lab:
         self.engine = SimpleNamespace(taking=True, min_tokens=0)
         self.context = SimpleNamespace(now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
-        self.tick = SimpleNamespace(notes=notes, planner=self.planner, context=self.context, ahead=object())
-        self.scheduler = SimpleNamespace(tree_cache=SimpleNamespace(tick=self.tick), server_args=SimpleNamespace(nnodes=1, dp_size=1))
+        self.tick = SimpleNamespace(
+            notes=notes, planner=self.planner, context=self.context, ahead=object()
+        )
+        self.scheduler = SimpleNamespace(
+            tree_cache=SimpleNamespace(tick=self.tick),
+            server_args=SimpleNamespace(nnodes=1, dp_size=1),
+        )
 
     def turn(self, session: str | None, keys: tuple[PageKey, ...], at: float) -> None:
         """One request of a session, over after a second; its pages stay in HBM."""
@@ -184,7 +216,12 @@ def test_a_hint_for_a_known_session_is_accepted_and_says_when_it_is_expected() -
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
     answer = lab.hint(Hint(expected_delay_s=30.0), 3.0, session="a")
-    assert answer == {"result": "accepted", "reason": "", "sessions": 1, "expected_in_s": pytest.approx(30.0)}
+    assert answer == {
+        "result": "accepted",
+        "reason": "",
+        "sessions": 1,
+        "expected_in_s": pytest.approx(30.0),
+    }
     page = lab.inner.ahead.map.page(KEYS[0])
     assert page is not None and page.next_use == pytest.approx(33.0)
 
@@ -221,7 +258,11 @@ def test_a_prefix_means_every_session_that_begins_so() -> None:
     both = lab.hint(Hint(expected_delay_s=5.0), 2.0, page=KEYS[1])
     assert (both["result"], both["sessions"]) == ("accepted", 2)
     one = lab.hint(Hint(expected_delay_s=7.0), 2.0, page=KEYS[6])
-    assert (one["result"], one["sessions"], one["expected_in_s"]) == ("accepted", 1, pytest.approx(7.0))
+    assert (one["result"], one["sessions"], one["expected_in_s"]) == (
+        "accepted",
+        1,
+        pytest.approx(7.0),
+    )
     assert lab.hint(Hint(expected_delay_s=7.0), 2.0, page=KEYS[7])["result"] == "refused"
 
 
@@ -238,7 +279,9 @@ def test_time_never_goes_back_behind_the_last_step() -> None:
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
     lab.context.now = 100.0
-    assert lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")["expected_in_s"] == pytest.approx(10.0)
+    assert lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")[
+        "expected_in_s"
+    ] == pytest.approx(10.0)
     page = lab.inner.ahead.map.page(KEYS[0])
     assert page is not None and page.next_use == pytest.approx(110.0)
 
@@ -254,7 +297,10 @@ def test_servers_that_cannot_use_hints_say_what_they_lack() -> None:
     lab = Lab()
     lab.tick.ahead = None
     assert "does not look ahead" in take(lab.scheduler, sent)["reason"]
-    assert "policy.sessions is off" in take(Lab(PolicyConfig(restore="both", sessions=False)).scheduler, sent)["reason"]
+    assert (
+        "policy.sessions is off"
+        in take(Lab(PolicyConfig(restore="both", sessions=False)).scheduler, sent)["reason"]
+    )
 
 
 def test_a_log_with_hints_is_decided_again_identically() -> None:

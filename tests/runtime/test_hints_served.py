@@ -12,7 +12,13 @@ from hostile import HOSTILE, SETTINGS
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 
 pytestmark = pytest.mark.server
-POLICY = {"restore": "both", "prefetch": "kvtier", "eviction": "next-use", "sessions": True, "hint_limit_s": 60.0}
+POLICY = {
+    "restore": "both",
+    "prefetch": "kvtier",
+    "eviction": "next-use",
+    "sessions": True,
+    "hint_limit_s": 60.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +79,31 @@ def test_a_session_that_ran_is_known_by_name_and_its_delay_is_taken_or_cut(serve
     assert answer["reason"] == "priority 9 taken as 3; expected_delay_s 5000 cut to 60"
 
 
-def test_a_session_is_known_by_the_tokens_and_the_text_its_prompts_begin_with(served: Served) -> None:
+def test_a_session_is_known_by_the_tokens_and_the_text_its_prompts_begin_with(
+    served: Served,
+) -> None:
     text = "".join(chr(97 + n * n % 26) for n in range(400))
-    served.call("POST", "/generate", {"text": text, "session_id": "agent-2", "sampling_params": {"max_new_tokens": 2}})
+    served.call(
+        "POST",
+        "/generate",
+        {"text": text, "session_id": "agent-2", "sampling_params": {"max_new_tokens": 2}},
+    )
     answer = hint(served, text=text[:320], expected_delay_s=5)
     assert (answer["result"], answer["sessions"]) == ("accepted", 1)
     ids = prompts(1, seed=32)[0]
     served.ask(ids, session_id="agent-3", extra_key="tenant")
     assert hint(served, tokens=ids[:64], expected_delay_s=5)["result"] == "refused"
-    assert hint(served, tokens=ids[:64], extra_key="tenant", expected_delay_s=5)["result"] == "accepted"
+    assert (
+        hint(served, tokens=ids[:64], extra_key="tenant", expected_delay_s=5)["result"]
+        == "accepted"
+    )
 
 
 def post(served: Served, path: str, body: str) -> tuple[int, str]:
     """Status and text of an answer to bytes that no JSON writer of ours would make."""
-    request = urllib.request.Request(served.server.url + path, body.encode(), {"Content-Type": "application/json", **ADMIN})
+    request = urllib.request.Request(
+        served.server.url + path, body.encode(), {"Content-Type": "application/json", **ADMIN}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, response.read().decode()
@@ -98,12 +115,17 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
     ids = prompts(1, seed=34)[0]
     before = served.ask(ids)
     names = [*SETTINGS, "lookahead.check", "nothing", "policy.\\ud800"]
-    texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {"1e999": "1e999", "digits": "9" * 5000}
+    texts = {kind: json.dumps(value) for kind, value in HOSTILE.items()} | {
+        "1e999": "1e999",
+        "digits": "9" * 5000,
+    }
     texts.pop("true")  # SGLang's message of numbers makes 1 of it, which is in many a range
     taken = set()
     for name in names:
         for kind, text in texts.items():
-            code, answer = post(served, "/set_internal_state", f'{{"server_args": {{"kvtier.{name}": {text}}}}}')
+            code, answer = post(
+                served, "/set_internal_state", f'{{"server_args": {{"kvtier.{name}": {text}}}}}'
+            )
             assert code in (200, 400, 422), (name, kind, code, answer[:200])
             if code == 200 and "true" in answer:
                 taken.add((name, kind))
@@ -111,13 +133,29 @@ def test_no_hostile_number_or_text_changes_a_setting_or_ends_the_server(served: 
     assert ("policy.fixed_split", "-1") in taken
     assert taken <= {("policy.fixed_split", "-1"), ("lookahead.check", "-1")}
     for text in texts.values():
-        for key in ("expected_delay_s", "priority", "ttl_s", "tool", "session", "tokens", "cache_salt", "\\ud800"):
+        for key in (
+            "expected_delay_s",
+            "priority",
+            "ttl_s",
+            "tool",
+            "session",
+            "tokens",
+            "cache_salt",
+            "\\ud800",
+        ):
             fields = {"session": '"agent-9"', key: text}
-            code, answer = post(served, "/kvtier/hint", "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}")
+            code, answer = post(
+                served,
+                "/kvtier/hint",
+                "{" + ", ".join(f'"{name}": {value}' for name, value in fields.items()) + "}",
+            )
             assert code in (200, 400), (key, text[:20], code, answer[:200])
     assert post(served, "/kvtier/hint", "[" * 9_000_000)[0] == 400
     after = served.ask(ids)
-    assert (after.tokens, after.logprobs) == (before.tokens, pytest.approx(before.logprobs, abs=1e-3))
+    assert (after.tokens, after.logprobs) == (
+        before.tokens,
+        pytest.approx(before.logprobs, abs=1e-3),
+    )
     assert hint(served, session="nobody", expected_delay_s=3)["result"] == "refused"
 
 

@@ -25,7 +25,9 @@ def model(tmp_path):
 
 def fingerprint(model, *, pools=None, config=None, **args):
     who = identity.identity_of(
-        server_args(str(model), **args), storage_config(**(config or {})), pools or {"kv": host_pool()}
+        server_args(str(model), **args),
+        storage_config(**(config or {})),
+        pools or {"kv": host_pool()},
     )
     return who.fingerprint
 
@@ -118,7 +120,9 @@ def test_a_damaged_weights_file_still_has_a_digest(model):
     ids=range(9),
 )  # fmt: skip
 def test_a_damaged_header_of_a_weights_file_still_has_a_digest(model, header):
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(5000))
+    (model / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + bytes(5000)
+    )
     assert len(identity.weights_digest(model)) == 64
 
 
@@ -143,7 +147,9 @@ def test_an_adapter_trained_again_in_its_folder_is_another_identity(model, tmp_p
     save_file({"lora_A": np.arange(500.0)}, adapter / "adapter_model.safetensors")
     paths = [SimpleNamespace(lora_name="support", lora_path=str(adapter))]
     plain, before = fingerprint(model), fingerprint(model, lora_paths=paths)
-    assert plain == fingerprint(model, lora_paths=[]) != before == fingerprint(model, lora_paths=paths)
+    assert (
+        plain == fingerprint(model, lora_paths=[]) != before == fingerprint(model, lora_paths=paths)
+    )
     save_file({"lora_A": np.arange(500.0) + 1}, adapter / "adapter_model.safetensors")
     again = fingerprint(model, lora_paths=paths)
     (adapter / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
@@ -161,7 +167,9 @@ def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):
 
 def test_ranks_have_folders_of_their_own():
     names = {
-        identity.rank_name(storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d), copy)
+        identity.rank_name(
+            storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d), copy
+        )
         for t in (0, 1)
         for p in (0, 1)
         for d in (0, 1)
@@ -175,7 +183,9 @@ def test_a_model_named_by_its_hub_name_is_its_cached_snapshot(tmp_path, monkeypa
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     cached = {"org/model": str(snapshot / "config.json")}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file, **_: cached.get(name))
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda name, file, **_: cached.get(name)
+    )
     assert identity.model_folder("org/model") == snapshot
     assert identity.model_folder("org/other") == Path("org/other")
     assert identity.model_folder(str(snapshot)) == snapshot

@@ -1,4 +1,6 @@
-"""Looking ahead while the store is emptied, detached and attached in a running server: nothing hangs, the map stays true."""
+"""Looking ahead while the store is emptied, detached and attached in a running server: nothing
+hangs, the map stays true.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ SLOW = {"throttle": {"read_gbps": 0.01}}
 def attach(served: Served) -> None:
     body = {
         "hicache_storage_backend": "kvtier",
-        "hicache_storage_backend_extra_config_json": (served.server.folder / "kvtier.json").read_text(),
+        "hicache_storage_backend_extra_config_json": (
+            served.server.folder / "kvtier.json"
+        ).read_text(),
         "hicache_storage_prefetch_policy": "wait_complete",
     }
     served.call("PUT", ROUTE, body, ADMIN)
@@ -67,7 +71,12 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
         agents = Agents(1)
         with ThreadPoolExecutor(4) as pool:
             for turn in range(3):
-                list(pool.map(lambda session, turn=turn: agents.turn(served, session, turn), range(SESSIONS)))  # type: ignore[misc]
+                list(
+                    pool.map(
+                        lambda session, turn=turn: agents.turn(served, session, turn),
+                        range(SESSIONS),
+                    )
+                )  # type: ignore[misc]
         asked = [agents.said[session] for session in range(SESSIONS)]
         expected = [served.ask(prompt).tokens for prompt in asked]
         for again in range(3):
@@ -75,7 +84,12 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
                 assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
             # Sessions that are expected at once: their pages are read ahead when the store goes.
             for session in range(SESSIONS):
-                served.call("POST", "/kvtier/hint", {"session": f"agent {session}", "expected_delay_s": 0.2 * again}, ADMIN)
+                served.call(
+                    "POST",
+                    "/kvtier/hint",
+                    {"session": f"agent {session}", "expected_delay_s": 0.2 * again},
+                    ADMIN,
+                )
             time.sleep(0.1)
             when_idle(served, "DELETE", ROUTE)
             assert on_the_map(served, "ssd") == 0
@@ -88,7 +102,8 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
         found = check_map(served)
         print(found)
         assert found["drift_total"] == 0 and found["failures_total"] == 0
-        # Another backend instead of ours: the tree is ours still, and has nothing to do with what is stored.
+        # Another backend instead of ours: the tree is ours still, and has nothing to do with what
+        # is stored.
         when_idle(served, "DELETE", ROUTE)
         served.call("PUT", ROUTE, {"hicache_storage_backend": "file"}, ADMIN)
         for _ in range(2):

@@ -1,4 +1,6 @@
-"""What the hands of looking ahead keep of sessions between their turns. The tree and the planner are fakes; no server."""
+"""What the hands of looking ahead keep of sessions between their turns. The tree and the planner
+are fakes; no server.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ def made() -> LookaheadEngine:
     hands.victims = SimpleNamespace()  # type: ignore[assignment]
     hands.ahead = SimpleNamespace(map=SimpleNamespace(owners=Owners()))  # type: ignore[assignment]
     hands._config = SimpleNamespace(eviction="next-use", sessions=True)  # type: ignore[assignment]
-    hands._requests, hands._idle, hands._idle_tokens, hands._next, hands._expected = {}, {}, 0, None, 0
+    hands._requests, hands._idle, hands._idle_tokens, hands._next, hands._expected = (
+        {},
+        {},
+        0,
+        None,
+        0,
+    )
     return hands
 
 
@@ -59,7 +67,9 @@ def test_a_session_whose_waiting_request_is_aborted_keeps_its_path():
 def test_a_prompt_that_was_asked_before_is_known_to_be_in_the_tree_as_far_as_it_is():
     hands = made()
     hands._requests["r"] = known = _Known(None, KEYS, "7", 12)
-    req: Any = SimpleNamespace(rid="r", kv=SimpleNamespace(cache_protected_len=2 * PAGE), last_node=5)
+    req: Any = SimpleNamespace(
+        rid="r", kv=SimpleNamespace(cache_protected_len=2 * PAGE), last_node=5
+    )
     hands.checkpointed(req, 2 * PAGE)
     assert (known.kept, known.node) == (2 * PAGE, 5)
 
@@ -91,4 +101,7 @@ def test_no_more_sessions_are_kept_than_the_planner_keeps(monkeypatch):
     hands = made()
     for session in range(25):
         hands._park(str(session), path())
-    assert list(hands._idle) == [str(session) for session in range(15, 25)] and hands._idle_tokens == 10 * PAGE
+    assert (
+        list(hands._idle) == [str(session) for session in range(15, 25)]
+        and hands._idle_tokens == 10 * PAGE
+    )

@@ -1,4 +1,6 @@
-"""Names of pages, facts about them and the choice of victims, on SGLang's real tree core; no server."""
+"""Names of pages, facts about them and the choice of victims, on SGLang's real tree core; no
+server.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,22 @@ PAGE = 4
 
 
 def request(rid: str = "r", **more: Any) -> Any:
-    return SimpleNamespace(**{"rid": rid, "session_id": None, "routing_key": None, "extra_key": None, "cache_salt": None, **more})
+    return SimpleNamespace(
+        **{
+            "rid": rid,
+            "session_id": None,
+            "routing_key": None,
+            "extra_key": None,
+            "cache_salt": None,
+            **more,
+        }
+    )
 
 
 class Lab:
-    """A tree core with its facts put into a map at once, and evictions carried out as SGLang's cache does."""
+    """A tree core with its facts put into a map at once, and evictions carried out as SGLang's
+    cache does.
+    """
 
     def __init__(self) -> None:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -50,7 +63,9 @@ class Lab:
         self.core = RustUnifiedTreeCore(params)
         self.core.set_hicache_enabled()
         self.core.enable_storage = True
-        pool = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(logical_size=4096)))
+        pool = SimpleNamespace(
+            anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(logical_size=4096))
+        )
         self.tree = tree = SimpleNamespace(
             tree_core=self.core,
             page_size=PAGE,
@@ -77,7 +92,9 @@ class Lab:
 
         values = torch.arange(self.next_slot, self.next_slot + len(tokens))
         self.next_slot += len(tokens)
-        step = self.core.begin_insert(InsertParams(key=RadixKey(array("q", tokens), None), value=values))
+        step = self.core.begin_insert(
+            InsertParams(key=RadixKey(array("q", tokens), None), value=values)
+        )
         while step.result is None:
             step = self.core.resume_insert()
         self.core.end_insert()
@@ -187,7 +204,10 @@ def test_host_copies_come_and_go_by_slot():
 
 def test_host_pages_that_are_held_back_leave_last():
     lab = Lab()
-    kept, other = (lab.insert(name, list(range(start, start + 16)), 1.0) for name, start in (("kept", 100), ("other", 200)))
+    kept, other = (
+        lab.insert(name, list(range(start, start + 16)), 1.0)
+        for name, start in (("kept", 100), ("other", 200))
+    )
     for place, node in enumerate((kept, other)):
         lab.core.commit_backup(node, torch.arange(64 * place, 64 * place + 16), {})
     lab.victims.evict(32, {lab.full: 0})
@@ -222,9 +242,17 @@ def test_pages_brought_early_that_leave_unused_are_wasted(tier: Tier):
 
 
 def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_path: Path):
-    """The map learns it at the end of the tick in which it was said, and a comparison may fall into that tick."""
+    """The map learns it at the end of the tick in which it was said, and a comparison may fall into
+    that tick.
+    """
     lab = Lab()
-    store = open_store(StoreConfig(path=str(tmp_path), capacity_bytes=8 << 20, segment_bytes=1 << 20, min_free_bytes=0), Identity({"model": "m"}), "tp0")
+    store = open_store(
+        StoreConfig(
+            path=str(tmp_path), capacity_bytes=8 << 20, segment_bytes=1 << 20, min_free_bytes=0
+        ),
+        Identity({"model": "m"}),
+        "tp0",
+    )
     controller = lab.tree.cache_controller
     controller.storage_backend = SimpleNamespace(_store=store)
     check = TierCheck(lab.tree, lab.map, lab.facts)

@@ -1,4 +1,6 @@
-"""What several ranks that look ahead agree on, in one process: each reduction is a minimum over what all ranks give."""
+"""What several ranks that look ahead agree on, in one process: each reduction is a minimum over
+what all ranks give.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +66,17 @@ class Ahead:
 
 
 class Rank:
-    """One rank's tick without restorations. Its planner notes what it is told; its own collectives are refused."""
+    """One rank's tick without restorations. Its planner notes what it is told; its own collectives
+    are refused.
+    """
 
     def __init__(self, number: int) -> None:
         def refused(*args: Any) -> None:
             raise AssertionError("a collective of our own")
 
-        host = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)), size_per_token=4)
+        host = SimpleNamespace(
+            anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=64)), size_per_token=4
+        )
         self.told: list[Any] = []
         tree = SimpleNamespace(
             page_size=16, token_to_kv_pool_allocator=None, ahead=None, _all_reduce=refused,
@@ -110,7 +116,9 @@ def test_the_first_ranks_clock_and_the_smallest_state_count_and_nothing_is_reduc
     ranks[0].ahead.waiting[1].mark(0, LANDED, 6.0)
     for place, rank in enumerate(ranks):
         started = rank.tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.0 + place))
-        assert started and rank.tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.5 + place, 0.25 + place), started)
+        assert started and rank.tick.note_chunk(
+            Chunk("r", Span(0, 64), 0, 1.5 + place, 0.25 + place), started
+        )
         rank.context.facts.append(StepDone(0.25 + place, 64, 0, 0.0))
     reduce(*ranks)
     for rank in ranks:
@@ -137,7 +145,9 @@ def test_ranks_whose_maps_differ_stop_looking_ahead_in_the_same_step():
     reduce(*ranks)
     for rank in ranks:
         rank.tick.run(SimpleNamespace())
-    assert all(rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.rides for rank in ranks)
+    assert all(
+        rank.ahead.given_up and rank.tick.ahead is None and not rank.tick.rides for rank in ranks
+    )
 
 
 def test_of_three_ranks_whose_maps_all_differ_none_ends():
@@ -182,7 +192,9 @@ def test_a_tick_without_its_answer_gives_up_rather_than_guess():
     assert rank.ahead.given_up and rank.told == []
 
 
-def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[list[int]] = []
 
     def all_reduce(self: Any, data: torch.Tensor, op: Any) -> None:
@@ -210,7 +222,10 @@ class Voter:
 
     def __init__(self, stored: set[PageKey]) -> None:
         self.stored, self.lost = stored, 0
-        self.tree = SimpleNamespace(ongoing_backup={}, cache_controller=SimpleNamespace(write_storage=self.write, storage_backend=None))
+        self.tree = SimpleNamespace(
+            ongoing_backup={},
+            cache_controller=SimpleNamespace(write_storage=self.write, storage_backend=None),
+        )
         self.tree.cache_controller.storage_backend = SimpleNamespace(_store=self)
         self.map = TierMap(1000)
         self.operations = self.numbers = 0
@@ -252,7 +267,9 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
     keys = [PageKey(bytes([i]) * 32) for i in range(6)]
     one, other = Voter(set(keys)), Voter(set(keys) - {keys[2]})
     for voter in (one, other):
-        operation = voter.tree.cache_controller.write_storage(None, None, [key.hex() for key in keys[:4]])
+        operation = voter.tree.cache_controller.write_storage(
+            None, None, [key.hex() for key in keys[:4]]
+        )
         voter.tree.ongoing_backup[operation] = None
     look(0.0, one, other)
     look(0.1, one, other)
@@ -268,7 +285,11 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
     other.lost = 1
     gone = [look(2.0 + step / 10, one, other) for step in range(5)]
     assert [sum(rank) for rank in zip(*gone, strict=True)] == [1, 1]
-    assert sorted(one.map.resident(Tier.SSD)) == sorted(other.map.resident(Tier.SSD)) == [keys[0], keys[3], keys[4]]
+    assert (
+        sorted(one.map.resident(Tier.SSD))
+        == sorted(other.map.resident(Tier.SSD))
+        == [keys[0], keys[3], keys[4]]
+    )
     one.votes.stop()
     one.tree.cache_controller.write_storage(None, None, [keys[5].hex()])
     one.votes.forget()
@@ -277,7 +298,14 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
 
 def test_a_poll_takes_marks_from_any_thread_and_is_over_when_all_have_ended():
     poll = Poll(1, 200)
-    halves = [threading.Thread(target=lambda first=first: [poll.mark(page, LANDED, 1.0) for page in range(first, 200, 2)]) for first in (0, 1)]
+    halves = [
+        threading.Thread(
+            target=lambda first=first: [
+                poll.mark(page, LANDED, 1.0) for page in range(first, 200, 2)
+            ]
+        )
+        for first in (0, 1)
+    ]
     for half in halves:
         half.start()
     for half in halves:

@@ -1,4 +1,6 @@
-"""Two tensor-parallel ranks look ahead in step, although the device of one of them stalls, fails and damages pages."""
+"""Two tensor-parallel ranks look ahead in step, although the device of one of them stalls, fails
+and damages pages.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 TENSOR = {"model": "tiny-llama", "tp_size": 2}
 ONE_STALLS = {"stall_ms": 40, "seed": 4, "rank": 1}
 ONE_LOSES = {"read_error_rate": 0.05, "corrupt_rate": 0.03, **ONE_STALLS}
-OWN = ("checks", "map", "sessions", "moved_bytes", "failed_moves", "victims", "host_victims", "failures")
+OWN = (
+    "checks",
+    "map",
+    "sessions",
+    "moved_bytes",
+    "failed_moves",
+    "victims",
+    "host_victims",
+    "failures",
+)
 """Counters that are the same on both ranks, since both do the same."""
 
 
@@ -31,30 +42,53 @@ def by_rank(served: Served, prefix: str = "lookahead_") -> dict[str, dict[str, f
         match = re.match(rf"kvtier:{prefix}(\w+)\{{(.*)\}} (.*)", line)
         if match and 'pp_rank="' in match[2]:
             labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2]))
-            name = " ".join([match[1], *(text for key, text in sorted(labels.items()) if key not in ("tp_rank", "pp_rank", "dp_rank", "pid"))])
-            found.setdefault(str(max(int(labels["tp_rank"]), int(labels["pp_rank"]))), {})[name] = float(match[3])
+            name = " ".join(
+                [
+                    match[1],
+                    *(
+                        text
+                        for key, text in sorted(labels.items())
+                        if key not in ("tp_rank", "pp_rank", "dp_rank", "pid")
+                    ),
+                ]
+            )
+            found.setdefault(str(max(int(labels["tp_rank"]), int(labels["pp_rank"]))), {})[name] = (
+                float(match[3])
+            )
     return found
 
 
 def same(served: Served, log: Path) -> dict[str, float]:
-    """The second rank's counters, after both ranks have compared their whole maps with the truth and found nothing. Both have
-    done the same."""
+    """The second rank's counters, after both ranks have compared their whole maps with the truth
+    and found nothing. Both have done the same.
+    """
     check_map(served)
     found = by_rank(served)
     print(found)
     assert sorted(found) == ["0", "1"]
-    own = [{name: value for name, value in rank.items() if name.startswith(OWN)} for rank in found.values()]
+    own = [
+        {name: value for name, value in rank.items() if name.startswith(OWN)}
+        for rank in found.values()
+    ]
     assert own[0] == own[1]
     assert all(rank["failures_total"] == 0 and rank["checks_total"] == 1 for rank in found.values())
     said = log.read_text(errors="replace")
-    assert "Traceback" not in said and "maps of pages differ" not in said and "planner failed" not in said
-    compared = [ast.literal_eval(text) for text in re.findall(r"compared with the truth: (\{.*?\})", said)]
+    assert (
+        "Traceback" not in said
+        and "maps of pages differ" not in said
+        and "planner failed" not in said
+    )
+    compared = [
+        ast.literal_eval(text) for text in re.findall(r"compared with the truth: (\{.*?\})", said)
+    ]
     assert len(compared) == 2 and not any(sum(kinds.values()) for kinds in compared), compared
     return found["1"]
 
 
 def until(served: Served, true: Callable[[dict[str, float]], bool]) -> None:
-    """Waits until something is true on both ranks: an idle server looks once a second, and counters are published twice."""
+    """Waits until something is true on both ranks: an idle server looks once a second, and counters
+    are published twice.
+    """
     for _ in range(60):
         ranks = by_rank(served)
         if len(ranks) == 2 and all(map(true, ranks.values())):
@@ -70,14 +104,22 @@ def two(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, two: dict[str, Any]) -> dict[tuple[int, int], list[int]]:
-    """What the sessions are answered by two ranks with room for all of them, and no cache below the device."""
+def expected(
+    tmp_path_factory: pytest.TempPathFactory, two: dict[str, Any]
+) -> dict[tuple[int, int], list[int]]:
+    """What the sessions are answered by two ranks with room for all of them, and no cache below the
+    device.
+    """
     folder = tmp_path_factory.mktemp("expected")
-    with serving(folder, flags(**two, backend=None, max_total_tokens=16384, page_size=16)) as served:
+    with serving(
+        folder, flags(**two, backend=None, max_total_tokens=16384, page_size=16)
+    ) as served:
         return Agents(1).run(served, 4)
 
 
-def test_answers_are_equal_and_the_maps_true_on_both_ranks(tmp_path: Path, two: Any, expected: Any) -> None:
+def test_answers_are_equal_and_the_maps_true_on_both_ranks(
+    tmp_path: Path, two: Any, expected: Any
+) -> None:
     policy = {**AHEAD, "restore": "off"}  # the tests below restore as well
     with looking_ahead(tmp_path, policy, {"faults": ONE_STALLS}, CHECKED, **two) as served:
         assert Agents(1).run(served, 4) == expected
@@ -85,20 +127,30 @@ def test_answers_are_equal_and_the_maps_true_on_both_ranks(tmp_path: Path, two: 
         assert found["drift_total"] == 0
         assert found["victims_total"] > 0
         assert found["map_pages"] >= found["map_storage_pages"] >= found["map_device_pages"] > 0
-        assert sum(found[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
+        assert (
+            sum(found[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
+        )
         assert sum(rank["reductions_total"] for rank in by_rank(served, "restore_").values()) == 0
 
 
 @pytest.mark.slow
-def test_pages_that_one_rank_loses_are_lost_for_both(tmp_path: Path, two: Any, expected: Any) -> None:
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two) as served:
+def test_pages_that_one_rank_loses_are_lost_for_both(
+    tmp_path: Path, two: Any, expected: Any
+) -> None:
+    with looking_ahead(
+        tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two
+    ) as served:
         assert Agents(1).run(served, 4) == expected
         assert same(served, tmp_path / "server.log")["victims_total"] > 0
 
 
 @pytest.mark.slow
-def test_aborts_and_flushes_while_pages_move_on_two_ranks(tmp_path: Path, two: Any, expected: Any) -> None:
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two) as served:
+def test_aborts_and_flushes_while_pages_move_on_two_ranks(
+    tmp_path: Path, two: Any, expected: Any
+) -> None:
+    with looking_ahead(
+        tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two
+    ) as served:
         number, lost = aborts_and_flushes(served, 20)
         assert number > lost
         assert Agents(1).run(served, 4) == expected
@@ -106,16 +158,31 @@ def test_aborts_and_flushes_while_pages_move_on_two_ranks(tmp_path: Path, two: A
 
 
 @pytest.mark.slow
-def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_and_a_flush_ends_it(tmp_path: Path, two: Any) -> None:
+def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_and_a_flush_ends_it(
+    tmp_path: Path, two: Any
+) -> None:
     sections = {"throttle": {"read_gbps": 0.004}, "faults": {"read_error_rate": 0.05, **ONE_STALLS}}
     one, other = prompts(2, 600, seed=8)
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, sections, CHECKED, **two, max_total_tokens=4096, hicache_ratio=2) as served:
-        first = [served.ask(ids, session_id=name).tokens for ids, name in ((one, "one"), (other, "other"))]
+    with looking_ahead(
+        tmp_path,
+        {**AHEAD, "restore": "off"},
+        sections,
+        CHECKED,
+        **two,
+        max_total_tokens=4096,
+        hicache_ratio=2,
+    ) as served:
+        first = [
+            served.ask(ids, session_id=name).tokens
+            for ids, name in ((one, "one"), (other, "other"))
+        ]
         served.flush()
         until(served, lambda rank: rank["map_host_pages"] == 0)
 
         def hint(session: str, delay_s: float) -> None:
-            answer = served.call("POST", "/kvtier/hint", {"session": session, "expected_delay_s": delay_s}, ADMIN)
+            answer = served.call(
+                "POST", "/kvtier/hint", {"session": session, "expected_delay_s": delay_s}, ADMIN
+            )
             assert (answer["result"], answer["sessions"]) == ("accepted", 1)
 
         hint("one", 0.5)
@@ -127,7 +194,9 @@ def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_an
         until(served, lambda rank: rank["map_host_pages"] >= 2 * 37)
         again = [served.ask(ids, session_id=name) for ids, name in ((one, "one"), (other, "other"))]
         assert [answer.tokens for answer in again] == first
-        assert all(answer.device + answer.host > 500 and answer.storage == 0 for answer in again), again
+        assert all(answer.device + answer.host > 500 and answer.storage == 0 for answer in again), (
+            again
+        )
         found = same(served, tmp_path / "server.log")
         assert found["drift_total"] == 0
         assert found["moved_bytes_total storage-host"] > 0

@@ -1,4 +1,6 @@
-"""Looking ahead in the real server: the map of pages is true, tokens stay equal, and no request waits for room in vain."""
+"""Looking ahead in the real server: the map of pages is true, tokens stay equal, and no request
+waits for room in vain.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[int]]:
-    """What the sessions are answered by a server with room for all of them, and no cache below the device."""
+    """What the sessions are answered by a server with room for all of them, and no cache below the
+    device.
+    """
     folder = tmp_path_factory.mktemp("expected")
     with serving(folder, flags(backend=None, max_total_tokens=16384, page_size=16)) as served:
         return Agents(1).run(served, 4)
@@ -43,7 +47,9 @@ def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(tmp_path, rest
         assert found["failures_total"] == 0
         assert found["victims_total"] > 0
         assert found["map_pages"] >= found["map_storage_pages"] >= found["map_device_pages"] > 0
-        assert sum(found[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
+        assert (
+            sum(found[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
+        )
         tokens = sum(value for name, value in found.items() if name.startswith("hit_tokens_total"))
         asked = SESSIONS * sum(400 + turn * (8 + GROWS) for turn in range(TURNS))
         assert tokens >= asked  # SGLang's own warm-up request is counted as well
@@ -69,13 +75,20 @@ def test_aborts_and_flushes_while_pages_move(tmp_path, expected):
 def test_waiting_requests_find_their_pages_on_the_device_and_a_tiny_pool_starves_nobody(tmp_path):
     asked = prompts(6, 300, seed=4)
     with looking_ahead(
-        tmp_path, {**AHEAD, "restore": "off", "sessions": False}, max_total_tokens=1024, hicache_ratio=4, max_running_requests=1
+        tmp_path,
+        {**AHEAD, "restore": "off", "sessions": False},
+        max_total_tokens=1024,
+        hicache_ratio=4,
+        max_running_requests=1,
     ) as served:
         first = [served.ask(prompt, 6).tokens for prompt in asked]
         served.settle()
         for _ in range(4):
             with ThreadPoolExecutor(6) as pool:
-                assert [answer.tokens for answer in pool.map(lambda prompt: served.ask(prompt, 6), asked)] == first
+                assert [
+                    answer.tokens
+                    for answer in pool.map(lambda prompt: served.ask(prompt, 6), asked)
+                ] == first
         found = check_map(served)
         print(found)
         assert found["moved_bytes_total host-device"] > 0
@@ -85,12 +98,18 @@ def test_waiting_requests_find_their_pages_on_the_device_and_a_tiny_pool_starves
 
 @pytest.mark.slow
 def test_a_server_looks_ahead_only_where_it_is_asked_to_and_not_with_pipeline_stages(tmp_path):
-    with serving(tmp_path / "plain", flags(page_size=16), config_file(tmp_path / "plain")) as served:
+    with serving(
+        tmp_path / "plain", flags(page_size=16), config_file(tmp_path / "plain")
+    ) as served:
         served.ask(prompts(1)[0])
         assert counts(served) == {}
     two = {"model": "tiny-llama", "pp_size": 2, "max_total_tokens": 2048, "page_size": 16}
     config = config_file(tmp_path / "two", policy={**AHEAD, "restore": "off"})
-    with serving(tmp_path / "two", flags(**two), config, SGLANG_CPU_OMP_THREADS_BIND="0|1") as served:
+    with serving(
+        tmp_path / "two", flags(**two), config, SGLANG_CPU_OMP_THREADS_BIND="0|1"
+    ) as served:
         served.ask(prompts(1)[0])
         assert counts(served) == {}
-    assert "not looking ahead: more than one pipeline stage" in (tmp_path / "two" / "server.log").read_text(errors="replace")
+    assert "not looking ahead: more than one pipeline stage" in (
+        tmp_path / "two" / "server.log"
+    ).read_text(errors="replace")

@@ -39,12 +39,18 @@ def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
     followed = restore_setup.in_force(STAGES, asked)
     assert not looks_ahead(followed) and followed.restore == "both"
     assert restore_setup.nothing_to_do(STAGES, asked) is None
-    assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == str(MORE_THAN_ONE_STAGE)
-    assert str(MORE_THAN_ONE_STAGE) in str(restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto")))
+    assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == str(
+        MORE_THAN_ONE_STAGE
+    )
+    assert str(MORE_THAN_ONE_STAGE) in str(
+        restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto"))
+    )
 
 
 @pytest.mark.parametrize("where", [TWO, CARD])
-@pytest.mark.parametrize(("restore", "in_force"), [("auto", "off"), ("both", "both"), ("off", "off")])
+@pytest.mark.parametrize(
+    ("restore", "in_force"), [("auto", "off"), ("both", "both"), ("off", "off")]
+)
 def test_on_two_ranks_and_on_a_card_it_looks_ahead_and_restores_only_when_asked_by_name(
     restore: str, in_force: str, where: SimpleNamespace
 ):

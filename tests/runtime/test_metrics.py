@@ -23,7 +23,9 @@ RANK = {"tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 @pytest.fixture(autouse=True)
 def own_instruments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever is registered here is taken back; what other tests of this process registered stands aside meanwhile."""
+    """Whatever is registered here is taken back; what other tests of this process registered stands
+    aside meanwhile.
+    """
     others = metrics._instruments
     for instrument in others.values():
         REGISTRY.unregister(instrument)
@@ -64,7 +66,11 @@ def rows(prefix: str, samples: Any) -> list[tuple[str, tuple[str, ...]]]:
 
 def test_whatever_is_counted_is_in_the_table_with_its_labels() -> None:
     store = SimpleNamespace(stats=StoreStats)
-    said = rows("restore_", restored().counts(16)) + rows("lookahead_", looked_ahead().counts(0)) + rows("", metrics.store_samples(store))  # type: ignore[arg-type]
+    said = (
+        rows("restore_", restored().counts(16))
+        + rows("lookahead_", looked_ahead().counts(0))
+        + rows("", metrics.store_samples(store))
+    )  # type: ignore[arg-type]
     assert [row for row in said if row[0] not in METRICS or METRICS[row[0]].labels != row[1]] == []
     assert len(rows("", metrics.store_samples(store))) == len(fields(StoreStats))  # type: ignore[arg-type]
 
@@ -79,7 +85,9 @@ def test_tiers_and_links_are_named_device_host_and_storage_everywhere() -> None:
 
 def test_a_counter_grows_by_what_came_since_and_a_gauge_is_set() -> None:
     publisher, now = Publisher(), {"victims": 3.0, "sessions": 5.0}
-    source = publisher.add("lookahead_", lambda: [(name, {}, number) for name, number in now.items()], RANK)
+    source = publisher.add(
+        "lookahead_", lambda: [(name, {}, number) for name, number in now.items()], RANK
+    )
     source.publish()
     now.update(victims=7.0, sessions=2.0)
     source.close()
@@ -103,7 +111,10 @@ def test_where_restorations_met_is_observed_once() -> None:
     source = publisher.add("restore_", read, RANK)
     source.publish()
     source.close()
-    assert (value("restore_meeting_position_count"), value("restore_meeting_position_sum")) == (2.0, 0.75)
+    assert (value("restore_meeting_position_count"), value("restore_meeting_position_sum")) == (
+        2.0,
+        0.75,
+    )
 
 
 def test_one_thread_publishes_for_all_and_ends_with_the_last() -> None:
@@ -116,7 +127,9 @@ def test_one_thread_publishes_for_all_and_ends_with_the_last() -> None:
     assert threading.active_count() == before
 
 
-def test_figures_that_cannot_be_read_cost_themselves_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_figures_that_cannot_be_read_cost_themselves_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     publisher = Publisher()
     broken = publisher.add("restore_", lambda: [("no_such_metric", {}, 1.0)], RANK)
     well = publisher.add("lookahead_", lambda: [("drift", {}, 1.0)], RANK)
@@ -128,4 +141,6 @@ def test_figures_that_cannot_be_read_cost_themselves_alone(caplog: pytest.LogCap
 
 def test_every_name_in_the_table_says_what_it_is() -> None:
     assert [metric.name for metric in METRICS.values() if not metric.doc] == []
-    assert [name for name, metric in METRICS.items() if metric.kind is Kind.HISTOGRAM] == ["restore_meeting_position"]
+    assert [name for name, metric in METRICS.items() if metric.kind is Kind.HISTOGRAM] == [
+        "restore_meeting_position"
+    ]

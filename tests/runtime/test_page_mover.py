@@ -1,4 +1,6 @@
-"""Pages of a load are copied together once it is read, and by themselves only when the others are slow."""
+"""Pages of a load are copied together once it is read, and by themselves only when the others are
+slow.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Storage:
     def __init__(self) -> None:
         self.on_page: list[Callable[[int, ReadOutcome], None]] = []
 
-    def begin_read(self, keys: Any, slots: Any, deadline_s: float, on_page: Callable[[int, ReadOutcome], None]) -> Any:
+    def begin_read(
+        self, keys: Any, slots: Any, deadline_s: float, on_page: Callable[[int, ReadOutcome], None]
+    ) -> Any:
         self.on_page.append(on_page)
         return SimpleNamespace(cancel=lambda: None)
 
@@ -62,7 +66,17 @@ def mover(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageMover
 def load_of(pages: int, owns_host: bool = True) -> Load:
     slots = torch.arange(pages * PAGE)
     restoration: Any = SimpleNamespace(keys_of=lambda span: [b""] * len(span), closed=False)
-    return Load(restoration, Span(0, pages), Link.SSD_TO_HBM, slots, slots, owns_host, 0.0, 0.0, Poll(1, pages))
+    return Load(
+        restoration,
+        Span(0, pages),
+        Link.SSD_TO_HBM,
+        slots,
+        slots,
+        owns_host,
+        0.0,
+        0.0,
+        Poll(1, pages),
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -84,7 +98,9 @@ def test_a_load_that_is_read_page_by_page_is_one_copy(mover: PageMover, device: 
     assert device.copied == [[0, 4, 8, 12, 16]]
 
 
-def test_a_page_that_failed_keeps_the_others_waiting_no_longer(mover: PageMover, device: Device) -> None:
+def test_a_page_that_failed_keeps_the_others_waiting_no_longer(
+    mover: PageMover, device: Device
+) -> None:
     storage, load = Storage(), load_of(3)
     mover.submit(load, storage, 1.0)
     for index, outcome in enumerate([ReadOutcome.OK, ReadOutcome.CORRUPT, ReadOutcome.OK]):
@@ -108,8 +124,11 @@ def test_a_load_that_is_read_takes_along_what_others_have(mover: PageMover, devi
     until(lambda: OPEN not in second.poll.local)
 
 
-def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(mover: PageMover, device: Device) -> None:
-    # Slots of an accelerator may only be sliced here: they are computed on a stream that the fence waits for.
+def test_neighbours_are_copied_together_and_what_lies_apart_by_itself(
+    mover: PageMover, device: Device
+) -> None:
+    # Slots of an accelerator may only be sliced here: they are computed on a stream that the fence
+    # waits for.
     storage, load = Storage(), load_of(5)
     mover.submit(load, storage, 1.0)
     for index in (4, 0, 3, 1):
@@ -131,7 +150,10 @@ def test_a_load_that_cannot_be_begun_ends(mover: PageMover, device: Device) -> N
     mover.submit(second, Storage(), 1.0)
     until(lambda: OPEN not in second.poll.local)
     failed = LOST[ReadOutcome.FAILED]
-    assert (first.poll.local, second.poll.local) == (bytearray([failed] * 2), bytearray([failed] * 2))
+    assert (first.poll.local, second.poll.local) == (
+        bytearray([failed] * 2),
+        bytearray([failed] * 2),
+    )
 
 
 def test_copies_end_in_their_order(mover: PageMover, device: Device) -> None:
@@ -154,7 +176,9 @@ def test_pages_in_host_memory_are_copied_at_once(mover: PageMover, device: Devic
     assert device.copied == [[0, 4, 8]]
 
 
-def test_a_page_does_not_wait_for_a_slow_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_does_not_wait_for_a_slow_one(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_mover, "_GATHER_S", 0.001)
     moving, storage, load = PageMover(device, PAGE), Storage(), load_of(2)
     moving.submit(load, storage, 1.0)

@@ -1,4 +1,6 @@
-"""What the adder charges and grants for restoring requests. SGLang's adder is asked for real; engine and budget are fakes."""
+"""What the adder charges and grants for restoring requests. SGLang's adder is asked for real;
+engine and budget are fakes.
+"""
 
 from __future__ import annotations
 

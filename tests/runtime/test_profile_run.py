@@ -1,4 +1,6 @@
-"""The prompts of `kvtier profile --measure`: whatever answers them, what goes wrong is one sentence."""
+"""The prompts of `kvtier profile --measure`: whatever answers them, what goes wrong is one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import pytest
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.tools.profile_run import Answered, LearningRun
 
-GOOD = {"/generate": b'{"meta_info": {"cached_tokens": 16}}', "/metrics": b"kvtier:store_pages{a=\"b\"} 1.5e+06\n", "/flush_cache": b""}
+GOOD = {
+    "/generate": b'{"meta_info": {"cached_tokens": 16}}',
+    "/metrics": b'kvtier:store_pages{a="b"} 1.5e+06\n',
+    "/flush_cache": b"",
+}
 
 
 class Answering(ThreadingHTTPServer):

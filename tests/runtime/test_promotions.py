@@ -24,7 +24,9 @@ KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(2))
 
 
 def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
-    """Promotions of a small tree, the host slots that were given back, and the pages that were said not to come."""
+    """Promotions of a small tree, the host slots that were given back, and the pages that were said
+    not to come.
+    """
     given_back: list[torch.Tensor] = []
     failed: list[Any] = []
     host = SimpleNamespace(size=64 * PAGE, size_per_token=4)
@@ -34,7 +36,9 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
         token_to_kv_pool_allocator=SimpleNamespace(size=32 * PAGE),
         dec_host_lock_ref=lambda anchor, pin: None,
     )
-    slots = SimpleNamespace(put_back_host=given_back.append, give_host=lambda tokens: None, tokens=0)
+    slots = SimpleNamespace(
+        put_back_host=given_back.append, give_host=lambda tokens: None, tokens=0
+    )
     context = StepContext(tree)
     context.now, context.slots = 10.0, slots  # type: ignore[assignment]
     facts: Any = SimpleNamespace(failed=lambda keys, target: failed.append((keys, target)))
@@ -44,17 +48,23 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
 def fetch(deadline_at: float, ended: bool) -> _Fetch:
     job = SimpleNamespace(cancel=lambda: None, wait=lambda timeout_s: ended, done=ended)
     host = torch.arange(2 * PAGE)
-    return _Fetch(Path([], KEYS, None, None), KEYS, 0, host, 1, None, job, Poll(1, 2), 0.0, deadline_at, False)
+    return _Fetch(
+        Path([], KEYS, None, None), KEYS, 0, host, 1, None, job, Poll(1, 2), 0.0, deadline_at, False
+    )
 
 
-def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, given_back, failed = made()
     hung = fetch(9.0, ended=False)
     moves._fetches = [hung, fetch(11.0, ended=True)]
     assert moves.hangs, "the first one's time was over a second ago"
     moves.reset()
-    assert len(given_back) == 1 and moves._context.hung_reads == [hung.job], "its host pages are still read into"
+    assert len(given_back) == 1 and moves._context.hung_reads == [hung.job], (
+        "its host pages are still read into"
+    )
     assert failed == [(KEYS, Tier.DRAM)] * 2
 
 
@@ -72,18 +82,24 @@ def engine_of(moves: Promotions) -> RestoreEngine:
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(
+    paused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(promotions, "_RESET_S", 0.0)
     moves, given_back, _ = made()
     hung = fetch(9.0, ended=False)
     moves._fetches = [hung]
     tick = SimpleNamespace(agreement=SimpleNamespace(alone=True))
-    tree = SimpleNamespace(engine=engine_of(moves), ahead=SimpleNamespace(promotions=moves), tick=tick)
+    tree = SimpleNamespace(
+        engine=engine_of(moves), ahead=SimpleNamespace(promotions=moves), tick=tick
+    )
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=paused)
     for _ in range(2):
         assert not restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
     hung.job.done = True
-    assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler) is paused  # one that runs notes it in its next step
+    assert (
+        restore_hooks.is_fully_idle(lambda scheduler: True, scheduler) is paused
+    )  # one that runs notes it in its next step
     assert not given_back
 
 
@@ -94,11 +110,15 @@ def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.Mon
     moves._fetches = [hung]
     moves.reset()
     alone = SimpleNamespace(alone=True)
-    tree = SimpleNamespace(engine=engine_of(moves), ahead=None, tick=SimpleNamespace(agreement=alone))
+    tree = SimpleNamespace(
+        engine=engine_of(moves), ahead=None, tick=SimpleNamespace(agreement=alone)
+    )
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=False)
     assert not restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
     alone.alone = False
-    assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler), "ranks may not differ in this"
+    assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler), (
+        "ranks may not differ in this"
+    )
     alone.alone, hung.job.done = True, True
     assert restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
 

@@ -1,4 +1,6 @@
-"""When storage threads may be stopped: not before they have come to rest, where ranks wait for each other."""
+"""When storage threads may be stopped: not before they have come to rest, where ranks wait for each
+other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from sgl_kvtier.runtime.backend import quiet_stop
 def controller(ranks: int) -> Any:
     groups = ["a group"] if ranks > 1 else []
     return SimpleNamespace(
-        prefetch_completion_sync_groups=groups, prefetch_queue=Queue(), prefetch_buffer=Queue(), prefetch_sync_queue=Queue()
+        prefetch_completion_sync_groups=groups,
+        prefetch_queue=Queue(),
+        prefetch_buffer=Queue(),
+        prefetch_sync_queue=Queue(),
     )
 
 

@@ -1,4 +1,6 @@
-"""Our radix cache at its ends: a model it cannot serve, a failure of looking ahead, and a graceful stop."""
+"""Our radix cache at its ends: a model it cannot serve, a failure of looking ahead, and a graceful
+stop.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ def bare() -> Any:
     return object.__new__(KVTierRadixCache)
 
 
-def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     order: list[str] = []
-    monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: order.append("unmapped"))
+    monkeypatch.setattr(
+        UnifiedRadixCache, "release_host_resources", lambda self: order.append("unmapped")
+    )
     tree = bare()
     backend = SimpleNamespace(begin_read=None, close=lambda: order.append("store"))
     tree.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(_backend=backend))
@@ -53,7 +59,10 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
     with caplog.at_level(logging.WARNING):
         tree.init_hicache(SimpleNamespace(hicache_storage_backend_extra_config=extra), None)
     assert tree.engine is None and tree.tick is None and tree.ahead is None and tree.turns is None
-    assert "prefixes are restored and pages are prefetched and evicted SGLang's own way: indexer" in caplog.text
+    assert (
+        "prefixes are restored and pages are prefetched and evicted SGLang's own way: indexer"
+        in caplog.text
+    )
 
 
 def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +82,9 @@ def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFi
     assert stopped == [1] and tree.ahead.broken, "with other ranks it is agreed on"
 
 
-def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ended: list[int] = []
     monkeypatch.setattr(UnifiedRadixCache, "release_host_resources", lambda self: ended.append(1))
 
@@ -81,6 +92,8 @@ def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(monkeypat
         raise OSError("the disk is gone")
 
     tree = bare()
-    tree.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(begin_read=None, close=fails))
+    tree.cache_controller = SimpleNamespace(
+        storage_backend=SimpleNamespace(begin_read=None, close=fails)
+    )
     tree.release_host_resources()
     assert ended == [1]

@@ -1,4 +1,6 @@
-"""Every reason why a server goes SGLang's own way, asked for by a real command line, and what its line says."""
+"""Every reason why a server goes SGLang's own way, asked for by a real command line, and what its
+line says.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime.scheduler import refusals
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
-from sgl_kvtier.runtime.scheduler.refusals import OF_ARGUMENTS, OF_MODEL, SIDE_PAGES, STAGES, UNPROVEN
+from sgl_kvtier.runtime.scheduler.refusals import (
+    OF_ARGUMENTS,
+    OF_MODEL,
+    SIDE_PAGES,
+    STAGES,
+    UNPROVEN,
+)
 
 BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
 AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")
@@ -49,7 +57,9 @@ BY_MODEL = [
     ("state pages", 'policy.restore = "off"', {"is_hybrid_ssm": True}),
     ("index keys", 'policy.restore = "off"', {"is_dsa": True}),
 ]
-"""What the line names, what mends it, and what SGLang has found out about the model when it builds its cache."""
+"""What the line names, what mends it, and what SGLang has found out about the model when it builds
+its cache.
+"""
 
 BY_PROOF = [
     ("more than one rank", 'policy.restore = "both"', "--tp 2"),
@@ -68,14 +78,30 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU platform refuses drafts by itself, before anybody could ask what restoring makes of them."""
-    monkeypatch.setattr(type(current_platform), "supports_speculative_algorithm", lambda self, algorithm: True)
-    monkeypatch.setattr(type(current_platform), "supports_speculative_draft_attention_backend", lambda self, algorithm, backend: True)
+    """The CPU platform refuses drafts by itself, before anybody could ask what restoring makes of
+    them.
+    """
+    monkeypatch.setattr(
+        type(current_platform), "supports_speculative_algorithm", lambda self, algorithm: True
+    )
+    monkeypatch.setattr(
+        type(current_platform),
+        "supports_speculative_draft_attention_backend",
+        lambda self, algorithm, backend: True,
+    )
 
 
 def context(**changes: bool) -> Any:
     """What SGLang knows of a model with KV pages alone."""
-    return SimpleNamespace(**{"disable_radix_cache": False, "is_hybrid_swa": False, "is_hybrid_ssm": False, "is_dsa": False, **changes})
+    return SimpleNamespace(
+        **{
+            "disable_radix_cache": False,
+            "is_hybrid_swa": False,
+            "is_hybrid_ssm": False,
+            "is_dsa": False,
+            **changes,
+        }
+    )
 
 
 def tree(*kinds: ComponentType, side_pools: tuple[PoolName, ...] = ()) -> Any:
@@ -92,12 +118,24 @@ def test_a_plain_server_is_refused_nothing(launch):
 
 def test_every_refusal_has_a_case():
     cases = [what for what, _, _ in (*BY_FLAGS, *BY_MODEL)]
-    assert [refusal.what for refusal in (*OF_MODEL, *OF_ARGUMENTS) if not any(what in refusal.what for what in cases)] == []
-    assert [refusal.what for refusal in UNPROVEN if not any(what in refusal.what for what, _, _ in BY_PROOF)] == []
+    assert [
+        refusal.what
+        for refusal in (*OF_MODEL, *OF_ARGUMENTS)
+        if not any(what in refusal.what for what in cases)
+    ] == []
+    assert [
+        refusal.what
+        for refusal in UNPROVEN
+        if not any(what in refusal.what for what, _, _ in BY_PROOF)
+    ] == []
 
 
-@pytest.mark.parametrize(("what", "mend", "flags"), BY_FLAGS, ids=[flags for _, _, flags in BY_FLAGS])
-def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_it(launch, drafts, what, mend, flags):
+@pytest.mark.parametrize(
+    ("what", "mend", "flags"), BY_FLAGS, ids=[flags for _, _, flags in BY_FLAGS]
+)
+def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_it(
+    launch, drafts, what, mend, flags
+):
     line = restore_setup.own_way(launch(flags), context(), BOTH)
     assert line is not None and "SGLang's own way" in line
     assert what in line and mend in line.partition("(")[2]
@@ -105,13 +143,17 @@ def test_flags_that_restoring_cannot_follow_are_refused_by_name_with_what_mends_
 
 
 @pytest.mark.parametrize(("what", "mend", "found"), BY_MODEL, ids=[what for what, _, _ in BY_MODEL])
-def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(launch, what, mend, found):
+def test_models_that_restoring_does_not_know_are_refused_each_by_its_own_reason(
+    launch, what, mend, found
+):
     line = str(restore_setup.own_way(launch(""), context(**found), BOTH))
     assert what in line and mend in line
     assert [other for other, _, _ in BY_MODEL if other in line] == [what]
 
 
-@pytest.mark.parametrize(("what", "mend", "flags"), BY_PROOF, ids=[flags for _, _, flags in BY_PROOF])
+@pytest.mark.parametrize(
+    ("what", "mend", "flags"), BY_PROOF, ids=[flags for _, _, flags in BY_PROOF]
+)
 def test_what_was_not_shown_under_stress_has_to_be_asked_for_by_name(launch, what, mend, flags):
     args = launch(flags)
     line = str(restore_setup.own_way(args, context(), AUTO))
@@ -121,14 +163,23 @@ def test_what_was_not_shown_under_stress_has_to_be_asked_for_by_name(launch, wha
 
 
 def test_all_reasons_are_said_at_once(launch):
-    line = str(restore_setup.own_way(launch("--page-size 1 --enable-mixed-chunk"), context(is_dsa=True), BOTH))
+    line = str(
+        restore_setup.own_way(
+            launch("--page-size 1 --enable-mixed-chunk"), context(is_dsa=True), BOTH
+        )
+    )
     assert all(what in line for what in ("index keys", "--page-size 64", "mixed chunks"))
 
 
-@pytest.mark.parametrize("flags", ["--enable-dp-attention --dp 2 --tp 2", "--model-path MLA --speculative-algorithm EAGLE"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--enable-dp-attention --dp 2 --tp 2", "--model-path MLA --speculative-algorithm EAGLE"],
+)
 def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, flags):
     args = launch(flags)
-    assert "pages are prefetched and evicted SGLang's own way" in str(restore_setup.own_way(args, context(), AHEAD))
+    assert "pages are prefetched and evicted SGLang's own way" in str(
+        restore_setup.own_way(args, context(), AHEAD)
+    )
     only_ahead = PolicyConfig(restore="off", prefetch="kvtier", eviction="next-use")
     line = str(restore_setup.own_way(args, context(), only_ahead))
     assert line.startswith("kvtier: pages are prefetched and evicted SGLang's own way: ")
@@ -136,7 +187,10 @@ def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, f
 
 def test_latents_on_several_ranks_are_restored_as_other_pages_are(launch):
     args = launch("--model-path MLA --tp 2")
-    assert restore_setup.own_way(args, context(), AHEAD) is None and restore_setup.not_followed(args, AHEAD) == []
+    assert (
+        restore_setup.own_way(args, context(), AHEAD) is None
+        and restore_setup.not_followed(args, AHEAD) == []
+    )
 
 
 def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):
@@ -158,12 +212,17 @@ def test_a_server_that_looks_ahead_says_when_it_does_not_restore_besides(launch)
 
 def test_what_else_was_built_beside_kv_pages_is_refused_by_its_name():
     assert str(refusals.lacking(tree(side_pools=(PoolName.INDEXER,)))) == f"indexer: {SIDE_PAGES}"
-    assert str(refusals.lacking(tree(ComponentType.SWA, ComponentType.MAMBA))) == f"swa, mamba: {SIDE_PAGES}"
+    assert (
+        str(refusals.lacking(tree(ComponentType.SWA, ComponentType.MAMBA)))
+        == f"swa, mamba: {SIDE_PAGES}"
+    )
 
 
 def test_the_flag_named_for_window_pages_keeps_whole_sequences(launch, tmp_path: Path):
     flags = f"--model-path {window_model(tmp_path)} --attention-backend triton"
-    windows, whole = (model_config_of(launch(flags + more)) for more in ("", " --disable-hybrid-swa-memory"))
+    windows, whole = (
+        model_config_of(launch(flags + more)) for more in ("", " --disable-hybrid-swa-memory")
+    )
     assert (windows.is_hybrid_swa, whole.is_hybrid_swa) == (True, False)
 
 

@@ -43,7 +43,13 @@ def test_a_setting_is_in_force_for_the_next_offer() -> None:
 
     def mode(rid: str) -> Mode:
         scheduler.planner.observe(RestoreOffered(rid, 1.0, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
-        return scheduler.planner.step(StepView(1.0, (rid,), free_pages={Tier.HBM: 500, Tier.DRAM: 500})).starts[0].mode
+        return (
+            scheduler.planner.step(
+                StepView(1.0, (rid,), free_pages={Tier.HBM: 500, Tier.DRAM: 500})
+            )
+            .starts[0]
+            .mode
+        )
 
     assert mode("a") is Mode.BOTH
     HANDLERS["policy.restore"](scheduler, 2)
@@ -90,9 +96,13 @@ def test_a_server_that_cannot_restore_can_be_told_off_but_not_on() -> None:
 
 
 def told(scheduler: SimpleNamespace, **values: Any) -> bool:
-    """Whether the handler in SGLang's loop took a message of these settings, names without their prefix."""
+    """Whether the handler in SGLang's loop took a message of these settings, names without their
+    prefix.
+    """
     message = SimpleNamespace(server_args={PREFIX + name: value for name, value in values.items()})
-    return bool(set_internal_state(lambda *_: None, SimpleNamespace(scheduler=scheduler), message).updated)
+    return bool(
+        set_internal_state(lambda *_: None, SimpleNamespace(scheduler=scheduler), message).updated
+    )
 
 
 class Throttled:
@@ -110,11 +120,18 @@ class Throttled:
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("name", HANDLERS)
-def test_no_running_setting_takes_a_hostile_value_or_raises(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_running_setting_takes_a_hostile_value_or_raises(
+    name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     scheduler, backend = lab(PolicyConfig()), Throttled()
     scheduler.tree_cache.cache_controller = SimpleNamespace(storage_backend=backend)
     setting = {f"policy.{f.name}": f for f in dataclasses.fields(PolicyConfig)}.get(name)
-    if kind == "-1" and setting is not None and name[7:] not in FIXED and setting.metadata["low"] == -1:
+    if (
+        kind == "-1"
+        and setting is not None
+        and name[7:] not in FIXED
+        and setting.metadata["low"] == -1
+    ):
         assert told(scheduler, **{name: HOSTILE[kind]})
         return
     assert not told(scheduler, **{name: HOSTILE[kind]})
@@ -132,20 +149,30 @@ def test_a_bandwidth_in_its_range_reaches_the_store() -> None:
     assert backend.read_gbps == 2.0
 
 
-def test_a_defect_while_a_setting_is_changed_is_a_refusal_and_not_the_end_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_while_a_setting_is_changed_is_a_refusal_and_not_the_end_of_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert not told(SimpleNamespace(), **{"policy.load_tokens": 64})
     assert "AttributeError" in caplog.text
 
 
-@pytest.mark.parametrize("values", [{"nothing": 1}, {"x" * 1_000_000: 1}, {"policy.restore": 0, "\ud800": 1}], ids=[0, 1, 2])
-def test_names_that_nobody_handles_are_refused_shortly(values: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [{"nothing": 1}, {"x" * 1_000_000: 1}, {"policy.restore": 0, "\ud800": 1}],
+    ids=[0, 1, 2],
+)
+def test_names_that_nobody_handles_are_refused_shortly(
+    values: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     assert not told(lab(PolicyConfig()), **values)
     assert "cannot change" in caplog.text
     assert len(caplog.text) < 500
 
 
 class Joined:
-    """The reduction of two ranks that come one after the other: the second gets the minimum of both."""
+    """The reduction of two ranks that come one after the other: the second gets the minimum of
+    both.
+    """
 
     def __init__(self) -> None:
         self.first: torch.Tensor | None = None

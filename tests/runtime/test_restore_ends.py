@@ -1,4 +1,6 @@
-"""How loads end in the restore engine: late, hung, after a reset. Pools and the mover are fakes; no server."""
+"""How loads end in the restore engine: late, hung, after a reset. Pools and the mover are fakes; no
+server.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
     )
     mover = Mover()
     engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
-    r = Restoration("r", None, (pages + 1) * PAGE, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0))
+    r = Restoration(
+        "r", None, (pages + 1) * PAGE, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0)
+    )
     r.mode = Mode.BOTH
     engine.restorations["r"] = r
     return engine, r, mover
@@ -113,13 +117,19 @@ def test_a_read_that_hangs_is_the_fronts_and_its_slots_stay_the_loads_until_it_e
     assert lost == [PagesLost("r", Span(4, 7), "hung", 0.0)]
     assert r.barrier(0) == 7 and r.is_landed(7)
     assert engine.context.slots.tokens == 4 * PAGE and engine.loads == [hung]
-    assert list(r.owner) == [7], "the other slots are no room for the chunks that compute their pages"
+    assert list(r.owner) == [7], (
+        "the other slots are no room for the chunks that compute their pages"
+    )
     assert settle(engine, 2.2) == []
     for offset in range(3):
         hung.poll.mark(offset, LANDED, 9.0)
     assert settle(engine, 9.0) == []
     engine.context.slots.free()
-    assert engine.loads == [] and engine.context.slots.tokens == PAGE and engine.context.slots.host_tokens == 0
+    assert (
+        engine.loads == []
+        and engine.context.slots.tokens == PAGE
+        and engine.context.slots.host_tokens == 0
+    )
 
 
 def test_pages_of_a_closed_restoration_are_freed_only_when_they_have_ended():
@@ -145,7 +155,10 @@ def test_a_reset_reports_the_same_on_ranks_whose_reads_had_come_differently_far(
         for offset in range(landed):
             one.poll.mark(offset, LANDED, 0.6)
         engine.reset()
-        assert not engine.holds_memory and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+        assert (
+            not engine.holds_memory
+            and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+        )
         told.append(engine.context.facts)
     assert told[0] == told[1]
     assert not any(isinstance(fact, TransferDone) for fact in told[0])
@@ -166,7 +179,9 @@ def test_hits_of_another_backend_are_left_to_it():
     engine, _, _ = engine_with()
     engine.restorations.clear()
     handle = object()
-    engine.context.scheduler = SimpleNamespace(waiting_queue=[SimpleNamespace(cache_request_handle=handle, rid="r")])
+    engine.context.scheduler = SimpleNamespace(
+        waiting_queue=[SimpleNamespace(cache_request_handle=handle, rid="r")]
+    )
     engine.context.tree.cache_controller.storage_backend = SimpleNamespace()
     operation = SimpleNamespace(handle=handle, hash_value=["00" * 32] * 8, storage_start=0)
     assert not engine.offer_hit(operation, 8 * PAGE)
@@ -180,7 +195,9 @@ def test_transfers_are_timed_by_the_agreed_clock_alone():
     for offset in range(2):
         one.poll.mark(offset, LANDED, 123.0)
     engine.settle([bytes(one.poll.local)], [10.5])
-    assert [fact.seconds for fact in engine.context.facts if isinstance(fact, TransferDone)] == [0.5]
+    assert [fact.seconds for fact in engine.context.facts if isinstance(fact, TransferDone)] == [
+        0.5
+    ]
 
 
 class TwoRanks:
@@ -197,7 +214,9 @@ class TwoRanks:
 
 
 def tick_of_two_ranks() -> tuple[RestoreTick, Restoration, list[Any], TwoRanks]:
-    """One of two ranks, with one restoration of eight pages that computes its front; and what its planner was told."""
+    """One of two ranks, with one restoration of eight pages that computes its front; and what its
+    planner was told.
+    """
     engine, r, _ = engine_with()
     pool = SimpleNamespace(anchor_entry=SimpleNamespace(host_pool=SimpleNamespace(size=1024)))
     engine.context.tree.cache_controller.mem_pool_host.anchor_entry = pool.anchor_entry
@@ -232,7 +251,12 @@ def test_the_end_of_the_last_restoration_is_told_on_several_ranks_too():
 def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
     """A planner that waits for them for ever would hand out no more."""
     tick, _, told, _ = tick_of_two_ranks()
-    plan = StepPlan(loads=tuple(messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4, 2)))
+    plan = StepPlan(
+        loads=tuple(
+            messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0)
+            for low in (6, 4, 2)
+        )
+    )
     tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
     tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
     load, begun = tick.engine.load, []
@@ -262,17 +286,31 @@ def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     engine.context.tree.evictable_size = lambda: 0
     load(engine, Span(4, 8))
     sampling = SimpleNamespace(max_new_tokens=0)
-    # Of its nine pages one is being computed, eight are left: four to be claimed yet, four in the load's slots.
-    req = SimpleNamespace(rid="r", full_untruncated_fill_ids=range(9 * PAGE), extend_end=PAGE, prefix_len=0, sampling_params=sampling, output_ids=())
+    # Of its nine pages one is being computed, eight are left: four to be claimed yet, four in the
+    # load's slots.
+    req = SimpleNamespace(
+        rid="r",
+        full_untruncated_fill_ids=range(9 * PAGE),
+        extend_end=PAGE,
+        prefix_len=0,
+        sampling_params=sampling,
+        output_ids=(),
+    )
     r.front = 1
     room = PAGES - 4 - 1  # and a page for what it generates
-    assert tick.views.free_pages([], req)[Tier.HBM] == room - 1  # the last page is no part of the prefix
-    engine.restorations["other"] = Restoration("other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.SSD),), (), torch.empty(0))
+    assert (
+        tick.views.free_pages([], req)[Tier.HBM] == room - 1
+    )  # the last page is no part of the prefix
+    engine.restorations["other"] = Restoration(
+        "other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.SSD),), (), torch.empty(0)
+    )
     assert tick.views.free_pages([], req)[Tier.HBM] == room - 4
 
 
 def failing_pool(tick: RestoreTick) -> None:
-    """From now on the device's pool fails where it should hand out pages, as SGLang's pool of window pages does."""
+    """From now on the device's pool fails where it should hand out pages, as SGLang's pool of
+    window pages does.
+    """
 
     def fails(tokens: int) -> None:
         raise AssertionError("page_size == 1")
@@ -284,14 +322,22 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
     tick, _, told, _ = tick_of_two_ranks()
     engine = tick.engine
     ahead = SimpleNamespace(
-        look=lambda scheduler: None, polls=list, told=lambda: None, carry_out=lambda plan, view: None, empty_pages=dict
+        look=lambda scheduler: None,
+        polls=list,
+        told=lambda: None,
+        carry_out=lambda plan, view: None,
+        empty_pages=dict,
     )
     tick.ahead = ahead  # type: ignore[assignment]
     tick.riding.taken = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
-    engine.restorations["other"] = other = Restoration("other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.SSD),), (), torch.empty(0))
+    engine.restorations["other"] = other = Restoration(
+        "other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.SSD),), (), torch.empty(0)
+    )
     other.mode = Mode.BOTH
     plan = StepPlan(
-        loads=tuple(messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4)),
+        loads=tuple(
+            messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4)
+        ),
         computes=(messages.Compute("other", None, 64),),
     )
     tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
@@ -316,4 +362,8 @@ def test_host_memory_that_fails_gives_the_device_pages_back():
     engine.context.tree.cache_controller.mem_pool_host.alloc = fails
     engine.load(messages.Load("r", Span(4, 8), Tier.SSD, Link.SSD_TO_HBM, 1.0))
     engine.context.slots.free()
-    assert r.closed and not engine.holds_memory and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+    assert (
+        r.closed
+        and not engine.holds_memory
+        and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
+    )

@@ -1,8 +1,10 @@
-"""An accelerator in the small: copies that complete late, one after the other, while everything else goes on.
+"""An accelerator in the small: copies that complete late, one after the other, while everything
+else goes on.
 
-Device and host memory are arrays whose free pages hold a canary. A late copy that reads a bounce page which was given away, or
-writes a device page which was, changes what must not change; a page taken for landed too early still holds the canary. The mover and
-the engine are real, and so are the threads; the store's reads and the device's copies take as long as chance wants.
+Device and host memory are arrays whose free pages hold a canary. A late copy that reads a bounce
+page which was given away, or writes a device page which was, changes what must not change; a page
+taken for landed too early still holds the canary. The mover and the engine are real, and so are the
+threads; the store's reads and the device's copies take as long as chance wants.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ class Worker:
 
 
 class LateCopies:
-    """The device: a stream that reads host memory and writes device memory when a copy's turn comes, not when it is begun."""
+    """The device: a stream that reads host memory and writes device memory when a copy's turn
+    comes, not when it is begun.
+    """
 
     def __init__(self, host: Pool, device: Pool, stream: Worker) -> None:
         self.host, self.device, self.stream = host, device, stream
@@ -107,8 +111,12 @@ class LateCopies:
 
         def run() -> None:
             values = self.host.memory[host_slots]
-            assert (values != CANARY).all(), "a bounce page was given away before its copy had read it"
-            assert (self.device.memory[device_slots] == CANARY).all(), "a device page was somebody else's"
+            assert (values != CANARY).all(), (
+                "a bounce page was given away before its copy had read it"
+            )
+            assert (self.device.memory[device_slots] == CANARY).all(), (
+                "a device page was somebody else's"
+            )
             self.device.memory[device_slots] = values
             copy.over = True
 
@@ -117,13 +125,19 @@ class LateCopies:
 
 
 class LateStore:
-    """Reads page by page into host memory; one in ten fails, and a cancelled job's pages that were not begun are not read."""
+    """Reads page by page into host memory; one in ten fails, and a cancelled job's pages that were
+    not begun are not read.
+    """
 
     def __init__(self, host: Pool, disk: Worker, chance: random.Random) -> None:
         self.host, self.disk, self.chance = host, disk, chance
 
     def begin_read(
-        self, keys: Sequence[PageKey], slots: torch.Tensor, deadline_s: float, on_page: Callable[[int, ReadOutcome], None]
+        self,
+        keys: Sequence[PageKey],
+        slots: torch.Tensor,
+        deadline_s: float,
+        on_page: Callable[[int, ReadOutcome], None],
     ) -> Any:
         job = SimpleNamespace(cancelled=False)
         job.cancel = lambda: setattr(job, "cancelled", True)
@@ -166,13 +180,28 @@ class Lab:
         if len(self.engine.restorations) >= 3:
             return
         self.begun += 1
-        keys = tuple(PageKey((1000 * self.begun + page).to_bytes(32, "big")) for page in range(PREFIX))
-        r = Restoration(f"r{self.begun}", None, (PREFIX + 1) * PAGE, 0, PREFIX, ((Span(0, PREFIX), Tier.SSD),), keys, torch.empty(0))
+        keys = tuple(
+            PageKey((1000 * self.begun + page).to_bytes(32, "big")) for page in range(PREFIX)
+        )
+        r = Restoration(
+            f"r{self.begun}",
+            None,
+            (PREFIX + 1) * PAGE,
+            0,
+            PREFIX,
+            ((Span(0, PREFIX), Tier.SSD),),
+            keys,
+            torch.empty(0),
+        )
         r.mode = Mode.BOTH
         self.engine.restorations[r.rid] = r
 
     def some(self) -> Restoration | None:
-        return self.chance.choice(list(self.engine.restorations.values())) if self.engine.restorations else None
+        return (
+            self.chance.choice(list(self.engine.restorations.values()))
+            if self.engine.restorations
+            else None
+        )
 
     def load(self) -> None:
         r = self.some()
@@ -182,7 +211,9 @@ class Lab:
         stop = min(taken, default=r.pages)
         start = max(r.front, stop - self.chance.randint(1, 4))
         if start < stop and self.device.available_size() >= (stop - start) * PAGE:
-            self.engine.load(messages.Load(r.rid, Span(start, stop), Tier.SSD, Link.SSD_TO_HBM, 60.0))
+            self.engine.load(
+                messages.Load(r.rid, Span(start, stop), Tier.SSD, Link.SSD_TO_HBM, 60.0)
+            )
 
     def tick(self) -> None:
         engine = self.engine
@@ -194,14 +225,18 @@ class Lab:
     def splice(self) -> None:
         """The lowest landed run becomes a row's: every token must be the page's own by now."""
         r = self.some()
-        landed = [page for page in range(r.front, r.pages) if r.is_landed(page)] if r is not None else []
+        landed = (
+            [page for page in range(r.front, r.pages) if r.is_landed(page)] if r is not None else []
+        )
         if r is None or not landed:
             return
         start = stop = landed[0]
         while stop in landed:
             stop += 1
         slots = self.engine.splice(r, Span(start, stop))
-        wanted = [int.from_bytes(r.keys[page], "big") for page in range(start, stop) for _ in range(PAGE)]
+        wanted = [
+            int.from_bytes(r.keys[page], "big") for page in range(start, stop) for _ in range(PAGE)
+        ]
         assert self.device.memory[slots].tolist() == wanted
         self.spliced += stop - start
         self.rows.append(slots)
@@ -220,7 +255,18 @@ class Lab:
 
     def run(self, pages: int) -> None:
         """Until so many pages were spliced."""
-        actions = [self.begin, self.load, self.load, self.load, self.tick, self.tick, self.splice, self.splice, self.abandon, self.release]
+        actions = [
+            self.begin,
+            self.load,
+            self.load,
+            self.load,
+            self.tick,
+            self.tick,
+            self.splice,
+            self.splice,
+            self.abandon,
+            self.release,
+        ]
         end = time.monotonic() + 120
         while (self.spliced < pages or self.abandoned < 5) and time.monotonic() < end:
             self.chance.choice(actions)()
@@ -269,4 +315,7 @@ def test_a_page_whose_copy_has_not_ended_is_open_and_its_bounce_page_is_not_give
     engine.settle([bytes(load.poll.local)], [0.0])
     engine.context.slots.free()
     assert isinstance(load, Load) and OPEN in load.poll.local and LANDED not in load.poll.local
-    assert engine.holds_memory and host.available_size() == device.available_size() == (POOL - 2) * PAGE
+    assert (
+        engine.holds_memory
+        and host.available_size() == device.available_size() == (POOL - 2) * PAGE
+    )

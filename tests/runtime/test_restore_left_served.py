@@ -1,4 +1,6 @@
-"""A real server under `auto`: what loading alone would bring is left to SGLang, what lies in two tiers is restored."""
+"""A real server under `auto`: what loading alone would bring is left to SGLang, what lies in two
+tiers is restored.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,11 @@ def test_storage_so_fast_that_all_would_be_loaded_is_read_ahead_by_sglang(served
     after = settled(served)
     assert change(served, throttle__read_gbps=GBPS)
     assert (again.tokens, again.storage) == (first.tokens, WHOLE)
-    assert after["declined_total loading is faster"] - before.get("declined_total loading is faster", 0) == 1
+    assert (
+        after["declined_total loading is faster"]
+        - before.get("declined_total loading is faster", 0)
+        == 1
+    )
     assert after["ended_total met"] == before["ended_total met"]
 
 

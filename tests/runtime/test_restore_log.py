@@ -82,7 +82,11 @@ def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(
 def test_of_a_long_queue_only_what_was_looked_at_is_written() -> None:
     written: list[Any] = []
     queue = (Queued(f"r{number}", 10, True) for number in range(10_000))
-    assert Recorded(make_planner(CONFIG, ENGINE), written.append).reads_due(queue, 35) == ["r0", "r1", "r2"]
+    assert Recorded(make_planner(CONFIG, ENGINE), written.append).reads_due(queue, 35) == [
+        "r0",
+        "r1",
+        "r2",
+    ]
     (record,) = written
     assert [one.rid for one in record.queue] == ["r0", "r1", "r2", "r3"]
     assert replay([encode_header(HEADER), decision_file.encode(record)]).difference is None

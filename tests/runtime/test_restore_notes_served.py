@@ -1,4 +1,6 @@
-"""One real server that restores: its counters, its decision log decided again, what it learned, and settings at run time."""
+"""One real server that restores: its counters, its decision log decided again, what it learned, and
+settings at run time.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from sgl_kvtier.runtime.records import cost_profile
 
 pytestmark = pytest.mark.server
 
-RESTORE = next(f for f in dataclasses.fields(PolicyConfig) if f.name == "restore").metadata["choices"]
+RESTORE = next(f for f in dataclasses.fields(PolicyConfig) if f.name == "restore").metadata[
+    "choices"
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,9 @@ def served(folder: Path) -> Iterator[Served]:
 
 
 def restored(served: Served, seed: int) -> tuple[list[int], list[int], int]:
-    """One prompt asked, flushed and asked again: both answers, and the tokens that came from storage."""
+    """One prompt asked, flushed and asked again: both answers, and the tokens that came from
+    storage.
+    """
     ids = prompts(1, LONG, seed=seed)[0]
     first = served.ask(ids)
     served.flush()
@@ -85,7 +91,9 @@ def test_a_setting_is_changed_between_two_requests(served: Served) -> None:
     after = settled(served)
     assert change(served, policy__restore=RESTORE.index("both"))
     assert first == again
-    assert after["started_total configured load"] - before.get("started_total configured load", 0) == 1
+    assert (
+        after["started_total configured load"] - before.get("started_total configured load", 0) == 1
+    )
     assert storage == LONG // 16 * 16
 
 
@@ -103,7 +111,9 @@ def test_switched_off_everything_is_sglangs_own_until_it_is_switched_on(served: 
     assert settled(served)["ended_total met"] == before["ended_total met"] + 1
 
 
-@pytest.mark.parametrize("name", ["policy__prefetch", "policy__map_pages", "policy__decision_log", "policy__no_such"])
+@pytest.mark.parametrize(
+    "name", ["policy__prefetch", "policy__map_pages", "policy__decision_log", "policy__no_such"]
+)
 def test_what_cannot_be_changed_is_refused(served: Served, name: str) -> None:
     assert not change(served, **{name: 1})
 
@@ -115,11 +125,15 @@ def test_a_value_out_of_range_is_refused(served: Served) -> None:
     assert change(served, policy__max_yields=3)
 
 
-def test_the_log_of_a_running_server_is_decided_again_to_the_bit(served: Served, folder: Path) -> None:
+def test_the_log_of_a_running_server_is_decided_again_to_the_bit(
+    served: Served, folder: Path
+) -> None:
     restored(served, 41)
     lines = lines_of(folder)
     records = [decode(line) for line in lines[1:]]
-    modes = [start.mode for record in records if isinstance(record, StepPlan) for start in record.starts]
+    modes = [
+        start.mode for record in records if isinstance(record, StepPlan) for start in record.starts
+    ]
     assert Mode.BOTH in modes
     assert Mode.LOAD in modes
     assert any(isinstance(record, PolicyChanged) for record in records)
@@ -136,7 +150,9 @@ def test_a_log_with_one_load_changed_is_noticed(served: Served, folder: Path) ->
     place = next(i for i, line in enumerate(lines) if '"loads":[' in line)
     plan = decode(lines[place])
     assert isinstance(plan, StepPlan)
-    lines[place] = lines[place].replace(f'"span":[{plan.loads[0].span.start},', f'"span":[{plan.loads[0].span.start + 1},', 1)
+    lines[place] = lines[place].replace(
+        f'"span":[{plan.loads[0].span.start},', f'"span":[{plan.loads[0].span.start + 1},', 1
+    )
     replayed = replay(lines)
     assert replayed.difference is not None
     assert replayed.difference.line == place + 1
@@ -157,7 +173,16 @@ def test_what_was_learned_lies_beside_the_store(served: Served, folder: Path) ->
 def test_profile_sends_prompts_to_learn_from_and_prints_what_came_of_them(
     served: Served, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["profile", str(folder / "store"), "--measure", served.server.url, "--lengths", "512,1k", "--repeats", "1"]
+    command = [
+        "profile",
+        str(folder / "store"),
+        "--measure",
+        served.server.url,
+        "--lengths",
+        "512,1k",
+        "--repeats",
+        "1",
+    ]
     assert main(command) == 1
     assert "give --admin-api-key" in capsys.readouterr().err
     before = cost_profile.read(next((folder / "store").glob(f"*/{cost_profile.NAME}")))
@@ -166,10 +191,15 @@ def test_profile_sends_prompts_to_learn_from_and_prints_what_came_of_them(
     assert before is not None
     assert profile["chunks"] > before.chunks
     assert profile["transfers"]["ssd-hbm"] > before.transfers["ssd-hbm"]
-    assert [one["tokens"] for one in profile["predictions"] if one["link"] == "ssd-hbm"] == [512, 1024]
+    assert [one["tokens"] for one in profile["predictions"] if one["link"] == "ssd-hbm"] == [
+        512,
+        1024,
+    ]
 
 
-def test_profile_says_when_no_server_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_says_when_no_server_answers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "store").mkdir(exist_ok=True)
     assert main(["profile", str(folder / "store"), "--measure", "http://127.0.0.1:9"]) == 1
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""What a server learned, kept for its next start: whole or not at all, and only under the same conditions."""
+"""What a server learned, kept for its next start: whole or not at all, and only under the same
+conditions.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ KNOWN = Profile(
 )
 
 
-def learning(folder: Path, planner: Planner, known: Profile = EMPTY) -> tuple[Learning, ProfileKeeper]:
+def learning(
+    folder: Path, planner: Planner, known: Profile = EMPTY
+) -> tuple[Learning, ProfileKeeper]:
     keeper = ProfileKeeper(folder / NAME, period_s=0.01)
     return Learning(planner, planner.profile, keeper, known), keeper
 
 
 def chunk(number: int, shared: int = 0) -> ChunkDone:
-    return ChunkDone("r", Span(256 * number, 256 * number + 256), 0.05 + 0.01 * number, 10.0 * number, shared)
+    return ChunkDone(
+        "r", Span(256 * number, 256 * number + 256), 0.05 + 0.01 * number, 10.0 * number, shared
+    )
 
 
 def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_path: Path) -> None:
@@ -52,18 +58,50 @@ def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_
     def first(profile: object) -> tuple[Mode, str]:
         new = make_planner(CONFIG, ENGINE, profile)  # type: ignore[arg-type]
         new.observe(RestoreOffered("a", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
-        start = new.step(StepView(1.0, ("a",), free_pages={Tier.HBM: 5000, Tier.DRAM: 5000})).starts[0]
+        start = new.step(
+            StepView(1.0, ("a",), free_pages={Tier.HBM: 5000, Tier.DRAM: 5000})
+        ).starts[0]
         return start.mode, start.reason
 
     assert first(None) == (Mode.BOTH, "not measured yet")
-    assert first(cost_profile.taken(cost_profile.as_numbers(read))) == (Mode.LOAD, "loading is faster")
+    assert first(cost_profile.taken(cost_profile.as_numbers(read))) == (
+        Mode.LOAD,
+        "loading is faster",
+    )
 
 
-HOSTILE = ["NaN", "Infinity", "-1", "1e308", "1" + "0" * 400, '""', "[]", "{}", "true", "null", "[" * 100_000, "9" * 5000]
+HOSTILE = [
+    "NaN",
+    "Infinity",
+    "-1",
+    "1e308",
+    "1" + "0" * 400,
+    '""',
+    "[]",
+    "{}",
+    "true",
+    "null",
+    "[" * 100_000,
+    "9" * 5000,
+]
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda text: text[:9])
-@pytest.mark.parametrize("field", ["fixed_s", "per_token_s", "ssd-hbm", "chunks", "prefill", "links", "transfers", "conditions", "written", "schema"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "fixed_s",
+        "per_token_s",
+        "ssd-hbm",
+        "chunks",
+        "prefill",
+        "links",
+        "transfers",
+        "conditions",
+        "written",
+        "schema",
+    ],
+)
 def test_a_file_with_a_hostile_value_is_no_profile(tmp_path: Path, field: str, value: str) -> None:
     cost_profile.write(tmp_path / NAME, KNOWN)
     text = (tmp_path / NAME).read_text()

@@ -13,7 +13,11 @@ from sgl_kvtier.runtime.records.cost_profile import NAME, Profile
 
 CONDITIONS = {"device": "cpu", "chunk_tokens": 1024, "page_tokens": 64, "page_bytes": 64 * 1000}
 BALANCED = Profile(
-    CONDITIONS, {"fixed_s": 0.0, "per_token_s": 0.001, "per_token_position_s": 0.0}, {"ssd-hbm": 1e6}, 30, {"ssd-hbm": 9}
+    CONDITIONS,
+    {"fixed_s": 0.0, "per_token_s": 0.001, "per_token_position_s": 0.0},
+    {"ssd-hbm": 1e6},
+    30,
+    {"ssd-hbm": 9},
 )
 """A token takes a millisecond to compute and a millisecond to load."""
 
@@ -27,7 +31,9 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_at_balance_both_together_take_half_as_long(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_at_balance_both_together_take_half_as_long(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", str(store), "--lengths", "4k", "--json", "-"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["schema"] == "kvtier.profile/1"
@@ -41,14 +47,18 @@ def test_at_balance_both_together_take_half_as_long(store: Path, capsys: pytest.
     assert one["speedup_vs_best_single"] == pytest.approx(2.0)
 
 
-def test_the_table_says_what_it_was_learned_from(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_says_what_it_was_learned_from(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", str(store)]) == 0
     out = capsys.readouterr().out
     assert "model-a" in out
     assert "30 chunks and 9 transfers on cpu" in " ".join(out.split())
 
 
-def test_without_a_profile_it_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_profile_it_says_how_to_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["profile", str(tmp_path)]) == 1
     assert "nothing was learned" in capsys.readouterr().err
     assert main(["profile", str(tmp_path / "none")]) == 1

@@ -1,4 +1,6 @@
-"""Two tensor-parallel ranks restore in step although one of them reads later than the other, and loses pages of its own."""
+"""Two tensor-parallel ranks restore in step although one of them reads later than the other, and
+loses pages of its own.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,17 @@ def test_a_rank_that_reads_late_and_loses_pages_changes_no_answer(tmp_path: Path
     sections = {
         "throttle": {"read_gbps": GBPS},
         "policy": {"restore": "both", "min_restore_tokens": 64},
-        "faults": {"read_error_rate": 0.02, "corrupt_rate": 0.02, "stall_ms": 150, "seed": 4, "rank": 1},
+        "faults": {
+            "read_error_rate": 0.02,
+            "corrupt_rate": 0.02,
+            "stall_ms": 150,
+            "seed": 4,
+            "rank": 1,
+        },
     }
-    arguments = flags("tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, tp_size=2)
+    arguments = flags(
+        "tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, tp_size=2
+    )
     asked = prompts(4, tokens=LONG, seed=3)
     with serving(tmp_path, arguments, config_file(tmp_path, **sections), **CHECKED) as server:
         first = [server.ask(ids) for ids in asked]

@@ -16,7 +16,9 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "fakehost"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
-    (folder / "room.py").write_text("LIMIT = 3\nclass House:\n    def door(self, key, *, wide=False):\n        return key\n")
+    (folder / "room.py").write_text(
+        "LIMIT = 3\nclass House:\n    def door(self, key, *, wide=False):\n        return key\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     seams._parse.cache_clear()
     yield folder
@@ -63,14 +65,18 @@ def test_another_body_is_told_though_the_signature_is_the_same(package):
     signature, digest = seams._find("fakehost.room.House.door")
     same = door(signature=signature, digest=digest)
     assert seams._problem(same) == ""
-    (package / "room.py").write_text("class House:\n    def door(self, key, *, wide=False):\n        return None\n")
+    (package / "room.py").write_text(
+        "class House:\n    def door(self, key, *, wide=False):\n        return None\n"
+    )
     seams._parse.cache_clear()
     assert seams._problem(same) == "its source has changed"
 
 
 def test_another_release_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setattr(seams, "installed_version", lambda: "0.6.0")
-    with pytest.raises(SeamError, match=r"SGLang 0\.6\.0 is installed.*pip install 'sglang==0\.5\.23'"):
+    with pytest.raises(
+        SeamError, match=r"SGLang 0\.6\.0 is installed.*pip install 'sglang==0\.5\.23'"
+    ):
         seams.require("storage")
 
 

@@ -1,4 +1,6 @@
-"""The real SGLang server with our storage backend on this machine's CPU: pages leave, come back, and survive a kill."""
+"""The real SGLang server with our storage backend on this machine's CPU: pages leave, come back,
+and survive a kill.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from serving import ADMIN, TOKENS, Served, config_file, flags, prompts, refused,
 pytestmark = pytest.mark.server
 PAGE = 16
 WHOLE = (TOKENS - 1) // PAGE * PAGE
-"""Tokens of a prompt that can come from a cache: whole pages, and at least one token is always computed."""
+"""Tokens of a prompt that can come from a cache: whole pages, and at least one token is always
+computed.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +140,12 @@ def test_a_killed_server_finds_its_pages_again_and_another_setup_finds_none(tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "bfloat16"}, {"page_size": 32}, {"hicache_mem_layout": "layer_first"}, {"tp_size": 2}],
+    [
+        {"dtype": "bfloat16"},
+        {"page_size": 32},
+        {"hicache_mem_layout": "layer_first"},
+        {"tp_size": 2},
+    ],
     ids=["dtype", "page-size", "layout", "tp-size"],
 )
 def test_pages_of_another_setup_are_not_found(served: Served, tmp_path, changes):
@@ -185,7 +194,11 @@ def test_a_disk_that_loses_reads_and_flips_bits_changes_no_answer(tmp_path):
 def test_the_dynamic_form_serves_as_well(tmp_path):
     ids = prompts(1, seed=10)[0]
     config = config_file(
-        tmp_path, backend_name="kvtier", module_path="sgl_kvtier.runtime.backend.storage", class_name="KVTierStorage", interface_v1=1
+        tmp_path,
+        backend_name="kvtier",
+        module_path="sgl_kvtier.runtime.backend.storage",
+        class_name="KVTierStorage",
+        interface_v1=1,
     )
     with serving(tmp_path, flags(backend="dynamic"), config) as server:
         first = server.ask(ids)

@@ -22,14 +22,19 @@ def args(**changes):
 
 def test_good_settings_pass_with_sglangs_own_keys_among_them():
     settings.check_server(
-        args(hicache_storage_backend_extra_config='{"store": {"path": "p"}, "prefetch_threshold": 64, "interface_v1": 1}')
+        args(
+            hicache_storage_backend_extra_config='{"store": {"path": "p"}, "prefetch_threshold": 64, "interface_v1": 1}'
+        )
     )
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ('{"store": {"path": "p", "io_threads": 0}}', r"store\.io_threads = 0: must be a whole number from 1 to 256"),
+        (
+            '{"store": {"path": "p", "io_threads": 0}}',
+            r"store\.io_threads = 0: must be a whole number from 1 to 256",
+        ),
         ('{"stroe": {}}', r"unknown setting stroe\. Did you mean store\?"),
         ("{}", r"store\.path is not set"),
         (None, r"store\.path is not set"),
@@ -85,6 +90,7 @@ def test_what_an_engine_is_given_as_objects_is_checked_like_a_file(key, kind):
         settings.from_extra_config(given)
     assert len(str(found.value)) < 800
 
+
 def test_the_backend_needs_the_hierarchical_cache():
     with pytest.raises(ConfigError, match="--enable-hierarchical-cache"):
         settings.check_server(args(enable_hierarchical_cache=False))
@@ -93,17 +99,29 @@ def test_the_backend_needs_the_hierarchical_cache():
 def test_both_forms_are_recognised_and_other_backends_left_alone():
     dynamic = '{"backend_name": "kvtier", "module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage"}'
     assert settings.uses_backend(args())
-    assert settings.uses_backend(args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=dynamic))
+    assert settings.uses_backend(
+        args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=dynamic)
+    )
     assert not settings.uses_backend(args(hicache_storage_backend="file"))
-    assert not settings.uses_backend(args(hicache_storage_backend=None, hicache_storage_backend_extra_config=None))
-    assert not settings.uses_backend(args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config="{}"))
+    assert not settings.uses_backend(
+        args(hicache_storage_backend=None, hicache_storage_backend_extra_config=None)
+    )
+    assert not settings.uses_backend(
+        args(hicache_storage_backend="dynamic", hicache_storage_backend_extra_config="{}")
+    )
 
 
 def test_the_dynamic_form_is_recognised_in_a_settings_file(tmp_path):
     file = tmp_path / "kvtier.json"
-    file.write_text('{"module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage", "backend_name": "kvtier"}')
+    file.write_text(
+        '{"module_path": "sgl_kvtier.runtime.backend.storage", "class_name": "KVTierStorage", "backend_name": "kvtier"}'
+    )
     dynamic = {"hicache_storage_backend": "dynamic"}
     assert settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config=f"@{file}"))
     file.write_text('{"module_path": "another.backend"}')
-    assert not settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config=f"@{file}"))
-    assert not settings.uses_backend(args(**dynamic, hicache_storage_backend_extra_config="@no-such-file.json"))
+    assert not settings.uses_backend(
+        args(**dynamic, hicache_storage_backend_extra_config=f"@{file}")
+    )
+    assert not settings.uses_backend(
+        args(**dynamic, hicache_storage_backend_extra_config="@no-such-file.json")
+    )

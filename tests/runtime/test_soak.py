@@ -14,8 +14,9 @@ _GROWTH = 48 << 20
 
 @pytest.mark.timeout(1500)
 def test_memory_and_open_files_are_flat_over_a_thousand_requests(tmp_path):
-    # 40 prompts of 320 tokens are more than the device pool, the host pool and the store hold, and they come in random
-    # order (in turn, least-recently-used would always have dropped the next one): requests evict, read and write
+    # 40 prompts of 320 tokens are more than the device pool, the host pool and the store hold, and
+    # they come in random order (in turn, least-recently-used would always have dropped the next
+    # one): requests evict, read and write
     asked, order = prompts(40, 320, seed=31), random.Random(31)
     config = config_file(tmp_path, store={"capacity_bytes": "10MiB", "segment_bytes": "1MiB"})
     samples, storage = [], 0
@@ -32,7 +33,9 @@ def test_memory_and_open_files_are_flat_over_a_thousand_requests(tmp_path):
         print("\nrequests  RSS MiB  open files  threads")
         for count, rss, files, threads in samples:
             print(f"{count:8}  {rss / 2**20:7.1f}  {files:10}  {threads:7}")
-        print(f"tokens from storage: {storage}, pages evicted: {server.metric('kvtier:pages_evicted_total'):.0f}")
+        print(
+            f"tokens from storage: {storage}, pages evicted: {server.metric('kvtier:pages_evicted_total'):.0f}"
+        )
         assert storage > 0
         assert server.metric("kvtier:pages_evicted_total") > 0
     settled = samples[2:]

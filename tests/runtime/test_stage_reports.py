@@ -1,4 +1,6 @@
-"""Pipeline stages tell the first one what has ended on them; both ends of the pipe are real. One test starts a server."""
+"""Pipeline stages tell the first one what has ended on them; both ends of the pipe are real. One
+test starts a server.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ CORRUPT = LOST[ReadOutcome.CORRUPT]
 
 
 def stages(count: int) -> Iterator[list[StageReports]]:
-    """The ends of one pipeline's pipe, the first stage first. They wait for each other, so each is built on a thread."""
+    """The ends of one pipeline's pipe, the first stage first. They wait for each other, so each is
+    built on a thread.
+    """
     address: Queue[torch.Tensor] = Queue()
 
     def build(rank: int) -> StageReports:
@@ -89,7 +93,9 @@ def test_a_page_has_landed_when_it_has_on_every_stage(three: list[StageReports])
     assert first.ended_at(mine) > 1.0
 
 
-def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(three: list[StageReports]) -> None:
+def test_what_has_not_changed_is_not_sent_again_and_what_is_over_is_forgotten(
+    three: list[StageReports],
+) -> None:
     first, second, third = three
     mine, theirs = Poll(7, 4), Poll(7, 4)
     theirs.mark(0, LANDED, 1.0)
@@ -113,13 +119,17 @@ def test_without_later_stages_a_rank_speaks_for_itself() -> None:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of_its_own(tmp_path: Path) -> None:
+def test_two_pipeline_stages_restore_from_both_ends_although_each_loses_pages_of_its_own(
+    tmp_path: Path,
+) -> None:
     sections = {
         "throttle": {"read_gbps": GBPS},
         "policy": {"restore": "both", "min_restore_tokens": 64},
         "faults": {"read_error_rate": 0.02, "corrupt_rate": 0.02, "seed": 4},
     }
-    arguments = flags("tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, pp_size=2)
+    arguments = flags(
+        "tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, pp_size=2
+    )
     env = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
     asked = prompts(4, tokens=LONG, seed=3)
     with serving(tmp_path, arguments, config_file(tmp_path, **sections), **env) as server:

@@ -1,4 +1,6 @@
-"""A server that uses nothing of this package, with its plugin loaded and without: what differs is said in the docs."""
+"""A server that uses nothing of this package, with its plugin loaded and without: what differs is
+said in the docs.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,15 @@ import pytest
 from serving import STRICT, Answer, Served, flags, prompts, serving
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
-OTHERS = [point.name for group in ("sglang.srt.plugins", "sglang.srt.platforms") for point in entry_points(group=group)]
+OTHERS = [
+    point.name
+    for group in ("sglang.srt.plugins", "sglang.srt.platforms")
+    for point in entry_points(group=group)
+]
 WITHOUT = {"SGLANG_PLUGINS": ",".join(name for name in OTHERS if name != "kvtier")}
-"""Every plugin but ours. The CPU platform is among them: without it SGLang has no way to serve here, so both servers have it."""
+"""Every plugin but ours. The CPU platform is among them: without it SGLang has no way to serve
+here, so both servers have it.
+"""
 
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? ")
 _LABEL = re.compile(r'(\w+)="')
@@ -31,13 +39,17 @@ def help_text(**env: str) -> str:
 
 
 def words(text: str) -> Counter[str]:
-    """Without their order: SGLang lists parsers otherwise once their registry is imported, which the hint route's hook does."""
+    """Without their order: SGLang lists parsers otherwise once their registry is imported, which
+    the hint route's hook does.
+    """
     return Counter(re.findall(r"[^\s,{}\[\]]+", text))
 
 
 def metric_names(server: Served) -> set[tuple[str, tuple[str, ...]]]:
     """Names with the names of their labels."""
-    found = (_SAMPLE.match(line) for line in server.call("GET", "/metrics", None, raw=True).splitlines())
+    found = (
+        _SAMPLE.match(line) for line in server.call("GET", "/metrics", None, raw=True).splitlines()
+    )
     return {(match[1], tuple(sorted(_LABEL.findall(match[2] or "")))) for match in found if match}
 
 
@@ -62,14 +74,18 @@ def seen(folder: Path, arguments: list[str], **env: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("backend", [None, "file"], ids=["radix cache alone", "HiCache with SGLang's file backend"])
+@pytest.mark.parametrize(
+    "backend", [None, "file"], ids=["radix cache alone", "HiCache with SGLang's file backend"]
+)
 def test_a_server_that_does_not_use_the_package_is_as_one_that_does_not_have_it(tmp_path, backend):
     def one(name: str, **env: str) -> dict[str, Any]:
         stored = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / f"{name}-pages")}
         return seen(tmp_path / name, flags(backend=backend), **stored, **env)
 
     without, installed = one("without", **WITHOUT), one("with")
-    assert installed["answers"] == without["answers"], "tokens, log-probs and where the prompts came from"
+    assert installed["answers"] == without["answers"], (
+        "tokens, log-probs and where the prompts came from"
+    )
     assert installed["metrics"] == without["metrics"]
     assert installed["processes"] == without["processes"]
     assert installed["routes"] - without["routes"] == {ROUTE}

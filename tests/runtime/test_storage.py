@@ -35,15 +35,22 @@ def make(tmp_path, monkeypatch):
     """Opens backends on one folder; they are closed at the end."""
     opened = []
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", server_args)
-    monkeypatch.setattr("sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args)
     monkeypatch.setattr(
-        "sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1)
+        "sglang.srt.arg_groups.model_override_base.resolving_view", lambda args: args
+    )
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel",
+        lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1),
     )
 
     def opening(pool, side_pools=(), faults=None, throttle=None, **config):
         extra = {
             "module_path": "sgl_kvtier.runtime.backend.storage",
-            "store": {"path": str(tmp_path / "store"), "min_free_bytes": 0, "segment_bytes": "4MiB"},
+            "store": {
+                "path": str(tmp_path / "store"),
+                "min_free_bytes": 0,
+                "segment_bytes": "4MiB",
+            },
         }
         if faults:
             extra["faults"] = faults
@@ -93,7 +100,11 @@ def test_pages_come_back_through_flat_copies(make, layout):
 
 
 def test_only_layouts_whose_pages_lie_together_are_read_in_place():
-    assert [is_page_contiguous(host_pool(layout)) for layout in ("layer_first", *CONTIGUOUS)] == [False, True, True]
+    assert [is_page_contiguous(host_pool(layout)) for layout in ("layer_first", *CONTIGUOUS)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_existence_counts_from_the_front_and_stops_at_the_first_gap(make):
@@ -158,16 +169,24 @@ def test_after_new_weights_nothing_is_served_or_stored(make):
     assert backend.batch_set_v1(keys("b"), slots([1])) == [False]
 
 
-@pytest.mark.parametrize("name", ["begin_weight_update", "end_weight_update", "flush_cache_after_weight_update"])
-def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_pages(make, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name", ["begin_weight_update", "end_weight_update", "flush_cache_after_weight_update"]
+)
+def test_weights_that_may_have_been_written_from_outside_end_the_use_of_stored_pages(
+    make, monkeypatch, name
+):
     assert any(target.endswith("." + name) for target in targets("weights"))
     monkeypatch.setattr(identity, "_runtime_weights", None)
     backend = make(host_pool())
     backend.batch_set_v1(keys("a"), slots([0]))
     tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=backend))
-    backend_hooks.leave_old_weights(SimpleNamespace(success=False), SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
+    backend_hooks.leave_old_weights(
+        SimpleNamespace(success=False), SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree))
+    )
     assert backend.batch_exists(keys("a")) == 1, "a call that was refused"
-    backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)))
+    backend_hooks.leave_old_weights(
+        None, SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree))
+    )
     assert backend.batch_exists(keys("a")) == 0 and identity._runtime_weights is not None
     backend_hooks.leave_old_weights(None, SimpleNamespace(scheduler=None))
 
@@ -181,7 +200,9 @@ def test_attached_again_after_new_weights_it_starts_empty(make, monkeypatch):
     assert make(host_pool()).batch_exists(keys("a")) == 0
 
 
-@pytest.mark.parametrize("faults", [{"read_error_rate": 1.0}, {"corrupt_rate": 1.0}], ids=["errors", "flipped-bits"])
+@pytest.mark.parametrize(
+    "faults", [{"read_error_rate": 1.0}, {"corrupt_rate": 1.0}], ids=["errors", "flipped-bits"]
+)
 def test_a_failing_disk_makes_misses_and_no_exception(make, faults):
     pool = host_pool()
     backend = make(pool, faults=faults)
@@ -207,18 +228,26 @@ def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(m
 
 
 def transfer(backend, names, where, batch=4, stop_after=None):
-    """What SGLang's `_page_transfer` does with one prefix, within our hook on it: which pages were read."""
+    """What SGLang's `_page_transfer` does with one prefix, within our hook on it: which pages were
+    read.
+    """
     read = []
 
     def in_batches(controller, operation):
         for at in range(0, len(operation.hash_value), batch):
             if len(read) >= (stop_after or len(names)):
                 break
-            read.extend(controller.storage_backend.batch_get_v1(operation.hash_value[at : at + batch], slots(where[at : at + batch])))
+            read.extend(
+                controller.storage_backend.batch_get_v1(
+                    operation.hash_value[at : at + batch], slots(where[at : at + batch])
+                )
+            )
         return len(read)
 
     operation = SimpleNamespace(hash_value=names, host_indices=slots(where))
-    assert backend_hooks.read_ahead(in_batches, SimpleNamespace(storage_backend=backend), operation) == len(read)
+    assert backend_hooks.read_ahead(
+        in_batches, SimpleNamespace(storage_backend=backend), operation
+    ) == len(read)
     return read
 
 
@@ -243,7 +272,11 @@ def test_sglangs_own_loop_over_a_prefix_gets_its_pages_and_says_so(make, monkeyp
     names = keys(*range(10))
     backend.batch_set_v1(names, slots(list(range(10))))
     controller = object.__new__(cache_controller.HiCacheController)
-    controller.storage_backend, controller.page_size, controller.prefetch_sync_queue = backend, PAGE, Queue()
+    controller.storage_backend, controller.page_size, controller.prefetch_sync_queue = (
+        backend,
+        PAGE,
+        Queue(),
+    )
     controller.page_get_func = controller._page_get_zero_copy
     acks = controller.prefetch_sync_queue.queue
     operation = SimpleNamespace(
@@ -251,9 +284,18 @@ def test_sglangs_own_loop_over_a_prefix_gets_its_pages_and_says_so(make, monkeyp
         is_terminated=lambda: stop_after is not None and len(acks) * 4 >= stop_after,
     )  # fmt: skip
     read = stop_after or 10
-    assert backend_hooks.read_ahead(cache_controller.HiCacheController._page_transfer, controller, operation) == read
-    assert [ack.completed_tokens for ack in acks] == [min(read, pages) * PAGE for pages in (4, 8, 10)]
-    assert [page_bytes(pool, 20 + i) for i in range(read)] == [page_bytes(pool, i) for i in range(read)]
+    assert (
+        backend_hooks.read_ahead(
+            cache_controller.HiCacheController._page_transfer, controller, operation
+        )
+        == read
+    )
+    assert [ack.completed_tokens for ack in acks] == [
+        min(read, pages) * PAGE for pages in (4, 8, 10)
+    ]
+    assert [page_bytes(pool, 20 + i) for i in range(read)] == [
+        page_bytes(pool, i) for i in range(read)
+    ]
     assert backend._reading == {}
 
 
@@ -265,13 +307,19 @@ def test_what_was_read_ahead_and_not_asked_for_leaves_its_slots_alone_afterwards
     for _ in range(20):
         assert transfer(backend, names, list(range(18, 30)), stop_after=4) == [True] * 4
         for page in range(22, 30):
-            pool.set_from_flat_data_page(page * PAGE, torch.zeros_like(pool.get_dummy_flat_data_page()))
-        assert backend.batch_get_v1(names, slots(list(range(12)))) == [True] * 12  # what was queued before has ended by then
+            pool.set_from_flat_data_page(
+                page * PAGE, torch.zeros_like(pool.get_dummy_flat_data_page())
+            )
+        assert (
+            backend.batch_get_v1(names, slots(list(range(12)))) == [True] * 12
+        )  # what was queued before has ended by then
         assert not any(any(page_bytes(pool, page)) for page in range(22, 30))
     assert [page_bytes(pool, 18 + i) for i in range(4)] == [page_bytes(pool, i) for i in range(4)]
 
 
-def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_are_read_as_asked(make):
+def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_are_read_as_asked(
+    make,
+):
     pool = host_pool()
     backend = make(pool)
     names = keys(*range(8))
@@ -281,7 +329,9 @@ def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_a
         assert backend.batch_get_v1(names[2:4], slots([14, 15])) == [True, True]
         assert backend.batch_get_v1(names[:2], slots([16, 17])) == [True, True]
         assert backend.batch_get_v1(names[:2], slots([20, 21])) == [True, True]
-    assert [page_bytes(pool, p) for p in (14, 15, 16, 17)] == [page_bytes(pool, p) for p in (2, 3, 0, 1)]
+    assert [page_bytes(pool, p) for p in (14, 15, 16, 17)] == [
+        page_bytes(pool, p) for p in (2, 3, 0, 1)
+    ]
 
 
 def test_a_prefix_read_ahead_is_cut_short_too(make):
@@ -297,7 +347,9 @@ def test_a_prefix_read_ahead_is_cut_short_too(make):
 
 
 def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
-    """What SGLang gives up since it takes too long is all there is to learn from where everything is left to SGLang."""
+    """What SGLang gives up since it takes too long is all there is to learn from where everything
+    is left to SGLang.
+    """
     backend = make(host_pool(), throttle={"read_gbps": 0.001})  # a page takes a fifth of a second
     names = keys(*range(20))
     backend.batch_set_v1(names, slots(list(range(20))))
@@ -314,7 +366,12 @@ def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
 
 
 def test_another_backend_is_left_alone(make):
-    assert backend_hooks.read_ahead(lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None) == 7
+    assert (
+        backend_hooks.read_ahead(
+            lambda controller, operation: 7, SimpleNamespace(storage_backend=object()), None
+        )
+        == 7
+    )
 
 
 def test_a_refusing_disk_says_so_and_no_exception(make):
@@ -384,10 +441,17 @@ def test_a_side_transfer_that_does_not_fit_its_slots_moves_nothing(make):
 present = st.lists(st.booleans(), min_size=6, max_size=6)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(kv=present, swa=present, mamba=present, window=st.integers(1, 4))
-def test_the_usable_prefix_is_what_hicachefile_says(make, tmp_path_factory, monkeypatch, kv, swa, mamba, window):
-    pool, sides = host_pool(), {PoolName.SWA: host_pool(seed=1), PoolName.INDEXER: host_pool(seed=2)}
+def test_the_usable_prefix_is_what_hicachefile_says(
+    make, tmp_path_factory, monkeypatch, kv, swa, mamba, window
+):
+    pool, sides = (
+        host_pool(),
+        {PoolName.SWA: host_pool(seed=1), PoolName.INDEXER: host_pool(seed=2)},
+    )
     folder = tmp_path_factory.mktemp("file")
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder))
     ours, theirs = make(pool, side_pools=list(sides.items())), HiCacheFile(storage_config())
@@ -401,9 +465,13 @@ def test_the_usable_prefix_is_what_hicachefile_says(make, tmp_path_factory, monk
                 backend.set(name, pool.get_data_page(i * PAGE))
         for which, have in ((PoolName.SWA, swa), (PoolName.INDEXER, mamba)):
             mine = [i for i in range(6) if have[i]]
-            backend.batch_set_v2([PoolTransfer(name=which, host_indices=slots(mine), keys=[names[i] for i in mine])])
+            backend.batch_set_v2(
+                [PoolTransfer(name=which, host_indices=slots(mine), keys=[names[i] for i in mine])]
+            )
     asked = [
-        PoolTransfer(name=PoolName.SWA, keys=names[:window], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+        PoolTransfer(
+            name=PoolName.SWA, keys=names[:window], hit_policy=PoolHitPolicy.TRAILING_PAGES
+        ),
         PoolTransfer(name=PoolName.INDEXER, keys=names, hit_policy=PoolHitPolicy.ALL_PAGES),
     ]
     mine, other = ours.batch_exists_v2(names, asked), theirs.batch_exists_v2(names, asked)

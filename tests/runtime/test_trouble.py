@@ -1,4 +1,6 @@
-"""What a user meets when something is wrong with the disk or the installation: a message, and no lost request."""
+"""What a user meets when something is wrong with the disk or the installation: a message, and no
+lost request.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,21 @@ def test_damaged_page_files_cost_hits_and_change_no_answer(tmp_path):
         assert sum(a.storage for a in again) < WHOLE * 3
 
 
-def test_a_flush_beside_a_read_that_takes_longer_than_sglang_waits_does_not_end_the_server(tmp_path):
+def test_a_flush_beside_a_read_that_takes_longer_than_sglang_waits_does_not_end_the_server(
+    tmp_path,
+):
     asked = prompts(2, seed=23)
-    sections = {"throttle": {"read_gbps": 0.0002}, "policy": {"restore": "off"}}  # half a minute for one prompt
+    sections = {
+        "throttle": {"read_gbps": 0.0002},
+        "policy": {"restore": "off"},
+    }  # half a minute for one prompt
     arguments = flags(hicache_storage_prefetch_policy="timeout")
     with serving(tmp_path, arguments, config_file(tmp_path, **sections)) as server:
         first = [server.ask(ids) for ids in asked]
         server.flush()
-        again = server.ask(asked[0])  # SGLang gives its read up after a second or two; the I/O thread goes on
+        again = server.ask(
+            asked[0]
+        )  # SGLang gives its read up after a second or two; the I/O thread goes on
         server.call("POST", "/flush_cache", {}, ADMIN)
         assert again.tokens == first[0].tokens
         assert server.ask(asked[1]).tokens == first[1].tokens
@@ -64,7 +73,9 @@ def test_a_flush_beside_a_read_that_takes_longer_than_sglang_waits_does_not_end_
 
 def test_a_full_filesystem_stops_writes_and_nothing_else(tmp_path):
     with small_filesystem(tmp_path / "small", "3m") as folder:
-        config = config_file(tmp_path, store={"path": str(folder / "store"), "segment_bytes": "1MiB"})
+        config = config_file(
+            tmp_path, store={"path": str(folder / "store"), "segment_bytes": "1MiB"}
+        )
         asked = prompts(6, seed=22)
         with serving(tmp_path, flags(), config) as server:
             first = [server.ask(ids) for ids in asked]
@@ -73,14 +84,20 @@ def test_a_full_filesystem_stops_writes_and_nothing_else(tmp_path):
             assert [a.tokens for a in reversed(again)] == [a.tokens for a in first]
             assert sum(a.storage for a in again) > 0, "what had found room before is still read"
             server.settle()
-            assert server.metric("kvtier:pages_refused_total") + server.metric("kvtier:pages_evicted_total") > 0
+            assert (
+                server.metric("kvtier:pages_refused_total")
+                + server.metric("kvtier:pages_evicted_total")
+                > 0
+            )
             assert server.metric("kvtier:store_bytes_on_disk") <= 3 << 20
 
 
 def test_a_read_only_folder_is_refused_at_start_with_what_to_do(tmp_path):
     with small_filesystem(tmp_path / "disk", "1m") as folder:
         remount(folder, "ro")
-        log = refused(tmp_path, flags(), config_file(tmp_path, store={"path": str(folder / "store")}))
+        log = refused(
+            tmp_path, flags(), config_file(tmp_path, store={"path": str(folder / "store")})
+        )
         assert "Read-only file system" in log and "store.path" in log
 
 

@@ -1,4 +1,6 @@
-"""Which waiting request is read for when, on its own: what a server rarely does. The rest is in test_turn_reads_served.py."""
+"""Which waiting request is read for when, on its own: what a server rarely does. The rest is in
+test_turn_reads_served.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Handle:
 
 
 class Lab:
-    """A queue before pools of given sizes. `asked` are the requests storage was asked for, `reading` those it has pages of."""
+    """A queue before pools of given sizes. `asked` are the requests storage was asked for,
+    `reading` those it has pages of.
+    """
 
     def __init__(self, device: int = 512, host: int = 1024) -> None:
         self.asked: list[str] = []
@@ -29,7 +33,9 @@ class Lab:
         self.limited = False
         self.queue: list[Any] = []
         controller = SimpleNamespace(
-            mem_pool_host=SimpleNamespace(size=host, size_per_token=4), prefetch_rate_limited=lambda: self.limited, write_policy="write_through"
+            mem_pool_host=SimpleNamespace(size=host, size_per_token=4),
+            prefetch_rate_limited=lambda: self.limited,
+            write_policy="write_through",
         )
         self.tree = SimpleNamespace(
             page_size=PAGE,
@@ -55,7 +61,9 @@ class Lab:
     def arrives(self, rid: str, stored: int) -> bool:
         """A request whose first `stored` tokens storage has; whether its read is kept back."""
         handle = Handle(rid)
-        req = SimpleNamespace(rid=rid, cache_request_handle=handle, prefix_len=0, host_hit_length=0, best_match_node=7)
+        req = SimpleNamespace(
+            rid=rid, cache_request_handle=handle, prefix_len=0, host_hit_length=0, best_match_node=7
+        )
         req.init_next_round_input = lambda tree: None
         self.queue.append(req)
         return self.turns.hit(SimpleNamespace(handle=handle, storage_start=0), stored)
@@ -63,7 +71,10 @@ class Lab:
     def lands(self, req: Any, tokens: int, of: int) -> None:
         """SGLang has read `tokens` of the `of` it wanted."""
         operation = SimpleNamespace(
-            handle=req.cache_request_handle, storage_start=0, completed_tokens=tokens, storage_hit_count=of
+            handle=req.cache_request_handle,
+            storage_start=0,
+            completed_tokens=tokens,
+            storage_hit_count=of,
         )
         req.host_hit_length = tokens
         self.turns.landed(operation)
@@ -102,7 +113,9 @@ def test_who_arrives_while_sglang_reads_enough_is_asked_for_later():
     handle = Handle("a")
     assert not lab.turns.declines(handle, THRESHOLD - 1, 0), "too short to be read at all"
     assert lab.turns.declines(handle, 320, 0)
-    lab.queue.append(SimpleNamespace(rid="a", cache_request_handle=handle, prefix_len=0, host_hit_length=0))
+    lab.queue.append(
+        SimpleNamespace(rid="a", cache_request_handle=handle, prefix_len=0, host_hit_length=0)
+    )
     lab.turns.look(lab.scheduler)
     assert lab.asked == []
     lab.limited = False
@@ -123,7 +136,10 @@ def test_what_was_lost_is_read_again_but_not_for_ever():
     lab.lands(req, 320, 320)
     req.host_hit_length = 128
     assert not lab.turns.at_turn(lab.scheduler, req)
-    assert lab.asked == ["a"] * 3 and dict(lab.counters.turn_reads) == {"read again": 3, "given up": 1}
+    assert lab.asked == ["a"] * 3 and dict(lab.counters.turn_reads) == {
+        "read again": 3,
+        "given up": 1,
+    }
 
 
 def test_pages_that_could_not_be_read_are_not_asked_for_again():

@@ -1,4 +1,6 @@
-"""More stored prompts wait than host memory holds: each finds all of its pages when it runs, and none is read for nothing."""
+"""More stored prompts wait than host memory holds: each finds all of its pages when it runs, and
+none is read for nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 LENGTH, PAGE = 1000, 16
 WHOLE = (LENGTH - 1) // PAGE * PAGE
 POOLS = {"max_total_tokens": 2048, "hicache_ratio": 2, "max_running_requests": 1}
-"""Device and host hold two and four of the prompts; copies of what is on the device are among those on the host."""
+"""Device and host hold two and four of the prompts; copies of what is on the device are among those
+on the host.
+"""
 
 
 def ask_all(served: Served, asked: list[list[int]]) -> list[tuple[list[int], int]]:
@@ -41,8 +45,11 @@ def pages_read(served: Served, expected: int) -> float:
 def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
     asked = prompts(8, LENGTH, seed=11)
     log = tmp_path / "decisions.jsonl"
-    # Without sessions: pages of one that should come back are read ahead, and may be read for nothing.
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "off", "sessions": False, "decision_log": str(log)}, **POOLS) as served:
+    # Without sessions: pages of one that should come back are read ahead, and may be read for
+    # nothing.
+    with looking_ahead(
+        tmp_path, {**AHEAD, "restore": "off", "sessions": False, "decision_log": str(log)}, **POOLS
+    ) as served:
         first = [served.ask(prompt, 6).tokens for prompt in asked]
         for again in range(2):
             served.flush()
@@ -65,9 +72,18 @@ def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
         for again in range(3):
             served.flush()
             with ThreadPoolExecutor(len(asked)) as pool:
-                sent = [pool.submit(served.ask, prompt, 6, rid=f"{again}-{place}") for place, prompt in enumerate(asked)]
+                sent = [
+                    pool.submit(served.ask, prompt, 6, rid=f"{again}-{place}")
+                    for place, prompt in enumerate(asked)
+                ]
                 for place in (1, 2, 5):
-                    served.call("POST", "/abort_request", {"rid": f"{again}-{place}", "abort_all": False}, ADMIN, raw=True)
+                    served.call(
+                        "POST",
+                        "/abort_request",
+                        {"rid": f"{again}-{place}", "abort_all": False},
+                        ADMIN,
+                        raw=True,
+                    )
                 for place in (0, 3, 4, 6, 7):
                     assert sent[place].result().tokens == first[place]
                 for place in (1, 2, 5):

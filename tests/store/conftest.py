@@ -14,7 +14,9 @@ from sgl_kvtier.store.engine import DiskStore
 
 @pytest.fixture(params=LANES)
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., DiskStore]]:
-    """Opens stores below one folder; `opened(capacity_bytes=...)`. Every test runs with every kind of lanes."""
+    """Opens stores below one folder; `opened(capacity_bytes=...)`. Every test runs with every kind
+    of lanes.
+    """
     stores: list[DiskStore] = []
     settings_of_lanes = lanes(request.param)
 

@@ -27,9 +27,13 @@ LANES = ("io_uring", "threads", "python")
 
 
 def lanes(kind: str) -> dict[str, Any]:
-    """The settings that choose a kind of lanes; skips the test where there is none of that kind here."""
+    """The settings that choose a kind of lanes; skips the test where there is none of that kind
+    here.
+    """
     if kind != "python" and not NATIVE:
-        pytest.skip("the native lanes are not built here (no C compiler when the package was installed)")
+        pytest.skip(
+            "the native lanes are not built here (no C compiler when the package was installed)"
+        )
     if kind == "io_uring" and io_uring_error():
         pytest.skip(f"this process may not use io_uring: {os.strerror(io_uring_error())}")
     return {"native_io": False} if kind == "python" else {"io": kind}
@@ -47,7 +51,14 @@ def aligned(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
 
 
-def open_at(path: Path, identity: Identity = IDENTITY, rank: str = "tp0", ranks: int = 1, env: Env | None = None, **settings: Any) -> DiskStore:
+def open_at(
+    path: Path,
+    identity: Identity = IDENTITY,
+    rank: str = "tp0",
+    ranks: int = 1,
+    env: Env | None = None,
+    **settings: Any,
+) -> DiskStore:
     defaults: dict[str, Any] = {
         "path": str(path),
         "capacity_bytes": 8 << 20,
@@ -62,7 +73,9 @@ def put(store: PageStore, pages: dict[PageKey, bytes], pool: str = KV) -> list[P
     return store.put([PageWrite(k, [memoryview(data)], pool) for k, data in pages.items()])
 
 
-def read(store: PageStore, lengths: dict[PageKey, int], pool: str = KV, **how: Any) -> list[tuple[ReadOutcome, bytes]]:
+def read(
+    store: PageStore, lengths: dict[PageKey, int], pool: str = KV, **how: Any
+) -> list[tuple[ReadOutcome, bytes]]:
     buffers = [aligned(n) for n in lengths.values()]
     job = store.read([PageRead(k, [b], pool) for k, b in zip(lengths, buffers, strict=True)], **how)
     assert job.wait(60)
@@ -75,9 +88,15 @@ def segments(store: DiskStore) -> list[Path]:
 
 
 def hang(store: DiskStore) -> int:
-    """Makes rings wait for what they read of a store's only segment, until the descriptor returned is closed: then nothing comes."""
+    """Makes rings wait for what they read of a store's only segment, until the descriptor returned
+    is closed: then nothing comes.
+    """
     (path,) = segments(store)
-    (fd,) = [int(fd) for fd in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{fd}") == os.path.realpath(path)]
+    (fd,) = [
+        int(fd)
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.realpath(f"/proc/self/fd/{fd}") == os.path.realpath(path)
+    ]
     reading, writing = os.pipe()
     os.dup2(reading, fd)
     os.close(reading)

@@ -1,4 +1,6 @@
-"""Reading ahead: every page once and in order, what is under way at any time, and memory that is the caller's again at the end."""
+"""Reading ahead: every page once and in order, what is under way at any time, and memory that is
+the caller's again at the end.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Asked:
 
 @pytest.mark.parametrize("pages_ahead", [1, 3, 8, 20, 1000])
 @pytest.mark.parametrize("batch", [1, 8, 33])
-def test_every_page_is_begun_once_in_order_and_so_many_are_ahead(batch: int, pages_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_page_is_begun_once_in_order_and_so_many_are_ahead(
+    batch: int, pages_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ahead, "AHEAD_BYTES", pages_ahead * NBYTES)
     asked = Asked()
 
@@ -55,7 +59,9 @@ def test_every_page_is_begun_once_in_order_and_so_many_are_ahead(batch: int, pag
     reading.close()
 
 
-def test_what_follows_is_under_way_before_the_present_pages_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_is_under_way_before_the_present_pages_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ahead, "AHEAD_BYTES", 2 * NBYTES)
     asked = Asked()
 
@@ -66,7 +72,9 @@ def test_what_follows_is_under_way_before_the_present_pages_have_ended(monkeypat
         return job
 
     reading = ReadAhead(begin, 10, NBYTES)
-    assert reading.collect(1) == [ReadOutcome.OK]  # would wait for ever, had nothing been begun beyond it
+    assert reading.collect(1) == [
+        ReadOutcome.OK
+    ]  # would wait for ever, had nothing been begun beyond it
     assert asked.spans == [(0, 1), (1, 2), (2, 3)]
     reading.close()
 
@@ -108,14 +116,20 @@ def test_a_page_that_is_not_there_is_a_miss_among_the_others(tmp_path: Path) -> 
     store = open_at(tmp_path)
     put(store, {key(i): content(i, NBYTES) for i in range(20) if i != 7})
     into = [aligned(NBYTES) for _ in range(20)]
-    reading = ReadAhead(lambda a, b: store.read([PageRead(key(i), [into[i]]) for i in range(a, b)]), 20, NBYTES)
+    reading = ReadAhead(
+        lambda a, b: store.read([PageRead(key(i), [into[i]]) for i in range(a, b)]), 20, NBYTES
+    )
     found = reading.collect(6) + reading.collect(6) + reading.collect(20)
-    assert [i for i, outcome in enumerate(found) if outcome is not ReadOutcome.OK] == [7] and found[7] is ReadOutcome.MISS
+    assert [i for i, outcome in enumerate(found) if outcome is not ReadOutcome.OK] == [7] and found[
+        7
+    ] is ReadOutcome.MISS
     reading.close()
     store.close()
 
 
-def test_pages_whose_outcomes_could_not_be_had_are_not_taken_for_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_whose_outcomes_could_not_be_had_are_not_taken_for_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Forgetful(OrderedJob):
         forgets = True
 

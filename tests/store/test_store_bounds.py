@@ -28,10 +28,14 @@ def occupied(root: Path) -> int:
     return sum(p.lstat().st_blocks * 512 for p in root.rglob("*") if p.is_file())
 
 
-def test_the_cap_holds_while_writing_and_after_a_restart(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+def test_the_cap_holds_while_writing_and_after_a_restart(
+    opened: Callable[..., DiskStore], tmp_path: Path
+) -> None:
     store = opened(capacity_bytes=CAP, segment_bytes=512 << 10)
     for batch in range(30):
-        assert set(put(store, {key((batch, i)): content((batch, i), 30_000) for i in range(20)})) == {PutOutcome.STORED}
+        assert set(
+            put(store, {key((batch, i)): content((batch, i), 30_000) for i in range(20)})
+        ) == {PutOutcome.STORED}
         assert occupied(tmp_path) <= CAP
     assert store.stats().pages_evicted > 400
     store.close()
@@ -41,7 +45,9 @@ def test_the_cap_holds_while_writing_and_after_a_restart(opened: Callable[..., D
     assert occupied(tmp_path) <= CAP
 
 
-def test_a_smaller_capacity_is_reached_at_the_next_start(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+def test_a_smaller_capacity_is_reached_at_the_next_start(
+    opened: Callable[..., DiskStore], tmp_path: Path
+) -> None:
     store = opened(capacity_bytes=CAP, segment_bytes=512 << 10)
     put(store, {key(i): content(i, 30_000) for i in range(100)})
     store.close()
@@ -74,16 +80,22 @@ def test_the_page_used_longest_ago_goes_first(opened: Callable[..., DiskStore]) 
     assert set(store.lookup([key(i) for i in range(n) if i not in (5, 6)])) == {Lookup.MISS}
 
 
-def test_one_slot_size_takes_room_that_another_uses_less(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+def test_one_slot_size_takes_room_that_another_uses_less(
+    opened: Callable[..., DiskStore], tmp_path: Path
+) -> None:
     store = opened(capacity_bytes=CAP, segment_bytes=256 << 10)
     put(store, {key(("small", i)): content(i, 4000) for i in range(1000)}, pool="swa")
-    assert PutOutcome.REFUSED not in put(store, {key(("big", i)): content(i, 200_000) for i in range(10)})
+    assert PutOutcome.REFUSED not in put(
+        store, {key(("big", i)): content(i, 200_000) for i in range(10)}
+    )
     hits = store.lookup([key(("big", i)) for i in range(10)])
     assert hits.count(Lookup.HIT) == 10
     assert occupied(tmp_path) <= CAP
 
 
-def test_a_page_evicted_for_its_own_batch_is_written_again(opened: Callable[..., DiskStore]) -> None:
+def test_a_page_evicted_for_its_own_batch_is_written_again(
+    opened: Callable[..., DiskStore],
+) -> None:
     store = opened(capacity_bytes=1 << 20, segment_bytes=128 << 10)
     put(store, {key(0): content(0, 100)})
     put(store, {key(("a", 0)): content("a", 5000)})
@@ -97,21 +109,39 @@ def test_pages_of_one_batch_do_not_give_way_to_each_other(opened: Callable[..., 
     while store.stats().pages_evicted == 0:
         put(store, {key(n): content(n, 30_000)})
         n += 1
-    pages = {key(i): content(i, 30_000) for i in ("new", *range(1, n))}  # those there, the first of which is the next to go
+    pages = {
+        key(i): content(i, 30_000) for i in ("new", *range(1, n))
+    }  # those there, the first of which is the next to go
     assert put(store, dict(list(pages.items())[:2])) == [PutOutcome.STORED, PutOutcome.KEPT]
-    assert store.lookup(list(pages)) == [Lookup.HIT, Lookup.HIT, Lookup.MISS] + [Lookup.HIT] * (n - 3)
+    assert store.lookup(list(pages)) == [Lookup.HIT, Lookup.HIT, Lookup.MISS] + [Lookup.HIT] * (
+        n - 3
+    )
     del pages[key(2)]
-    assert put(store, pages | {key("one too many"): content(0, 30_000)}) == [PutOutcome.KEPT] * (n - 1) + [PutOutcome.REFUSED]
-    assert read(store, dict.fromkeys(pages, 30_000)) == [(ReadOutcome.OK, data) for data in pages.values()]
+    assert put(store, pages | {key("one too many"): content(0, 30_000)}) == [PutOutcome.KEPT] * (
+        n - 1
+    ) + [PutOutcome.REFUSED]
+    assert read(store, dict.fromkeys(pages, 30_000)) == [
+        (ReadOutcome.OK, data) for data in pages.values()
+    ]
 
 
 @pytest.mark.parametrize("in_use_at_first", [False, True])
-def test_folders_of_other_models_that_somebody_else_removed_are_room_again(tmp_path: Path, in_use_at_first: bool) -> None:
+def test_folders_of_other_models_that_somebody_else_removed_are_room_again(
+    tmp_path: Path, in_use_at_first: bool
+) -> None:
     def fill(store: DiskStore, name: str) -> DiskStore:
         put(store, {key((name, i)): content(i, 30_000) for i in range(100)})
         return store
 
-    other = fill(open_at(tmp_path, Identity({"model": "other"}, "other"), capacity_bytes=CAP, segment_bytes=512 << 10), "other")
+    other = fill(
+        open_at(
+            tmp_path,
+            Identity({"model": "other"}, "other"),
+            capacity_bytes=CAP,
+            segment_bytes=512 << 10,
+        ),
+        "other",
+    )
     if not in_use_at_first:
         other.close()
     store = open_at(tmp_path, capacity_bytes=CAP, segment_bytes=512 << 10)
@@ -129,7 +159,12 @@ def test_folders_of_other_models_that_somebody_else_removed_are_room_again(tmp_p
 
 def test_the_folders_of_other_models_make_room_unless_they_are_open(tmp_path: Path) -> None:
     def fill(name: str) -> DiskStore:
-        store = open_at(tmp_path, identity=Identity({"model": name}, name), capacity_bytes=CAP, segment_bytes=512 << 10)
+        store = open_at(
+            tmp_path,
+            identity=Identity({"model": name}, name),
+            capacity_bytes=CAP,
+            segment_bytes=512 << 10,
+        )
         put(store, {key((name, i)): content(i, 30_000) for i in range(150)})
         return store
 
@@ -171,7 +206,9 @@ def test_pages_being_read_are_not_evicted(opened: Callable[..., DiskStore]) -> N
     assert [bytes(b) for b in into] == [content(i, 30_000) for i in range(10)]
 
 
-def test_an_error_while_writing_refuses_the_page_and_reads_go_on(opened: Callable[..., DiskStore]) -> None:
+def test_an_error_while_writing_refuses_the_page_and_reads_go_on(
+    opened: Callable[..., DiskStore],
+) -> None:
     env = FailingEnv()
     store = opened(env=env)
     put(store, {key(1): content(1, 5000)})
@@ -184,7 +221,9 @@ def test_an_error_while_writing_refuses_the_page_and_reads_go_on(opened: Callabl
         assert put(store, {key(kind): content(kind, 5000)}) == [PutOutcome.STORED]
 
 
-def test_trouble_is_reported_once_with_what_to_do(opened: Callable[..., DiskStore], caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_is_reported_once_with_what_to_do(
+    opened: Callable[..., DiskStore], caplog: pytest.LogCaptureFixture
+) -> None:
     env = FailingEnv()
     store = opened(env=env)
     env.arm(Fault(0, errno.ENOSPC, forever=True))
@@ -220,7 +259,9 @@ def test_growth_stops_at_the_free_space_floor(opened: Callable[..., DiskStore]) 
     put(store, {key(i): content(i, 30_000) for i in range(20)})
     Scarce.left = 2 << 20
     used = store.stats().bytes_on_disk
-    assert PutOutcome.REFUSED not in put(store, {key(("b", i)): content(i, 30_000) for i in range(15)})
+    assert PutOutcome.REFUSED not in put(
+        store, {key(("b", i)): content(i, 30_000) for i in range(15)}
+    )
     assert store.stats().bytes_on_disk < used + 65_536
     assert PutOutcome.STORED not in put(store, {key("other size"): content(1, 100_000)})
 
@@ -235,7 +276,9 @@ class Sticky(Env):
 
 
 @pytest.mark.parametrize("log", ["kept", "lost"])
-def test_cleared_pages_do_not_come_back_with_a_segment_that_cannot_be_removed(opened: Callable[..., DiskStore], log: str) -> None:
+def test_cleared_pages_do_not_come_back_with_a_segment_that_cannot_be_removed(
+    opened: Callable[..., DiskStore], log: str
+) -> None:
     store = opened(env=Sticky())
     pages = {key(i): content(i, 5000) for i in range(10)}
     put(store, pages)
@@ -251,7 +294,9 @@ def test_cleared_pages_do_not_come_back_with_a_segment_that_cannot_be_removed(op
     assert not segments(store)
 
 
-def test_a_segment_that_cannot_be_removed_still_counts(opened: Callable[..., DiskStore], tmp_path: Path) -> None:
+def test_a_segment_that_cannot_be_removed_still_counts(
+    opened: Callable[..., DiskStore], tmp_path: Path
+) -> None:
     store = opened(env=Sticky(), capacity_bytes=CAP, segment_bytes=512 << 10)
     for size in (4_000, 60_000, 9_000, 200_000):
         put(store, {key((size, i)): content(i, size) for i in range(40)})
@@ -263,7 +308,11 @@ def test_a_segment_that_cannot_be_removed_still_counts(opened: Callable[..., Dis
 def small_filesystem(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "small"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)],
+        capture_output=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip("mounting a small tmpfs needs root")
     yield mount
@@ -272,7 +321,9 @@ def small_filesystem(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_filesystem_refuses_writes_and_serves_reads(small_filesystem: Path) -> None:
     store = open_at(small_filesystem, capacity_bytes=64 << 20, segment_bytes=1 << 20)
-    stored = [i for i in range(200) if put(store, {key(i): content(i, 30_000)}) == [PutOutcome.STORED]]
+    stored = [
+        i for i in range(200) if put(store, {key(i): content(i, 30_000)}) == [PutOutcome.STORED]
+    ]
     assert len(stored) == 200
     assert store.stats().pages_evicted > 0
     Path(small_filesystem, "fill").write_bytes(bytes(os.statvfs(small_filesystem).f_bavail * 4096))
@@ -286,7 +337,9 @@ def test_a_read_only_filesystem_is_refused_at_the_start(small_filesystem: Path) 
     store = open_at(small_filesystem, direct_io="off", capacity_bytes=2 << 20)
     put(store, {key(1): content(1, 30_000)})
     store.close()
-    done = subprocess.run(["mount", "-o", "remount,ro", str(small_filesystem)], capture_output=True, check=False)
+    done = subprocess.run(
+        ["mount", "-o", "remount,ro", str(small_filesystem)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip("this mount cannot be made read-only")
     with pytest.raises(StoreError, match=r"Choose a store\.path that this user can write"):

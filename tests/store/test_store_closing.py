@@ -24,7 +24,9 @@ from sgl_kvtier.types import Lookup
 
 
 class SlowEnv(Env):
-    """One kind of call on segments waits at a gate, once it is told to; what ended is noted, as is the end of the lock."""
+    """One kind of call on segments waits at a gate, once it is told to; what ended is noted, as is
+    the end of the lock.
+    """
 
     native = False
 
@@ -116,13 +118,23 @@ class ForgetfulEnv(Env):
     def open(self, path: str, flags: int) -> int:
         self._call(os.path.basename(path))
         fd = super().open(path, flags)
-        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(fd)
+        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(
+            fd
+        )
         return fd
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         if fd in self._logs and self.at == "full log":
             raise OSError(errno.ENOSPC, "no space left")
-        self._call("append" if fd in self._logs else "page" if sum(map(len, buffers)) > 4096 else "head" if offset else "segment")
+        self._call(
+            "append"
+            if fd in self._logs
+            else "page"
+            if sum(map(len, buffers)) > 4096
+            else "head"
+            if offset
+            else "segment"
+        )
         return super().pwritev(fd, buffers, offset)
 
     def rename(self, old: str, new: str) -> None:
@@ -157,7 +169,9 @@ def test_a_read_that_could_not_begin_leaves_nothing_to_wait_for(
 
 
 @pytest.mark.parametrize("priority", [1 << 70, "urgent", 1.5])
-def test_a_priority_that_is_no_whole_number_leaves_nothing_to_wait_for(opened: Callable[..., DiskStore], priority: Any) -> None:
+def test_a_priority_that_is_no_whole_number_leaves_nothing_to_wait_for(
+    opened: Callable[..., DiskStore], priority: Any
+) -> None:
     store = opened()
     put(store, {key(0): content(0, 5000)})
     try:
@@ -183,12 +197,16 @@ def test_a_put_that_runs_out_of_memory_leaves_nothing_to_wait_for(tmp_path: Path
     env.at = ""
     assert store.lookup(list(pages)) == [Lookup.MISS] * 2
     assert put(store, pages) == [PutOutcome.STORED] * 2
-    assert read(store, {k: len(data) for k, data in pages.items()}) == [(ReadOutcome.OK, data) for data in pages.values()]
+    assert read(store, {k: len(data) for k, data in pages.items()}) == [
+        (ReadOutcome.OK, data) for data in pages.values()
+    ]
     assert closes(store)
     open_at(tmp_path).close()
 
 
-def test_a_damaged_page_that_cannot_be_dropped_for_lack_of_memory_ends_all_the_same(tmp_path: Path) -> None:
+def test_a_damaged_page_that_cannot_be_dropped_for_lack_of_memory_ends_all_the_same(
+    tmp_path: Path,
+) -> None:
     env = ForgetfulEnv()
     store = open_at(tmp_path, env=env)
     put(store, {key(0): content(0, 5000)})
@@ -200,7 +218,9 @@ def test_a_damaged_page_that_cannot_be_dropped_for_lack_of_memory_ends_all_the_s
 
 
 @pytest.mark.parametrize("at", ["rename", "index.log.new"])
-def test_a_folder_is_given_back_although_its_log_could_not_be_written_for_lack_of_memory(tmp_path: Path, at: str) -> None:
+def test_a_folder_is_given_back_although_its_log_could_not_be_written_for_lack_of_memory(
+    tmp_path: Path, at: str
+) -> None:
     env = ForgetfulEnv()
     store = open_at(tmp_path, env=env)
     env.at = "full log"

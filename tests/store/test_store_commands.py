@@ -1,4 +1,6 @@
-"""stat, fsck and purge: right beside a running owner, right on a damaged store, and readable by programs."""
+"""stat, fsck and purge: right beside a running owner, right on a damaged store, and readable by
+programs.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def result(command: Any, root: Path, *arguments: str) -> tuple[int, dict]:
     return status, json.loads(out.read_text())
 
 
-def test_stat_lists_identities_pages_and_owners(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stat_lists_identities_pages_and_owners(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     running = open_at(root, rank="tp1")
     status, data = result(commands.stat, root)
     running.close()
@@ -65,7 +69,9 @@ def test_json_alone_goes_to_standard_output(root: Path, capsys: pytest.CaptureFi
 def test_a_sound_store_passes_fsck(root: Path) -> None:
     status, data = result(commands.fsck, root)
     assert status == 0
-    assert [(row["pages"], row["good"], row["corrupt"]) for row in data["ranks"]] == [(10, 10, 0)] * 2
+    assert [(row["pages"], row["good"], row["corrupt"]) for row in data["ranks"]] == [
+        (10, 10, 0)
+    ] * 2
 
 
 def test_fsck_finds_damage_and_repairs_it_only_when_told(root: Path) -> None:
@@ -97,7 +103,10 @@ def test_purge_removes_what_matches_and_spares_what_is_in_use(root: Path) -> Non
     store = open_at(root)
     status, data = result(commands.purge, root, "--all")
     assert status == 1
-    assert {row["identity"]["model"]: row["removed"][:3] for row in data["namespaces"]} == {"lab": "no:", "other": "yes"}
+    assert {row["identity"]["model"]: row["removed"][:3] for row in data["namespaces"]} == {
+        "lab": "no:",
+        "other": "yes",
+    }
     assert store.lookup([key(1)]) == [Lookup.HIT]
     store.close()
     assert run(commands.purge, str(root), "--match", "model=lab") == 0
@@ -105,7 +114,10 @@ def test_purge_removes_what_matches_and_spares_what_is_in_use(root: Path) -> Non
 
 
 def test_an_identity_is_found_by_its_name_and_by_nested_fields(root: Path) -> None:
-    nested = Identity({"engine": "x", "model": {"dtype": "float16", "revision": None}, "ranks": {"tp_size": 2}}, name="Big-8B")
+    nested = Identity(
+        {"engine": "x", "model": {"dtype": "float16", "revision": None}, "ranks": {"tp_size": 2}},
+        name="Big-8B",
+    )
     open_at(root, nested).close()
     for match in ("name=Big-8B", "model.dtype=float16", "ranks.tp_size=2"):
         _, data = result(commands.stat, root, "--match", match)
@@ -127,7 +139,9 @@ def test_a_path_without_a_store_says_what_to_give(tmp_path: Path) -> None:
         run(commands.stat, str(tmp_path / "none"))
 
 
-def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(opened: Callable[..., DiskStore]) -> None:
+def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(
+    opened: Callable[..., DiskStore],
+) -> None:
     store = opened(admission="second-hit")
     pages = {key(i): content(i, 5000) for i in range(5)}
     assert put(store, pages) == [PutOutcome.REFUSED] * 5
@@ -135,11 +149,20 @@ def test_pages_offered_twice_are_admitted_by_the_second_hit_filter(opened: Calla
     assert put(store, pages) == [PutOutcome.KEPT] * 5
 
 
-def test_pages_cheap_to_compute_again_are_kept_out_by_the_recompute_cost_filter(opened: Callable[..., DiskStore]) -> None:
+def test_pages_cheap_to_compute_again_are_kept_out_by_the_recompute_cost_filter(
+    opened: Callable[..., DiskStore],
+) -> None:
     store = opened(admission="recompute-cost", admission_cost_s=0.002)
     data = [memoryview(content(0, 5000))]
-    offered = [PageWrite(key(i), data, cost_s=cost) for i, cost in enumerate([0.001, 0.002, 0.5, None])]
-    assert store.put(offered) == [PutOutcome.REFUSED, PutOutcome.STORED, PutOutcome.STORED, PutOutcome.STORED]
+    offered = [
+        PageWrite(key(i), data, cost_s=cost) for i, cost in enumerate([0.001, 0.002, 0.5, None])
+    ]
+    assert store.put(offered) == [
+        PutOutcome.REFUSED,
+        PutOutcome.STORED,
+        PutOutcome.STORED,
+        PutOutcome.STORED,
+    ]
     # What is there already is kept whatever it is said to cost now.
     assert store.put([PageWrite(key(1), data, cost_s=0.0)]) == [PutOutcome.KEPT]
     assert store.lookup([key(0), key(1)]) == [Lookup.MISS, Lookup.HIT]
@@ -158,11 +181,15 @@ def test_pages_expected_soon_are_evicted_last(opened: Callable[..., DiskStore]) 
     assert [i for i in order if store.lookup([key(i)]) == [Lookup.HIT]] == order[:3]
 
 
-def test_write_amplification_and_daily_writes_are_reported(opened: Callable[..., DiskStore]) -> None:
+def test_write_amplification_and_daily_writes_are_reported(
+    opened: Callable[..., DiskStore],
+) -> None:
     store = opened()
     put(store, {key(i): content(i, 4096) for i in range(100)})
     stats = store.stats()
-    assert 2.0 < stats.write_amplification < 2.1  # a header block per 4 KiB page, and the index's log
+    assert (
+        2.0 < stats.write_amplification < 2.1
+    )  # a header block per 4 KiB page, and the index's log
     assert stats.bytes_written_per_day > stats.bytes_written
 
 
@@ -185,7 +212,11 @@ def test_purge_leaves_a_strangers_folder_and_says_what_to_do(root: Path) -> None
         assert status == 1
         assert strangers.startswith("no: ") and "remove it yourself" in strangers
         assert set(removed.values()) == {"would be" if "--dry-run" in arguments else "yes"}
-    assert {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != "out.json"} == mine
+    assert {
+        str(path): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != "out.json"
+    } == mine
 
 
 def test_purge_removes_nothing_of_an_identity_with_a_strangers_file_in_it(root: Path) -> None:
@@ -195,13 +226,20 @@ def test_purge_removes_nothing_of_an_identity_with_a_strangers_file_in_it(root: 
     for arguments in (("--dry-run",), ()):
         status, data = result(commands.purge, root, "--match", "model=lab", *arguments)
         assert status == 1
-        assert f"{notes} was not made by a page store. Move it away" in data["namespaces"][0]["removed"]
+        assert (
+            f"{notes} was not made by a page store. Move it away"
+            in data["namespaces"][0]["removed"]
+        )
     assert {p: p.read_bytes() for p in notes.parent.parent.rglob("*") if p.is_file()} == before
 
 
-def test_stat_and_fsck_pass_a_strangers_folder_over_and_say_so(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stat_and_fsck_pass_a_strangers_folder_over_and_say_so(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = a_models_folder(root)
-    (root / "finetune-00c0ffee00c0ffee" / "tp0" / "lock").rename(root / "finetune-00c0ffee00c0ffee" / "tp0" / "README")
+    (root / "finetune-00c0ffee00c0ffee" / "tp0" / "lock").rename(
+        root / "finetune-00c0ffee00c0ffee" / "tp0" / "README"
+    )
     status, data = result(commands.stat, root)
     assert status == 0 and len(data["namespaces"]) == 2
     status, data = result(commands.fsck, root)
@@ -247,4 +285,8 @@ def test_fsck_leaves_what_is_no_segment_alone_even_when_it_repairs(root: Path) -
     os.mkfifo(rank / "seg-00000005")
     assert run(commands.fsck, str(root), "--repair") == 0
     assert (rank / "seg-00000002").read_bytes() == b"a film" * 5000
-    assert (rank / "seg-00000003").is_dir() and (rank / "seg-00000004").is_symlink() and (rank / "seg-00000005").exists()
+    assert (
+        (rank / "seg-00000003").is_dir()
+        and (rank / "seg-00000004").is_symlink()
+        and (rank / "seg-00000005").exists()
+    )

@@ -42,7 +42,9 @@ def place(store: DiskStore, wanted: PageKey) -> slice:
     (path,) = segments(store)
     data = path.read_bytes()
     heads = [(SlotHead.unpack(data[slot(i)]), slot(i)) for i in range((len(data) - BLOCK) // SLOT)]
-    return max((head.sequence, where.start, where) for head, where in heads if head and head.key == wanted)[2]
+    return max(
+        (head.sequence, where.start, where) for head, where in heads if head and head.key == wanted
+    )[2]
 
 
 def edit(store: DiskStore, change: Callable[[bytearray], None]) -> None:
@@ -57,7 +59,9 @@ def test_every_flipped_bit_of_a_header_or_payload_is_found(filled: DiskStore) ->
     (path,) = segments(filled)
     whole = path.read_bytes()
     for _ in range(150):
-        at = place(filled, key(3)).start + chance.choice([chance.randrange(176), chance.randrange(BLOCK + NBYTES)])
+        at = place(filled, key(3)).start + chance.choice(
+            [chance.randrange(176), chance.randrange(BLOCK + NBYTES)]
+        )
         damaged = bytearray(whole)
         damaged[at] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
@@ -136,14 +140,18 @@ def test_a_truncated_segment_loses_its_tail_and_nothing_else(filled: DiskStore) 
     assert outcomes(filled) == [ReadOutcome.OK] * 7 + [ReadOutcome.CORRUPT] * 5
 
 
-def test_a_damaged_page_is_also_found_by_a_store_opened_later(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+def test_a_damaged_page_is_also_found_by_a_store_opened_later(
+    filled: DiskStore, opened: Callable[..., DiskStore]
+) -> None:
     filled.damage(key(5), bit=1)
     filled.close()
     again = opened()
     assert outcomes(again) == [ReadOutcome.OK] * 5 + [ReadOutcome.CORRUPT] + [ReadOutcome.OK] * 6
 
 
-def test_without_verification_the_header_is_still_compared(opened: Callable[..., DiskStore]) -> None:
+def test_without_verification_the_header_is_still_compared(
+    opened: Callable[..., DiskStore],
+) -> None:
     store = opened(verify_reads=False)
     put(store, PAGES)
 
@@ -156,7 +164,9 @@ def test_without_verification_the_header_is_still_compared(opened: Callable[...,
 
 
 @pytest.mark.parametrize("damage", ["remove", "empty", "garbage", "cut", "other head"])
-def test_a_lost_index_is_rebuilt_from_the_slots(filled: DiskStore, opened: Callable[..., DiskStore], damage: str) -> None:
+def test_a_lost_index_is_rebuilt_from_the_slots(
+    filled: DiskStore, opened: Callable[..., DiskStore], damage: str
+) -> None:
     index = Path(filled.folder) / "index.log"
     filled.close()
     data = index.read_bytes()
@@ -164,14 +174,21 @@ def test_a_lost_index_is_rebuilt_from_the_slots(filled: DiskStore, opened: Calla
         index.unlink()
     else:
         index.write_bytes(
-            {"empty": b"", "garbage": b"\x17" * 5000, "cut": data[:-9], "other head": b"\0" * 64 + data[64:]}[damage]
+            {
+                "empty": b"",
+                "garbage": b"\x17" * 5000,
+                "cut": data[:-9],
+                "other head": b"\0" * 64 + data[64:],
+            }[damage]
         )
     again = opened()
     assert again.stats().pages == 12
     assert outcomes(again) == [ReadOutcome.OK] * 12
 
 
-def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(
+    filled: DiskStore, opened: Callable[..., DiskStore]
+) -> None:
     filled.delete([key(0), key(1)])
     filled.close()
     (Path(filled.folder) / "index.log").unlink()
@@ -180,7 +197,9 @@ def test_deleted_pages_do_not_come_back_with_a_rebuilt_index(filled: DiskStore, 
     assert outcomes(again)[:2] == [ReadOutcome.MISS] * 2
 
 
-def test_an_index_that_lies_costs_pages_but_never_correctness(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+def test_an_index_that_lies_costs_pages_but_never_correctness(
+    filled: DiskStore, opened: Callable[..., DiskStore]
+) -> None:
     filled.close()
     (path,) = segments(filled)
     data = bytearray(path.read_bytes())
@@ -192,15 +211,24 @@ def test_an_index_that_lies_costs_pages_but_never_correctness(filled: DiskStore,
     path.write_bytes(data)
     again = opened()
     found = outcomes(again)
-    assert [i for i, o in enumerate(found) if o is ReadOutcome.OK] == [i for i, j in enumerate(order) if i == j]
+    assert [i for i, o in enumerate(found) if o is ReadOutcome.OK] == [
+        i for i, j in enumerate(order) if i == j
+    ]
 
 
 @pytest.mark.parametrize(
     "beginning",
-    [b"", bytes(BLOCK), b"kvtsegm\x01" + bytes(BLOCK), bytes(BLOCK) + b"kvtslot\x01" + bytes(BLOCK)],
+    [
+        b"",
+        bytes(BLOCK),
+        b"kvtsegm\x01" + bytes(BLOCK),
+        bytes(BLOCK) + b"kvtslot\x01" + bytes(BLOCK),
+    ],
     ids=["never finished", "without slots", "given up", "given up by an earlier version"],
 )
-def test_a_segment_that_holds_no_page_of_ours_is_put_away(filled: DiskStore, opened: Callable[..., DiskStore], beginning: bytes) -> None:
+def test_a_segment_that_holds_no_page_of_ours_is_put_away(
+    filled: DiskStore, opened: Callable[..., DiskStore], beginning: bytes
+) -> None:
     filled.close()
     left = Path(filled.folder) / "seg-0000002a"
     left.write_bytes(beginning)
@@ -209,9 +237,14 @@ def test_a_segment_that_holds_no_page_of_ours_is_put_away(filled: DiskStore, ope
     assert outcomes(again) == [ReadOutcome.OK] * 12
 
 
-@pytest.mark.parametrize("content_", [b"not a segment" * 1000, b"x", bytes(BLOCK) + b"an image of a disk" * 500])
+@pytest.mark.parametrize(
+    "content_", [b"not a segment" * 1000, b"x", bytes(BLOCK) + b"an image of a disk" * 500]
+)
 def test_a_strangers_file_with_a_segments_name_is_left_alone(
-    filled: DiskStore, opened: Callable[..., DiskStore], content_: bytes, caplog: pytest.LogCaptureFixture
+    filled: DiskStore,
+    opened: Callable[..., DiskStore],
+    content_: bytes,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     filled.close()
     strange = Path(filled.folder) / "seg-00000002"
@@ -219,13 +252,20 @@ def test_a_strangers_file_with_a_segments_name_is_left_alone(
     again = opened()
     assert outcomes(again) == [ReadOutcome.OK] * 12
     # The next segment goes by another name.
-    assert set(put(again, {key(("more", i)): content(i, NBYTES) for i in range(200)})) == {PutOutcome.STORED}
+    assert set(put(again, {key(("more", i)): content(i, NBYTES) for i in range(200)})) == {
+        PutOutcome.STORED
+    }
     again.close()
     assert strange.read_bytes() == content_
-    assert any("seg-00000002" in r.getMessage() and "move it away" in r.getMessage() for r in caplog.records)
+    assert any(
+        "seg-00000002" in r.getMessage() and "move it away" in r.getMessage()
+        for r in caplog.records
+    )
 
 
-def test_a_segment_whose_head_is_damaged_is_still_known_by_its_pages(filled: DiskStore, opened: Callable[..., DiskStore]) -> None:
+def test_a_segment_whose_head_is_damaged_is_still_known_by_its_pages(
+    filled: DiskStore, opened: Callable[..., DiskStore]
+) -> None:
     filled.close()
     (path,) = segments(filled)
     path.write_bytes(b"\xff" * BLOCK + path.read_bytes()[BLOCK:])

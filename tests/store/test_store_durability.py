@@ -1,4 +1,6 @@
-"""What was said to be stored is found again: although the index log could not be written, and with `durable` once it is said."""
+"""What was said to be stored is found again: although the index log could not be written, and with
+`durable` once it is said.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def pages(name: str) -> dict[PageKey, bytes]:
 
 
 class FullEnv(Env):
-    """While `full`, slots can be written, which have their space, and no index log grows or is made."""
+    """While `full`, slots can be written, which have their space, and no index log grows or is
+    made.
+    """
 
     native = False
 
@@ -38,7 +42,9 @@ class FullEnv(Env):
 
     def open(self, path: str, flags: int) -> int:
         fd = super().open(path, flags)
-        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(fd)
+        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(
+            fd
+        )
         return fd
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -53,7 +59,9 @@ def killed(store: DiskStore, to: Path) -> DiskStore:
     return open_at(to)
 
 
-def test_a_killed_process_loses_no_page_although_the_log_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_loses_no_page_although_the_log_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_log, "_AGAIN_S", 0.0)
     env = FullEnv()
     store = open_at(tmp_path / "root", env=env)
@@ -63,7 +71,9 @@ def test_a_killed_process_loses_no_page_although_the_log_could_not_be_written(tm
     assert store.delete([key("deleted")]) == 1
     assert put(store, pages("full")) == put(store, pages("still full")) == [STORED] * 5
     again = killed(store, tmp_path / "full")
-    assert read(again, dict.fromkeys(kept, 5000)) == [(ReadOutcome.OK, data) for data in kept.values()]
+    assert read(again, dict.fromkeys(kept, 5000)) == [
+        (ReadOutcome.OK, data) for data in kept.values()
+    ]
     assert again.lookup([key("deleted")]) == [Lookup.MISS]
     again.close()
     env.full = False
@@ -83,14 +93,18 @@ def test_a_log_that_cannot_be_made_is_not_tried_with_every_put(tmp_path: Path) -
     env.open = lambda path, flags: (opened.append(path), monitored(path, flags))[1]  # type: ignore[method-assign]
     for i in range(5):
         put(store, pages(f"full {i}"))
-    assert [os.path.basename(path) for path in opened if "index" in os.path.basename(path)] == ["index.log.new"]
+    assert [os.path.basename(path) for path in opened if "index" in os.path.basename(path)] == [
+        "index.log.new"
+    ]
     assert not Path(store.folder, "index.log.new").exists()
     env.full = False
     store.close()
     assert Path(store.folder, "index.log").exists()
 
 
-def test_with_durable_a_page_without_its_record_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_durable_a_page_without_its_record_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(index_log, "_AGAIN_S", 0.0)
     env = FullEnv()
     store = open_at(tmp_path / "root", env=env, durable=True)

@@ -1,4 +1,6 @@
-"""Pages go in and come out; what is not there is a miss; order, deadlines and cancellation of reads."""
+"""Pages go in and come out; what is not there is a miss; order, deadlines and cancellation of
+reads.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,20 @@ STORED, KEPT, REFUSED = PutOutcome.STORED, PutOutcome.KEPT, PutOutcome.REFUSED
 def test_a_page_comes_back_as_it_was_put(store: DiskStore, nbytes: int) -> None:
     pages = {key(i): content(i, nbytes) for i in range(5)}
     assert put(store, pages) == [STORED] * 5
-    assert read(store, dict.fromkeys(pages, nbytes)) == [(ReadOutcome.OK, data) for data in pages.values()]
+    assert read(store, dict.fromkeys(pages, nbytes)) == [
+        (ReadOutcome.OK, data) for data in pages.values()
+    ]
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])
-def test_pages_scatter_over_several_buffers_aligned_or_not(opened: Callable[..., DiskStore], direct_io: str) -> None:
+def test_pages_scatter_over_several_buffers_aligned_or_not(
+    opened: Callable[..., DiskStore], direct_io: str
+) -> None:
     store = opened(direct_io=direct_io)
     data = content("page", 12_288)
-    assert store.put([PageWrite(key(1), [memoryview(data)[:5000], memoryview(data)[5000:]])]) == [STORED]
+    assert store.put([PageWrite(key(1), [memoryview(data)[:5000], memoryview(data)[5000:]])]) == [
+        STORED
+    ]
     even = [aligned(4096), aligned(8192)]
     odd = [aligned(5001)[1:], aligned(7300)[12:]]
     for into in (even, odd):
@@ -74,7 +82,9 @@ def test_lookup_tells_what_is_there(store: DiskStore) -> None:
     assert store.lookup([]) == []
 
 
-def test_deleted_and_cleared_pages_are_misses_and_their_room_is_used_again(store: DiskStore) -> None:
+def test_deleted_and_cleared_pages_are_misses_and_their_room_is_used_again(
+    store: DiskStore,
+) -> None:
     put(store, {key(i): content(i, 4096) for i in range(10)})
     assert store.delete([key(0), key(1), key(99)]) == 2
     assert store.lookup([key(0), key(2)]) == [Lookup.MISS, Lookup.HIT]
@@ -146,7 +156,9 @@ def test_pages_are_begun_in_the_order_given(gated: tuple[DiskStore, GatedEnv]) -
     put(store, pages)
     ended: list[int] = []
     backwards = list(pages)[::-1]
-    job = store.read([PageRead(k, [aligned(600_000)]) for k in backwards], on_page=lambda i, _: ended.append(i))
+    job = store.read(
+        [PageRead(k, [aligned(600_000)]) for k in backwards], on_page=lambda i, _: ended.append(i)
+    )
     assert job.wait(60)
     assert ended == [0, 1, 2, 3]
     assert [i for i, _ in job.drain()] == [0, 1, 2, 3]
@@ -173,7 +185,9 @@ def test_a_more_urgent_job_overtakes_what_has_not_begun(gated: tuple[DiskStore, 
     assert order == ["a0", "c0", "a1", "a2", "b0"]
 
 
-def test_a_cancelled_job_keeps_its_memory_until_the_io_has_ended(gated: tuple[DiskStore, GatedEnv]) -> None:
+def test_a_cancelled_job_keeps_its_memory_until_the_io_has_ended(
+    gated: tuple[DiskStore, GatedEnv],
+) -> None:
     store, env = gated
     pages = scattered(3)
     put(store, pages)
@@ -190,7 +204,9 @@ def test_a_cancelled_job_keeps_its_memory_until_the_io_has_ended(gated: tuple[Di
     assert job.in_flight == 0
 
 
-def test_a_stalled_device_does_not_hold_the_caller_past_the_deadline(gated: tuple[DiskStore, GatedEnv]) -> None:
+def test_a_stalled_device_does_not_hold_the_caller_past_the_deadline(
+    gated: tuple[DiskStore, GatedEnv],
+) -> None:
     store, env = gated
     pages = scattered(3)
     put(store, pages)
@@ -199,7 +215,9 @@ def test_a_stalled_device_does_not_hold_the_caller_past_the_deadline(gated: tupl
     canary = aligned(600_000)
     into = [aligned(600_000), canary, aligned(600_000)]
     asked = [PageRead(k, [b]) for k, b in zip(pages, into, strict=True)]
-    job = store.read(asked, deadline_s=0.05, on_page=lambda i, o: late.set() if o is ReadOutcome.LATE else None)
+    job = store.read(
+        asked, deadline_s=0.05, on_page=lambda i, o: late.set() if o is ReadOutcome.LATE else None
+    )
     assert late.wait(60)
     assert [o for o in job.outcomes if o] == [ReadOutcome.LATE, ReadOutcome.LATE]
     assert job.in_flight == 1
@@ -209,7 +227,9 @@ def test_a_stalled_device_does_not_hold_the_caller_past_the_deadline(gated: tupl
     assert bytes(canary) == b"\xaa" * len(canary)
 
 
-def test_a_deadline_that_never_comes_does_not_keep_others_from_coming(gated: tuple[DiskStore, GatedEnv]) -> None:
+def test_a_deadline_that_never_comes_does_not_keep_others_from_coming(
+    gated: tuple[DiskStore, GatedEnv],
+) -> None:
     store, env = gated
     pages = scattered(3)
     put(store, pages)
@@ -242,20 +262,26 @@ def test_closing_cancels_what_has_not_begun_and_later_calls_are_harmless(tmp_pat
     assert after.done and after.outcomes == [ReadOutcome.CANCELLED]
 
 
-def test_neighbouring_pages_are_read_in_one_call_in_either_direction(gated: tuple[DiskStore, GatedEnv]) -> None:
+def test_neighbouring_pages_are_read_in_one_call_in_either_direction(
+    gated: tuple[DiskStore, GatedEnv],
+) -> None:
     store, env = gated
     pages = {key(i): content(i, 4096) for i in range(6)}
     put(store, pages)
     for order in (list(pages), list(pages)[::-1]):
         env.offsets.clear()
-        assert read(store, dict.fromkeys(order, 4096)) == [(ReadOutcome.OK, pages[k]) for k in order]
+        assert read(store, dict.fromkeys(order, 4096)) == [
+            (ReadOutcome.OK, pages[k]) for k in order
+        ]
         assert len(env.offsets) == 1
 
 
 def test_two_threads_that_put_the_same_pages_write_each_once(store: DiskStore) -> None:
     pages = {key(i): content(i, 20_000) for i in range(50)}
     outcomes: list[list[PutOutcome]] = []
-    threads = [threading.Thread(target=lambda: outcomes.append(put(store, pages))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: outcomes.append(put(store, pages))) for _ in range(4)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -265,7 +291,9 @@ def test_two_threads_that_put_the_same_pages_write_each_once(store: DiskStore) -
     assert read(store, dict.fromkeys(pages, 20000)) == [(ReadOutcome.OK, d) for d in pages.values()]
 
 
-def test_memory_that_cannot_be_written_is_a_callers_mistake_and_pins_nothing(store: DiskStore) -> None:
+def test_memory_that_cannot_be_written_is_a_callers_mistake_and_pins_nothing(
+    store: DiskStore,
+) -> None:
     put(store, {key(1): content(1, 4096)})
     with pytest.raises(BufferError):
         store.read([PageRead(key(1), [memoryview(bytes(4096))])])
@@ -282,13 +310,17 @@ def test_clearing_gives_the_disk_space_back(store: DiskStore) -> None:
     assert store.stats().bytes_on_disk < before // 10
 
 
-def test_a_store_that_is_closing_under_load_ends_every_call(opened: Callable[..., DiskStore]) -> None:
+def test_a_store_that_is_closing_under_load_ends_every_call(
+    opened: Callable[..., DiskStore],
+) -> None:
     for _ in range(5):
         store = opened(io_threads=2)
         stop = threading.Event()
         wrong: list[BaseException] = []
 
-        def work(worker: int, store: DiskStore = store, stop: threading.Event = stop, wrong: list = wrong) -> None:
+        def work(
+            worker: int, store: DiskStore = store, stop: threading.Event = stop, wrong: list = wrong
+        ) -> None:
             n = 0
             try:
                 while not stop.is_set():

@@ -1,4 +1,6 @@
-"""Opening files: at once or not at all, nothing but regular files, and never more of them than can be of use."""
+"""Opening files: at once or not at all, nothing but regular files, and never more of them than can
+be of use.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def link_to_file(path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_CREAT])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, make_socket, link_to_file])
-def test_only_regular_files_are_opened_and_without_waiting(tmp_path: Path, make: Callable[[Path], None], flags: int) -> None:
+def test_only_regular_files_are_opened_and_without_waiting(
+    tmp_path: Path, make: Callable[[Path], None], flags: int
+) -> None:
     make(tmp_path / "x")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError):

@@ -1,4 +1,6 @@
-"""A delete or clear that was answered holds: no later opening of the folder finds what was deleted, however the process ended."""
+"""A delete or clear that was answered holds: no later opening of the folder finds what was deleted,
+however the process ended.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,11 @@ class GatedEnv(Env):
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         name = self._names[fd][:3]
         whole = sum(map(len, buffers)) > BLOCK
-        self._pass(("log" if name == "ind" else "page" if whole else "head" if offset else "segment") if name in ("ind", "seg") else "")
+        self._pass(
+            ("log" if name == "ind" else "page" if whole else "head" if offset else "segment")
+            if name in ("ind", "seg")
+            else ""
+        )
         return super().pwritev(fd, buffers, offset)
 
     def sync(self, fd: int) -> None:
@@ -86,7 +92,9 @@ def fill(store: DiskStore) -> list[PageKey]:
 
 
 def found(store: DiskStore, names: Sequence[PageKey]) -> int:
-    return [outcome for outcome, _ in read(store, dict.fromkeys(names, NBYTES))].count(ReadOutcome.OK)
+    return [outcome for outcome, _ in read(store, dict.fromkeys(names, NBYTES))].count(
+        ReadOutcome.OK
+    )
 
 
 def killed(store: DiskStore, to: Path) -> Path:
@@ -96,7 +104,9 @@ def killed(store: DiskStore, to: Path) -> Path:
 
 
 def lose_the_index(store_root: Path) -> None:
-    """Lets the log end in the middle of a frame, as a process leaves it that is killed while it writes there."""
+    """Lets the log end in the middle of a frame, as a process leaves it that is killed while it
+    writes there.
+    """
     (log,) = store_root.glob("*/*/index.log")
     with log.open("ab") as file:
         file.write(b"KVTF")
@@ -107,7 +117,9 @@ def test_pages_evicted_for_writes_that_failed_stay_deleted(tmp_path: Path) -> No
     store = open_at(tmp_path, env=env, **SMALL)
     names = fill(store)
     env.fails = only("page")
-    assert set(put(store, {key(("new", i)): content(i, NBYTES) for i in range(20)})) == {PutOutcome.REFUSED}
+    assert set(put(store, {key(("new", i)): content(i, NBYTES) for i in range(20)})) == {
+        PutOutcome.REFUSED
+    }
     env.fails = only()
     gone = [name for name in names if store.lookup([name]) == [Lookup.MISS]]
     assert len(gone) == 20 and store.delete(gone) == 0
@@ -119,7 +131,9 @@ def test_pages_evicted_for_writes_that_failed_stay_deleted(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("torn", [False, True], ids=["log whole", "log torn"])
 @pytest.mark.parametrize("how", ["delete", "clear"])
-def test_a_page_whose_slot_is_being_written_over_stays_deleted_when_the_process_is_killed(tmp_path: Path, how: str, torn: bool) -> None:
+def test_a_page_whose_slot_is_being_written_over_stays_deleted_when_the_process_is_killed(
+    tmp_path: Path, how: str, torn: bool
+) -> None:
     env = GatedEnv()
     store = open_at(tmp_path / "root", env=env, **SMALL)
     names = fill(store)
@@ -130,7 +144,9 @@ def test_a_page_whose_slot_is_being_written_over_stays_deleted_when_the_process_
     (gone,) = [name for name in names if store.lookup([name]) == [Lookup.MISS]]
     threading.Timer(0.1, env.gate.set).start()
     removed = store.delete([gone]) if how == "delete" else store.clear()
-    assert removed == (0 if how == "delete" else len(names))  # with `clear` the new page, without the one it replaced
+    assert removed == (
+        0 if how == "delete" else len(names)
+    )  # with `clear` the new page, without the one it replaced
     root = killed(store, tmp_path / "copy")
     if torn:
         lose_the_index(root)
@@ -147,7 +163,9 @@ def test_a_page_that_is_being_written_is_deleted_as_soon_as_it_is_there(tmp_path
     store = open_at(tmp_path, env=env)
     env.holds = only("page")
     outcomes: list[PutOutcome] = []
-    writer = threading.Thread(target=lambda: outcomes.extend(put(store, {key("new"): content("new", NBYTES)})))
+    writer = threading.Thread(
+        target=lambda: outcomes.extend(put(store, {key("new"): content("new", NBYTES)}))
+    )
     writer.start()
     assert env.entered.wait(60) and store.lookup([key("new")]) == [Lookup.PENDING]
     threading.Timer(0.1, env.gate.set).start()
@@ -160,7 +178,9 @@ def test_a_page_that_is_being_written_is_deleted_as_soon_as_it_is_there(tmp_path
     store.close()
 
 
-def test_a_page_refused_because_nobody_knows_whether_it_reached_the_device_stays_deleted(tmp_path: Path) -> None:
+def test_a_page_refused_because_nobody_knows_whether_it_reached_the_device_stays_deleted(
+    tmp_path: Path,
+) -> None:
     env = GatedEnv()
     store = open_at(tmp_path, env=env, durable=True)
     env.fails = only("sync seg")
@@ -191,7 +211,9 @@ def test_a_delete_is_not_answered_before_another_one_has_erased_the_page(tmp_pat
     store.close()
 
 
-def test_a_delete_is_not_answered_before_the_segment_of_an_evicted_page_is_removed(tmp_path: Path) -> None:
+def test_a_delete_is_not_answered_before_the_segment_of_an_evicted_page_is_removed(
+    tmp_path: Path,
+) -> None:
     env = GatedEnv()
     store = open_at(tmp_path / "root", env=env, capacity_bytes=1 << 20, segment_bytes=1 << 19)
     names = fill(store)
@@ -210,7 +232,9 @@ def test_a_delete_is_not_answered_before_the_segment_of_an_evicted_page_is_remov
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["log whole", "log torn"])
-def test_pages_stay_deleted_whose_segment_can_neither_be_removed_nor_spoiled(tmp_path: Path, torn: bool) -> None:
+def test_pages_stay_deleted_whose_segment_can_neither_be_removed_nor_spoiled(
+    tmp_path: Path, torn: bool
+) -> None:
     env = GatedEnv()
     store = open_at(tmp_path / "root", env=env)
     names = [key(i) for i in range(10)]
@@ -245,7 +269,9 @@ def test_a_page_stays_deleted_although_neither_its_slot_nor_the_log_took_it(tmp_
     store.close()
 
 
-def test_what_a_killed_process_wrote_last_and_another_deleted_does_not_come_back_with_the_slots_headers(tmp_path: Path) -> None:
+def test_what_a_killed_process_wrote_last_and_another_deleted_does_not_come_back_with_the_slots_headers(
+    tmp_path: Path,
+) -> None:
     env = GatedEnv()
     store = open_at(tmp_path / "root", env=env)
     kept = [key(i) for i in range(10)]
@@ -282,7 +308,11 @@ def test_a_page_dropped_because_it_could_not_be_read_stays_deleted(tmp_path: Pat
     store = open_at(tmp_path / "root", env=env)
     put(store, {key("page"): content("page", NBYTES)})
     env.gate.set()
-    assert [read(store, {key("page"): NBYTES})[0][0] for _ in range(3)] == [ReadOutcome.FAILED, ReadOutcome.FAILED, ReadOutcome.MISS]
+    assert [read(store, {key("page"): NBYTES})[0][0] for _ in range(3)] == [
+        ReadOutcome.FAILED,
+        ReadOutcome.FAILED,
+        ReadOutcome.MISS,
+    ]
     env.gate.clear()
     env.fails = only("log")
     assert store.delete([key("page")]) == 0
@@ -309,7 +339,9 @@ def test_a_log_that_cannot_grow_still_rules_out_what_it_says_is_gone(tmp_path: P
     store.close()
 
 
-def test_a_page_deleted_while_it_is_read_is_right_or_a_miss_and_stays_deleted(tmp_path: Path) -> None:
+def test_a_page_deleted_while_it_is_read_is_right_or_a_miss_and_stays_deleted(
+    tmp_path: Path,
+) -> None:
     class SlowReads(GatedEnv):
         def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             if offset and self.holds("read"):
@@ -342,7 +374,9 @@ def test_with_durable_a_delete_is_synced_before_it_is_answered(tmp_path: Path) -
     calls: list[str] = []
     env.before = calls.append
     assert store.delete([key(0)]) == 1
-    assert calls.index("head") < calls.index("sync seg") and calls.index("log") < calls.index("sync ind")
+    assert calls.index("head") < calls.index("sync seg") and calls.index("log") < calls.index(
+        "sync ind"
+    )
     calls.clear()
     assert store.clear() == 2
     assert "unlink seg" in calls and calls[-1] == "sync tp0"

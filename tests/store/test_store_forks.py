@@ -1,4 +1,6 @@
-"""A process forked from one with an open store: its store is closed and empty, hangs nowhere, and keeps the folder from nobody."""
+"""A process forked from one with an open store: its store is closed and empty, hangs nowhere, and
+keeps the folder from nobody.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def filled(store: DiskStore) -> DiskStore:
 
 def test_closing_in_the_child_leaves_the_parents_store_as_it_is(filled: DiskStore) -> None:
     assert in_child(filled.close) == ""
-    assert [outcome for outcome, _ in read(filled, {key(i): NBYTES for i in range(20)})] == [ReadOutcome.OK] * 20
+    assert [outcome for outcome, _ in read(filled, {key(i): NBYTES for i in range(20)})] == [
+        ReadOutcome.OK
+    ] * 20
     assert put(filled, {key("new"): content("new", NBYTES)}) == [PutOutcome.STORED]
 
 
@@ -61,9 +65,16 @@ def test_in_the_child_every_page_is_a_miss_and_every_put_refused(filled: DiskSto
     def work() -> None:
         assert filled.lookup([key(0)]) == [Lookup.MISS]
         filled.expect([key(0)])
-        job = filled.read([PageRead(key(0), [aligned(NBYTES)])], deadline_s=1.0, on_page=lambda _, outcome: told.append(outcome))
+        job = filled.read(
+            [PageRead(key(0), [aligned(NBYTES)])],
+            deadline_s=1.0,
+            on_page=lambda _, outcome: told.append(outcome),
+        )
         assert job.wait() and job.outcomes == told == [ReadOutcome.MISS] and job.in_flight == 0
-        assert put(filled, {key(0): content(0, NBYTES), key("new"): content("new", NBYTES)}) == [PutOutcome.REFUSED] * 2
+        assert (
+            put(filled, {key(0): content(0, NBYTES), key("new"): content("new", NBYTES)})
+            == [PutOutcome.REFUSED] * 2
+        )
         assert filled.delete([key(0)]) == filled.clear() == 0
         assert not filled.sync() and not filled.damage(key(0))
         assert filled.stats().pages == 0 and filled.index_bytes >= 0 and filled.io
@@ -74,7 +85,9 @@ def test_in_the_child_every_page_is_a_miss_and_every_put_refused(filled: DiskSto
     assert filled.lookup([key(i) for i in range(20)]) == [Lookup.HIT] * 20
 
 
-def test_a_child_that_goes_on_keeps_the_folder_from_nobody(filled: DiskStore, tmp_path: Path) -> None:
+def test_a_child_that_goes_on_keeps_the_folder_from_nobody(
+    filled: DiskStore, tmp_path: Path
+) -> None:
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:

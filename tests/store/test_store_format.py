@@ -1,4 +1,6 @@
-"""The format is what its document says: sizes, the worked example byte for byte, and nothing read past its end."""
+"""The format is what its document says: sizes, the worked example byte for byte, and nothing read
+past its end.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from hypothesis import strategies as st
 
 from sgl_kvtier.lab.torture import example
 from sgl_kvtier.store.disk import format
-from sgl_kvtier.store.disk.format import BLOCK, HEAD, RECORD, SlotHead, unpack_log, unpack_segment_head
+from sgl_kvtier.store.disk.format import (
+    BLOCK,
+    HEAD,
+    RECORD,
+    SlotHead,
+    unpack_log,
+    unpack_segment_head,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "store-format.md"
 
@@ -25,7 +34,11 @@ def test_the_worked_example_in_the_document_is_what_the_code_writes() -> None:
 
 def test_the_example_reads_back() -> None:
     segment = example.segment_bytes()
-    assert unpack_segment_head(segment[:BLOCK], example.IDENTITY.fingerprint) == (1, len(segment) - BLOCK, 1)
+    assert unpack_segment_head(segment[:BLOCK], example.IDENTITY.fingerprint) == (
+        1,
+        len(segment) - BLOCK,
+        1,
+    )
     assert SlotHead.unpack(segment[BLOCK:]) == example.HEAD
     records, whole = unpack_log(example.log_bytes(), example.IDENTITY.fingerprint)
     assert whole and len(records) == 1 and bytes(records["key"][0]) == example.KEY
@@ -38,7 +51,12 @@ def test_the_checksum_is_xxh3_of_the_header_with_zeros_in_its_place_and_the_payl
 
 
 def test_sizes_are_those_of_the_document() -> None:
-    assert (HEAD.itemsize, RECORD.itemsize, format.LOG_HEAD_BYTES, format.FRAME_HEAD_BYTES) == (152, 88, 64, 16)
+    assert (HEAD.itemsize, RECORD.itemsize, format.LOG_HEAD_BYTES, format.FRAME_HEAD_BYTES) == (
+        152,
+        88,
+        64,
+        16,
+    )
 
 
 @pytest.mark.parametrize("other", [b"\0" * 32, b"\xff" * 32])
@@ -68,7 +86,9 @@ def test_a_log_cut_anywhere_keeps_the_frames_before_the_cut() -> None:
     identity = example.IDENTITY.fingerprint
     record = np.zeros(3, RECORD)
     record["sequence"] = [1, 2, 3]
-    whole = format.pack_log_head(identity) + b"".join(format.pack_frame(record[i : i + 1]) for i in range(3))
+    whole = format.pack_log_head(identity) + b"".join(
+        format.pack_frame(record[i : i + 1]) for i in range(3)
+    )
     frame = format.FRAME_HEAD_BYTES + RECORD.itemsize
     for cut in range(len(whole) + 1):
         records, complete = unpack_log(whole[:cut], identity)

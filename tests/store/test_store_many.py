@@ -1,4 +1,6 @@
-"""Many pages: what grows with their number stays in proportion, and all of them are found again with the index log and without."""
+"""Many pages: what grows with their number stays in proportion, and all of them are found again
+with the index log and without.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def found(store: DiskStore) -> set[int]:
     memory = aligned(BATCH * NBYTES)
     rows = np.frombuffer(memory, np.uint64).reshape(BATCH, -1)
     for first in range(0, PAGES, BATCH):
-        job = store.read([PageRead(KEYS[first + i], [memory[i * NBYTES : (i + 1) * NBYTES]]) for i in range(BATCH)])
+        job = store.read(
+            [
+                PageRead(KEYS[first + i], [memory[i * NBYTES : (i + 1) * NBYTES]])
+                for i in range(BATCH)
+            ]
+        )
         assert job.wait(60)
         here = [i for i, outcome in enumerate(job.outcomes) if outcome is ReadOutcome.OK]
         assert (rows[here] == contents(first)[here]).all()
@@ -39,7 +46,12 @@ def found(store: DiskStore) -> set[int]:
 
 
 def test_many_pages_are_found_again_with_the_log_and_without(tmp_path: Path) -> None:
-    settings = {"capacity_bytes": 256 << 20, "segment_bytes": 32 << 20, "io_threads": 4, "direct_io": "off"} | lanes("threads")
+    settings = {
+        "capacity_bytes": 256 << 20,
+        "segment_bytes": 32 << 20,
+        "io_threads": 4,
+        "direct_io": "off",
+    } | lanes("threads")
     store = open_at(tmp_path, **settings)
     for first in range(0, PAGES, BATCH):
         rows = contents(first)

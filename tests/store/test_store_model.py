@@ -22,7 +22,9 @@ NAMES = st.integers(0, 60)
 
 
 class StoreModel(RuleBasedStateMachine):
-    """`stored` is every page acknowledged and not deleted; eviction may take any of them, nothing may change one."""
+    """`stored` is every page acknowledged and not deleted; eviction may take any of them, nothing
+    may change one.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -96,11 +96,15 @@ LOSSES = {"folder removed": shutil.rmtree, "folder moved": lambda path: path.ren
 
 
 @pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
-def test_a_server_whose_folder_is_anothers_by_now_changes_no_file_there(tmp_path: Path, lose: Callable[[Path], None]) -> None:
+def test_a_server_whose_folder_is_anothers_by_now_changes_no_file_there(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
     old, new = old_and_new(tmp_path, lose)
     before = {path.name: path.lstat().st_ino for path in Path(new.folder).iterdir()}
     log = Path(new.folder, "index.log").read_bytes()
-    for i in range(300):  # many rewritings of the log, and other sizes, for which segments are made and removed
+    for i in range(
+        300
+    ):  # many rewritings of the log, and other sizes, for which segments are made and removed
         put(old, {key(("more", i)): content(i, 5000), key(("big", i)): content(i, 90_000)})
         old.delete([key(("more", i))])
     old.clear()
@@ -114,20 +118,26 @@ def test_a_server_whose_folder_was_removed_takes_no_page_from_the_next_one(tmp_p
     old, new = old_and_new(tmp_path, shutil.rmtree)
     old.clear()
     old.close()
-    assert read(new, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, data) for data in PAGES.values()]
+    assert read(new, dict.fromkeys(PAGES, 5000)) == [
+        (ReadOutcome.OK, data) for data in PAGES.values()
+    ]
     new.close()
     again = open_at(tmp_path)
     assert again.stats().pages == 20
     again.close()
 
 
-def test_a_server_whose_folder_was_removed_says_so_once_and_serves_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_whose_folder_was_removed_says_so_once_and_serves_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = open_at(tmp_path)
     put(store, PAGES)
     shutil.rmtree(namespace(tmp_path))
     for i in range(5):
         assert put(store, {key(("big", i)): content(i, 90_000)}) == [PutOutcome.REFUSED]
-    assert read(store, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, data) for data in PAGES.values()]
+    assert read(store, dict.fromkeys(PAGES, 5000)) == [
+        (ReadOutcome.OK, data) for data in PAGES.values()
+    ]
     store.close()
     assert len([r for r in caplog.records if "restart the server" in r.getMessage()]) == 1
     assert not namespace(tmp_path).exists()
@@ -151,7 +161,9 @@ class Beside(Env):
 
 
 @pytest.mark.parametrize("only_looking", [True, False])
-def test_a_start_waits_for_who_has_the_lock_for_a_moment(tmp_path: Path, only_looking: bool) -> None:
+def test_a_start_waits_for_who_has_the_lock_for_a_moment(
+    tmp_path: Path, only_looking: bool
+) -> None:
     folder = closed(tmp_path)
     store = open_at(tmp_path, env=Beside(folder, 3, only_looking=only_looking))
     assert store.stats().pages == 20
@@ -167,7 +179,9 @@ def test_a_start_does_not_wait_for_ever(tmp_path: Path) -> None:
     env.pause(0)
 
 
-def test_those_who_look_at_the_same_time_do_not_take_each_other_for_the_owner(tmp_path: Path) -> None:
+def test_those_who_look_at_the_same_time_do_not_take_each_other_for_the_owner(
+    tmp_path: Path,
+) -> None:
     folder = closed(tmp_path)
     env = Beside(folder, 1, only_looking=True)
     assert not is_open(Env(), str(folder))
@@ -179,11 +193,18 @@ def test_those_who_look_at_the_same_time_do_not_take_each_other_for_the_owner(tm
 
 def test_an_owner_that_has_ended_is_not_named_as_the_one_that_runs(tmp_path: Path) -> None:
     folder = closed(tmp_path)
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for text in (ended.stdout, "0", "-1", "9" * 30, "x", "1" * 500):
         holder = lock_folder(Env(), str(folder))
         (folder / "lock").write_text(text)
-        with pytest.raises(StoreBusyError, match="belongs to another process, which is still running"):
+        with pytest.raises(
+            StoreBusyError, match="belongs to another process, which is still running"
+        ):
             lock_folder(Env(), str(folder))
         os.close(holder)
 
@@ -218,7 +239,9 @@ def test_no_start_fails_beside_somebody_who_looks_without_pause(tmp_path: Path) 
 def test_what_another_user_owns_is_refused(tmp_path: Path, what: str) -> None:
     closed(tmp_path)
     os.chown(namespace(tmp_path) / what, NOBODY, NOBODY)
-    with pytest.raises(StoreError, match=rf"belongs to user {NOBODY}, and this process runs as user 0\. Run it as"):
+    with pytest.raises(
+        StoreError, match=rf"belongs to user {NOBODY}, and this process runs as user 0\. Run it as"
+    ):
         open_at(tmp_path)
     os.chown(namespace(tmp_path) / what, 0, 0)
     again = open_at(tmp_path)
@@ -251,7 +274,10 @@ def test_what_others_may_only_read_is_taken_from_their_eyes(tmp_path: Path) -> N
     folder = closed(tmp_path)
     folder.parent.chmod(0o755)
     folder.chmod(0o750)
-    files = [folder.parent / "config.json", *(folder / name for name in ("lock", "seg-00000001", "index.log"))]
+    files = [
+        folder.parent / "config.json",
+        *(folder / name for name in ("lock", "seg-00000001", "index.log")),
+    ]
     for path in files:
         path.chmod(0o664)
     store = open_at(tmp_path)
@@ -276,7 +302,10 @@ def test_a_path_whose_folders_others_may_exchange_is_refused(tmp_path: Path, bit
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(bits)
-    with pytest.raises(StoreError, match=rf"mode 0{bits:o}.*chmod go-w on it, or set store\.path to a new folder below it"):
+    with pytest.raises(
+        StoreError,
+        match=rf"mode 0{bits:o}.*chmod go-w on it, or set store\.path to a new folder below it",
+    ):
         open_at(shared)
     open_at(shared / "new").close()
 
@@ -312,7 +341,9 @@ def test_a_path_in_which_each_has_only_his_own_is_taken(tmp_path: Path) -> None:
         ("config.json", lambda path: path.symlink_to("elsewhere")),
     ],
 )
-def test_what_stands_for_a_lock_or_config_and_is_none_is_refused_at_once(tmp_path: Path, what: str, make: Callable[[Path], None]) -> None:
+def test_what_stands_for_a_lock_or_config_and_is_none_is_refused_at_once(
+    tmp_path: Path, what: str, make: Callable[[Path], None]
+) -> None:
     closed(tmp_path)
     (namespace(tmp_path) / what).unlink()
     make(namespace(tmp_path) / what)

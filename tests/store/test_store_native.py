@@ -1,4 +1,6 @@
-"""The compiled lanes: the same checksums, the same bytes on disk, the same outcomes as the Python ones."""
+"""The compiled lanes: the same checksums, the same bytes on disk, the same outcomes as the Python
+ones.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ SIZES = (1, 1000, 4096, 65_536, 300_001)
 
 def test_checksums_equal_the_reference_however_the_bytes_are_cut() -> None:
     chance = random.Random(1)
-    lengths = [*range(241, 1300), *(64 * i + d for i in range(20, 60) for d in (-1, 0, 1)), *(1024 * i for i in range(1, 40))]
+    lengths = [
+        *range(241, 1300),
+        *(64 * i + d for i in range(20, 60) for d in (-1, 0, 1)),
+        *(1024 * i for i in range(1, 40)),
+    ]
     for length in lengths:
         data = chance.randbytes(length)
         parts, at = [], 0
@@ -47,7 +53,13 @@ def test_short_input_is_refused_rather_than_hashed_wrongly() -> None:
 def test_many_headers_at_once_are_the_same_as_one_by_one() -> None:
     heads = [SlotHead(b"\x07" * 32, key(i), "kv", 1000 + i, 10 * i, 3, i) for i in range(5)]
     columns = heads_of(
-        b"\x07" * 32, words([h.key for h in heads]), [b"kv"] * 5, range(1000, 1005), range(0, 50, 10), [3] * 5, range(5)
+        b"\x07" * 32,
+        words([h.key for h in heads]),
+        [b"kv"] * 5,
+        range(1000, 1005),
+        range(0, 50, 10),
+        [3] * 5,
+        range(5),
     )
     assert [column.tobytes() for column in columns] == [head.fields() for head in heads]
     assert len(heads[0].fields()) == _native.HEAD_BYTES
@@ -55,7 +67,9 @@ def test_many_headers_at_once_are_the_same_as_one_by_one() -> None:
 
 @pytest.mark.parametrize("reader", LANES)
 @pytest.mark.parametrize("writer", LANES)
-def test_any_kind_of_lanes_reads_what_any_other_wrote(tmp_path: Path, writer: str, reader: str) -> None:
+def test_any_kind_of_lanes_reads_what_any_other_wrote(
+    tmp_path: Path, writer: str, reader: str
+) -> None:
     pages = {key((size, i)): content((size, i), size) for size in SIZES for i in range(9)}
     store = open_at(tmp_path, **lanes(writer), capacity_bytes=64 << 20)
     assert store.io == writer
@@ -63,7 +77,9 @@ def test_any_kind_of_lanes_reads_what_any_other_wrote(tmp_path: Path, writer: st
     store.close()
     store = open_at(tmp_path, **lanes(reader), capacity_bytes=64 << 20)
     assert store.io == reader
-    assert read(store, {k: len(d) for k, d in pages.items()}) == [(ReadOutcome.OK, d) for d in pages.values()]
+    assert read(store, {k: len(d) for k, d in pages.items()}) == [
+        (ReadOutcome.OK, d) for d in pages.values()
+    ]
     store.close()
 
 
@@ -75,17 +91,29 @@ def test_all_kinds_of_lanes_write_the_same_bytes(tmp_path: Path) -> None:
         store.close()
         (path,) = Path(store.folder).glob("seg-*")
         data = path.read_bytes()
-        slots = [data[at : at + 3 * BLOCK] for at in range(BLOCK, BLOCK + 20 * 3 * BLOCK, 3 * BLOCK)]
+        slots = [
+            data[at : at + 3 * BLOCK] for at in range(BLOCK, BLOCK + 20 * 3 * BLOCK, 3 * BLOCK)
+        ]
         heads = [SlotHead.unpack(slot) for slot in slots]
         first = heads[0].sequence
-        # Sequence numbers come from the clock; what they make of the checksum is left out with them.
-        images.append([(h.key, h.sequence - first, slot[HEAD.itemsize :]) for h, slot in zip(heads, slots, strict=True)])
+        # Sequence numbers come from the clock; what they make of the checksum is left out with
+        # them.
+        images.append(
+            [
+                (h.key, h.sequence - first, slot[HEAD.itemsize :])
+                for h, slot in zip(heads, slots, strict=True)
+            ]
+        )
     assert images[0] == images[1] == images[2]
 
 
 @pytest.mark.parametrize("kind", COMPILED)
-def test_a_queue_that_cannot_be_served_in_time_ends_late_while_its_lane_is_busy(tmp_path: Path, kind: str) -> None:
-    store = open_at(tmp_path, **lanes(kind), capacity_bytes=256 << 20, io_threads=1, segment_bytes=64 << 20)
+def test_a_queue_that_cannot_be_served_in_time_ends_late_while_its_lane_is_busy(
+    tmp_path: Path, kind: str
+) -> None:
+    store = open_at(
+        tmp_path, **lanes(kind), capacity_bytes=256 << 20, io_threads=1, segment_bytes=64 << 20
+    )
     big = {key(i): content(i, 8 << 20) for i in range(8)}
     put(store, big)
     into = [aligned(8 << 20) for _ in big]
@@ -112,13 +140,17 @@ def test_a_job_nobody_asks_about_gives_its_slots_back(tmp_path: Path, kind: str)
     store.close()
 
 
-def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native_lanes, "_SWEEP_S", 3600.0)
     store = open_at(tmp_path, **lanes("threads"), io_threads=1)
     put(store, {key(i): content(i, 5000) for i in range(2)})
     assert store.damage(key(0), bit=1)
     damaged = store.read([PageRead(key(0), [aligned(5000)])])
-    assert read(store, {key(1): 5000}) == [(ReadOutcome.OK, content(1, 5000))]  # by the same thread: the other one has ended
+    assert read(store, {key(1): 5000}) == [
+        (ReadOutcome.OK, content(1, 5000))
+    ]  # by the same thread: the other one has ended
     damaged.cancel()
     assert store.stats().pages_corrupt == 0
     assert damaged.outcomes == [ReadOutcome.CORRUPT] and store.stats().pages_corrupt == 1
@@ -126,7 +158,9 @@ def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("kind", COMPILED)
-def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(tmp_path: Path, kind: str) -> None:
+def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(
+    tmp_path: Path, kind: str
+) -> None:
     store = open_at(tmp_path, **lanes(kind), io_threads=1)
     put(store, {key(i): content(i, 5000) for i in range(10)})
     seen: list[tuple[int, int]] = []
@@ -136,7 +170,11 @@ def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(tmp_pat
     )
     assert job.wait(60)
     ended = job.drain()
-    assert sorted(ended, key=lambda page: page[0]) == [(0, ReadOutcome.OK), (1, ReadOutcome.MISS), (2, ReadOutcome.OK)]
+    assert sorted(ended, key=lambda page: page[0]) == [
+        (0, ReadOutcome.OK),
+        (1, ReadOutcome.MISS),
+        (2, ReadOutcome.OK),
+    ]
     assert [i for i, _ in seen] == [i for i, _ in ended]
     if kind == "threads":  # one thread reads one after the other; a ring has all of them under way
         assert [i for i, _ in seen] == [0, 1, 2]
@@ -154,11 +192,15 @@ def test_writes_and_reads_at_once_from_many_threads_stay_apart(tmp_path: Path, k
         for _ in range(60):
             names = [chance.randrange(200) for _ in range(6)]
             size = chance.choice((3000, 20_000))
-            for outcome in store.put([PageWrite(key((n, size)), [memoryview(content((n, size), size))]) for n in names]):
+            for outcome in store.put(
+                [PageWrite(key((n, size)), [memoryview(content((n, size), size))]) for n in names]
+            ):
                 if outcome is PutOutcome.REFUSED:
                     wrong.append(outcome)
             names = list(dict.fromkeys(names))
-            for n, (outcome, data) in zip(names, read(store, {key((n, size)): size for n in names}), strict=True):
+            for n, (outcome, data) in zip(
+                names, read(store, {key((n, size)): size for n in names}), strict=True
+            ):
                 if outcome is ReadOutcome.OK and data != content((n, size), size):
                     wrong.append(n)
                 if outcome not in (ReadOutcome.OK, ReadOutcome.MISS):

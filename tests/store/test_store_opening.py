@@ -47,18 +47,30 @@ def test_a_folder_has_one_owner_and_the_message_names_it(store: DiskStore, tmp_p
 
 @pytest.mark.parametrize(
     "change",
-    [{"dtype": "float8"}, {"page_size": 32}, {"model": "other"}, {"weights": "f00d"}, {"rope": {"theta": 1e6}}],
+    [
+        {"dtype": "float8"},
+        {"page_size": 32},
+        {"model": "other"},
+        {"weights": "f00d"},
+        {"rope": {"theta": 1e6}},
+    ],
 )
-def test_another_identity_never_meets_these_pages(opened: Callable[..., DiskStore], change: dict) -> None:
+def test_another_identity_never_meets_these_pages(
+    opened: Callable[..., DiskStore], change: dict
+) -> None:
     put(opened(), PAGES)
     other = opened(identity=Identity({**IDENTITY.fields, **change}, name="lab"))
     assert set(other.lookup(list(PAGES))) == {Lookup.MISS}
     other.close()
-    same = opened(identity=Identity(dict(reversed(IDENTITY.fields.items())), name="lab"), rank="tp1")
+    same = opened(
+        identity=Identity(dict(reversed(IDENTITY.fields.items())), name="lab"), rank="tp1"
+    )
     assert os.path.dirname(same.folder) == os.path.dirname(opened(rank="tp2").folder)
 
 
-def test_segments_copied_from_another_identity_hold_no_pages(opened: Callable[..., DiskStore]) -> None:
+def test_segments_copied_from_another_identity_hold_no_pages(
+    opened: Callable[..., DiskStore],
+) -> None:
     mine = opened()
     put(mine, PAGES)
     mine.close()
@@ -77,7 +89,9 @@ def test_a_rank_name_cannot_leave_the_folder(tmp_path: Path, rank: str) -> None:
         open_at(tmp_path, rank=rank)
 
 
-@pytest.mark.parametrize("name", ["../../etc", "/etc/passwd", "..", "", "a/b\0c", "ключ", "x" * 500])
+@pytest.mark.parametrize(
+    "name", ["../../etc", "/etc/passwd", "..", "", "a/b\0c", "ключ", "x" * 500]
+)
 def test_a_models_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
     store = open_at(tmp_path / "root", identity=Identity({"model": name}, name=name))
     assert Path(store.folder).parent.parent == tmp_path / "root"
@@ -154,7 +168,9 @@ def test_a_log_that_is_written_anew_says_the_same(opened: Callable[..., DiskStor
     again = opened(capacity_bytes=64 << 20)
     assert again.stats().pages == 20
     assert read(again, dict.fromkeys(kept, 3000)) == [(ReadOutcome.OK, d) for d in kept.values()]
-    assert [o for o, _ in read(again, {key(("swa", i)): 9000 for i in range(10)}, pool="swa")] == [ReadOutcome.OK] * 10
+    assert [o for o, _ in read(again, {key(("swa", i)): 9000 for i in range(10)}, pool="swa")] == [
+        ReadOutcome.OK
+    ] * 10
 
 
 WRITER = """
@@ -175,7 +191,9 @@ def test_a_killed_writer_leaves_every_page_it_was_told_was_stored(tmp_path: Path
     kept = 0
     for _ in range(3):
         child = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), os.path.dirname(__file__)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, str(tmp_path), os.path.dirname(__file__)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert child.stdout is not None
         for line in child.stdout:
@@ -198,8 +216,12 @@ def test_one_key_in_two_pools_is_two_pages_also_after_opening(tmp_path: Path) ->
     store.close()
     again = open_at(tmp_path)
     assert again.stats().pages == 20
-    assert read(again, {key(i): 9000 for i in range(10)}) == [(ReadOutcome.OK, content(i, 9000)) for i in range(10)]
-    assert read(again, {key(i): 9000 for i in range(10)}, pool="swa") == [(ReadOutcome.OK, content(("swa", i), 9000)) for i in range(10)]
+    assert read(again, {key(i): 9000 for i in range(10)}) == [
+        (ReadOutcome.OK, content(i, 9000)) for i in range(10)
+    ]
+    assert read(again, {key(i): 9000 for i in range(10)}, pool="swa") == [
+        (ReadOutcome.OK, content(("swa", i), 9000)) for i in range(10)
+    ]
     again.close()
 
 
@@ -211,9 +233,13 @@ def as_link(path: Path) -> None:
     path.symlink_to(path.with_name("lock"))
 
 
-@pytest.mark.parametrize("number", ["ffffffff", "fffffffe", "ffffff00", "00100001", "00100000", "00000002", "00000000"])
+@pytest.mark.parametrize(
+    "number", ["ffffffff", "fffffffe", "ffffff00", "00100001", "00100000", "00000002", "00000000"]
+)
 @pytest.mark.parametrize("make", [as_directory, as_link, os.mkfifo, Path.touch])
-def test_what_is_named_as_a_segment_and_is_none_hinders_nobody(tmp_path: Path, number: str, make: Callable[[Path], None]) -> None:
+def test_what_is_named_as_a_segment_and_is_none_hinders_nobody(
+    tmp_path: Path, number: str, make: Callable[[Path], None]
+) -> None:
     store = open_at(tmp_path)
     put(store, PAGES)
     store.close()
@@ -231,7 +257,9 @@ def test_what_is_named_as_a_segment_and_is_none_hinders_nobody(tmp_path: Path, n
         assert strange.lstat().st_mode == kind
 
 
-def test_the_last_number_of_a_segment_is_followed_by_the_first_free_one(opened: Callable[..., DiskStore]) -> None:
+def test_the_last_number_of_a_segment_is_followed_by_the_first_free_one(
+    opened: Callable[..., DiskStore],
+) -> None:
     store = opened(capacity_bytes=64 << 20)
     put(store, PAGES)
     store.close()
@@ -250,12 +278,16 @@ def test_the_last_number_of_a_segment_is_followed_by_the_first_free_one(opened: 
     again = opened(capacity_bytes=64 << 20)
     assert put(again, {key("another"): content(0, 90_000)}) == [PutOutcome.STORED]
     kept = PAGES | sizes
-    assert read(again, {k: len(d) for k, d in kept.items()}) == [(ReadOutcome.OK, d) for d in kept.values()]
+    assert read(again, {k: len(d) for k, d in kept.items()}) == [
+        (ReadOutcome.OK, d) for d in kept.values()
+    ]
     assert [path.name for path in segments(again)] == sorted([*names, "seg-00000004"])
 
 
 @pytest.mark.parametrize("kind", ["8 TiB", "fifo", "directory", "link"])
-def test_an_index_that_is_none_is_made_anew_from_the_slots(opened: Callable[..., DiskStore], kind: str) -> None:
+def test_an_index_that_is_none_is_made_anew_from_the_slots(
+    opened: Callable[..., DiskStore], kind: str
+) -> None:
     store = opened()
     put(store, PAGES)
     store.close()
@@ -267,7 +299,9 @@ def test_an_index_that_is_none_is_made_anew_from_the_slots(opened: Callable[...,
         {"fifo": os.mkfifo, "directory": as_directory, "link": as_link}[kind](log)
     for _ in range(2):
         again = opened()
-        assert read(again, dict.fromkeys(PAGES, 5000)) == [(ReadOutcome.OK, d) for d in PAGES.values()]
+        assert read(again, dict.fromkeys(PAGES, 5000)) == [
+            (ReadOutcome.OK, d) for d in PAGES.values()
+        ]
         put(again, {key("more"): b"more"})
         again.close()
     if kind == "directory":

@@ -1,4 +1,6 @@
-"""What makes room: folders that a store made, whole and only those, whatever a stranger's folder is called."""
+"""What makes room: folders that a store made, whole and only those, whatever a stranger's folder is
+called.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ def tree(root: Path) -> dict[str, bytes | None]:
     found: dict[str, bytes | None] = {}
     for path in sorted(root.rglob("*")):
         whole = path.is_file() and not path.is_symlink()
-        found[str(path.relative_to(root))] = path.read_bytes() if whole else os.readlink(path).encode() if path.is_symlink() else None
+        found[str(path.relative_to(root))] = (
+            path.read_bytes()
+            if whole
+            else os.readlink(path).encode()
+            if path.is_symlink()
+            else None
+        )
     return found
 
 
@@ -53,7 +61,9 @@ def need_room(root: Path) -> DiskStore:
 def model_folder(folder: Path) -> None:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "README").write_text("mine")
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Llama"], "identity": {"fields": {}}}))
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["Llama"], "identity": {"fields": {}}})
+    )
     (folder / "checkpoints" / "model.bin").write_bytes(os.urandom(3 << 20))
     (folder / "checkpoints" / "lock").write_text("")
 
@@ -246,7 +256,9 @@ def test_a_folder_that_is_left_alone_is_looked_through_once(tmp_path: Path) -> N
     store.close()
 
 
-def test_the_folder_of_another_user_is_left_to_him(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_of_another_user_is_left_to_him(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     if os.geteuid():
         pytest.skip("giving a folder away needs root")
     namespace = old_store(tmp_path)
@@ -255,4 +267,6 @@ def test_the_folder_of_another_user_is_left_to_him(tmp_path: Path, caplog: pytes
     store = need_room(tmp_path)
     store.close()
     assert tree(namespace) == before
-    assert [r.levelno for r in caplog.records if "belongs to user 65534" in r.getMessage()] == [logging.WARNING]
+    assert [r.levelno for r in caplog.records if "belongs to user 65534" in r.getMessage()] == [
+        logging.WARNING
+    ]

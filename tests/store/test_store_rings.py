@@ -1,4 +1,6 @@
-"""Lanes with io_uring: what they have under way, what they leave alone, and a kernel that forbids them."""
+"""Lanes with io_uring: what they have under way, what they leave alone, and a kernel that forbids
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,26 @@ NBYTES = 64 << 10
 
 
 def open_rings(path: Path, **settings: object) -> DiskStore:
-    store = open_at(path, **({"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20} | lanes("io_uring") | settings))
+    store = open_at(
+        path,
+        **({"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20} | lanes("io_uring") | settings),
+    )
     assert store.io == "io_uring"
     return store
 
 
-def test_more_pages_than_fit_the_rings_come_back_whole_and_in_any_order_asked_for(tmp_path: Path) -> None:
+def test_more_pages_than_fit_the_rings_come_back_whole_and_in_any_order_asked_for(
+    tmp_path: Path,
+) -> None:
     store = open_rings(tmp_path, io_threads=1)
     pages = {key(i): content(i, 4096) for i in range(1000)}
     put(store, pages)
     for seed in range(3):
         names = list(pages)
         random.Random(seed).shuffle(names)
-        assert read(store, dict.fromkeys(names, 4096)) == [(ReadOutcome.OK, pages[name]) for name in names]
+        assert read(store, dict.fromkeys(names, 4096)) == [
+            (ReadOutcome.OK, pages[name]) for name in names
+        ]
     store.close()
 
 
@@ -52,10 +61,14 @@ def test_pages_not_begun_are_cancelled_and_their_memory_is_left_alone(tmp_path: 
     for _ in range(100):
         for buffer in into:
             buffer[:] = b"\xa5" * NBYTES
-        job = store.read([PageRead(name, [buffer]) for name, buffer in zip(names, into, strict=True)])
+        job = store.read(
+            [PageRead(name, [buffer]) for name, buffer in zip(names, into, strict=True)]
+        )
         job.cancel()
         left = [i for i, outcome in enumerate(job.outcomes) if outcome is ReadOutcome.CANCELLED]
-        if left:  # a machine may be slow enough to read all 600 before the next line of this test runs
+        if (
+            left
+        ):  # a machine may be slow enough to read all 600 before the next line of this test runs
             break
     assert left
     for i in left:
@@ -78,7 +91,9 @@ def test_a_job_that_is_dropped_ends_before_its_memory_does(tmp_path: Path) -> No
         job = store.read([PageRead(name, [aligned(NBYTES)]) for name in pages])
         job.cancel()
         del job
-    assert read(store, dict.fromkeys(pages, NBYTES)) == [(ReadOutcome.OK, data) for data in pages.values()]
+    assert read(store, dict.fromkeys(pages, NBYTES)) == [
+        (ReadOutcome.OK, data) for data in pages.values()
+    ]
     store.close()
 
 
@@ -95,7 +110,11 @@ def test_urgent_reads_go_before_the_rest_of_a_long_job(tmp_path: Path) -> None:
         with lock:
             order.append(what)
 
-    long = store.read([PageRead(n, [aligned(NBYTES)]) for n in names], priority=5, on_page=lambda i, _: note("long"))
+    long = store.read(
+        [PageRead(n, [aligned(NBYTES)]) for n in names],
+        priority=5,
+        on_page=lambda i, _: note("long"),
+    )
     urgent = store.read([PageRead(names[0], [aligned(NBYTES)])], priority=0)
     assert urgent.wait(60) and urgent.outcomes == [ReadOutcome.OK]
     assert long.wait(60) and long.outcomes == [ReadOutcome.OK] * 600
@@ -114,7 +133,9 @@ def test_writes_go_on_beside_reads_without_end_and_reads_beside_writes(tmp_path:
         names = list(pages)
         while not stop.is_set():
             random.shuffle(names)
-            if {outcome for outcome, _ in read(store, dict.fromkeys(names, 4096))} != {ReadOutcome.OK}:
+            if {outcome for outcome, _ in read(store, dict.fromkeys(names, 4096))} != {
+                ReadOutcome.OK
+            }:
                 bad.append("read")
 
     threads = [threading.Thread(target=readers) for _ in range(3)]
@@ -142,7 +163,11 @@ def test_truncated_and_damaged_pages_are_found_among_good_ones(tmp_path: Path) -
         data[BLOCK + slot * 3 * BLOCK + BLOCK + 77] ^= 4
     path.write_bytes(data[: BLOCK + 50 * 3 * BLOCK + 100])
     outcomes = [outcome for outcome, _ in read(store, dict.fromkeys(pages, 5000))]
-    assert {i for i, o in enumerate(outcomes) if o is ReadOutcome.CORRUPT} == {3, 30, *range(50, 60)}
+    assert {i for i, o in enumerate(outcomes) if o is ReadOutcome.CORRUPT} == {
+        3,
+        30,
+        *range(50, 60),
+    }
     assert {o for i, o in enumerate(outcomes) if i not in (3, 30) and i < 50} == {ReadOutcome.OK}
     store.close()
 
@@ -152,7 +177,9 @@ def test_memory_the_device_cannot_write_to_is_read_by_way_of_a_copy(tmp_path: Pa
     pages = {key(i): content(i, 10_000) for i in range(40)}
     put(store, pages)
     whole = [aligned(10_001) for _ in pages]
-    job = store.read([PageRead(k, [b[1:5000], b[5000:]]) for k, b in zip(pages, whole, strict=True)])
+    job = store.read(
+        [PageRead(k, [b[1:5000], b[5000:]]) for k, b in zip(pages, whole, strict=True)]
+    )
     assert job.wait(60) and job.outcomes == [ReadOutcome.OK] * 40
     assert [bytes(b[1:]) for b in whole] == list(pages.values())
     store.close()
@@ -162,21 +189,33 @@ def test_which_lanes_are_chosen() -> None:
     lanes("io_uring")
     assert ring_lanes("threads", direct=True, threads=8) == 0
     assert ring_lanes("auto", direct=False, threads=8) == 0
-    assert ring_lanes("io_uring", direct=False, threads=8) == ring_lanes("auto", direct=True, threads=8) > 0
+    assert (
+        ring_lanes("io_uring", direct=False, threads=8)
+        == ring_lanes("auto", direct=True, threads=8)
+        > 0
+    )
     assert ring_lanes("auto", direct=True, threads=1) == 1
 
 
-def test_a_callback_tells_of_a_deadline_though_every_lane_hangs_and_nobody_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callback_tells_of_a_deadline_though_every_lane_hangs_and_nobody_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native_lanes, "_SWEEP_S", 3600.0)
     store = open_rings(tmp_path, io_threads=1)
     names = [key(i) for i in range(42)]
     put(store, {name: content(i, 4096) for i, name in enumerate(names)})
     device = hang(store)
-    first = store.read([PageRead(name, [aligned(4096)]) for name in names[:40:2]])  # more runs than a ring has under way
+    first = store.read(
+        [PageRead(name, [aligned(4096)]) for name in names[:40:2]]
+    )  # more runs than a ring has under way
     while first.in_flight < 16 and not first.done:
         time.sleep(0.001)
     late = threading.Event()
-    job = store.read([PageRead(names[41], [aligned(4096)])], deadline_s=0.01, on_page=lambda i, outcome: late.set())
+    job = store.read(
+        [PageRead(names[41], [aligned(4096)])],
+        deadline_s=0.01,
+        on_page=lambda i, outcome: late.set(),
+    )
     hung, told = first.in_flight, late.wait(10)
     os.close(device)
     assert hung == 16 and told
@@ -205,7 +244,9 @@ def forbid(*steps):
 """
 
 
-_FORBIDDEN = _FORBID + r"""
+_FORBIDDEN = (
+    _FORBID
+    + r"""
 call, when, error = int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
 program = (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050000 | error), (0x06, 0, 0, 0x7FFF0000)
 if when == "before":
@@ -225,22 +266,39 @@ for _ in range(5):
     assert read(store, lengths) == wanted
 store.close()
 """
+)
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers")
+@pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers"
+)
 @pytest.mark.parametrize("setting", ["auto", "io_uring"])
 @pytest.mark.parametrize("error", [1, 38], ids=["EPERM", "ENOSYS"])
 @pytest.mark.parametrize(("call", "when"), [(425, "before"), (426, "before"), (426, "after")])
-def test_a_kernel_that_forbids_rings_gets_threads(tmp_path: Path, call: int, when: str, error: int, setting: str) -> None:
+def test_a_kernel_that_forbids_rings_gets_threads(
+    tmp_path: Path, call: int, when: str, error: int, setting: str
+) -> None:
     lanes("io_uring")
-    command = [sys.executable, "-c", _FORBIDDEN, str(Path(__file__).parent), str(tmp_path), str(call), when, str(error), setting]
+    command = [
+        sys.executable,
+        "-c",
+        _FORBIDDEN,
+        str(Path(__file__).parent),
+        str(tmp_path),
+        str(call),
+        when,
+        str(error),
+        setting,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode == 77:
         pytest.skip("this process may not install a seccomp filter")
     assert done.returncode == 0, done.stderr
 
 
-_NO_MORE = _FORBID + r"""
+_NO_MORE = (
+    _FORBID
+    + r"""
 store = open_at(Path(sys.argv[2]), io="io_uring", io_threads=1)
 names = [key(i) for i in range(12)]
 put(store, {name: content(i, 4096) for i, name in enumerate(names)})
@@ -259,13 +317,23 @@ assert hung.wait(30)
 assert hung.outcomes == [ReadOutcome.CORRUPT] * 4
 store.close()
 """
+)
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers")
+@pytest.mark.skipif(
+    os.uname().machine != "x86_64", reason="the filter names system calls by their x86-64 numbers"
+)
 @pytest.mark.parametrize("error", [1, 11], ids=["EPERM", "EAGAIN"])
 def test_what_a_ring_has_under_way_ends_after_it_was_given_up(tmp_path: Path, error: int) -> None:
     lanes("io_uring")
-    command = [sys.executable, "-c", _NO_MORE, str(Path(__file__).parent), str(tmp_path), str(error)]
+    command = [
+        sys.executable,
+        "-c",
+        _NO_MORE,
+        str(Path(__file__).parent),
+        str(tmp_path),
+        str(error),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     if done.returncode == 77:
         pytest.skip("this process may not install a seccomp filter")

@@ -1,4 +1,6 @@
-"""The compiled I/O threads under ASan, UBSan and TSan: a short run of `scripts/sanitize`, and whether it would have noticed."""
+"""The compiled I/O threads under ASan, UBSan and TSan: a short run of `scripts/sanitize`, and
+whether it would have noticed.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,23 @@ if not SCRIPT.exists():
 
 def sanitize(script: Path, *options: str) -> tuple[int, str]:
     done = subprocess.run(
-        [str(script), "--python", sys.executable, *options], capture_output=True, text=True, timeout=500, check=False
+        [str(script), "--python", sys.executable, *options],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     if "skipped" in done.stdout:
         pytest.skip(done.stdout.strip())
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("kind", "reports"), [("asan", ("ASan", "UBSan", "leaks of our own")), ("tsan", ("TSan",))])
-def test_a_store_under_load_is_reported_by_no_sanitizer(kind: str, reports: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reports"), [("asan", ("ASan", "UBSan", "leaks of our own")), ("tsan", ("TSan",))]
+)
+def test_a_store_under_load_is_reported_by_no_sanitizer(
+    kind: str, reports: tuple[str, ...]
+) -> None:
     status, said = sanitize(SCRIPT, "--seconds", "5", "--only", kind)
     assert status == 0, said
     assert re.search(r"[1-9]\d* pages compared, 0 wrong", said), said
@@ -38,11 +48,17 @@ def test_a_store_under_load_is_reported_by_no_sanitizer(kind: str, reports: tupl
 
 def test_a_counter_that_two_threads_change_at_once_is_reported(tmp_path: Path) -> None:
     package = Path(sgl_kvtier.__file__).parent
-    shutil.copytree(package, tmp_path / "sgl_kvtier", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(
+        package, tmp_path / "sgl_kvtier", ignore=shutil.ignore_patterns("__pycache__", "*.so")
+    )
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPT, tmp_path / "scripts")
     pool = tmp_path / "sgl_kvtier" / "store" / "native" / "pool.h"
-    text, changes = re.subn(r"#define SET\(counter, value\) .*", "#define SET(counter, value) ((counter) = (value))", pool.read_text())
+    text, changes = re.subn(
+        r"#define SET\(counter, value\) .*",
+        "#define SET(counter, value) ((counter) = (value))",
+        pool.read_text(),
+    )
     assert changes == 1
     pool.write_text(text)
     status, said = sanitize(tmp_path / "scripts" / "sanitize", "--seconds", "3", "--only", "tsan")

@@ -79,6 +79,8 @@ def test_a_second_owner_is_told_what_to_do(path):
 
 
 def test_more_settings_come_as_a_configuration(path):
-    with open_store("", identity=ME, config=StoreConfig(path=path, capacity_bytes=64 << 20, native_io=False)) as store:
+    with open_store(
+        "", identity=ME, config=StoreConfig(path=path, capacity_bytes=64 << 20, native_io=False)
+    ) as store:
         store.put({page_key("a"): b"x"})
         assert store.get(page_key("a")) == b"x"

@@ -114,7 +114,9 @@ def test_a_link_lives_through_a_deadline_that_never_comes() -> None:
 
         asked: queue.Queue[tuple[int, Callable[[int, ReadOutcome], None]]] = queue.Queue()
 
-        def read(self, pages: list[PageRead], *, on_page: Callable[[int, ReadOutcome], None]) -> None:
+        def read(
+            self, pages: list[PageRead], *, on_page: Callable[[int, ReadOutcome], None]
+        ) -> None:
             self.asked.put((len(pages), on_page))
 
         def close(self) -> None:
@@ -122,7 +124,9 @@ def test_a_link_lives_through_a_deadline_that_never_comes() -> None:
 
     store: Any = Patient()
     slow = Throttled(store, ThrottleConfig())
-    job = ask(slow, [key(i) for i in range(100)], deadline_s=math.inf)  # more than a link has under way
+    job = ask(
+        slow, [key(i) for i in range(100)], deadline_s=math.inf
+    )  # more than a link has under way
     left = 100
     while left:
         count, on_page = store.asked.get(timeout=10)

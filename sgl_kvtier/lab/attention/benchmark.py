@@ -1,4 +1,6 @@
-"""What one prefill chunk's attention costs by its position in the prompt: SGLang's torch_native and ours, in turn."""
+"""What one prefill chunk's attention costs by its position in the prompt: SGLang's torch_native and
+ours, in turn.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, progress, write_json
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    print_table,
+    progress,
+    write_json,
+)
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.runtime.cpu.attention import ChunkAttentionBackend
 
@@ -21,7 +31,9 @@ _PAGE = 16
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the table, writes JSON and plot. Raises KVTierError on arguments that cannot be measured."""
+    """Measures, prints the table, writes JSON and plot. Raises KVTierError on arguments that cannot
+    be measured.
+    """
     q_heads, kv_heads = _heads(args.heads)
     if args.chunk < 1 or args.tokens < args.chunk or args.rounds < 1:
         raise BenchError("--tokens must be at least --chunk, and --chunk and --rounds at least 1")
@@ -45,13 +57,23 @@ def run(args: argparse.Namespace) -> int:
             Column("max_difference", "largest difference", format="{:.1e}".format),
         ),
         rows,
-        notes=(f"medians of {args.rounds} rounds, arms in turn; whole prompt {total['stock']:.0f} and {total['ours']:.0f} ms",),
+        notes=(
+            f"medians of {args.rounds} rounds, arms in turn; whole prompt {total['stock']:.0f} and {total['ours']:.0f} ms",
+        ),
     )
     if args.json != "-":
         print_table(table)
     if args.json:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "plot", "part", "run_part")}
-        results = {"settings": {**settings, "threads": torch.get_num_threads()}, "chunks": rows, "total_ms": total}
+        settings = {
+            key: value
+            for key, value in vars(args).items()
+            if key not in ("json", "plot", "part", "run_part")
+        }
+        results = {
+            "settings": {**settings, "threads": torch.get_num_threads()},
+            "chunks": rows,
+            "total_ms": total,
+        }
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     if args.plot:
         _plot(rows, title, args.plot)
@@ -61,13 +83,20 @@ def run(args: argparse.Namespace) -> int:
 class _Prompt:
     """Random queries, keys and values of one prompt whose pages lie in a shuffled pool."""
 
-    def __init__(self, tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, tokens: int, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         pages = -(-tokens // _PAGE)
         self.q = torch.randn((tokens, q_heads, dim), generator=generator).to(dtype)
-        self.k, self.v = (torch.randn((pages * _PAGE, kv_heads, dim), generator=generator).to(dtype) for _ in range(2))
+        self.k, self.v = (
+            torch.randn((pages * _PAGE, kv_heads, dim), generator=generator).to(dtype)
+            for _ in range(2)
+        )
         order = torch.randperm(pages, generator=generator)
-        self.rows = (order[:, None] * _PAGE + torch.arange(_PAGE)).flatten()[None, :tokens].to(torch.int32)
+        self.rows = (
+            (order[:, None] * _PAGE + torch.arange(_PAGE)).flatten()[None, :tokens].to(torch.int32)
+        )
         self.grouped = q_heads != kv_heads
         self.out = torch.empty_like(self.q)
         fake = SimpleNamespace(
@@ -77,7 +106,10 @@ class _Prompt:
             sliding_window_size=None,
             server_args=SimpleNamespace(page_size=_PAGE),
         )
-        self.arms: dict[str, Any] = {"stock": TorchNativeAttnBackend(fake), "ours": ChunkAttentionBackend(fake)}
+        self.arms: dict[str, Any] = {
+            "stock": TorchNativeAttnBackend(fake),
+            "ours": ChunkAttentionBackend(fake),
+        }
 
     def attend(self, arm: str, start: int, stop: int) -> tuple[float, torch.Tensor]:
         """Seconds for one chunk, and its output."""
@@ -93,7 +125,9 @@ class _Prompt:
 
 def _measure(work: _Prompt, args: argparse.Namespace) -> list[dict[str, Any]]:
     starts = range(0, args.tokens - args.chunk + 1, args.chunk)
-    seconds: dict[tuple[int, str], list[float]] = {(s, arm): [] for s in starts for arm in work.arms}
+    seconds: dict[tuple[int, str], list[float]] = {
+        (s, arm): [] for s in starts for arm in work.arms
+    }
     difference = dict.fromkeys(starts, 0.0)
     with progress("attention", total=len(starts) * args.rounds) as bar:
         for turn in range(args.rounds + 1):  # the first is for warming up
@@ -134,7 +168,9 @@ def _plot(rows: list[dict[str, Any]], title: str, path: str) -> None:
         plots.Series("SGLang torch_native", index, [row["stock_ms"] for row in rows]),
         plots.Series("kvtier_cpu", index, [row["ours_ms"] for row in rows]),
     ]
-    figure.save_plot(plots.lines(series, title, "chunk index", "milliseconds per layer", whole_x=True), path)
+    figure.save_plot(
+        plots.lines(series, title, "chunk index", "milliseconds per layer", whole_x=True), path
+    )
 
 
 def _heads(text: str) -> tuple[int, int]:

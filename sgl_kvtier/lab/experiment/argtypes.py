@@ -12,18 +12,47 @@ from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """What every server of a comparison is started with; returns the group, for what a command has of its own."""
+    """What every server of a comparison is started with; returns the group, for what a command has
+    of its own.
+    """
     group = parser.add_argument_group("servers")
-    group.add_argument("--model-path", metavar="DIR", help="a model's folder or name (default: a lab model is written)")
-    group.add_argument("--lab-model", choices=tuple(SHAPES), default="lab-mha", help="which one (default %(default)s)")
-    group.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
+    group.add_argument(
+        "--model-path",
+        metavar="DIR",
+        help="a model's folder or name (default: a lab model is written)",
+    )
+    group.add_argument(
+        "--lab-model",
+        choices=tuple(SHAPES),
+        default="lab-mha",
+        help="which one (default %(default)s)",
+    )
+    group.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
+    )
     group.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
-    group.add_argument("--threads", type=positive, help="torch threads per server on a CPU (default: half of the cores)")
+    group.add_argument(
+        "--threads",
+        type=positive,
+        help="torch threads per server on a CPU (default: half of the cores)",
+    )
     group.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    group.add_argument("--page-size", type=positive, help="tokens per page (default 16 on a CPU, else 64)")
-    group.add_argument("--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)")
-    group.add_argument("--storage-size", type=size, default=4 << 30, help="storage per arm (default 4GiB)")
-    group.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for every server; repeat as needed, as in --server-arg=--pp-size --server-arg=2")
+    group.add_argument(
+        "--page-size", type=positive, help="tokens per page (default 16 on a CPU, else 64)"
+    )
+    group.add_argument(
+        "--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)"
+    )
+    group.add_argument(
+        "--storage-size", type=size, default=4 << 30, help="storage per arm (default 4GiB)"
+    )
+    group.add_argument(
+        "--server-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more argument for every server; repeat as needed, as in --server-arg=--pp-size --server-arg=2",
+    )
     return group
 
 
@@ -36,18 +65,42 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
         help="a trace file, a trace's short name, or generated:PRESET (default: swe_mini_deepseek if found, else "
         "generated:swe-mini; `kvtier trace list` shows what there is)",
     )
-    group.add_argument("--traces-dir", type=Path, metavar="DIR", help="where traces are (default: ../shared/traces)")
-    group.add_argument("--sessions", type=positive, metavar="N", help=f"sessions (default {defaults.sessions})")
-    group.add_argument("--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions")
-    group.add_argument("--turns", type=positive, metavar="N", help=f"cut sessions after N calls (default {defaults.turns or 'all'})")
+    group.add_argument(
+        "--traces-dir",
+        type=Path,
+        metavar="DIR",
+        help="where traces are (default: ../shared/traces)",
+    )
+    group.add_argument(
+        "--sessions", type=positive, metavar="N", help=f"sessions (default {defaults.sessions})"
+    )
+    group.add_argument(
+        "--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions"
+    )
+    group.add_argument(
+        "--turns",
+        type=positive,
+        metavar="N",
+        help=f"cut sessions after N calls (default {defaults.turns or 'all'})",
+    )
     group.add_argument(
         "--divisor",
         type=positive,
         metavar="D",
         help=f"lab models: divide all token counts by D, keep the structure (default {defaults.divisor})",
     )
-    group.add_argument("--max-prompt-tokens", type=positive, metavar="N", help="cut sessions before a longer prompt")
-    group.add_argument("--max-output-tokens", type=positive, metavar="N", help=f"generate at most N tokens a call (default {defaults.most_output_tokens or 'all'})")
+    group.add_argument(
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="N",
+        help="cut sessions before a longer prompt",
+    )
+    group.add_argument(
+        "--max-output-tokens",
+        type=positive,
+        metavar="N",
+        help=f"generate at most N tokens a call (default {defaults.most_output_tokens or 'all'})",
+    )
 
 
 def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:
@@ -69,7 +122,11 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
     """How to replay them."""
     group = parser.add_argument_group("replay")
     group.add_argument(
-        "--concurrency", type=positive, default=defaults.concurrency, metavar="N", help="sessions at a time (default %(default)s)"
+        "--concurrency",
+        type=positive,
+        default=defaults.concurrency,
+        metavar="N",
+        help="sessions at a time (default %(default)s)",
     )
     group.add_argument(
         "--feedback",
@@ -93,10 +150,14 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
         help="no gap longer than S seconds (default: "
         + ("none)" if defaults.gap_cap_s is None else "%(default)s)"),
     )
-    group.add_argument("--seed", type=seed, default=0, help="for generated sessions and weights (default 0)")
+    group.add_argument(
+        "--seed", type=seed, default=0, help="for generated sessions and weights (default 0)"
+    )
 
 
-def replay_options(args: argparse.Namespace, most_output_tokens: int | None = None) -> ReplayOptions:
+def replay_options(
+    args: argparse.Namespace, most_output_tokens: int | None = None
+) -> ReplayOptions:
     """What `add_replay_arguments` parsed."""
     return ReplayOptions(
         concurrency=args.concurrency,

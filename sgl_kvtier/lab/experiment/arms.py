@@ -1,4 +1,5 @@
-"""What is compared: each arm as launch flags for the same model, pools, chunk and page size, and our recommended flags.
+"""What is compared: each arm as launch flags for the same model, pools, chunk and page size, and
+our recommended flags.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _STORED_AS = {"hicache-file": "file", NOT_RESTORED: "kvtier", OURS: "kvtier"}
 
 @dataclass(frozen=True)
 class Variant:
-    """An arm of one comparison's own: an arm of `ARMS` with more of kvtier.json's policy section, or another device pool."""
+    """An arm of one comparison's own: an arm of `ARMS` with more of kvtier.json's policy section,
+    or another device pool.
+    """
 
     kind: str
     about: str
@@ -44,8 +47,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of kvtier.json, for our arms;
-    `variants` are arms beside those of `ARMS`."""
+    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of
+    kvtier.json, for our arms; `variants` are arms beside those of `ARMS`.
+    """
 
     model_path: str
     served_name: str
@@ -68,7 +72,9 @@ class Setup:
 
     @property
     def host_tokens(self) -> int | None:
-        """Tokens in the host pool of the arms that have one; None where SGLang sizes the device pool."""
+        """Tokens in the host pool of the arms that have one; None where SGLang sizes the device
+        pool.
+        """
         return None if self.device_tokens is None else int(self.device_tokens * self.host_ratio)
 
 
@@ -78,7 +84,9 @@ def storage_folder(folder: Path) -> Path:
 
 
 def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
-    """The launch of one arm, its folder made and its settings file written. Raises BenchError for an unknown arm."""
+    """The launch of one arm, its folder made and its settings file written. Raises BenchError for
+    an unknown arm.
+    """
     check_arms([arm], setup.variants)
     folder.mkdir(parents=True, exist_ok=True)
     variant = setup.variants.get(arm)
@@ -106,11 +114,15 @@ def has_storage(arm: str, setup: Setup) -> bool:
 
 
 def check_arms(arms: Sequence[str], variants: Mapping[str, Variant] | None = None) -> None:
-    """Raises BenchError, with the names there are, if one is unknown, given twice, or none is given."""
+    """Raises BenchError, with the names there are, if one is unknown, given twice, or none is
+    given.
+    """
     known = {**ARMS, **(variants or {})}
     unknown = [arm for arm in arms if arm not in known]
     if unknown or not arms or len(set(arms)) < len(arms):
-        wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+        wrong = (
+            f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+        )
         raise BenchError(f"--arms: {wrong}. There are: {', '.join(known)}")
 
 
@@ -118,7 +130,12 @@ def base_flags(setup: Setup) -> list[str]:
     """The flags every arm has."""
     flags = ["--model-path", setup.model_path, "--served-model-name", setup.served_name]
     flags += ["--random-seed", str(setup.seed), "--dtype", setup.dtype, "--tp-size", str(setup.tp)]
-    flags += ["--page-size", str(setup.page_size), "--chunked-prefill-size", str(setup.chunk_tokens)]
+    flags += [
+        "--page-size",
+        str(setup.page_size),
+        "--chunked-prefill-size",
+        str(setup.chunk_tokens),
+    ]
     if setup.device_tokens is not None:
         flags += ["--max-total-tokens", str(setup.device_tokens)]
     if setup.context_tokens is not None:
@@ -129,10 +146,13 @@ def base_flags(setup: Setup) -> list[str]:
 
 
 def server_env(setup: Setup) -> dict[str, str]:
-    """Variables for one server. They bound its threads, and on a CPU keep waiting threads from spinning."""
+    """Variables for one server. They bound its threads, and on a CPU keep waiting threads from
+    spinning.
+    """
     env = {"TOKENIZERS_PARALLELISM": "false"}
     if setup.device == "cpu":
-        # With OpenMP's default spin-wait one busy neighbour slows two-thread torch by an order of magnitude.
+        # With OpenMP's default spin-wait one busy neighbour slows two-thread torch by an order of
+        # magnitude.
         env |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads)}
     return env
 

@@ -1,9 +1,11 @@
-"""The comparison: every arm as a real server, the same sessions replayed by each, arms alternating over rounds.
+"""The comparison: every arm as a real server, the same sessions replayed by each, arms alternating
+over rounds.
 
-Cold means cold. Before every round an arm's device and host tiers are flushed and its storage is cleared, and the first
-answer must have no cached token. All servers are up at once where memory allows (starting one costs 40 processor seconds),
-the waiting ones asleep; else each round has a fresh server with an emptied storage folder. The order of arms moves by one
-place from round to round. The operating system's page cache is left alone: both storage backends may read from it.
+Cold means cold. Before every round an arm's device and host tiers are flushed and its storage is
+cleared, and the first answer must have no cached token. All servers are up at once where memory
+allows (starting one costs 40 processor seconds), the waiting ones asleep; else each round has a
+fresh server with an emptied storage folder. The order of arms moves by one place from round to
+round. The operating system's page cache is left alone: both storage backends may read from it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample, SampleLog, repl
 from sgl_kvtier.lab.outside.server import Server, stop_servers
 
 SERVER_BYTES = 7 << 29
-"""Memory one lab server needs: 3.4 GiB were measured (its three processes, shared pages counted once)."""
+"""Memory one lab server needs: 3.4 GiB were measured (its three processes, shared pages counted
+once).
+"""
 
 SETTLE_S = 10.0
 """How long storage writes may go on after the last answer before a round is closed without them."""
@@ -42,8 +46,9 @@ _WARM_UP_TOKENS = 3
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What to compare and how. `together` None: all servers at once if memory allows. `beside` runs while a round is
-    measured, and is cancelled at its end. Rounds are numbered from `first_round`."""
+    """What to compare and how. `together` None: all servers at once if memory allows. `beside` runs
+    while a round is measured, and is cancelled at its end. Rounds are numbered from `first_round`.
+    """
 
     arms: Sequence[str]
     setup: Setup
@@ -56,11 +61,15 @@ class CompareOptions:
     beside: Callable[[Client, Round], Coroutine[Any, Any, None]] | None = None
     first_round: int = 1
     take_over: Callable[[str, int], bool] = lambda _arm, _number: False
-    """Puts an arm's round, counted from 1, into the outcome if it was measured before: then it is not measured again."""
+    """Puts an arm's round, counted from 1, into the outcome if it was measured before: then it is
+    not measured again.
+    """
     keep: Callable[[Round, int], None] = lambda _one, _number: None
     """Takes every round that is complete, with its number from 1."""
     until: float | None = None
-    """No round begins after this time on the monotonic clock; the outcome notes that some are missing."""
+    """No round begins after this time on the monotonic clock; the outcome notes that some are
+    missing.
+    """
 
 
 @dataclass
@@ -88,7 +97,9 @@ class Comparison:
         self._log_path = options.folder / "requests.jsonl"
 
     def run(self) -> None:
-        """All rounds, or what was possible until Ctrl-C; no server is left. Raises BenchError when every arm failed."""
+        """All rounds, or what was possible until Ctrl-C; no server is left. Raises BenchError when
+        every arm failed.
+        """
         options, outcome = self._options, self._outcome
         self._log_path.unlink(missing_ok=True)
         try:
@@ -108,7 +119,9 @@ class Comparison:
             return self._options.together
         if self._options.setup.device != "cpu":
             return False  # each server takes most of the accelerator's memory
-        return psutil.virtual_memory().available >= SERVER_BYTES * len(self._options.arms) + (1 << 30)
+        return psutil.virtual_memory().available >= SERVER_BYTES * len(self._options.arms) + (
+            1 << 30
+        )
 
     def _start_all(self) -> None:
         arms = self._options.arms
@@ -124,7 +137,9 @@ class Comparison:
 
     def _run_rounds(self) -> None:
         options, load = self._options, self._load
-        with progress("replaying", options.rounds * len(options.arms) * load.requests, "requests") as shown:
+        with progress(
+            "replaying", options.rounds * len(options.arms) * load.requests, "requests"
+        ) as shown:
             for number in range(1, options.rounds + 1):
                 for arm in rotated(options.arms, number - 1):
                     if arm in self._outcome.failures:
@@ -133,7 +148,9 @@ class Comparison:
                         shown.expect((shown.total or 0) - load.requests)
                         continue
                     if options.until is not None and time.monotonic() > options.until:
-                        self._outcome.notes.append(f"Time is up: round {number} of {arm} and what follows was not measured.")
+                        self._outcome.notes.append(
+                            f"Time is up: round {number} of {arm} and what follows was not measured."
+                        )
                         return
                     shown.describe(f"round {number} of {options.rounds}, {arm}")
                     with self._carrying_on(arm, shown):
@@ -144,7 +161,9 @@ class Comparison:
 
     @contextlib.contextmanager
     def _carrying_on(self, arm: str, shown: Progress) -> Iterator[None]:
-        """A failure inside the block ends this arm, is shown with the end of the server's log, and spares the others."""
+        """A failure inside the block ends this arm, is shown with the end of the server's log, and
+        spares the others.
+        """
         try:
             yield
         except BenchError as error:
@@ -194,7 +213,9 @@ class Comparison:
             disk = server.disk_bytes()
             log = SampleLog(self._log_path, arm=one.arm, round=one.number)
             watch = CpuWatch(lambda: server.usage().cpu_s)
-            beside = None if options.beside is None else asyncio.create_task(options.beside(client, one))
+            beside = (
+                None if options.beside is None else asyncio.create_task(options.beside(client, one))
+            )
             try:
                 await replay(
                     self._load.sessions,
@@ -220,10 +241,15 @@ class Comparison:
             options.keep(one, one.number - options.first_round + 1)
 
     async def _warm_up(self, client: Client, arm: str) -> None:
-        """Two equal requests with a flush between: what a server does once at its first is not measured, and a storage
-        tier has to show that it gives back what it took."""
+        """Two equal requests with a flush between: what a server does once at its first is not
+        measured, and a storage tier has to show that it gives back what it took.
+        """
         setup = self._options.setup
-        room = min(setup.device_tokens or 8192, setup.context_tokens or 8192) - _WARM_UP_TOKENS - setup.page_size
+        room = (
+            min(setup.device_tokens or 8192, setup.context_tokens or 8192)
+            - _WARM_UP_TOKENS
+            - setup.page_size
+        )
         length = min(2 * setup.chunk_tokens, room)
         ids = random.Random(setup.seed).choices(range(BYTES), k=length)
         for attempt in ("first", "second"):
@@ -234,7 +260,9 @@ class Comparison:
             await client.flush()
         stored = 0 if done.cached is None else done.cached.storage
         if has_storage(arm, setup) and not stored:
-            self._outcome.notes.append(f"{arm}: the warm-up prompt did not come back from storage; see the server's log.")
+            self._outcome.notes.append(
+                f"{arm}: the warm-up prompt did not come back from storage; see the server's log."
+            )
 
     def _check_cold(self, one: Round) -> None:
         begun = min(one.samples, key=_sent, default=None)
@@ -268,7 +296,9 @@ async def _ended(task: asyncio.Task[None] | None) -> None:
 
 
 async def _settled_metrics(client: Client) -> Metrics:
-    """The metrics once the count of tokens written to storage stands still, so that writes belong to their round."""
+    """The metrics once the count of tokens written to storage stands still, so that writes belong
+    to their round.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_S
     metrics = await client.metrics()

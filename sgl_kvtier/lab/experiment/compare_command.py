@@ -40,7 +40,8 @@ from sgl_kvtier.launch import detect_device, missing_packages
 SCHEMA = "kvtier.compare/1"
 
 _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
-# One core computes about 1,800 prompt tokens a second of lab-mha: these loads keep the promised times on two cores.
+# One core computes about 1,800 prompt tokens a second of lab-mha: these loads keep the promised
+# times on two cores.
 _CPU = LoadOptions(turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=12)
 _GPU = LoadOptions(turns=40, divisor=1)
@@ -50,22 +51,57 @@ _REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--quick", action="store_true", help="a small load, two rounds, without the arm hicache: under 3 minutes")
-    parser.add_argument("--arms", metavar="A,B", help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off)")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds, each with every arm (default 3)")
-    parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="keep logs, requests.jsonl and storage in DIR/<arm> (default: a temporary folder)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small load, two rounds, without the arm hicache: under 3 minutes",
+    )
+    parser.add_argument(
+        "--arms",
+        metavar="A,B",
+        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off)",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, metavar="N", help="rounds, each with every arm (default 3)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result with every request (- for standard output)"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write one self-contained page with tables and plots"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="keep logs, requests.jsonl and storage in DIR/<arm> (default: a temporary folder)",
+    )
     servers = add_server_arguments(parser)
-    servers.add_argument("--device-tokens", type=positive, help="tokens in the device pool (default: a fifth of all contexts, and at least the longest request)")
-    servers.add_argument("--host-ratio", type=not_negative, default=1.5, help="host pool as a multiple of it (default %(default)s)")
-    servers.add_argument("--servers", choices=("auto", "together", "fresh"), default="auto", help="all up at once and flushed between rounds, or a fresh one per arm and round")
+    servers.add_argument(
+        "--device-tokens",
+        type=positive,
+        help="tokens in the device pool (default: a fifth of all contexts, and at least the longest request)",
+    )
+    servers.add_argument(
+        "--host-ratio",
+        type=not_negative,
+        default=1.5,
+        help="host pool as a multiple of it (default %(default)s)",
+    )
+    servers.add_argument(
+        "--servers",
+        choices=("auto", "together", "fresh"),
+        default="auto",
+        help="all up at once and flushed between rounds, or a fresh one per arm and round",
+    )
     add_load_arguments(parser, _CPU)
     add_replay_arguments(parser, _REPLAY)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises KVTierError."""
+    """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
+    KVTierError.
+    """
     for target in (args.json, args.html):
         if target is not None:
             check_target(target)
@@ -97,10 +133,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) -> Setup:
-    """The servers' common settings. The device pool holds the longest request and about a fifth of all contexts."""
+    """The servers' common settings. The device pool holds the longest request and about a fifth of
+    all contexts.
+    """
     cpu = device == "cpu"
     page = args.page_size or (16 if cpu else 64)
-    tokens = args.device_tokens or max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // 5) + 2 * page
+    tokens = (
+        args.device_tokens
+        or max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // 5) + 2 * page
+    )
     tokens = -(-tokens // page) * page
     if tokens < chosen.longest_tokens + page:
         raise BenchError(
@@ -118,7 +159,8 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
         device_tokens=tokens,
         host_ratio=args.host_ratio,
         storage_bytes=args.storage_size,
-        # SGLang asks storage only for 256 tokens or more; at a reduced scale that would shut it out.
+        # SGLang asks storage only for 256 tokens or more; at a reduced scale that would shut it
+        # out.
         prefetch_threshold=max(256 // chosen.encoder.divisor, page),
         context_tokens=tokens if cpu else None,
         max_running=max(args.concurrency, 8) if cpu else None,
@@ -159,13 +201,17 @@ def make_result(options: CompareOptions, chosen: Load, outcome: Outcome) -> dict
 
 def _notes(options: CompareOptions) -> list[str]:
     scale, cap = options.replay.gap_scale, options.replay.gap_cap_s
-    gaps = f"Tool gaps are the trace's times {scale:g}" + ("." if cap is None else f", at most {cap:g} s.")
+    gaps = f"Tool gaps are the trace's times {scale:g}" + (
+        "." if cap is None else f", at most {cap:g} s."
+    )
     fed_back = {
         "recorded": "The trace's own outputs are fed back, so all arms get the same prompts.",
         "server": "The server's own outputs are fed back, so arms whose answers differ get different prompts.",
     }
     most = options.replay.most_output_tokens
-    lengths = "Outputs are as long as the trace's" + ("." if most is None else f", at most {most} tokens.")
+    lengths = "Outputs are as long as the trace's" + (
+        "." if most is None else f", at most {most} tokens."
+    )
     return [
         gaps,
         lengths,
@@ -237,7 +283,9 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def work_folder(wanted: Path | None, failed: Callable[[], bool]) -> Iterator[Path]:
-    """The given folder, or a temporary one. That is removed unless an arm `failed`: then its logs are what is needed."""
+    """The given folder, or a temporary one. That is removed unless an arm `failed`: then its logs
+    are what is needed.
+    """
     if wanted is not None:
         try:
             wanted.mkdir(parents=True, exist_ok=True)
@@ -258,7 +306,9 @@ def work_folder(wanted: Path | None, failed: Callable[[], bool]) -> Iterator[Pat
 
 
 def early_end(failure: BenchError | None) -> list[str]:
-    """What a result says of the failure that ended its run, if one did: without the end of the server's log."""
+    """What a result says of the failure that ended its run, if one did: without the end of the
+    server's log.
+    """
     if failure is None:
         return []
     what = str(failure).splitlines()[0].split(" Last lines of ")[0].rstrip(".")
@@ -268,7 +318,10 @@ def early_end(failure: BenchError | None) -> list[str]:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP do nothing inside: the results of many minutes are being written."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Files of JSON lines that a bench keeps what it measured in, one line at a time, and goes on from.
 
-A run that is killed while it writes leaves a torn last line. It is passed over when the file is read, and cut off before
-the next line is written, which would else be glued to it.
+A run that is killed while it writes leaves a torn last line. It is passed over when the file is
+read, and cut off before the next line is written, which would else be glued to it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class JsonLines:
         """In bytes, where what is kept of a file ends that does not end with a whole line."""
 
     def read(self, take: Callable[[int, Any], None]) -> bool:
-        """Hands every line and its number, from 1, to `take`; False where there is none. The file stays as it is.
+        """Hands every line and its number, from 1, to `take`; False where there is none. The file
+        stays as it is.
 
-        Raises BenchError when the file cannot be read, and when a line is not JSON or `take` does not know it, which it says
-        with ValueError, TypeError or KeyError. A first line is never taken for torn: the file may be somebody else's.
+        Raises BenchError when the file cannot be read, and when a line is not JSON or `take` does
+        not know it, which it says with ValueError, TypeError or KeyError. A first line is never
+        taken for torn: the file may be somebody else's.
         """
         if self._path is None or not self._path.exists():
             return False
@@ -47,11 +49,15 @@ class JsonLines:
             try:
                 take(number, parse_json(line))
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-                raise BenchError(f"{self._path}:{number}: not a line of this bench ({error!s:.200}). Name another --log") from error
+                raise BenchError(
+                    f"{self._path}:{number}: not a line of this bench ({error!s:.200}). Name another --log"
+                ) from error
         return True
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Adds a line; its folder is made where there is none. Raises BenchError when it cannot be written."""
+        """Adds a line; its folder is made where there is none. Raises BenchError when it cannot be
+        written.
+        """
         if self._path is None:
             return
         text = json.dumps(line).encode() + b"\n"
@@ -68,10 +74,14 @@ class JsonLines:
 
 
 def check_about(path: Path | None, found: Mapping[str, Any], about: Mapping[str, Any]) -> None:
-    """Raises BenchError, naming what differs, unless a log was made with the settings that this run has."""
+    """Raises BenchError, naming what differs, unless a log was made with the settings that this run
+    has.
+    """
     for name, value in json.loads(json.dumps(dict(about))).items():
         if found.get(name) != value:
-            raise BenchError(f"{path}: its trials were made with {name} = {found.get(name)}, and now it is {value}. Name another --log")
+            raise BenchError(
+                f"{path}: its trials were made with {name} = {found.get(name)}, and now it is {value}. Name another --log"
+            )
 
 
 def _is_json(line: bytes) -> bool:

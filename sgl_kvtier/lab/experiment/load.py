@@ -1,4 +1,6 @@
-"""The sessions a benchmark replays: a trace where there is one, else generated ones, at the scale the model can bear."""
+"""The sessions a benchmark replays: a trace where there is one, else generated ones, at the scale
+the model can bear.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ DEFAULT_GENERATED = "generated:swe-mini"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which sessions, how many, how long. `source` None takes the default trace if it is found, else generated sessions."""
+    """Which sessions, how many, how long. `source` None takes the default trace if it is found,
+    else generated sessions.
+    """
 
     source: str | None = None
     traces_dir: Path | None = None
@@ -57,7 +61,9 @@ class Load:
 
     @property
     def context_tokens(self) -> int:
-        """The contexts of all sessions at their ends, added up: what a cache would have to hold for all of them."""
+        """The contexts of all sessions at their ends, added up: what a cache would have to hold for
+        all of them.
+        """
         return sum(row["longest_tokens"] for row in self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +90,9 @@ def choose_encoder(model_path: Path, divisor: int) -> Encoder:
 
 
 def load(options: LoadOptions, encoder: Encoder) -> Load:
-    """The sessions. Raises TraceError when a source that was asked for is not there or holds nothing."""
+    """The sessions. Raises TraceError when a source that was asked for is not there or holds
+    nothing.
+    """
     source = options.source
     notes: list[str] = []
     if source is None:

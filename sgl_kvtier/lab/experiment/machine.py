@@ -1,4 +1,6 @@
-"""Who used the processor while a round was measured: our server and client, or others on the same machine."""
+"""Who used the processor while a round was measured: our server and client, or others on the same
+machine.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import psutil
 class CpuShare:
     """Processor use over a span of time, in cores (1.0 = one core all the time).
 
-    `foreign_cores` is what other processes used; `stolen_cores` what the hypervisor gave to other machines.
+    `foreign_cores` is what other processes used; `stolen_cores` what the hypervisor gave to other
+    machines.
     """
 
     wall_s: float
@@ -24,7 +27,9 @@ class CpuShare:
 
 
 class CpuWatch:
-    """Measures from its making to `stop`. `own_cpu_s` gives the processor seconds of the server being measured."""
+    """Measures from its making to `stop`. `own_cpu_s` gives the processor seconds of the server
+    being measured.
+    """
 
     def __init__(self, own_cpu_s: Callable[[], float]) -> None:
         self._own_cpu_s = own_cpu_s
@@ -32,7 +37,9 @@ class CpuWatch:
 
     def stop(self) -> CpuShare:
         """The shares since the beginning."""
-        wall, busy, stolen, own = (now - then for now, then in zip(self._read(), self._started, strict=True))
+        wall, busy, stolen, own = (
+            now - then for now, then in zip(self._read(), self._started, strict=True)
+        )
         wall = max(wall, 1e-9)
         # A process that ended takes its counted time with it, so differences can fall below zero.
         own = max(own, 0.0)
@@ -40,7 +47,9 @@ class CpuWatch:
 
     def _read(self) -> tuple[float, float, float, float]:
         times = psutil.cpu_times()
-        busy = times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+        busy = (
+            times.user + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+        )
         # Linux counts guests' time in user already, and niced work apart.
         busy += getattr(times, "nice", 0.0)
         own = self._own_cpu_s() + time.process_time()
@@ -51,9 +60,11 @@ _PROBE = bytes(4 << 20)
 
 
 def pace_seconds() -> float:
-    """What a fixed piece of computing takes on one core now: the median of three, about 40 ms together.
+    """What a fixed piece of computing takes on one core now: the median of three, about 40 ms
+    together.
 
-    It shows neighbours that no counter of this machine does: on the other half of a physical core, or taking its clock down.
+    It shows neighbours that no counter of this machine does: on the other half of a physical core,
+    or taking its clock down.
     """
     times = []
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""From requests to figures: each arm's latencies, equality with recompute, tokens by tier, bytes, rounds and ratios."""
+"""From requests to figures: each arm's latencies, equality with recompute, tokens by tier, bytes,
+rounds and ratios.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Round:
     """Tokens in each tier over time, where that was watched."""
 
     def counted(self, name: str, **labels: str) -> float | None:
-        """By how much a counter of the server grew in this round. A counter that is not there yet counts from 0."""
+        """By how much a counter of the server grew in this round. A counter that is not there yet
+        counts from 0.
+        """
         after = self.after.total(name, **labels)
         return None if after is None else after - (self.before.total(name, **labels) or 0.0)
 
@@ -59,7 +63,8 @@ def reference_outputs(rounds: Iterable[Round]) -> Reference:
 def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """Every request as a flat row, with `equal` against recompute's first answer.
 
-    None where there is nothing to compare: a failed request, or the very answer the others are compared with.
+    None where there is nothing to compare: a failed request, or the very answer the others are
+    compared with.
     """
     reference = reference_outputs(rounds)
     used: set[tuple[str, int]] = set()
@@ -78,7 +83,9 @@ def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     return rows
 
 
-def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def arm_figures(
+    arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """All figures of one arm over its rounds; `rows` are the rows of `sample_rows`, of all arms."""
     mine = [one for one in rounds if one.arm == arm]
     own = [row for row in rows if row["arm"] == arm]
@@ -96,7 +103,9 @@ def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, A
         "requests": len(own),
         "errors": len(own) - len(good),
         "error_messages": sorted({row["error"] for row in own if row["error"] is not None})[:5],
-        "throughput_tokens_per_s": sum(row["output_tokens"] for row in good) / wall_s if wall_s else None,
+        "throughput_tokens_per_s": sum(row["output_tokens"] for row in good) / wall_s
+        if wall_s
+        else None,
         "bytes": _storage_bytes(mine),
         "restore": _restorations(mine),
         **_ahead(mine, good),
@@ -105,17 +114,23 @@ def arm_figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, A
     }
 
 
-def ratios(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
-    """Our arm's rounds over each other arm's, round by round, so that what slows a whole round cancels out: their medians,
-    under the metric's name, and beside them means and the 90th percentile of the time to first token. A round that is not
-    complete has other requests in it than its partner, so it makes no pair."""
+def ratios(
+    rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]
+) -> dict[str, Any]:
+    """Our arm's rounds over each other arm's, round by round, so that what slows a whole round
+    cancels out: their medians, under the metric's name, and beside them means and the 90th
+    percentile of the time to first token. A round that is not complete has other requests in it
+    than its partner, so it makes no pair.
+    """
     if OURS not in arms:
         return {}
     complete = {(one.arm, one.number) for one in rounds if one.complete}
     numbers = sorted({number for _, number in complete})
     good = [row for row in rows if row["error"] is None and (row["arm"], row["round"]) in complete]
     each = {
-        (arm, name): [summary(r[name] for r in good if r["arm"] == arm and r["round"] == n) for n in numbers]
+        (arm, name): [
+            summary(r[name] for r in good if r["arm"] == arm and r["round"] == n) for n in numbers
+        ]
         for arm in arms
         for name in TIMES
     }
@@ -135,8 +150,12 @@ def ratios(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Seq
 
 
 def left_out(rounds: Iterable[Round]) -> list[str]:
-    """A note on rounds that are in an arm's own figures but in no ratio; none where all are complete."""
-    names = [f"round {one.number} of {one.arm}" for one in rounds if not one.complete and one.samples]
+    """A note on rounds that are in an arm's own figures but in no ratio; none where all are
+    complete.
+    """
+    names = [
+        f"round {one.number} of {one.arm}" for one in rounds if not one.complete and one.samples
+    ]
     return [f"Not complete, and so in no ratio: {', '.join(names)}."] if names else []
 
 
@@ -150,19 +169,36 @@ def _tier_sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Whether the tiers of each response add up to its total, and what the server's own counters say beside."""
+    """Whether the tiers of each response add up to its total, and what the server's own counters
+    say beside.
+    """
     cached = [row["cached"] for row in rows if row["cached"] is not None]
     off = sum(sum(one[tier] for tier in TIERS) != one["total"] for one in cached)
     counted = {
-        tier: _total(rounds, "sglang:prefill_effective_tokens_total", mode=f"{tier}_hit") for tier in TIERS
+        tier: _total(rounds, "sglang:prefill_effective_tokens_total", mode=f"{tier}_hit")
+        for tier in TIERS
     }
-    return {"requests_whose_tiers_do_not_sum": off, "requests_checked": len(cached), "server_counters": counted}
+    return {
+        "requests_whose_tiers_do_not_sum": off,
+        "requests_checked": len(cached),
+        "server_counters": counted,
+    }
 
 
 def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
-    """Bytes that went to and came from storage: the server's token counters times its own bytes per token, and beside
-    them what restorations read."""
-    restored = round(_total(rounds, "kvtier:restore_loaded_bytes_total", tp_rank="0", pp_rank="0", link="storage-device") or 0)
+    """Bytes that went to and came from storage: the server's token counters times its own bytes per
+    token, and beside them what restorations read.
+    """
+    restored = round(
+        _total(
+            rounds,
+            "kvtier:restore_loaded_bytes_total",
+            tp_rank="0",
+            pp_rank="0",
+            link="storage-device",
+        )
+        or 0
+    )
     read = _total(rounds, "sglang:prefetched_tokens_total")
     written = _total(rounds, "sglang:backuped_tokens_total")
     if read is None and written is None:
@@ -170,7 +206,10 @@ def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
     per_token = _bytes_per_token(rounds)
     if per_token is None:
         return {"read": None, "written": None}
-    return {"read": round((read or 0) * per_token) + restored, "written": round((written or 0) * per_token)}
+    return {
+        "read": round((read or 0) * per_token) + restored,
+        "written": round((written or 0) * per_token),
+    }
 
 
 def _bytes_per_token(rounds: Sequence[Round]) -> float | None:
@@ -196,7 +235,9 @@ _RESTORE = {
     "loaded_bytes": "loaded_bytes_total",
     "planner_failures": "planner_failures_total",
 }
-"""Figures of `arms.<name>.restore`, by the counter of the server they are the growth of (docs/manual/operate.md)."""
+"""Figures of `arms.<name>.restore`, by the counter of the server they are the growth of
+(docs/manual/operate.md).
+"""
 
 
 def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
@@ -207,7 +248,8 @@ def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
     first = {"tp_rank": "0", "pp_rank": "0"}
     met = {"how": "met"}
     found: dict[str, float | None] = {
-        name: _total(rounds, f"kvtier:restore_{counter}", **first, **(met if name == "met" else {})) or 0.0
+        name: _total(rounds, f"kvtier:restore_{counter}", **first, **(met if name == "met" else {}))
+        or 0.0
         for name, counter in _RESTORE.items()
     }
     restored = (found["computed_tokens"] or 0) + (found["loaded_tokens"] or 0)
@@ -216,18 +258,31 @@ def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
 
 
 def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the server counts of looking ahead; where it counts nothing, hits are those of the responses."""
+    """What the server counts of looking ahead; where it counts nothing, hits are those of the
+    responses.
+    """
     first = {"tp_rank": "0", "pp_rank": "0"}
-    moved = {link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link) for link in ROUTES.values()}
-    hits = {tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=tier) for tier in TIERS}
+    moved = {
+        link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link)
+        for link in ROUTES.values()
+    }
+    hits = {
+        tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=tier)
+        for tier in TIERS
+    }
     counted = any(value is not None for value in hits.values())
     return {
         "wasted_bytes": _total(rounds, "kvtier:lookahead_wasted_bytes_total", **first),
         "moved_bytes": {link: value for link, value in moved.items() if value is not None},
-        "hit_tokens_at_schedule": {tier: value or 0 for tier, value in hits.items()} if counted else _tier_sums(good),
+        "hit_tokens_at_schedule": {tier: value or 0 for tier, value in hits.items()}
+        if counted
+        else _tier_sums(good),
         "hit_tokens_counted_by": "server" if counted else "responses",
         "lookahead": {
-            **{name: _total(rounds, f"kvtier:lookahead_{name}_total", **first) for name in ("victims", "drift")},
+            **{
+                name: _total(rounds, f"kvtier:lookahead_{name}_total", **first)
+                for name in ("victims", "drift")
+            },
             "hints": _total(rounds, "kvtier:lookahead_hints_total"),
             "overlap": _overlap(rounds, first),
         },
@@ -238,8 +293,13 @@ def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def _overlap(rounds: Sequence[Round], rank: Mapping[str, str]) -> dict[str, float] | None:
-    """How often transfers were predicted to be hidden, and how often that was right; None where nothing was predicted."""
-    found = {name: _total(rounds, "kvtier:lookahead_overlap_total", **rank, result=name) or 0.0 for name in _OVERLAP}
+    """How often transfers were predicted to be hidden, and how often that was right; None where
+    nothing was predicted.
+    """
+    found = {
+        name: _total(rounds, "kvtier:lookahead_overlap_total", **rank, result=name) or 0.0
+        for name in _OVERLAP
+    }
     return found if found["held"] + found["failed"] else None
 
 

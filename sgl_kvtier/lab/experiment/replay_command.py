@@ -44,17 +44,41 @@ _REPLAY = ReplayOptions(concurrency=8)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("url", help="the server, such as http://127.0.0.1:30000")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="the model's folder or tokenizer.json, where the server's own path is not on this machine")
-    parser.add_argument("--flush", action="store_true", help="empty the server's device and host caches first (not its storage)")
-    parser.add_argument("--timeout", type=not_negative, default=600.0, metavar="S", help="give a request up after S seconds (default 600)")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append every finished request to this JSON Lines file")
-    parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="the model's folder or tokenizer.json, where the server's own path is not on this machine",
+    )
+    parser.add_argument(
+        "--flush",
+        action="store_true",
+        help="empty the server's device and host caches first (not its storage)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=not_negative,
+        default=600.0,
+        metavar="S",
+        help="give a request up after S seconds (default 600)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="append every finished request to this JSON Lines file",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result with every request (- for standard output)"
+    )
     add_load_arguments(parser, _LOAD)
     add_replay_arguments(parser, _REPLAY)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replays and reports. The exit status: 0, 1 when requests failed, 130 after Ctrl-C. Raises KVTierError."""
+    """Replays and reports. The exit status: 0, 1 when requests failed, 130 after Ctrl-C. Raises
+    KVTierError.
+    """
     if args.json is not None:
         check_target(args.json)
     options = replay_options(args)
@@ -85,11 +109,15 @@ async def _served_model(url: str) -> str:
 
 def _folder(model: Path) -> Path:
     if not model.exists():
-        raise BenchError(f"the server's model {str(model)!r} is not on this machine: give its tokenizer with --tokenizer")
+        raise BenchError(
+            f"the server's model {str(model)!r} is not on this machine: give its tokenizer with --tokenizer"
+        )
     return model if model.is_dir() else model.parent
 
 
-async def _measure(args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round) -> None:
+async def _measure(
+    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round
+) -> None:
     async with Client(args.url, timeout_s=args.timeout) as client:
         if args.flush:
             await client.flush()
@@ -141,9 +169,19 @@ def _table(result: dict[str, Any]) -> Table:
     figures = result["figures"]
     rows: list[dict[str, Any]] = [
         {"what": name, **figures[key]}
-        for name, key in (("TTFT (ms)", "ttft_ms"), ("TPOT (ms)", "tpot_ms"), ("End to end (ms)", "e2e_ms"))
+        for name, key in (
+            ("TTFT (ms)", "ttft_ms"),
+            ("TPOT (ms)", "tpot_ms"),
+            ("End to end (ms)", "e2e_ms"),
+        )
     ]
-    columns = (Column("what", "Measure"), Column("p50", "p50"), Column("p90", "p90"), Column("p99", "p99"), Column("mean", "mean"))
+    columns = (
+        Column("what", "Measure"),
+        Column("p50", "p50"),
+        Column("p90", "p90"),
+        Column("p99", "p99"),
+        Column("mean", "mean"),
+    )
     cached = figures["cached_tokens"]
     rate = figures["throughput_tokens_per_s"]
     notes = [

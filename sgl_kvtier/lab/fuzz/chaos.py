@@ -1,7 +1,8 @@
 """What goes wrong in a fuzz run, and when: decided by a seed, request by request.
 
-Faults of the device (failed reads, flipped bits, stalls) are settings of the store; here are the accidents that clients and
-operators make: requests given up, caches flushed, ways of restoring and bandwidths changed, the server killed.
+Faults of the device (failed reads, flipped bits, stalls) are settings of the store; here are the
+accidents that clients and operators make: requests given up, caches flushed, ways of restoring and
+bandwidths changed, the server killed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 
 KINDS = ("errors", "corrupt", "stall", "abort", "disconnect", "flush", "kill", "switch", "hint")
-"""Failed reads and writes; flipped bits; reads that come after their deadline; requests ended over HTTP, or by hanging up;
-caches emptied; SIGKILL and restart; ways of restoring and bandwidths changed; hints, true or not, to a server that looks ahead."""
+"""Failed reads and writes; flipped bits; reads that come after their deadline; requests ended over
+HTTP, or by hanging up; caches emptied; SIGKILL and restart; ways of restoring and bandwidths
+changed; hints, true or not, to a server that looks ahead.
+"""
 
 MODES = ("both", "auto", "load", "both", "auto", "both")
 """What policy.restore is switched to: mostly what uses both resources."""
@@ -40,7 +43,9 @@ class Accident:
 
 @dataclass(frozen=True)
 class Chaos:
-    """Which kinds of trouble there are, and how often. `give_up` is the share of requests that are given up."""
+    """Which kinds of trouble there are, and how often. `give_up` is the share of requests that are
+    given up.
+    """
 
     kinds: tuple[str, ...] = KINDS
     seed: int = 0
@@ -51,12 +56,16 @@ class Chaos:
     longest_s: float = 1.5
     hint_every: int = 3
     start: tuple[str, float | None] | None = None
-    """policy.restore and the bandwidth (gigabits per second; None: as it is) at the beginning; None: drawn."""
+    """policy.restore and the bandwidth (gigabits per second; None: as it is) at the beginning;
+    None: drawn.
+    """
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KINDS]
         if unknown:
-            raise BenchError(f"--chaos: no kind named {', '.join(unknown)}. There are: none, {', '.join(KINDS)}")
+            raise BenchError(
+                f"--chaos: no kind named {', '.join(unknown)}. There are: none, {', '.join(KINDS)}"
+            )
 
     def faults(self) -> dict[str, Any]:
         """The `faults` section of the server's kvtier.json."""
@@ -72,22 +81,37 @@ class Chaos:
     def accident(self, number: int) -> Accident:
         """What happens to the run's request `number`."""
         rng = self._random("accident", number)
-        fates = [fate for kind, fate in (("abort", Fate.ABORTED), ("disconnect", Fate.DISCONNECTED)) if kind in self.kinds]
+        fates = [
+            fate
+            for kind, fate in (("abort", Fate.ABORTED), ("disconnect", Fate.DISCONNECTED))
+            if kind in self.kinds
+        ]
         if not fates or rng.random() >= self.give_up:
             return Accident(Fate.ANSWERED)
         # Most moments within a restoration, some while it waits, some while it decodes.
-        return Accident(rng.choice(fates), rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, self.longest_s))))
+        return Accident(
+            rng.choice(fates),
+            rng.choice((0.0, rng.uniform(0, 0.1), rng.uniform(0, self.longest_s))),
+        )
 
     def flushes_before(self, number: int) -> bool:
         """Whether all caches but the store are emptied before request `number`."""
-        return "flush" in self.kinds and number > 0 and self._random("flush", number).random() < 1 / self.flush_every
+        return (
+            "flush" in self.kinds
+            and number > 0
+            and self._random("flush", number).random() < 1 / self.flush_every
+        )
 
     def kills_at(self, number: int) -> bool:
-        """Whether the server is killed when request `number` is about to be sent, others being under way."""
+        """Whether the server is killed when request `number` is about to be sent, others being
+        under way.
+        """
         return "kill" in self.kinds and number > 0 and number % self.kill_every == 0
 
     def switch_at(self, number: int) -> tuple[str, float | None] | None:
-        """What policy.restore and the bandwidth (gigabits per second) become before request `number`; None: no change."""
+        """What policy.restore and the bandwidth (gigabits per second) become before request
+        `number`; None: no change.
+        """
         rng = self._random("switch", number)
         if not number and self.start is not None:
             return self.start
@@ -105,7 +129,11 @@ class Chaos:
                 {"expected_delay_s": rng.choice((0.0, rng.uniform(0, 1), 600.0))},
                 {"priority": rng.randrange(-3, 4)},
                 {"ttl_s": rng.choice((0.0, 30.0))},
-                {"expected_delay_s": rng.uniform(0, 2), "priority": 2, "tool": rng.choice(("ls", "tests"))},
+                {
+                    "expected_delay_s": rng.uniform(0, 2),
+                    "priority": 2,
+                    "tool": rng.choice(("ls", "tests")),
+                },
             )
         )
         return rng.randrange(sessions), said
@@ -128,4 +156,6 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     """Kinds from a command line: names with commas, `all` or `none`."""
     if text == "none":
         return ()
-    return KINDS if text == "all" else tuple(word.strip() for word in text.split(",") if word.strip())
+    return (
+        KINDS if text == "all" else tuple(word.strip() for word in text.split(",") if word.strip())
+    )

@@ -1,7 +1,8 @@
 """A time of day of a server's own: what its processes read of it can be moved while they run.
 
-A library of a few functions is preloaded into the server. Only the time of day is moved; clocks that count from the start of the
-machine, sleeps and file times are left alone, as when an operator or NTP sets a machine's clock.
+A library of a few functions is preloaded into the server. Only the time of day is moved; clocks
+that count from the start of the machine, sleeps and file times are left alone, as when an operator
+or NTP sets a machine's clock.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ int pthread_cond_timedwait(pthread_cond_t *restrict cond, pthread_mutex_t *restr
 
 
 class OwnClock:
-    """The time of day of one server: `env` are its variables. Raises BenchError where nothing can be compiled."""
+    """The time of day of one server: `env` are its variables. Raises BenchError where nothing can
+    be compiled.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +99,24 @@ class OwnClock:
 def _compile(library: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise BenchError("a clock of the server's own needs a C compiler: install gcc, or name other scenes")
-    command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), "-x", "c", "-", "-ldl", "-lpthread"]
+        raise BenchError(
+            "a clock of the server's own needs a C compiler: install gcc, or name other scenes"
+        )
+    command = [
+        compiler,
+        "-shared",
+        "-fPIC",
+        "-O2",
+        "-o",
+        str(library),
+        "-x",
+        "c",
+        "-",
+        "-ldl",
+        "-lpthread",
+    ]
     done = subprocess.run(command, input=_SOURCE, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BenchError(f"a clock of the server's own could not be compiled: {done.stderr.strip()[-300:]}")
+        raise BenchError(
+            f"a clock of the server's own could not be compiled: {done.stderr.strip()[-300:]}"
+        )

@@ -1,4 +1,6 @@
-"""`kvtier bench restore-fuzz`: agent sessions against a server in trouble; no hang, no leak, no other answer, no failure."""
+"""`kvtier bench restore-fuzz`: agent sessions against a server in trouble; no hang, no leak, no
+other answer, no failure.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from typing import Any
 
 from sgl_kvtier import arguments
 from sgl_kvtier.arguments import above_nought, not_negative
-from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, progress, write_json
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    print_table,
+    progress,
+    write_json,
+)
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import add_load_arguments, load_options, positive
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup
@@ -36,51 +46,158 @@ SCHEMA = "kvtier.restore-fuzz/1"
 _LOAD = LoadOptions(sessions=16, turns=6, divisor=4, most_output_tokens=8)
 _SETTLED_TOKENS = 64
 _AHEAD = {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
-_SHOWN = ("requests", "completed", "restored", "restored_from_storage", "aborted", "disconnected", "under_a_kill", "compared")
+_SHOWN = (
+    "requests",
+    "completed",
+    "restored",
+    "restored_from_storage",
+    "aborted",
+    "disconnected",
+    "under_a_kill",
+    "compared",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.epilog = "example: kvtier bench restore-fuzz --lookahead --scene storm,stop,restarts --scale 0.1 --json result.json"
-    parser.add_argument("--requests", type=positive, metavar="N", help="end after so many requests (default 400, unless another limit is given)")
-    parser.add_argument("--restored", type=positive, metavar="N", help="end after so many that were restored")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="end after so many requests (default 400, unless another limit is given)",
+    )
+    parser.add_argument(
+        "--restored", type=positive, metavar="N", help="end after so many that were restored"
+    )
     parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after so long")
-    parser.add_argument("--scene", metavar="A,B", help=f"play scenes instead, load beside each: all, or of {'; '.join(f'{name} ({one.about})' for name, one in SCENES.items())}")
-    parser.add_argument("--scale", type=not_negative, default=1.0, metavar="X", help="share of the scenes' full amounts (default 1: a minute of storm, 50 restarts)")
-    parser.add_argument("--chaos", default="all", metavar="A,B", help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)")
-    parser.add_argument("--lookahead", action="store_true", help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end")
-    parser.add_argument("--fault-rank", type=int, choices=range(64), metavar="N", help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)")
-    parser.add_argument("--kill-every", type=positive, default=400, metavar="N", help="requests between two kills (default %(default)s)")
-    parser.add_argument("--concurrency", type=positive, default=8, metavar="N", help="sessions at a time (default %(default)s)")
-    parser.add_argument("--deadline", type=above_nought, default=60.0, metavar="S", help="a request that takes longer hangs (default %(default)s)")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep references and requests in FILE and add to what is in it")
+    parser.add_argument(
+        "--scene",
+        metavar="A,B",
+        help=f"play scenes instead, load beside each: all, or of {'; '.join(f'{name} ({one.about})' for name, one in SCENES.items())}",
+    )
+    parser.add_argument(
+        "--scale",
+        type=not_negative,
+        default=1.0,
+        metavar="X",
+        help="share of the scenes' full amounts (default 1: a minute of storm, 50 restarts)",
+    )
+    parser.add_argument(
+        "--chaos",
+        default="all",
+        metavar="A,B",
+        help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)",
+    )
+    parser.add_argument(
+        "--lookahead",
+        action="store_true",
+        help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end",
+    )
+    parser.add_argument(
+        "--fault-rank",
+        type=int,
+        choices=range(64),
+        metavar="N",
+        help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)",
+    )
+    parser.add_argument(
+        "--kill-every",
+        type=positive,
+        default=400,
+        metavar="N",
+        help="requests between two kills (default %(default)s)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="sessions at a time (default %(default)s)",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=above_nought,
+        default=60.0,
+        metavar="S",
+        help="a request that takes longer hangs (default %(default)s)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="keep references and requests in FILE and add to what is in it",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
-    parser.add_argument("--seed", type=arguments.seed, default=0, help="of everything that is decided here (default 0)")
+    parser.add_argument(
+        "--seed",
+        type=arguments.seed,
+        default=0,
+        help="of everything that is decided here (default 0)",
+    )
     server = parser.add_argument_group("server")
-    server.add_argument("--lab-model", choices=tuple(SHAPES), default="tiny-qwen3", help="default %(default)s")
-    server.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
-    server.add_argument("--overlap", choices=("on", "off"), default="on", help="SGLang's overlap of scheduling and computing (default on)")
-    server.add_argument("--threads", type=positive, default=1, help="torch threads on a CPU (default 1)")
+    server.add_argument(
+        "--lab-model", choices=tuple(SHAPES), default="tiny-qwen3", help="default %(default)s"
+    )
+    server.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
+    )
+    server.add_argument(
+        "--overlap",
+        choices=("on", "off"),
+        default="on",
+        help="SGLang's overlap of scheduling and computing (default on)",
+    )
+    server.add_argument(
+        "--threads", type=positive, default=1, help="torch threads on a CPU (default 1)"
+    )
     server.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    server.add_argument("--chunk", type=positive, default=256, help="chunked prefill size (default %(default)s)")
-    server.add_argument("--device-tokens", type=positive, help="device pool (default: three quarters of the longest prompts at a time)")
-    server.add_argument("--host-ratio", type=above_nought, default=1.0, help="host pool as a multiple of it (default %(default)s)")
-    server.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for the server; repeat as needed")
-    server.add_argument("--folder", type=Path, metavar="DIR", help="for logs and store (default: a temporary folder, kept when something was found)")
+    server.add_argument(
+        "--chunk", type=positive, default=256, help="chunked prefill size (default %(default)s)"
+    )
+    server.add_argument(
+        "--device-tokens",
+        type=positive,
+        help="device pool (default: three quarters of the longest prompts at a time)",
+    )
+    server.add_argument(
+        "--host-ratio",
+        type=above_nought,
+        default=1.0,
+        help="host pool as a multiple of it (default %(default)s)",
+    )
+    server.add_argument(
+        "--server-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more argument for the server; repeat as needed",
+    )
+    server.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="for logs and store (default: a temporary folder, kept when something was found)",
+    )
     add_load_arguments(parser, _LOAD)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fuzzes and reports. The exit status: 0, 1 when something was found, 130 after Ctrl-C. Raises KVTierError; where the bench
-    could not go on, after what had been tried is reported."""
+    """Fuzzes and reports. The exit status: 0, 1 when something was found, 130 after Ctrl-C. Raises
+    KVTierError; where the bench could not go on, after what had been tried is reported.
+    """
     if args.json is not None:
         check_target(args.json)
     if missing_packages():
-        raise BenchError(f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'")
+        raise BenchError(
+            f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'"
+        )
     chaos = Chaos(parse_kinds(args.chaos), seed=args.seed, kill_every=args.kill_every)
     scenes = None if args.scene is None else parse_scenes(args.scene)
     if scenes and (args.requests or args.restored or args.minutes):
-        raise BenchError("--scene: scenes end by themselves; --scale says how long they are, not --requests, --restored or --minutes")
+        raise BenchError(
+            "--scene: scenes end by themselves; --scale says how long they are, not --requests, --restored or --minutes"
+        )
     model = write_model(args.lab_model)
     wanted = load_options(args, _LOAD)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
@@ -96,7 +213,16 @@ def run(args: argparse.Namespace) -> int:
             if scenes is None:
                 _fuzz(args, chaos, setup, sessions, log, folder)
             else:
-                play(scenes, _stage_options(args), setup, _AHEAD if args.lookahead else {}, sessions, log, folder, shown)
+                play(
+                    scenes,
+                    _stage_options(args),
+                    setup,
+                    _AHEAD if args.lookahead else {},
+                    sessions,
+                    log,
+                    folder,
+                    shown,
+                )
         except KeyboardInterrupt:
             interrupted = True
         except BenchError as error:
@@ -104,7 +230,9 @@ def run(args: argparse.Namespace) -> int:
                 raise
             failure = error
         with undisturbed():
-            result = make_result(args, setup, chosen, chaos, log, interrupted, failure) | {"scenes": shown}
+            result = make_result(args, setup, chosen, chaos, log, interrupted, failure) | {
+                "scenes": shown
+            }
             _report(args, result)
     if failure is not None:
         raise failure
@@ -114,10 +242,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
-    """Pools so small that the clients' prompts push each other out of the device, and the host pool into the store."""
+    """Pools so small that the clients' prompts push each other out of the device, and the host pool
+    into the store.
+    """
     page = 16
     longest = chosen.longest_tokens + _SETTLED_TOKENS
-    at_once = sorted((row["longest_tokens"] for row in chosen.rows), reverse=True)[: args.concurrency]
+    at_once = sorted((row["longest_tokens"] for row in chosen.rows), reverse=True)[
+        : args.concurrency
+    ]
     tokens = args.device_tokens or max(longest * 5 // 4, sum(at_once) * 3 // 4)
     tokens = -(-tokens // page) * page
     if tokens < longest:
@@ -154,7 +286,12 @@ def make_result(
     """The whole result, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
     results = {
         "workload": chosen.to_json(),
-        "settings": {**asdict(setup), "concurrency": args.concurrency, "deadline_s": args.deadline, "chaos": asdict(chaos)},
+        "settings": {
+            **asdict(setup),
+            "concurrency": args.concurrency,
+            "deadline_s": args.deadline,
+            "chaos": asdict(chaos),
+        },
         "counts": counts(log),
         "must_be_zero": list(MUST_BE_ZERO),
         "findings": log.findings,
@@ -164,7 +301,9 @@ def make_result(
     return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
 
 
-def _reference(setup: Setup, sessions: Sequence[Sequence[Asked]], log: FuzzLog, folder: Path) -> None:
+def _reference(
+    setup: Setup, sessions: Sequence[Sequence[Asked]], log: FuzzLog, folder: Path
+) -> None:
     missing = sum(asked.name not in log.references for session in sessions for asked in session)
     if not missing:
         return
@@ -227,7 +366,12 @@ def _fuzz(
 def _sections(chaos: Chaos, rank: int | None, ahead: bool) -> dict[str, dict[str, Any]]:
     faults = chaos.faults() | ({} if rank is None else {"rank": rank})
     # A stall of 0.4 s is past a deadline of 0.1 s.
-    policy = {"restore": "both", "min_restore_tokens": 32, "load_deadline_s": 0.1, "load_tokens": 32}
+    policy = {
+        "restore": "both",
+        "min_restore_tokens": 32,
+        "load_deadline_s": 0.1,
+        "load_tokens": 32,
+    }
     policy |= _AHEAD if ahead else {}
     return {"policy": policy, "throttle": {"read_gbps": 1.0}, "faults": faults}
 
@@ -237,14 +381,24 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     figures = result["counts"]
     rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in _SHOWN]
     rows.append({"what": "restored by kvtier", "count": figures["restorations"].get("met", 0)})
-    print_table(Table("What was tried", (Column("what", "What"), Column("count", "Count")), rows), shown)
+    print_table(
+        Table("What was tried", (Column("what", "What"), Column("count", "Count")), rows), shown
+    )
     rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in MUST_BE_ZERO]
     if result["scenes"]:
         print_table(scenes_table(result["scenes"]), shown)
-    print_table(Table("What must be 0", (Column("what", "What"), Column("count", "Count")), rows), shown)
+    print_table(
+        Table("What must be 0", (Column("what", "What"), Column("count", "Count")), rows), shown
+    )
     events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
-    print(f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}", file=shown)
-    print(f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}", file=shown)
+    print(
+        f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}",
+        file=shown,
+    )
+    print(
+        f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}",
+        file=shown,
+    )
     if figures["ahead"]:
         print(f"Looking ahead, by the servers' counters: {figures['ahead']}", file=shown)
     for text in [*result["findings"][:10], *figures["error_messages"], *result["notes"]]:

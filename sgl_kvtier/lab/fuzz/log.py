@@ -1,4 +1,6 @@
-"""What came of a fuzz run's requests and servers, in memory and in a file of JSON lines that later runs add to."""
+"""What came of a fuzz run's requests and servers, in memory and in a file of JSON lines that later
+runs add to.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, differenc
 from sgl_kvtier.lab.fuzz.chaos import Fate
 from sgl_kvtier.lab.outside.client import ABORTED
 
-_LEAK = re.compile(r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE)
-_CRASH = re.compile(r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault|Fatal Python error")
+_LEAK = re.compile(
+    r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE
+)
+_CRASH = re.compile(
+    r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault|Fatal Python error"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +36,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One request of a fuzz run. `killed`: the server was killed under it; `hung`: it had not ended when it should have."""
+    """One request of a fuzz run. `killed`: the server was killed under it; `hung`: it had not ended
+    when it should have.
+    """
 
     run: str
     number: int
@@ -55,7 +63,9 @@ class Attempt:
 
     @property
     def failure(self) -> str | None:
-        """Why it had no answer although no server was killed; None for one that had, that was given up, or that hung."""
+        """Why it had no answer although no server was killed; None for one that had, that was given
+        up, or that hung.
+        """
         if self.killed or self.hung:
             return None
         if self.error is None:
@@ -84,7 +94,9 @@ class FuzzLog:
 
     @classmethod
     def open(cls, path: Path | None) -> FuzzLog:
-        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file of another kind."""
+        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file
+        of another kind.
+        """
         log = cls(path)
         log._lines.read(log._take)
         return log
@@ -103,12 +115,18 @@ class FuzzLog:
             self.findings.append(data["finding"])
         else:
             one = data["attempt"]
-            self.attempts.append(Attempt(**{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])}))
+            self.attempts.append(
+                Attempt(
+                    **{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])}
+                )
+            )
 
     def keep_reference(self, prompt: str, answer: Answer) -> None:
         """What recomputing answers to a prompt."""
         self.references[prompt] = answer
-        self._lines.append({"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs})
+        self._lines.append(
+            {"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs}
+        )
 
     def keep(self, attempt: Attempt) -> None:
         """Adds a request."""
@@ -137,15 +155,17 @@ class FuzzLog:
         self._lines.append({"finding": text})
 
     def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
-        """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted one got has to be its
-        beginning. None where there is nothing to compare."""
+        """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted
+        one got has to be its beginning. None where there is nothing to compare.
+        """
         wanted = self.references.get(attempt.prompt)
         if wanted is None or not attempt.tokens:
             return None
         count = len(attempt.tokens)
         if attempt.complete and count != len(wanted.tokens):
             return False, False
-        # What was given up may have come without log-probs; a whole answer has as many as the one it is compared with.
+        # What was given up may have come without log-probs; a whole answer has as many as the one
+        # it is compared with.
         there = len(wanted.logprobs) if attempt.complete else len(attempt.logprobs)
         apart = difference(attempt.logprobs, wanted.logprobs[:there])
         close = not there if apart is None else apart <= LOGPROB_TOLERANCE
@@ -171,7 +191,9 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "restored_from_storage": sum(one.storage_tokens > 0 for one in log.attempts),
         "restorations": dict(sorted(log.ends.items())),
         "ahead": dict(sorted(log.ahead.items())),
-        "restored_by_mode": dict(sorted(Counter(one.mode for one in log.attempts if one.restored).items())),
+        "restored_by_mode": dict(
+            sorted(Counter(one.mode for one in log.attempts if one.restored).items())
+        ),
         "aborted": sum(one.fate == Fate.ABORTED.value for one in log.attempts),
         "disconnected": sum(one.fate == Fate.DISCONNECTED.value for one in log.attempts),
         "under_a_kill": sum(one.killed for one in log.attempts),
@@ -186,15 +208,29 @@ def counts(log: FuzzLog) -> dict[str, Any]:
         "unequal_logprobs": sum(not found[1] for _, found in compared),
         "failed": len(failures),
         "error_messages": sorted(set(failures))[:10],
-        "unequal": [{"run": one.run, "number": one.number, "prompt": one.prompt, "mode": one.mode} for one in unequal][:20],
+        "unequal": [
+            {"run": one.run, "number": one.number, "prompt": one.prompt, "mode": one.mode}
+            for one in unequal
+        ][:20],
     }
 
 
-MUST_BE_ZERO = ("hangs", "leaks", "drifts", "crashes", "scenes", "unequal_tokens", "unequal_logprobs", "failed")
+MUST_BE_ZERO = (
+    "hangs",
+    "leaks",
+    "drifts",
+    "crashes",
+    "scenes",
+    "unequal_tokens",
+    "unequal_logprobs",
+    "failed",
+)
 
 
 def suspicious(text: str) -> list[str]:
-    """Lines of a server's log that speak of lost memory ("leak: ...") or of an exception nobody caught ("crash: ...")."""
+    """Lines of a server's log that speak of lost memory ("leak: ...") or of an exception nobody
+    caught ("crash: ...").
+    """
     found = []
     for line in text.splitlines():
         if _CRASH.search(line):

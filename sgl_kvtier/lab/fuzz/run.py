@@ -1,7 +1,9 @@
-"""A fuzz run: sessions replayed by many clients at once against a server in trouble, every answer compared.
+"""A fuzz run: sessions replayed by many clients at once against a server in trouble, every answer
+compared.
 
-The clients' prompts are the calls of agent sessions, in order within a session. Everything that is done to the server is
-decided by the seed and the number of the request; when it happens within a request depends on the machine.
+The clients' prompts are the calls of agent sessions, in order within a session. Everything that is
+done to the server is decided by the seed and the number of the request; when it happens within a
+request depends on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context
 
 _IDLE_S = 0.3
-"""How long nothing is sent after a flush: an idle server checks that no memory is missing, and ends itself if some is."""
+"""How long nothing is sent after a flush: an idle server checks that no memory is missing, and ends
+itself if some is.
+"""
 
 _ROLL_S = 2.5
 """The map is compared with the store once a second, metrics are published twice a second."""
@@ -59,7 +63,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class FuzzOptions:
-    """How long and how hard. A run ends after `requests`, after `restored` of them, or when `seconds` are over."""
+    """How long and how hard. A run ends after `requests`, after `restored` of them, or when
+    `seconds` are over.
+    """
 
     run: str
     chaos: Chaos
@@ -70,7 +76,9 @@ class FuzzOptions:
     deadline_s: float = 60.0
     page_tokens: int = 16
     ahead: bool = False
-    """The server looks ahead: sessions are named, pause between their turns, and are spoken of in hints."""
+    """The server looks ahead: sessions are named, pause between their turns, and are spoken of in
+    hints.
+    """
 
 
 def _session_name(place: int) -> str:
@@ -84,7 +92,10 @@ def calls_of(load: Load, most_outputs: int) -> list[list[Asked]]:
         tokens, calls = PromptTokens(load.encoder), []
         for call, prompt in Context(session).calls():
             tokens.show(prompt)
-            ids, outputs = tuple(tokens.ids.tolist()), output_tokens(call, load.encoder, most_outputs)
+            ids, outputs = (
+                tuple(tokens.ids.tolist()),
+                output_tokens(call, load.encoder, most_outputs),
+            )
             calls.append(Asked(ids, outputs, prompt_name(ids, outputs), place))
         sessions.append(calls)
     return sessions
@@ -93,12 +104,16 @@ def calls_of(load: Load, most_outputs: int) -> list[list[Asked]]:
 async def take_references(
     client: Client, sessions: Sequence[Sequence[Asked]], log: FuzzLog, advance: Callable[[], None]
 ) -> None:
-    """What a server that only computes answers to every prompt. Raises BenchError when it fails one."""
+    """What a server that only computes answers to every prompt. Raises BenchError when it fails
+    one.
+    """
     for asked in itertools.chain.from_iterable(sessions):
         if asked.name not in log.references:
             done = await client.generate(asked.ids, asked.outputs, logprobs=True)
             if done.error is not None:
-                raise BenchError(f"a prompt of {len(asked.ids)} tokens failed on the server that computes: {done.error}")
+                raise BenchError(
+                    f"a prompt of {len(asked.ids)} tokens failed on the server that computes: {done.error}"
+                )
             log.keep_reference(asked.name, Answer(done.output_ids, done.logprobs))
         advance()
 
@@ -140,11 +155,15 @@ class FuzzRun:
         await self._alone(self._kill, wait=False)
 
     async def run(self) -> None:
-        """Until one of the limits is reached. The server is idle at the end, with its caches emptied."""
+        """Until one of the limits is reached. The server is idle at the end, with its caches
+        emptied.
+        """
         options = self._options
         self._until = time.monotonic() + (options.seconds or float("inf"))
         # The deadline is the client's: what has not ended by then hangs.
-        async with Client(self._server.url, timeout_s=options.deadline_s, admin_key=self._server.admin_key) as client:
+        async with Client(
+            self._server.url, timeout_s=options.deadline_s, admin_key=self._server.admin_key
+        ) as client:
             self._client = client
             self._before = await self._totals()
             queue = self._endless()
@@ -208,7 +227,9 @@ class FuzzRun:
         async with self._counted():
             name = _session_name(asked.session) if self._options.ahead else None
             task = asyncio.create_task(
-                self._client.generate(asked.ids, asked.outputs, rid=rid, session_id=name, logprobs=True)
+                self._client.generate(
+                    asked.ids, asked.outputs, rid=rid, session_id=name, logprobs=True
+                )
             )
             done = await self._meet(task, rid, accident)
         cached = done.cached if done is not None else None
@@ -236,7 +257,9 @@ class FuzzRun:
             error=error,
         )
 
-    async def _meet(self, task: asyncio.Task[Completion], rid: str, accident: Accident) -> Completion | None:
+    async def _meet(
+        self, task: asyncio.Task[Completion], rid: str, accident: Accident
+    ) -> Completion | None:
         """Waits for the answer, or carries out the accident first. None: the connection was closed."""
         if accident.fate is Fate.ANSWERED:
             return await task
@@ -263,7 +286,9 @@ class FuzzRun:
                 self._quiet.notify_all()
 
     async def _alone(self, work: Callable[[], Awaitable[None]], wait: bool = True) -> None:
-        """Does something to the server while no request is sent; with `wait`, when none is under way either."""
+        """Does something to the server while no request is sent; with `wait`, when none is under
+        way either.
+        """
         if not self._open.is_set():
             await self._open.wait()
             return
@@ -288,7 +313,9 @@ class FuzzRun:
         await asyncio.sleep(_IDLE_S)
 
     async def _keep_ends(self) -> None:
-        """Before a server ends: how its restorations ended. What it does between this and its end is not counted."""
+        """Before a server ends: how its restorations ended. What it does between this and its end
+        is not counted.
+        """
         ends, ahead = await self._totals()
         self._log.keep_ends(ends - self._before[0])
         if self._options.ahead:
@@ -298,20 +325,32 @@ class FuzzRun:
                 self._log.find("crash: looking ahead failed and was given up; see the server's log")
         defects = [how for how in _DEFECTS if ends[how] > self._before[0][how]]
         if defects:
-            self._log.find(f"crash: restorations ended as {', '.join(defects)}; see the server's log")
+            self._log.find(
+                f"crash: restorations ended as {', '.join(defects)}; see the server's log"
+            )
 
     async def _totals(self) -> tuple[Counter[str], Counter[str]]:
         """What the server has counted since it started: ends of restorations, and of looking ahead."""
         metrics = await self._client.metrics()
         first = {"tp_rank": "0", "pp_rank": "0"}
-        ends = {how: int(metrics.total("kvtier:restore_ended_total", how=how, **first) or 0) for how in _ENDS}
-        ahead = {name: int(metrics.total(f"kvtier:lookahead_{name}_total", **first) or 0) for name in _AHEAD}
+        ends = {
+            how: int(metrics.total("kvtier:restore_ended_total", how=how, **first) or 0)
+            for how in _ENDS
+        }
+        ahead = {
+            name: int(metrics.total(f"kvtier:lookahead_{name}_total", **first) or 0)
+            for name in _AHEAD
+        }
         for link in ("storage-host", "host-device"):
-            ahead[f"{link}_bytes"] = int(metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0)
+            ahead[f"{link}_bytes"] = int(
+                metrics.total("kvtier:lookahead_moved_bytes_total", **first, link=link) or 0
+            )
         return Counter(ends), Counter(ahead)
 
     async def _count_host(self) -> None:
-        """Once nothing runs, before a flush makes all host memory free: is as much of it in use as the map's pages take?"""
+        """Once nothing runs, before a flush makes all host memory free: is as much of it in use as
+        the map's pages take?
+        """
         used = known = 0.0
         for _ in range(_COUNTS):
             if not self._server.alive:
@@ -320,13 +359,19 @@ class FuzzRun:
             await asyncio.sleep(_IDLE_S + _PUBLISHED_S)
             metrics = await self._client.metrics()
             used = metrics.total("sglang:hicache_host_used_tokens", tp_rank="0", pp_rank="0") or 0.0
-            known = (metrics.total("kvtier:lookahead_map_host_pages", tp_rank="0", pp_rank="0") or 0.0) * self._options.page_tokens
+            known = (
+                metrics.total("kvtier:lookahead_map_host_pages", tp_rank="0", pp_rank="0") or 0.0
+            ) * self._options.page_tokens
             if used == known:
                 return
-        self._log.find(f"leak: {used:.0f} tokens of host memory are in use, and the map has {known:.0f}")
+        self._log.find(
+            f"leak: {used:.0f} tokens of host memory are in use, and the map has {known:.0f}"
+        )
 
     async def _compare_map(self) -> None:
-        """On the idle server, once pages the store has lost are off the map: is every page where the map has it?"""
+        """On the idle server, once pages the store has lost are off the map: is every page where
+        the map has it?
+        """
         if not self._server.alive:
             return
         await asyncio.sleep(_ROLL_S)

@@ -1,4 +1,6 @@
-"""Scenes of trouble for a serving machine, one after the other: what `kvtier bench restore-fuzz --scene` plays."""
+"""Scenes of trouble for a serving machine, one after the other: what `kvtier bench restore-fuzz
+--scene` plays.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from sgl_kvtier.lab.fuzz.server import FuzzServer
 from sgl_kvtier.lab.fuzz.stage import GBPS, Scene, Stage, StageOptions, check_store
 
 _CROWD = Chaos(kinds=("abort", "disconnect"), give_up=1.0, longest_s=1.0, start=("auto", GBPS))
-_RESTORING = Chaos(kinds=("abort", "disconnect", "hint"), give_up=1.0, longest_s=1.0, start=("both", GBPS / 4))
+_RESTORING = Chaos(
+    kinds=("abort", "disconnect", "hint"), give_up=1.0, longest_s=1.0, start=("both", GBPS / 4)
+)
 _CROWD_CLIENTS = 240
 _RESTORING_CLIENTS = 12
 _STOPS_S = (1, 2, 5, 10, 20)
@@ -36,7 +40,9 @@ _MANY_CLIENTS = 32
 
 @dataclass(frozen=True)
 class Played:
-    """A scene, what it is, and the server it needs: a host pool of its own size, another clock, what it is ended with."""
+    """A scene, what it is, and the server it needs: a host pool of its own size, another clock,
+    what it is ended with.
+    """
 
     about: str
     scene: Scene
@@ -51,14 +57,17 @@ class Played:
 
 
 async def storm(stage: Stage) -> str:
-    """All requests are given up, over HTTP and by hanging up: so many clients that most wait, then few, whose prefixes are being
-    restored (while device memory is short nothing is)."""
+    """All requests are given up, over HTTP and by hanging up: so many clients that most wait, then
+    few, whose prefixes are being restored (while device memory is short nothing is).
+    """
     given_up = 0
     for chaos, clients in ((_CROWD, _CROWD_CLIENTS), (_RESTORING, _RESTORING_CLIENTS)):
         begun = len(stage.log.attempts)
         async with stage.load(chaos, clients):
             await stage.wait(30 if chaos is _RESTORING else 60)
-        given_up += sum(one.fate != "answered" and not one.complete for one in stage.log.attempts[begun:])
+        given_up += sum(
+            one.fate != "answered" and not one.complete for one in stage.log.attempts[begun:]
+        )
     return f"{given_up} given up in {90 * stage.options.scale:g} s"
 
 
@@ -78,7 +87,9 @@ async def stop(stage: Stage) -> str:
 
 
 async def slow_disk(stage: Stage) -> str:
-    """The store's device becomes 100 times slower and fast again, three times; the server is not told."""
+    """The store's device becomes 100 times slower and fast again, three times; the server is not
+    told.
+    """
     async with stage.load(), stage.client() as client:
         for _ in range(3):
             await stage.pause()
@@ -90,7 +101,9 @@ async def slow_disk(stage: Stage) -> str:
 
 
 async def clock(stage: Stage) -> str:
-    """The time of day jumps by an hour, back, and by a day; what counts seconds from the start is left alone."""
+    """The time of day jumps by an hour, back, and by a day; what counts seconds from the start is
+    left alone.
+    """
     assert stage.clock is not None, "its server has one"
     async with stage.load():
         for offset in _JUMPS_S:
@@ -101,15 +114,21 @@ async def clock(stage: Stage) -> str:
 
 
 async def full_host(stage: Stage) -> str:
-    """Many long prompts at a time, in a host pool that holds few of them: write-back, reads and restorations want it at once."""
+    """Many long prompts at a time, in a host pool that holds few of them: write-back, reads and
+    restorations want it at once.
+    """
     for mode in ("auto", "both"):
-        async with stage.load(Chaos(kinds=("abort", "disconnect", "hint", "flush"), start=(mode, GBPS)), _MANY_CLIENTS):
+        async with stage.load(
+            Chaos(kinds=("abort", "disconnect", "hint", "flush"), start=(mode, GBPS)), _MANY_CLIENTS
+        ):
             await stage.wait(30)
     return f"{_MANY_CLIENTS} clients for 2 times {30 * stage.options.scale:g} s"
 
 
 async def restarts(stage: Stage) -> str:
-    """The server is ended under load, by SIGTERM and SIGKILL in turns, and started again on its store."""
+    """The server is ended under load, by SIGTERM and SIGKILL in turns, and started again on its
+    store.
+    """
     count, before = max(2, round(_RESTARTS * stage.options.scale)), Counter(stage.log.events)
     async with stage.load() as run:
         for number in range(count):
@@ -126,8 +145,9 @@ async def restarts(stage: Stage) -> str:
 
 
 async def routes(stage: Stage) -> str:
-    """Requests that no sane client sends, to the routes of this package and to those of SGLang that reach it; then the store is
-    detached and attached again."""
+    """Requests that no sane client sends, to the routes of this package and to those of SGLang that
+    reach it; then the store is detached and attached again.
+    """
     async with stage.load():
         sent = await hostile_requests(stage, 30 * stage.options.scale)
     await detach_and_attach(stage)
@@ -135,23 +155,44 @@ async def routes(stage: Stage) -> str:
 
 
 SCENES: Mapping[str, Played] = {
-    "storm": Played("every request is given up, about a hundred a second for 60 s, then 30 s more while prefixes are restored", storm),
+    "storm": Played(
+        "every request is given up, about a hundred a second for 60 s, then 30 s more while prefixes are restored",
+        storm,
+    ),
     "stop": Played("the scheduler is stopped for 1, 2, 5, 10 and 20 s", stop),
     "slow-disk": Played("the device is 100 times slower for 10 s, three times", slow_disk),
     "routes": Played("hostile requests over HTTP for 30 s", routes),
-    "clock": Played("the time of day jumps by an hour and a day, and back (needs a C compiler)", clock, own_clock=True),
-    "full-host": Played("32 clients and a host pool for few prompts, for 60 s", full_host, host_ratio=_TIGHT_HOST),
-    "restarts": Played("50 restarts under load, by SIGTERM and SIGKILL", restarts, signals=(signal.SIGTERM, signal.SIGKILL)),
+    "clock": Played(
+        "the time of day jumps by an hour and a day, and back (needs a C compiler)",
+        clock,
+        own_clock=True,
+    ),
+    "full-host": Played(
+        "32 clients and a host pool for few prompts, for 60 s", full_host, host_ratio=_TIGHT_HOST
+    ),
+    "restarts": Played(
+        "50 restarts under load, by SIGTERM and SIGKILL",
+        restarts,
+        signals=(signal.SIGTERM, signal.SIGKILL),
+    ),
 }
 """Every scene, with its full amount. Those that need no server of their own share one."""
 
 
 def parse_scenes(text: str) -> tuple[str, ...]:
-    """Scenes from a command line, in the order they are played. Raises BenchError on an unknown one."""
-    wanted = list(SCENES) if text == "all" else [word.strip() for word in text.split(",") if word.strip()]
+    """Scenes from a command line, in the order they are played. Raises BenchError on an unknown
+    one.
+    """
+    wanted = (
+        list(SCENES)
+        if text == "all"
+        else [word.strip() for word in text.split(",") if word.strip()]
+    )
     unknown = [name for name in wanted if name not in SCENES]
     if unknown or not wanted:
-        raise BenchError(f"--scene: no scene named {', '.join(unknown) or text!r}. There are: all, {', '.join(SCENES)}")
+        raise BenchError(
+            f"--scene: no scene named {', '.join(unknown) or text!r}. There are: all, {', '.join(SCENES)}"
+        )
     return tuple(name for name in SCENES if name in wanted)
 
 
@@ -165,13 +206,16 @@ def play(
     folder: Path,
     played: list[dict[str, Any]],
 ) -> None:
-    """The scenes, each on a server as it needs it; what came of them is added to `played` one by one. Behind each server its
-    store is checked. Raises BenchError when a server does not start."""
+    """The scenes, each on a server as it needs it; what came of them is added to `played` one by
+    one. Behind each server its store is checked. Raises BenchError when a server does not start.
+    """
     with progress("scenes", len(names), "scenes") as shown:
         for _needs, group in itertools.groupby(names, key=lambda name: SCENES[name].needs):
             place = folder / f"played-{len(played)}"
             shutil.rmtree(place / "storage", ignore_errors=True)
-            asyncio.run(_play_group(list(group), options, setup, ahead, sessions, log, place, played, shown))
+            asyncio.run(
+                _play_group(list(group), options, setup, ahead, sessions, log, place, played, shown)
+            )
             checked = check_store(place / "storage", log)
             for one in played[-1:]:
                 one["store"] = checked
@@ -218,7 +262,12 @@ def scenes_table(played: Sequence[Mapping[str, Any]]) -> Table:
         Column("found", "Findings", decimals=0),
     )
     rows = [
-        {**one, "after": f"{one['restored_after']} of {one['asked_after']}", "found": len(one["findings"])} for one in played
+        {
+            **one,
+            "after": f"{one['restored_after']} of {one['asked_after']}",
+            "found": len(one["findings"]),
+        }
+        for one in played
     ]
     return Table("Scenes", columns, rows)
 

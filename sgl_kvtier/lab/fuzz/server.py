@@ -1,4 +1,6 @@
-"""The server of a fuzz run: started, looked after, killed without warning, started again on the same store."""
+"""The server of a fuzz run: started, looked after, killed without warning, started again on the
+same store.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ _DRAIN_S = 60.0
 
 
 class FuzzServer:
-    """One server after another on one port, folder and key. Findings in their logs go to `log`; `env` are more variables, and
-    `signals` what each in turn is ended with."""
+    """One server after another on one port, folder and key. Findings in their logs go to `log`;
+    `env` are more variables, and `signals` what each in turn is ended with.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,9 @@ class FuzzServer:
         extra = (*setup.extra, "--admin-api-key", self.admin_key)
         whole = Setup(**{**vars(setup), "extra": extra, "sections": {**setup.sections, **sections}})
         launch = prepare(arm, whole, folder)
-        self._launch = Launch(launch.arguments, {**launch.env, **STRICT, **_IDLE_CHECKS, **(env or {})})
+        self._launch = Launch(
+            launch.arguments, {**launch.env, **STRICT, **_IDLE_CHECKS, **(env or {})}
+        )
         self._signals = itertools.cycle(signals)
         self._port = free_port()
         self._server: Server | None = None
@@ -99,8 +104,10 @@ class FuzzServer:
         self._server.wait_until_healthy(_START_S)
 
     def kill_and_start(self) -> None:
-        """Ends it with the next signal and starts a new one: SIGKILL to the whole process group, so that nothing of it runs any
-        code after that, or SIGTERM to the launcher, which then answers what is under way."""
+        """Ends it with the next signal and starts a new one: SIGKILL to the whole process group, so
+        that nothing of it runs any code after that, or SIGTERM to the launcher, which then answers
+        what is under way.
+        """
         self.look()
         server = self._server
         assert server is not None and server.pid is not None, "it was started"
@@ -121,7 +128,9 @@ class FuzzServer:
 
     @contextlib.contextmanager
     def halted(self) -> Iterator[int]:
-        """SIGSTOP to its schedulers while the block runs, SIGCONT behind it; yields how many there are."""
+        """SIGSTOP to its schedulers while the block runs, SIGCONT behind it; yields how many there
+        are.
+        """
         found = [] if self._server is None else self._server.processes(SCHEDULER)
         try:
             for process in found:
@@ -158,4 +167,3 @@ class FuzzServer:
             return (self._folder / "server.log").stat().st_size
         except OSError:
             return 0
-

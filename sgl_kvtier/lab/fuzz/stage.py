@@ -1,4 +1,6 @@
-"""Where scenes of trouble are played: a server, load beside a scene, and the same questions before and after each."""
+"""Where scenes of trouble are played: a server, load beside a scene, and the same questions before
+and after each.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from sgl_kvtier.lab.fuzz.server import FuzzServer
 from sgl_kvtier.lab.outside.client import Client
 
 GBPS = 0.1
-"""Bandwidth of the store between scenes, in gigabits per second: of the order of what a lab model computes."""
+"""Bandwidth of the store between scenes, in gigabits per second: of the order of what a lab model
+computes.
+"""
 
 _PROBES = 12
 _MORE_FILES = 32
@@ -47,7 +51,9 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a round of questions found: how many had part of their prompt restored, and how often front and loads met."""
+    """What a round of questions found: how many had part of their prompt restored, and how often
+    front and loads met.
+    """
 
     asked: int
     restored: int
@@ -55,7 +61,9 @@ class Answered:
 
 
 class Stage:
-    """One server, up, and all that is done to it. `clock` is its time of day, where it has one of its own."""
+    """One server, up, and all that is done to it. `clock` is its time of day, where it has one of
+    its own.
+    """
 
     def __init__(
         self,
@@ -74,7 +82,9 @@ class Stage:
         self._before: Answered | None = None
 
     async def open(self) -> None:
-        """Before the first scene: the questions' prefixes are stored, what there is to learn is learned, all is counted."""
+        """Before the first scene: the questions' prefixes are stored, what there is to learn is
+        learned, all is counted.
+        """
         for _ in range(2):
             await self.ask("auto")
         self._before = await self.ask("auto")
@@ -109,8 +119,10 @@ class Stage:
     async def load(
         self, chaos: Chaos = _CALM, concurrency: int | None = None, ahead: bool | None = None
     ) -> AsyncIterator[FuzzRun]:
-        """Clients that ask while the block runs; every answer is compared. Behind it the server is idle, its caches empty.
-        `ahead` False: what looks ahead is not asked, though the server does."""
+        """Clients that ask while the block runs; every answer is compared. Behind it the server is
+        idle, its caches empty. `ahead` False: what looks ahead is not asked, though the server
+        does.
+        """
         run = self._run(chaos, concurrency or self.options.concurrency, self._sessions, ahead=ahead)
         task = asyncio.create_task(run.run())
         try:
@@ -120,7 +132,9 @@ class Stage:
             await task
 
     async def ask(self, mode: str) -> Answered:
-        """The last prompts of some sessions, all of them from empty caches, with `policy.restore` so."""
+        """The last prompts of some sessions, all of them from empty caches, with `policy.restore`
+        so.
+        """
         last = [[session[-1]] for session in self._sessions[:_PROBES]]
         begun, ends = len(self.log.attempts), self.log.ends["met"]
         await self._run(Chaos(kinds=(), start=(mode, GBPS)), 2, last, requests=len(last)).run()
@@ -129,7 +143,9 @@ class Stage:
 
     def client(self) -> Client:
         """For what an operator does: `async with stage.client() as client`."""
-        return Client(self.server.url, timeout_s=self.options.deadline_s, admin_key=self.server.admin_key)
+        return Client(
+            self.server.url, timeout_s=self.options.deadline_s, admin_key=self.server.admin_key
+        )
 
     async def wait(self, seconds: float) -> None:
         """So many seconds of a full scene."""
@@ -167,20 +183,28 @@ class Stage:
         if before.restored and not by_itself.restored:
             self.log.find(f"scene {name}: policy.restore auto restored nothing after it")
         if usage.processes != self._usage.processes:
-            self.log.find(f"scene {name}: {usage.processes} processes after it, {self._usage.processes} before")
+            self.log.find(
+                f"scene {name}: {usage.processes} processes after it, {self._usage.processes} before"
+            )
         if usage.open_files > self._usage.open_files + _MORE_FILES:
-            self.log.find(f"scene {name}: {usage.open_files} open files after it, {self._usage.open_files} before")
+            self.log.find(
+                f"scene {name}: {usage.open_files} open files after it, {self._usage.open_files} before"
+            )
 
 
 def check_store(folder: Path, log: FuzzLog) -> dict[str, Any] | None:
-    """`kvtier fsck` of a store that no server has open; damage is a finding. None where there is no store."""
+    """`kvtier fsck` of a store that no server has open; damage is a finding. None where there is no
+    store.
+    """
     if not folder.is_dir():
         return None
     start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "fsck", str(folder), "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        log.find(f"scene store: kvtier fsck ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
+        log.find(
+            f"scene store: kvtier fsck ended with status {done.returncode}: {done.stderr.strip()[-300:]}"
+        )
     try:
         return dict(json.loads(done.stdout))
     except ValueError:

@@ -1,7 +1,8 @@
-"""One SGLang server seen through HTTP: streamed generation with times per token, cache details, metrics, flushing.
+"""One SGLang server seen through HTTP: streamed generation with times per token, cache details,
+metrics, flushing.
 
-A request that fails becomes a `Completion` with `error` set: a run of hundreds of requests is never lost to one of them.
-All methods belong to one asyncio event loop.
+A request that fails becomes a `Completion` with `error` set: a run of hundreds of requests is never
+lost to one of them. All methods belong to one asyncio event loop.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ _MORE_TOKENS = 1024
 """So many output tokens more than were asked for are more than a miscount."""
 
 KEEP_OPEN_S = 2.0
-"""How long an idle connection is used again: SGLang's server closes it after 5 s, and a request sent at that moment would fail."""
+"""How long an idle connection is used again: SGLang's server closes it after 5 s, and a request
+sent at that moment would fail.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """Prompt tokens of one request that came from a cache, by tier, and the total the server counts beside them."""
+    """Prompt tokens of one request that came from a cache, by tier, and the total the server counts
+    beside them.
+    """
 
     device: int = 0
     host: int = 0
@@ -50,7 +55,9 @@ class Cached:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One request's outcome. Times in seconds: `sent_s` on the monotonic clock, the others from sending."""
+    """One request's outcome. Times in seconds: `sent_s` on the monotonic clock, the others from
+    sending.
+    """
 
     sent_s: float
     e2e_s: float
@@ -91,7 +98,9 @@ class Client:
     async def __aenter__(self) -> Client:
         # No limit on connections: the number of concurrent sessions is the replay's to decide.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_OPEN_S), timeout=self._timeout, headers=self._headers
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_OPEN_S),
+            timeout=self._timeout,
+            headers=self._headers,
         )
         return self
 
@@ -100,7 +109,9 @@ class Client:
             await self._session.close()
 
     async def reconnect(self) -> None:
-        """Forgets all connections. For a server that was started anew on the same port; requests under way fail."""
+        """Forgets all connections. For a server that was started anew on the same port; requests
+        under way fail.
+        """
         await self.__aexit__()
         await self.__aenter__()
 
@@ -113,14 +124,20 @@ class Client:
         session_id: str | None = None,
         logprobs: bool = False,
     ) -> Completion:
-        """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a server or network does.
+        """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a
+        server or network does.
 
-        `rid` names the request for `abort`, `session_id` the session it is of; `logprobs` asks for those of the output tokens.
+        `rid` names the request for `abort`, `session_id` the session it is of; `logprobs` asks for
+        those of the output tokens.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
         }
         body |= {} if rid is None else {"rid": rid}
         body |= {} if session_id is None else {"session_id": session_id}
@@ -142,7 +159,9 @@ class Client:
         return reading.completion(error)
 
     async def metrics(self) -> Metrics:
-        """The server's /metrics. Empty when it was started without --enable-metrics or cannot be reached."""
+        """The server's /metrics. Empty when it was started without --enable-metrics or cannot be
+        reached.
+        """
         try:
             async with self._open().get(f"{self.url}/metrics") as answer:
                 return Metrics.parse(await _text(answer)) if answer.status == 200 else Metrics({})
@@ -161,7 +180,9 @@ class Client:
             ) from error
 
     async def flush(self) -> None:
-        """Empties the device and host tiers. Raises BenchError when the server refuses, as it does while it is working."""
+        """Empties the device and host tiers. Raises BenchError when the server refuses, as it does
+        while it is working.
+        """
         await self._post("/flush_cache?timeout=60", "flush its cache")
 
     async def clear_storage(self) -> None:
@@ -169,29 +190,45 @@ class Client:
         await self._post("/hicache/storage-backend/clear", "clear its storage")
 
     async def abort(self, rid: str) -> None:
-        """Asks the server to end a request; one it does not know is no mistake. Raises BenchError when it refuses."""
+        """Asks the server to end a request; one it does not know is no mistake. Raises BenchError
+        when it refuses.
+        """
         await self._post("/abort_request", "abort a request", {"rid": rid, "abort_all": False})
 
     async def set_state(self, values: Mapping[str, float]) -> None:
-        """Changes settings of the running server. Raises BenchError when one of its processes refuses."""
-        answer = await self._post("/set_internal_state", "change its settings", {"server_args": dict(values)})
+        """Changes settings of the running server. Raises BenchError when one of its processes
+        refuses.
+        """
+        answer = await self._post(
+            "/set_internal_state", "change its settings", {"server_args": dict(values)}
+        )
         if "false" in answer:
-            raise BenchError(f"the server at {self.url} did not change {dict(values)}: see its log for the reason")
+            raise BenchError(
+                f"the server at {self.url} did not change {dict(values)}: see its log for the reason"
+            )
 
     async def hint(self, session: str, said: Mapping[str, Any]) -> str:
-        """Tells a server that looks ahead of a session (docs/manual/lookahead.md): what came of it. Raises BenchError when it has no such route."""
+        """Tells a server that looks ahead of a session (docs/manual/lookahead.md): what came of it.
+        Raises BenchError when it has no such route.
+        """
         answer = await self._post("/kvtier/hint", "take a hint", {"session": session, **said})
         try:
             return str(_object(answer)["result"])
         except (ValueError, KeyError) as error:
-            raise BenchError(f"the server at {self.url} answered a hint with {shown(answer)}") from error
+            raise BenchError(
+                f"the server at {self.url} answered a hint with {shown(answer)}"
+            ) from error
 
     async def set_prefetch_policy(self, backend: str, policy: str) -> None:
-        """How long SGLang itself waits for `backend`: best_effort, wait_complete or timeout. Needs the admin key."""
+        """How long SGLang itself waits for `backend`: best_effort, wait_complete or timeout. Needs
+        the admin key.
+        """
         body = {"hicache_storage_backend": backend, "hicache_storage_prefetch_policy": policy}
         await self._post("/hicache/storage-backend", "change its prefetch policy", body, "PUT")
 
-    async def _post(self, path: str, what: str, body: Mapping[str, Any] | None = None, method: str = "POST") -> str:
+    async def _post(
+        self, path: str, what: str, body: Mapping[str, Any] | None = None, method: str = "POST"
+    ) -> str:
         try:
             async with self._open().request(method, self.url + path, json=body) as answer:
                 text = await _text(answer)
@@ -236,8 +273,14 @@ class Metrics:
         return cls({(name, frozenset(labels.items())): value for name, labels, value in rows})
 
     def to_json(self, prefixes: tuple[str, ...]) -> list[list[Any]]:
-        """Name, labels and value of every metric whose name begins so, buckets of histograms left out."""
-        kept = [key for key in self._values if key[0].startswith(prefixes) and not key[0].endswith("_bucket")]
+        """Name, labels and value of every metric whose name begins so, buckets of histograms left
+        out.
+        """
+        kept = [
+            key
+            for key in self._values
+            if key[0].startswith(prefixes) and not key[0].endswith("_bucket")
+        ]
         return [[name, dict(sorted(labels)), self._values[name, labels]] for name, labels in kept]
 
     def sums(self, prefix: str) -> dict[str, float]:
@@ -249,9 +292,13 @@ class Metrics:
         return found
 
     def total(self, name: str, **labels: str) -> float | None:
-        """The sum over all samples called `name` whose labels include these; None when there is none."""
+        """The sum over all samples called `name` whose labels include these; None when there is
+        none.
+        """
         wanted = set(labels.items())
-        found = [value for (key, has), value in self._values.items() if key == name and wanted <= has]
+        found = [
+            value for (key, has), value in self._values.items() if key == name and wanted <= has
+        ]
         return sum(found) if found else None
 
 
@@ -264,7 +311,9 @@ class BadAnswer(ValueError):
 
 
 class _Reading:
-    """What has arrived of one streamed answer. Everything in it was checked: a server may send anything."""
+    """What has arrived of one streamed answer. Everything in it was checked: a server may send
+    anything.
+    """
 
     def __init__(self, sent_s: float, most_tokens: int) -> None:
         self._sent_s = sent_s
@@ -297,7 +346,8 @@ class _Reading:
         self._reason = _field(meta, "finish_reason", dict)
 
     def _take_tokens(self, ids: list[Any], meta: Mapping[str, Any]) -> None:
-        # Each event carries all tokens so far, or with --incremental-streaming-output only the new ones.
+        # Each event carries all tokens so far, or with --incremental-streaming-output only the new
+        # ones.
         now = time.monotonic() - self._sent_s
         if len(ids) == _whole(meta, "completion_tokens"):
             del self._ids[len(ids) :]
@@ -313,7 +363,9 @@ class _Reading:
             del self._logprobs[len(entries) :]
             entries = entries[len(self._logprobs) :]
         if not all(isinstance(entry, list) and entry and is_number(entry[0]) for entry in entries):
-            raise BadAnswer(refusal("output_token_logprobs", entries, "lists that begin with a number"))
+            raise BadAnswer(
+                refusal("output_token_logprobs", entries, "lists that begin with a number")
+            )
         self._logprobs += [float(entry[0]) for entry in entries]
 
     def verdict(self) -> str | None:
@@ -371,8 +423,10 @@ def _cached(meta: Mapping[str, Any]) -> Cached | None:
 
 
 async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Any]:
-    """The decoded `data:` lines of an event stream. Splits lines itself: one may be longer than aiohttp's limit. Raises
-    BadAnswer on a line longer than `MOST_LINE_BYTES`, ValueError on one that is not JSON."""
+    """The decoded `data:` lines of an event stream. Splits lines itself: one may be longer than
+    aiohttp's limit. Raises BadAnswer on a line longer than `MOST_LINE_BYTES`, ValueError on one
+    that is not JSON.
+    """
     rest = bytearray()
     async for piece in stream.iter_any():
         first, *others = piece.split(b"\n")

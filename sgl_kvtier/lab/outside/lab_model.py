@@ -1,8 +1,10 @@
-"""Small random-weight models with a byte-level tokenizer, written from numpy so that nothing has to be downloaded.
+"""Small random-weight models with a byte-level tokenizer, written from numpy so that nothing has to
+be downloaded.
 
-A lab model is a complete Hugging Face folder: config, generation config, float32 safetensors, tokenizer with a ChatML
-template. Its answers mean nothing; its attention, KV cache and cost per token are those of a real Qwen3 or Llama.
-Token id n below 256 is the byte n; the ids from 256 on are special tokens, and no lab model ever generates one.
+A lab model is a complete Hugging Face folder: config, generation config, float32 safetensors,
+tokenizer with a ChatML template. Its answers mean nothing; its attention, KV cache and cost per
+token are those of a real Qwen3 or Llama. Token id n below 256 is the byte n; the ids from 256 on
+are special tokens, and no lab model ever generates one.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from safetensors.numpy import save_file
 from sgl_kvtier.errors import BenchError
 
 WRITER_VERSION = 1
-"""Part of every model's digest: a change of weights or files makes a new folder instead of a stale one."""
+"""Part of every model's digest: a change of weights or files makes a new folder instead of a stale
+one.
+"""
 
 VOCABULARY = 512
 BYTES = 256
@@ -34,16 +38,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Why these scales: attention scores with a standard deviation of about 4 pick out a few positions, so every generated
-# token depends on the whole context and a wrong KV page shows; with flat attention the output would be a function of
-# the last token only. Logits with a standard deviation of about 6 keep the best two far apart for float32.
+# Why these scales: attention scores with a standard deviation of about 4 pick out a few positions,
+# so every generated token depends on the whole context and a wrong KV page shows; with flat
+# attention the output would be a function of the last token only. Logits with a standard deviation
+# of about 6 keep the best two far apart for float32.
 _SCORE_SCALE = 4.0
 _LOGIT_SCALE = 6.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of one lab model. KV bytes per token in float32: 2 * 4 * layers * kv_heads * head_dim."""
+    """The dimensions of one lab model. KV bytes per token in float32: 2 * 4 * layers * kv_heads *
+    head_dim.
+    """
 
     name: str
     family: str
@@ -64,28 +71,86 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("lab-mha", "qwen3", layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=1536),
-        Shape("lab-gqa", "qwen3", layers=8, hidden=512, heads=8, kv_heads=2, head_dim=64, intermediate=1536),
-        Shape("tiny-qwen3", "qwen3", layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256),
-        Shape("tiny-llama", "llama", layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=256),
+        Shape(
+            "lab-mha",
+            "qwen3",
+            layers=4,
+            hidden=512,
+            heads=8,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=1536,
+        ),
+        Shape(
+            "lab-gqa",
+            "qwen3",
+            layers=8,
+            hidden=512,
+            heads=8,
+            kv_heads=2,
+            head_dim=64,
+            intermediate=1536,
+        ),
+        Shape(
+            "tiny-qwen3",
+            "qwen3",
+            layers=2,
+            hidden=128,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            intermediate=256,
+        ),
+        Shape(
+            "tiny-llama",
+            "llama",
+            layers=2,
+            hidden=128,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            intermediate=256,
+        ),
     )
 }
-"""lab-mha has a large KV cache for its compute, lab-gqa a small one; the tiny ones are for tests."""
+"""lab-mha has a large KV cache for its compute, lab-gqa a small one; the tiny ones are for tests.
+"""
 
 
 UNWEIGHTED = {
     shape.name: shape
     for shape in (
-        Shape("shape-8b", "llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336),
-        Shape("shape-1b", "llama", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, intermediate=8192),
+        Shape(
+            "shape-8b",
+            "llama",
+            layers=32,
+            hidden=4096,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            intermediate=14336,
+        ),
+        Shape(
+            "shape-1b",
+            "llama",
+            layers=16,
+            hidden=2048,
+            heads=32,
+            kv_heads=8,
+            head_dim=64,
+            intermediate=8192,
+        ),
     )
 }
-"""Models of real sizes (those of Llama 3) for an accelerator: a folder without weights, served with --load-format dummy.
-What they answer means nothing, not even that two caches agree."""
+"""Models of real sizes (those of Llama 3) for an accelerator: a folder without weights, served with
+--load-format dummy. What they answer means nothing, not even that two caches agree.
+"""
 
 
 def models_dir() -> Path:
-    """The folder lab models are kept in: `$XDG_CACHE_HOME/kvtier/models`, by default under `~/.cache`."""
+    """The folder lab models are kept in: `$XDG_CACHE_HOME/kvtier/models`, by default under
+    `~/.cache`.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvtier" / "models"
 
@@ -94,14 +159,17 @@ def model_path(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
     """Where `write_model` puts lab model `name`. Raises BenchError for an unknown name."""
     if name not in SHAPES:
         raise BenchError(f"no lab model named {name!r}. There are: {', '.join(SHAPES)}")
-    return (folder if folder is not None else models_dir()) / f"{name}-{model_digest(SHAPES[name], seed)}"
+    return (
+        folder if folder is not None else models_dir()
+    ) / f"{name}-{model_digest(SHAPES[name], seed)}"
 
 
 def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
-    """The folder of lab model `name`, written if it is not there yet. Equal name and seed give equal bytes.
+    """The folder of lab model `name`, written if it is not there yet. Equal name and seed give
+    equal bytes.
 
-    Written beside its place and renamed, so a killed writer leaves no half model and two writers do no harm. Raises
-    BenchError for an unknown name or a folder that cannot be written.
+    Written beside its place and renamed, so a killed writer leaves no half model and two writers do
+    no harm. Raises BenchError for an unknown name or a folder that cannot be written.
     """
     target = model_path(name, seed=seed, folder=folder)
     shape, parent = SHAPES[name], target.parent
@@ -125,7 +193,9 @@ def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
 
 
 def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
-    """The folder of a model of `UNWEIGHTED`: everything but the weights. Raises BenchError when it cannot be written."""
+    """The folder of a model of `UNWEIGHTED`: everything but the weights. Raises BenchError when it
+    cannot be written.
+    """
     shape = UNWEIGHTED[name]
     target = (folder if folder is not None else models_dir()) / f"{name}-{model_digest(shape, 0)}"
     try:
@@ -137,7 +207,9 @@ def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
 
 
 def model_digest(shape: Shape, seed: int) -> str:
-    """Twelve hexadecimal digits that name the content of a model: its shape, seed and the writer's version."""
+    """Twelve hexadecimal digits that name the content of a model: its shape, seed and the writer's
+    version.
+    """
     facts = {"shape": asdict(shape), "seed": seed, "writer": WRITER_VERSION}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -159,12 +231,16 @@ def _write_files(folder: Path, shape: Shape, seed: int) -> None:
     _write_settings(folder, shape)
     weights = sum(tensor.size for tensor in tensors.values())
     # Last: its presence says that the folder is complete.
-    _write_json(folder / "kvtier_model.json", {**asdict(shape), "seed": seed, "parameters": int(weights)})
+    _write_json(
+        folder / "kvtier_model.json", {**asdict(shape), "seed": seed, "parameters": int(weights)}
+    )
 
 
 def _write_settings(folder: Path, shape: Shape) -> None:
     _write_json(folder / "config.json", _config(shape))
-    _write_json(folder / "generation_config.json", {"eos_token_id": BYTES, "pad_token_id": BYTES + 3})
+    _write_json(
+        folder / "generation_config.json", {"eos_token_id": BYTES, "pad_token_id": BYTES + 3}
+    )
     _write_json(folder / "tokenizer.json", _tokenizer())
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
 
@@ -204,13 +280,13 @@ def _config(shape: Shape) -> dict[str, Any]:
 def _tensors(shape: Shape, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     hidden, inner = shape.hidden, shape.intermediate
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Qwen3 normalises queries and keys, so there the norm's weight sets the scale of the scores; Llama's comes from
-    # the projections themselves.
+    # Qwen3 normalises queries and keys, so there the norm's weight sets the scale of the scores;
+    # Llama's comes from the projections themselves.
     sharp = 1.0 if shape.family == "qwen3" else _SCORE_SCALE**0.5
 
     def normal(name: str, rows: int, columns: int, scale: float) -> tuple[str, np.ndarray]:
-        # RandomState's stream is frozen by numpy's policy, unlike default_rng's. One stream per tensor makes the
-        # content independent of the order of writing.
+        # RandomState's stream is frozen by numpy's policy, unlike default_rng's. One stream per
+        # tensor makes the content independent of the order of writing.
         stream = np.random.RandomState(zlib.crc32(f"{seed}:{name}".encode()))
         values = stream.standard_normal((rows, columns)) * (scale / columns**0.5)
         return name, values.astype(np.float32)
@@ -235,7 +311,8 @@ def _tensors(shape: Shape, seed: int) -> Iterator[tuple[str, np.ndarray]]:
         yield normal(prefix + "mlp.down_proj.weight", hidden, inner, 1.0)
     yield ones("model.norm.weight", hidden)
     name, head = normal("lm_head.weight", VOCABULARY, hidden, _LOGIT_SCALE)
-    # A special token's logit is 0 and the best of 256 others is far above: outputs are plain bytes, never an end.
+    # A special token's logit is 0 and the best of 256 others is far above: outputs are plain bytes,
+    # never an end.
     head[BYTES:] = 0.0
     yield name, head
 
@@ -253,7 +330,12 @@ def _tokenizer() -> dict[str, Any]:
         }
         for index, token in enumerate(_special_tokens())
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
     return {
         "version": "1.0",
         "truncation": None,
@@ -294,8 +376,8 @@ def _special_tokens() -> list[str]:
 
 
 def _byte_characters() -> list[str]:
-    # The byte-level alphabet of the tokenizers library: printable Latin-1 bytes stand for themselves, the others
-    # follow from U+0100 on (Radford et al. 2019, GPT-2).
+    # The byte-level alphabet of the tokenizers library: printable Latin-1 bytes stand for
+    # themselves, the others follow from U+0100 on (Radford et al. 2019, GPT-2).
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters, spare = [], 0
     for byte in range(BYTES):

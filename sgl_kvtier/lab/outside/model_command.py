@@ -7,7 +7,15 @@ import json
 from pathlib import Path
 
 from sgl_kvtier.arguments import seed
-from sgl_kvtier.console import Column, Table, check_target, envelope, format_bytes, print_table, write_json
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    format_bytes,
+    print_table,
+    write_json,
+)
 from sgl_kvtier.lab.outside.lab_model import SHAPES, models_dir, write_model
 
 SCHEMA = "kvtier.model/1"
@@ -15,10 +23,21 @@ SCHEMA = "kvtier.model/1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("name", nargs="?", choices=tuple(SHAPES), help="which model to write; without it they are listed")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help=f"where (default {models_dir()})")
-    parser.add_argument("--seed", type=seed, default=0, help="another seed gives other weights (default 0)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON (- for standard output)")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        choices=tuple(SHAPES),
+        help="which model to write; without it they are listed",
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help=f"where (default {models_dir()})"
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="another seed gives other weights (default 0)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON (- for standard output)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         print(path)
     else:
         facts = json.loads((path / "kvtier_model.json").read_text())
-        write_json(envelope(SCHEMA, ["kvtier", "model", args.name], {"path": str(path), "model": facts}), args.json)
+        write_json(
+            envelope(SCHEMA, ["kvtier", "model", args.name], {"path": str(path), "model": facts}),
+            args.json,
+        )
     return 0
 
 

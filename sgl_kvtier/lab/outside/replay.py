@@ -1,9 +1,11 @@
-"""Closed-loop replay: N sessions at a time, each waiting for its answer and its tool before it asks again.
+"""Closed-loop replay: N sessions at a time, each waiting for its answer and its tool before it asks
+again.
 
-Outputs fed back. With "recorded" (the default) the next prompt continues with the trace's own output, so that every server
-gets exactly the same prompts and arms can be compared request by request; the server's answer is only measured. With
-"server" its own tokens are put into the context, as a real agent would; two servers that answer differently then drift
-apart. Generated tokens are the same number in both.
+Outputs fed back. With "recorded" (the default) the next prompt continues with the trace's own
+output, so that every server gets exactly the same prompts and arms can be compared request by
+request; the server's answer is only measured. With "server" its own tokens are put into the
+context, as a real agent would; two servers that answer differently then drift apart. Generated
+tokens are the same number in both.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ FEEDBACK = ("recorded", "server")
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How sessions are replayed. Gaps are the recorded waits between a response and the next request; with `pause_s` each
-    is that long instead, and a session's first request does not wait. `named`: requests say which session they are of."""
+    """How sessions are replayed. Gaps are the recorded waits between a response and the next
+    request; with `pause_s` each is that long instead, and a session's first request does not wait.
+    `named`: requests say which session they are of.
+    """
 
     concurrency: int = 8
     feedback: str = "recorded"
@@ -46,14 +50,18 @@ class ReplayOptions:
         return self.pause_s if turn > 1 else 0.0
 
     def gap_s(self, recorded_s: float) -> float:
-        """How long to wait where the trace waited `recorded_s`; clocks that were stepped back count as no wait."""
+        """How long to wait where the trace waited `recorded_s`; clocks that were stepped back count
+        as no wait.
+        """
         scaled = max(0.0, recorded_s) * self.gap_scale
         return scaled if self.gap_cap_s is None else min(scaled, self.gap_cap_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request of a replay: which session and turn it was (turns count from 1), and what came of it."""
+    """One request of a replay: which session and turn it was (turns count from 1), and what came of
+    it.
+    """
 
     session: str
     turn: int
@@ -80,7 +88,9 @@ class Sample:
 
 
 class SampleLog:
-    """A JSON Lines file that has every finished request at once, so that an interrupted run keeps what it measured."""
+    """A JSON Lines file that has every finished request at once, so that an interrupted run keeps
+    what it measured.
+    """
 
     def __init__(self, path: Path | None, **labels: Any) -> None:
         self._path = path
@@ -106,10 +116,11 @@ async def replay(
     log: SampleLog | None = None,
     on_done: Callable[[Sample], object] | None = None,
 ) -> None:
-    """Replays all sessions, `options.concurrency` at a time in their order, and puts every request into `samples`.
+    """Replays all sessions, `options.concurrency` at a time in their order, and puts every request
+    into `samples`.
 
-    `samples` is the caller's, so what was measured before a cancellation is not lost. A failed request counts as one and
-    its session goes on with the recorded output.
+    `samples` is the caller's, so what was measured before a cancellation is not lost. A failed
+    request counts as one and its session goes on with the recorded output.
     """
     waiting = deque(sessions)
 
@@ -124,7 +135,9 @@ async def replay(
         if on_done is not None:
             on_done(sample)
 
-    workers = [asyncio.create_task(worker()) for _ in range(min(options.concurrency, len(sessions)))]
+    workers = [
+        asyncio.create_task(worker()) for _ in range(min(options.concurrency, len(sessions)))
+    ]
     try:
         await asyncio.gather(*workers)
     finally:
@@ -134,7 +147,11 @@ async def replay(
 
 
 async def _replay_session(
-    session: Session, client: Client, encoder: Encoder, options: ReplayOptions, keep: Callable[[Sample], Any]
+    session: Session,
+    client: Client,
+    encoder: Encoder,
+    options: ReplayOptions,
+    keep: Callable[[Sample], Any],
 ) -> None:
     context = Context(session)
     tokens = PromptTokens(encoder)
@@ -146,7 +163,8 @@ async def _replay_session(
         wanted = output_tokens(call, encoder, options.most_output_tokens)
         name = session.session_id if options.named else None
         done = await client.generate(tokens.ids.tolist(), wanted, session_id=name)
-        # A hash-only trace has no recorded output to replace: there the next prompt's blocks hold it already.
+        # A hash-only trace has no recorded output to replace: there the next prompt's blocks hold
+        # it already.
         if options.feedback == "server" and done.error is None and call.output is not None:
             context.answer(Message("assistant", token_ids=done.output_ids))
         await keep(Sample(session.session_id, turn, done))
@@ -157,8 +175,12 @@ def milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1000.0
 
 
-def prompt_sizes(sessions: Sequence[Session], encoder: Encoder, most_output: int | None = None) -> list[Mapping[str, Any]]:
-    """One row per session: its calls, first, last and longest prompt, all prompt and output tokens, as they will be sent."""
+def prompt_sizes(
+    sessions: Sequence[Session], encoder: Encoder, most_output: int | None = None
+) -> list[Mapping[str, Any]]:
+    """One row per session: its calls, first, last and longest prompt, all prompt and output tokens,
+    as they will be sent.
+    """
     rows: list[Mapping[str, Any]] = []
     for session in sessions:
         tokens, prompts, outputs = PromptTokens(encoder), [], []

@@ -1,7 +1,8 @@
-"""A real SGLang server as a child: its own process group, port, folder and log; started, watched and always stopped.
+"""A real SGLang server as a child: its own process group, port, folder and log; started, watched
+and always stopped.
 
-Whatever ends the caller (a return, an exception, Ctrl-C, SIGTERM through `end_on_signals`) ends the server: every started
-server is registered, and what is left is stopped when the interpreter exits.
+Whatever ends the caller (a return, an exception, Ctrl-C, SIGTERM through `end_on_signals`) ends the
+server: every started server is registered, and what is left is stopped when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ TERMINATE_S = 10.0
 
 @dataclass(frozen=True)
 class Usage:
-    """What a server's whole process tree has in use at one moment. `rss_bytes` counts shared pages once per process."""
+    """What a server's whole process tree has in use at one moment. `rss_bytes` counts shared pages
+    once per process.
+    """
 
     rss_bytes: int
     open_files: int
@@ -45,7 +48,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: the arguments behind `python -m sglang.launch_server`, without host and port, and added variables."""
+    """What to start: the arguments behind `python -m sglang.launch_server`, without host and port,
+    and added variables.
+    """
 
     arguments: tuple[str, ...]
     env: Mapping[str, str]
@@ -89,11 +94,14 @@ class Server:
         return [sys.executable, "-m", self._module, *self._launch.arguments, *place]
 
     def start(self) -> None:
-        """Starts the process and returns at once. Raises BenchError when the port is taken or nothing can be started."""
+        """Starts the process and returns at once. Raises BenchError when the port is taken or
+        nothing can be started.
+        """
         refuse_taken_port(self.port)
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            # A session of its own: the terminal's Ctrl-C does not reach it, and its group can be found again.
+            # A session of its own: the terminal's Ctrl-C does not reach it, and its group can be
+            # found again.
             with self.log_path.open("ab") as log:
                 self._process = subprocess.Popen(
                     self.command,
@@ -111,7 +119,8 @@ class Server:
     def wait_until_healthy(self, timeout_s: float = 300.0) -> float:
         """Blocks until /health says 200 and returns the seconds since the start.
 
-        Raises BenchError with the log's last lines when the process ends or the time is over; it is stopped then.
+        Raises BenchError with the log's last lines when the process ends or the time is over; it is
+        stopped then.
         """
         began = time.monotonic()
         while time.monotonic() - began < timeout_s:
@@ -142,7 +151,9 @@ class Server:
         return f"Last lines of {self.log_path}:\n" + "\n".join("  " + line for line in lines)
 
     def usage(self) -> Usage:
-        """Memory, descriptors, threads and processor time of the whole tree now. Zeroes when it has ended."""
+        """Memory, descriptors, threads and processor time of the whole tree now. Zeroes when it has
+        ended.
+        """
         rss = files = threads = count = 0
         cpu = 0.0
         for process in self._members():
@@ -159,7 +170,9 @@ class Server:
         return Usage(rss, files, threads, cpu, count)
 
     def disk_bytes(self) -> tuple[int, int]:
-        """Bytes the tree's living processes have read from and written to block devices, as the kernel counts them."""
+        """Bytes the tree's living processes have read from and written to block devices, as the
+        kernel counts them.
+        """
         read = written = 0
         for process in self._members():
             try:
@@ -171,7 +184,9 @@ class Server:
         return read, written
 
     def processes(self, word: str) -> list[psutil.Process]:
-        """The tree's living processes whose command line begins with `word`, as SGLang names its own."""
+        """The tree's living processes whose command line begins with `word`, as SGLang names its
+        own.
+        """
         found = []
         for process in self._members():
             try:
@@ -187,7 +202,9 @@ class Server:
             self._process.terminate()
 
     def stop(self, patience_s: float = TERMINATE_S) -> None:
-        """SIGTERM, then after `patience_s` SIGKILL to what is left of the process group. Does nothing when it has ended or never began."""
+        """SIGTERM, then after `patience_s` SIGKILL to what is left of the process group. Does
+        nothing when it has ended or never began.
+        """
         process = self._process
         if process is None:
             return
@@ -197,7 +214,8 @@ class Server:
             process.wait(patience_s)
         except subprocess.TimeoutExpired:
             pass
-        # Workers that outlive the launcher keep its group; those that left the group are in the list from before.
+        # Workers that outlive the launcher keep its group; those that left the group are in the
+        # list from before.
         for member in {*members, *self._members()}:
             try:
                 member.kill()
@@ -253,7 +271,9 @@ def stop_servers(servers: Sequence[Server]) -> None:
 
 
 def stop_all() -> None:
-    """Stops every server of this process that is still running. Registered to run when the interpreter exits."""
+    """Stops every server of this process that is still running. Registered to run when the
+    interpreter exits.
+    """
     stop_servers(list(_RUNNING.values()))
 
 
@@ -262,12 +282,16 @@ atexit.register(stop_all)
 
 @contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP end the program as Ctrl-C does, so that `finally` clauses run."""
+    """Inside the block SIGTERM and SIGHUP end the program as Ctrl-C does, so that `finally` clauses
+    run.
+    """
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

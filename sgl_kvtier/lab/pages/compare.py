@@ -1,4 +1,6 @@
-"""The tables of a comparison, made from its JSON result (schema kvtier.compare/1, docs/manual/json.md)."""
+"""The tables of a comparison, made from its JSON result (schema kvtier.compare/1,
+docs/manual/json.md).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _QUANTILES = (("p50", 50), ("p90", 90), ("p99", 99))
 
 
 def compare_tables(result: dict) -> list[Table]:
-    """What a comparison prints: latency, pace, where the prompts' tokens came from, and the paired ratios."""
+    """What a comparison prints: latency, pace, where the prompts' tokens came from, and the paired
+    ratios.
+    """
     tables = [first_token_table(result), pace_table(result), tokens_table(result)]
     if any((arm.get("restore") or {}).get("started") for arm in result["arms"].values()):
         tables.append(restore_table(result))
@@ -30,7 +34,9 @@ def compare_tables(result: dict) -> list[Table]:
 
 
 def first_token_table(result: dict) -> Table:
-    """Per arm: time to first token, requests, errors, and the share of outputs equal to recompute's."""
+    """Per arm: time to first token, requests, errors, and the share of outputs equal to
+    recompute's.
+    """
     columns = (
         Column("arm", "Arm"),
         *(Column(f"ttft_ms.{q}", f"TTFT {q}", "ms", decimals=1) for q, _ in _QUANTILES),
@@ -70,7 +76,9 @@ def tokens_table(result: dict) -> Table:
 
 
 def restore_table(result: dict) -> Table:
-    """Per arm whose server restores prefixes by computing and loading at once: what its own counters say about that."""
+    """Per arm whose server restores prefixes by computing and loading at once: what its own
+    counters say about that.
+    """
     columns = (
         Column("arm", "Arm"),
         Column("restore.started", "Offers answered", decimals=0),
@@ -89,7 +97,9 @@ def restore_table(result: dict) -> Table:
 
 
 def ratio_table(result: dict) -> Table:
-    """Per pair of arms and metric: the ratio of their rounds' medians, means or 90th percentiles, round by round."""
+    """Per pair of arms and metric: the ratio of their rounds' medians, means or 90th percentiles,
+    round by round.
+    """
     rows = [
         {"pair": pair.replace("/", " / "), "metric": _RATIOS.get(metric, metric), **ratio}
         for pair, metrics in result["ratios"].items()
@@ -108,10 +118,12 @@ def ratio_table(result: dict) -> Table:
 
 
 def losing_cells(result: dict) -> tuple[Table, int]:
-    """Every cell in which kvtier does worse than another arm, worst first, and how many cells were compared.
+    """Every cell in which kvtier does worse than another arm, worst first, and how many cells were
+    compared.
 
-    Cells: each percentile of each metric and the throughput against each other arm, and the median TTFT of each turn
-    against the arm that is best there. No margin for noise is taken off; "rounds lost" helps to judge.
+    Cells: each percentile of each metric and the throughput against each other arm, and the median
+    TTFT of each turn against the arm that is best there. No margin for noise is taken off; "rounds
+    lost" helps to judge.
     """
     others = [arm for arm in result["arms"] if arm != OURS]
     cells: list[dict] = []
@@ -143,11 +155,19 @@ def good_samples(result: dict, arm: str) -> list[dict]:
 
 
 def prompt_parts(result: dict, arm: str) -> dict[str, float | None]:
-    """An arm's prompt tokens by where they came from: the tiers, and computed. None where the samples do not tell."""
-    samples = [s for s in good_samples(result, arm) if s.get("prompt_tokens") is not None and s.get("cached")]
+    """An arm's prompt tokens by where they came from: the tiers, and computed. None where the
+    samples do not tell.
+    """
+    samples = [
+        s
+        for s in good_samples(result, arm)
+        if s.get("prompt_tokens") is not None and s.get("cached")
+    ]
     if not samples:
         return dict.fromkeys((*TIERS, "computed"))
-    parts: dict[str, float | None] = {t: sum(s["cached"].get(t) or 0 for s in samples) for t in TIERS}
+    parts: dict[str, float | None] = {
+        t: sum(s["cached"].get(t) or 0 for s in samples) for t in TIERS
+    }
     cached = sum(value or 0 for value in parts.values())
     return {**parts, "computed": sum(s["prompt_tokens"] for s in samples) - cached}
 
@@ -183,9 +203,15 @@ def _turn_cells(result: dict, others: Sequence[str]) -> list[dict]:
         if not rivals:
             continue
         best = min(rivals, key=lambda arm: rivals[arm] or 0)
-        mine, theirs = ([s for s in good_samples(result, a) if s.get("turn") == turn] for a in (OURS, best))
+        mine, theirs = (
+            [s for s in good_samples(result, a) if s.get("turn") == turn] for a in (OURS, best)
+        )
         rounds = _rounds_lost(mine, theirs, "ttft_ms", lambda found: percentile(found, 50))
-        cells.append(_cell(f"TTFT p50, turn {turn}", best, percentile(values, 50), rivals[best], "ms", rounds))
+        cells.append(
+            _cell(
+                f"TTFT p50, turn {turn}", best, percentile(values, 50), rivals[best], "ms", rounds
+            )
+        )
     return [cell for cell in cells if cell]
 
 
@@ -208,9 +234,14 @@ def _cell(
 
 
 def _rounds_lost(
-    ours: Sequence[Mapping], theirs: Sequence[Mapping], metric: str, of: Callable[[list[float]], float | None]
+    ours: Sequence[Mapping],
+    theirs: Sequence[Mapping],
+    metric: str,
+    of: Callable[[list[float]], float | None],
 ) -> str | None:
-    """ "2 of 3": rounds in which our figure is the larger one, of those in which both arms have one."""
+    """ "2 of 3": rounds in which our figure is the larger one, of those in which both arms have
+    one.
+    """
     mine, other = grouped(ours, "round", metric), grouped(theirs, "round", metric)
     both = [number for number in mine if number in other]
     lost = sum((of(mine[number]) or 0) > (of(other[number]) or 0) for number in both)

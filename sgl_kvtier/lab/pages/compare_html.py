@@ -1,4 +1,6 @@
-"""A comparison as one HTML page, made from its JSON result (schema kvtier.compare/1, docs/manual/json.md)."""
+"""A comparison as one HTML page, made from its JSON result (schema kvtier.compare/1,
+docs/manual/json.md).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ MAIN_PAIR = (OURS, "hicache-file")
 
 
 def compare_html(result: dict) -> str:
-    """The whole page. Figures that the result does not have are left out or shown as missing, never as zero.
+    """The whole page. Figures that the result does not have are left out or shown as missing, never
+    as zero.
 
     Without matplotlib the page has everything but the plots, and a line that says how to get them.
     """
@@ -41,7 +44,11 @@ def compare_html(result: dict) -> str:
         Section("repeat", "How to repeat", _repeat(result)),
     ]
     arms = ", ".join(result["arms"])
-    date = str(environment.get("date", "date not recorded")).replace("T", " ").replace("+00:00", " UTC")
+    date = (
+        str(environment.get("date", "date not recorded"))
+        .replace("T", " ")
+        .replace("+00:00", " UTC")
+    )
     subtitle = f"{arms} · {_plural(result.get('rounds'), 'round')} · {date}"
     return html.page("Comparison of KV-cache tiers", subtitle, sections)
 
@@ -84,7 +91,9 @@ def _storage_share(result: dict) -> tuple[str, bool] | None:
 
 
 def _equality(result: dict) -> tuple[str, bool] | None:
-    known = {a: arm.get("equal_tokens_fraction") for a, arm in result["arms"].items() if a != "recompute"}
+    known = {
+        a: arm.get("equal_tokens_fraction") for a, arm in result["arms"].items() if a != "recompute"
+    }
     known = {arm: share for arm, share in known.items() if share is not None}
     unequal = {arm: share for arm, share in known.items() if share < 1}
     if unequal:
@@ -98,7 +107,9 @@ def _equality(result: dict) -> tuple[str, bool] | None:
 def _failures(result: dict) -> tuple[str, bool] | None:
     errors = {name: arm["errors"] for name, arm in result["arms"].items() if arm.get("errors")}
     if errors:
-        return "Requests failed: " + ", ".join(f"{count:,} in {arm}" for arm, count in errors.items()) + ".", True
+        return "Requests failed: " + ", ".join(
+            f"{count:,} in {arm}" for arm, count in errors.items()
+        ) + ".", True
     if all(arm.get("errors") == 0 for arm in result["arms"].values()):
         total = sum(arm.get("requests") or 0 for arm in result["arms"].values())
         return f"None of the {total:,} requests failed.", False
@@ -137,13 +148,17 @@ def _configuration(result: dict) -> str:
 
 def _tables(result: dict) -> str:
     colour = colours(result["arms"])
-    return "\n".join(html.table_html(table, colour, emphasise=OURS) for table in compare_tables(result))
+    return "\n".join(
+        html.table_html(table, colour, emphasise=OURS) for table in compare_tables(result)
+    )
 
 
 def _losing(result: dict) -> str:
     table, compared = losing_cells(result)
     if not compared:
-        return html.paragraph_html(f"Nothing to compare: there is no arm {OURS} beside another with measurements.")
+        return html.paragraph_html(
+            f"Nothing to compare: there is no arm {OURS} beside another with measurements."
+        )
     if not table.rows:
         return html.paragraph_html(
             f"None: {OURS} is at least as good as every other arm in everything compared ({_plural(compared, 'cell')})."
@@ -168,9 +183,12 @@ def _plots(result: dict) -> str:
     if not plots_available():
         return html.no_plots_html()
     if not any(good_samples(result, arm) for arm in result["arms"]):
-        return html.paragraph_html("There are no samples to plot: no request ended without an error.")
+        return html.paragraph_html(
+            "There are no samples to plot: no request ended without an error."
+        )
     return html.plots_html(
-        html.figure_html(svg, caption) for svg, caption in (_cdf(result), _by_turn(result), _tokens(result), _by_round(result))
+        html.figure_html(svg, caption)
+        for svg, caption in (_cdf(result), _by_turn(result), _tokens(result), _by_round(result))
     )
 
 
@@ -188,15 +206,15 @@ def _by_turn(result: dict) -> tuple[str, str]:
 
 def _tokens(result: dict) -> tuple[str, str]:
     bars = {arm: prompt_parts(result, arm) for arm in result["arms"]}
-    caption = (
-        f"Prompt tokens of all requests: served from {', '.join(TIERS)}, or computed. Shares are of the arm's own total."
-    )
+    caption = f"Prompt tokens of all requests: served from {', '.join(TIERS)}, or computed. Shares are of the arm's own total."
     return stacked_bars(bars, "Where the prompts' tokens came from", "prompt tokens"), caption
 
 
 def _by_round(result: dict) -> tuple[str, str]:
     series = _series(result, "round")
-    caption = "Median and middle half of each round: how much the machine's noise moves the figures."
+    caption = (
+        "Median and middle half of each round: how much the machine's noise moves the figures."
+    )
     return intervals(series, "Time to first token by round", "round", "TTFT (ms)"), caption
 
 
@@ -204,7 +222,9 @@ def _series(result: dict, key: str) -> list[Series]:
     series = []
     for arm in result["arms"]:
         groups = grouped(good_samples(result, arm), key, "ttft_ms")
-        low, middle, high = ([percentile(values, q) for values in groups.values()] for q in (25, 50, 75))
+        low, middle, high = (
+            [percentile(values, q) for values in groups.values()] for q in (25, 50, 75)
+        )
         series.append(Series(arm, list(groups), middle, low, high))
     return series
 

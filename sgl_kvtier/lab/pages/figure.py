@@ -23,19 +23,33 @@ if TYPE_CHECKING:
 HOW_TO_GET_PLOTS = "pip install 'sgl-kvtier[report]'"
 
 SIZE_IN = (4.8, 3.3)
-"""Width and height in inches: 460 CSS pixels, so that two fit beside each other and one fits a telephone unscaled."""
+"""Width and height in inches: 460 CSS pixels, so that two fit beside each other and one fits a
+telephone unscaled.
+"""
 
 INK, FAINT = "#1f2328", "#d8dbe0"
 
-# Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), told apart under all common colour blindnesses.
-_KNOWN = {"recompute": "#767676", "hicache": "#56B4E9", "hicache-file": "#0072B2", "kvtier": "#D55E00"}
+# Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), told apart under all common colour
+# blindnesses.
+_KNOWN = {
+    "recompute": "#767676",
+    "hicache": "#56B4E9",
+    "hicache-file": "#0072B2",
+    "kvtier": "#D55E00",
+}
 _FREE = ("#009E73", "#CC79A7", "#E69F00", "#000000", "#8C564B", "#117733", "#882255", "#44AA99")
-_DASHES = {"recompute": (0, (1, 1.2)), "hicache": (0, (4, 1.6)), "hicache-file": (0, (5, 1.4, 1, 1.4)), "kvtier": "-"}
+_DASHES = {
+    "recompute": (0, (1, 1.2)),
+    "hicache": (0, (4, 1.6)),
+    "hicache-file": (0, (5, 1.4, 1, 1.4)),
+    "kvtier": "-",
+}
 _FREE_DASHES = ("-", (0, (4, 1.6)), (0, (5, 1.4, 1, 1.4)), (0, (1, 1.2)))
 _MARKERS = {"recompute": "s", "hicache": "^", "hicache-file": "D", "kvtier": "o"}
 _FREE_MARKERS = "v<>PX*hp"
 
-# One hue from dark to light for cached tokens, nearest tier darkest: the order survives grey print and colour blindness.
+# One hue from dark to light for cached tokens, nearest tier darkest: the order survives grey print
+# and colour blindness.
 PARTS = {
     "device": ("#3f2a72", ""),
     "host": ("#8471b8", ""),
@@ -51,7 +65,9 @@ def plots_available() -> bool:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour per name: always the same one for the arms of a comparison, free ones in order for the others."""
+    """A colour per name: always the same one for the arms of a comparison, free ones in order for
+    the others.
+    """
     free = iter(_FREE * 8)
     return {name: _KNOWN.get(name) or next(free) for name in names}
 
@@ -69,11 +85,13 @@ def markers(names: Iterable[str]) -> dict[str, str]:
 
 
 def new_figure(height_in: float = SIZE_IN[1]) -> tuple[Figure, Axes]:
-    """An empty plot; `add_heading` finishes it. Raises KVTierError when matplotlib is not installed."""
+    """An empty plot; `add_heading` finishes it. Raises KVTierError when matplotlib is not
+    installed.
+    """
     if not plots_available():
         raise KVTierError(f"plots need matplotlib: {HOW_TO_GET_PLOTS}")
-    # Imported here: matplotlib is optional, and slow to import for commands that draw nothing. No pyplot, whose
-    # global state is not for threads.
+    # Imported here: matplotlib is optional, and slow to import for commands that draw nothing. No
+    # pyplot, whose global state is not for threads.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(SIZE_IN[0], height_in), layout="constrained", facecolor="white")
@@ -114,7 +132,8 @@ def add_heading(figure: Figure, axes: Axes, title: str) -> None:
 
 
 def svg_text(figure: Figure, description: str) -> str:
-    """The figure as one <svg> element: text as text, no metadata, ids that do not clash with another plot's.
+    """The figure as one <svg> element: text as text, no metadata, ids that do not clash with
+    another plot's.
 
     `description` is what a screen reader says.
     """
@@ -133,7 +152,9 @@ def save_plot(svg: str, path: str) -> None:
 
 
 def _columns(lengths: list[int]) -> int:
-    """The most legend columns that fit the width: 72 characters of 8-point text, of which a handle takes 7."""
+    """The most legend columns that fit the width: 72 characters of 8-point text, of which a handle
+    takes 7.
+    """
     for columns in range(len(lengths), 1, -1):
         rows = -(-len(lengths) // columns)  # legends are filled column by column
         if sum(max(lengths[i : i + rows]) + 7 for i in range(0, len(lengths), rows)) <= 72:
@@ -145,7 +166,9 @@ def _clean(svg: str, prefix: str, description: str) -> str:
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    svg = svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace("xlink:href", "href")
+    svg = svg.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "").replace(
+        "xlink:href", "href"
+    )
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
     svg = re.sub(r' id="([^"]+)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{prefix}-", svg)

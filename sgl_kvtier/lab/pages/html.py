@@ -1,6 +1,8 @@
-"""One self-contained HTML page: nothing is fetched, nothing is run, and every text that comes from outside is escaped.
+"""One self-contained HTML page: nothing is fetched, nothing is run, and every text that comes from
+outside is escaped.
 
-The page's own policy forbids the browser all requests and scripts, so that a mistake here shows and does not leak.
+The page's own policy forbids the browser all requests and scripts, so that a mistake here shows and
+does not leak.
 """
 
 from __future__ import annotations
@@ -31,16 +33,23 @@ class Section:
 
 
 def escape(text: object) -> str:
-    """The text for HTML, also inside quotes; bytes of a path that are no UTF-8 become question marks."""
+    """The text for HTML, also inside quotes; bytes of a path that are no UTF-8 become question
+    marks.
+    """
     return stdlib_html.escape(str(text).encode("utf-8", "replace").decode("utf-8"), quote=True)
 
 
 def page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
-    """A whole document with a table of contents. The sections' bodies must be HTML already; all else is escaped."""
+    """A whole document with a table of contents. The sections' bodies must be HTML already; all
+    else is escaped.
+    """
     css = resources.files("sgl_kvtier.lab.pages").joinpath("page.css").read_text(encoding="utf-8")
-    contents = "".join(f'<li><a href="#{escape(s.anchor)}">{escape(s.title)}</a></li>' for s in sections)
+    contents = "".join(
+        f'<li><a href="#{escape(s.anchor)}">{escape(s.title)}</a></li>' for s in sections
+    )
     parts = "\n".join(
-        f'<section id="{escape(s.anchor)}">\n<h2>{escape(s.title)}</h2>\n{s.body}\n</section>' for s in sections
+        f'<section id="{escape(s.anchor)}">\n<h2>{escape(s.title)}</h2>\n{s.body}\n</section>'
+        for s in sections
     )
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -68,24 +77,29 @@ def page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 
 
 def table_html(table: Table, swatches: Mapping[str, str] | None = None, emphasise: str = "") -> str:
-    """The table with its title and notes. `swatches` puts a colour before a first cell; `emphasise` names a row."""
+    """The table with its title and notes. `swatches` puts a colour before a first cell; `emphasise`
+    names a row.
+    """
     numeric = [table.is_numeric(column) for column in table.columns]
     heads = "".join(
-        f"<th{_number(n)}>{escape(c.title)}" + (f'<span class="unit">{escape(c.unit)}</span>' if c.unit else "") + "</th>"
+        f"<th{_number(n)}>{escape(c.title)}"
+        + (f'<span class="unit">{escape(c.unit)}</span>' if c.unit else "")
+        + "</th>"
         for c, n in zip(table.columns, numeric, strict=True)
     )
     rows = []
     for cells in table.cells():
         marked = ' class="ours"' if emphasise and cells and cells[0] == emphasise else ""
         first = swatch((swatches or {}).get(cells[0])) if cells else ""
-        body = [_cell(cell, n, first if i == 0 else None) for i, (cell, n) in enumerate(zip(cells, numeric, strict=True))]
+        body = [
+            _cell(cell, n, first if i == 0 else None)
+            for i, (cell, n) in enumerate(zip(cells, numeric, strict=True))
+        ]
         rows.append(f"<tr{marked}>{''.join(body)}</tr>")
     title = f"<h3>{escape(table.title)}</h3>\n" if table.title else ""
     notes = "".join(f'\n<p class="note">{escape(note)}</p>' for note in table.notes)
     lines = "\n".join(rows)
-    return (
-        f'{title}<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>{notes}'
-    )
+    return f'{title}<div class="scroll"><table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>{notes}'
 
 
 def figure_html(svg: str, caption: str) -> str:
@@ -108,13 +122,15 @@ def no_plots_html() -> str:
 
 def definitions_html(values: Mapping[str, object]) -> str:
     """Names and values as a list; nested objects become dotted names."""
-    items = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in flatten(values))
+    items = "\n".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in flatten(values)
+    )
     return f"<dl>\n{items}\n</dl>"
 
 
 def statements_html(statements: Sequence[tuple[str, bool]]) -> str:
     """Sentences one below the other; those with True are problems and stand out."""
-    items = "".join(f'<li{_bad(is_bad)}>{escape(text)}</li>' for text, is_bad in statements)
+    items = "".join(f"<li{_bad(is_bad)}>{escape(text)}</li>" for text, is_bad in statements)
     return f'<ul class="statements">{items}</ul>'
 
 
@@ -143,7 +159,9 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, s
         else:
             is_size = name.endswith("_bytes") and isinstance(value, (int, float))
             text = format_bytes(value) if is_size else _text(value)
-            pairs.append(((path.removesuffix("_bytes") if is_size else path).replace("_", " "), text))
+            pairs.append(
+                ((path.removesuffix("_bytes") if is_size else path).replace("_", " "), text)
+            )
     return pairs
 
 
@@ -154,7 +172,10 @@ def _text(value: object) -> str:
         if any(isinstance(item, str) and item.startswith("-") for item in value):
             return shlex.join(str(item) for item in value)  # a command line's options
         return ", ".join(
-            "; ".join(text for _, text in flatten(item)) if isinstance(item, Mapping) else _text(item) for item in value
+            "; ".join(text for _, text in flatten(item))
+            if isinstance(item, Mapping)
+            else _text(item)
+            for item in value
         )
     return MISSING if is_missing(value) or value == "" else format_value(value)
 

@@ -1,4 +1,6 @@
-"""A comparison of looking ahead as one HTML page, made from its JSON result (schema kvtier.compare.lookahead/1, docs/manual/json.md)."""
+"""A comparison of looking ahead as one HTML page, made from its JSON result (schema
+kvtier.compare.lookahead/1, docs/manual/json.md).
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ _AIM_P50, _AIM_WASTED = 1.1, 0.1
 
 
 def lookahead_html(result: dict) -> str:
-    """The whole page; figures the result does not have are left out or shown as missing, never as zero."""
+    """The whole page; figures the result does not have are left out or shown as missing, never as
+    zero.
+    """
     environment = result.get("environment") or {}
     colour = colours(result["arms"])
-    tables = "\n".join(html.table_html(table, colour, emphasise=OURS) for table in lookahead_tables(result))
+    tables = "\n".join(
+        html.table_html(table, colour, emphasise=OURS) for table in lookahead_tables(result)
+    )
     sections = [
         Section("headline", "Headline", html.statements_html(statements(result))),
         Section("tables", "Tables", tables),
@@ -29,10 +35,22 @@ def lookahead_html(result: dict) -> str:
         Section("losing-cells", "Losing cells", html.statements_html(losing(result))),
         Section("configuration", "Configuration", _configuration(result)),
         Section("environment", "Environment", html.definitions_html(environment)),
-        Section("repeat", "How to repeat", html.code_html(shlex.join(map(str, result.get("command") or [])))),
+        Section(
+            "repeat",
+            "How to repeat",
+            html.code_html(shlex.join(map(str, result.get("command") or []))),
+        ),
     ]
-    date = str(environment.get("date", "date not recorded")).replace("T", " ").replace("+00:00", " UTC")
-    return html.page("Looking ahead", f"{', '.join(result['arms'])} · {len(result['cells'])} cells · {date}", sections)
+    date = (
+        str(environment.get("date", "date not recorded"))
+        .replace("T", " ")
+        .replace("+00:00", " UTC")
+    )
+    return html.page(
+        "Looking ahead",
+        f"{', '.join(result['arms'])} · {len(result['cells'])} cells · {date}",
+        sections,
+    )
 
 
 def statements(result: dict) -> list[tuple[str, bool]]:
@@ -45,13 +63,30 @@ def statements(result: dict) -> list[tuple[str, bool]]:
             found.append((text, over > _AIM_P50))
     wasted = result["arms"].get(OURS, {}).get("wasted_fraction")
     if wasted is not None:
-        found.append((f"Of what {OURS} moved ahead {format_share(wasted)} was never used.", wasted > _AIM_WASTED))
-    shares = {arm: one["equal_tokens_fraction"] for arm, one in result["arms"].items() if arm != "recompute"}
-    unequal = [f"{arm} {format_share(share)}" for arm, share in shares.items() if share is not None and share < 1]
+        found.append(
+            (
+                f"Of what {OURS} moved ahead {format_share(wasted)} was never used.",
+                wasted > _AIM_WASTED,
+            )
+        )
+    shares = {
+        arm: one["equal_tokens_fraction"]
+        for arm, one in result["arms"].items()
+        if arm != "recompute"
+    }
+    unequal = [
+        f"{arm} {format_share(share)}"
+        for arm, share in shares.items()
+        if share is not None and share < 1
+    ]
     if unequal:
-        found.append((f"Not all outputs equal those of recompute. Equal: {', '.join(unequal)}.", True))
+        found.append(
+            (f"Not all outputs equal those of recompute. Equal: {', '.join(unequal)}.", True)
+        )
     elif any(share is not None for share in shares.values()):
-        found.append(("Every compared output has the same tokens as recompute's, in all arms.", False))
+        found.append(
+            ("Every compared output has the same tokens as recompute's, in all arms.", False)
+        )
     for arm, one in result["arms"].items():
         if one["failure"]:
             found.append((f"{arm} failed: {one['failure'].splitlines()[0]}", True))
@@ -61,7 +96,9 @@ def statements(result: dict) -> list[tuple[str, bool]]:
 
 
 def losing(result: dict) -> list[tuple[str, bool]]:
-    """Every cell and quantile in which another arm that can evict has a shorter time to first token than the full one."""
+    """Every cell and quantile in which another arm that can evict has a shorter time to first token
+    than the full one.
+    """
     found = []
     for cell in result["cells"]:
         mine = cell["arms"].get(OURS, {}).get("ttft_ms", {})
@@ -69,8 +106,18 @@ def losing(result: dict) -> list[tuple[str, bool]]:
             for q in ("p50", "p90", "p99"):
                 theirs, ours = one["ttft_ms"].get(q), mine.get(q)
                 if arm not in (OURS, ORACLE) and theirs and ours and ours > theirs:
-                    found.append((f"{_where(cell)}, TTFT {q}: {OURS} {ours:.1f} ms, {arm} {theirs:.1f} ms.", True))
-    return found or [(f"None: in no cell has another arm but the oracle a shorter time to first token than {OURS}.", False)]
+                    found.append(
+                        (
+                            f"{_where(cell)}, TTFT {q}: {OURS} {ours:.1f} ms, {arm} {theirs:.1f} ms.",
+                            True,
+                        )
+                    )
+    return found or [
+        (
+            f"None: in no cell has another arm but the oracle a shorter time to first token than {OURS}.",
+            False,
+        )
+    ]
 
 
 def _where(cell: dict) -> str:
@@ -79,17 +126,27 @@ def _where(cell: dict) -> str:
 
 def _configuration(result: dict) -> str:
     settings = {k: v for k, v in result["settings"].items() if k != "arms"}
-    arms = {name: f"{arm['about']}: {arm['policy'] or 'as recompute'}" for name, arm in result["settings"]["arms"].items()}
+    arms = {
+        name: f"{arm['about']}: {arm['policy'] or 'as recompute'}"
+        for name, arm in result["settings"]["arms"].items()
+    }
     pools = {_where(cell): cell["pools"] for cell in result["cells"]}
-    parts = [html.definitions_html(html_flat) for html_flat in (dict(html.flatten(settings)), arms, dict(html.flatten(pools)))]
-    return "\n".join(parts) + "".join(html.paragraph_html(note) for note in result.get("notes") or [])
+    parts = [
+        html.definitions_html(html_flat)
+        for html_flat in (dict(html.flatten(settings)), arms, dict(html.flatten(pools)))
+    ]
+    return "\n".join(parts) + "".join(
+        html.paragraph_html(note) for note in result.get("notes") or []
+    )
 
 
 def _plots(result: dict) -> str:
     if not plots_available():
         return html.no_plots_html()
     if not any(good_samples(result, arm) for arm in result["arms"]):
-        return html.paragraph_html("There are no samples to plot: no request ended without an error.")
+        return html.paragraph_html(
+            "There are no samples to plot: no request ended without an error."
+        )
     return html.plots_html(html.figure_html(svg, caption) for svg, caption in _figures(result))
 
 
@@ -103,20 +160,36 @@ def _figures(result: dict) -> Iterator[tuple[str, str]]:
         cells = [cell for cell in result["cells"] if cell["oversubscription"] == over]
         if len(cells) > 1:
             series = [
-                Series(arm, [c["gap_s"] for c in cells], [c["arms"][arm]["ttft_ms"].get("p50") for c in cells])
+                Series(
+                    arm,
+                    [c["gap_s"] for c in cells],
+                    [c["arms"][arm]["ttft_ms"].get("p50") for c in cells],
+                )
                 for arm in result["arms"]
             ]
             title = f"Time to first token by pause, {over:g} times oversubscribed"
-            yield lines(series, title, "pause between turns (s)", "TTFT p50 (ms)", log_y=True), "Medians of each pause."
+            yield (
+                lines(series, title, "pause between turns (s)", "TTFT p50 (ms)", log_y=True),
+                "Medians of each pause.",
+            )
     last = result["cells"][-1]
     for arm, readings in last["occupancy"].items():
         series = [
-            Series(_TIER_NAMES[tier], [r["t_s"] for r in readings if tier in r], [r[tier] for r in readings if tier in r])
+            Series(
+                _TIER_NAMES[tier],
+                [r["t_s"] for r in readings if tier in r],
+                [r[tier] for r in readings if tier in r],
+            )
             for tier in TIERS
             if any(tier in r for r in readings)
         ]
         if series and len(readings) > 1:
             yield (
-                lines(series, f"Tokens in each tier: {arm}", "seconds since the first request", "tokens"),
+                lines(
+                    series,
+                    f"Tokens in each tier: {arm}",
+                    "seconds since the first request",
+                    "tokens",
+                ),
                 f"{_where(last)}, first round, read from /metrics. HBM: cached or in use; DRAM has copies of what is in HBM.",
             )

@@ -1,4 +1,6 @@
-"""The tables of a comparison of looking ahead, made from its JSON result (schema kvtier.compare.lookahead/1, docs/manual/json.md)."""
+"""The tables of a comparison of looking ahead, made from its JSON result (schema
+kvtier.compare.lookahead/1, docs/manual/json.md).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,16 @@ _QUANTILES = ("p50", "p90", "p99")
 
 
 def lookahead_tables(result: dict) -> list[Table]:
-    """What a comparison prints: time to first token in every cell, where hits lay, what was moved, and the gap to the oracle."""
-    tables = [times_table(result), hits_table(result), moved_table(result), overlap_table(result), rounds_table(result)]
+    """What a comparison prints: time to first token in every cell, where hits lay, what was moved,
+    and the gap to the oracle.
+    """
+    tables = [
+        times_table(result),
+        hits_table(result),
+        moved_table(result),
+        overlap_table(result),
+        rounds_table(result),
+    ]
     return [table for table in tables if table.rows]
 
 
@@ -34,7 +44,10 @@ def times_table(result: dict) -> Table:
         Column("arm", "Arm"),
         *(Column(f"ttft_ms.{q}", f"TTFT {q}", "ms", decimals=1) for q in _QUANTILES),
         *(Column(f"over.{q}", f"{q} / oracle", decimals=2) for q in _QUANTILES),
-        *(Column(f"ttft_later_ms.{q}", f"later turns {q}", "ms", decimals=1) for q in ("p50", "p99")),
+        *(
+            Column(f"ttft_later_ms.{q}", f"later turns {q}", "ms", decimals=1)
+            for q in ("p50", "p99")
+        ),
         Column("tpot_ms.p50", "TPOT p50", "ms", decimals=1),
         Column("requests", "Requests"),
         Column("errors", "Errors"),
@@ -48,7 +61,9 @@ def times_table(result: dict) -> Table:
 
 
 def hits_table(result: dict) -> Table:
-    """Per cell and arm: where prompt tokens lay when their request was scheduled, as shares of all prompt tokens."""
+    """Per cell and arm: where prompt tokens lay when their request was scheduled, as shares of all
+    prompt tokens.
+    """
     rows = []
     for cell in result["cells"]:
         for arm, figures in cell["arms"].items():
@@ -59,11 +74,22 @@ def hits_table(result: dict) -> Table:
             shares: dict[str, Any] = {tier: hits.get(tier, 0) / prompt for tier in TIERS}
             shares["nowhere"] = max(0.0, 1 - sum(shares.values()))
             by = figures["hit_tokens_counted_by"]
-            rows.append({**_place(cell), "arm": arm, "share": shares, "by": by, "evicted": figures["evicted_tokens"]})
+            rows.append(
+                {
+                    **_place(cell),
+                    "arm": arm,
+                    "share": shares,
+                    "by": by,
+                    "evicted": figures["evicted_tokens"],
+                }
+            )
     columns = (
         *_PLACE,
         Column("arm", "Arm"),
-        *(Column(f"share.{tier}", tier.capitalize(), format=format_share) for tier in (*TIERS, "nowhere")),
+        *(
+            Column(f"share.{tier}", tier.capitalize(), format=format_share)
+            for tier in (*TIERS, "nowhere")
+        ),
         Column("by", "Counted by"),
         Column("evicted", "Evicted", "tokens", decimals=0),
     )
@@ -72,7 +98,9 @@ def hits_table(result: dict) -> Table:
 
 
 def moved_table(result: dict) -> Table:
-    """Per cell and arm with a storage tier: bytes moved ahead by link, wasted, and read for nothing."""
+    """Per cell and arm with a storage tier: bytes moved ahead by link, wasted, and read for
+    nothing.
+    """
     rows = []
     for cell in result["cells"]:
         for arm, figures in cell["arms"].items():
@@ -95,16 +123,33 @@ def moved_table(result: dict) -> Table:
 
 
 def overlap_table(result: dict) -> Table:
-    """Per cell and arm that looks ahead: how often transfers were predicted to be hidden, and how often that was right."""
+    """Per cell and arm that looks ahead: how often transfers were predicted to be hidden, and how
+    often that was right.
+    """
     rows = []
     for cell in result["cells"]:
         for arm, figures in cell["arms"].items():
             found = figures["lookahead"].get("overlap")
             if found:
-                held, failed = found["held_right"] + found["held_wrong"], found["failed_right"] + found["failed_wrong"]
-                shares = {"held": _part(found["held"], found["failed"]), "right": _part(found["held_right"], held - found["held_right"])}
-                shares["failed_right"] = _part(found["failed_right"], failed - found["failed_right"])
-                rows.append({**_place(cell), "arm": arm, "tests": found["held"] + found["failed"], "share": shares})
+                held, failed = (
+                    found["held_right"] + found["held_wrong"],
+                    found["failed_right"] + found["failed_wrong"],
+                )
+                shares = {
+                    "held": _part(found["held"], found["failed"]),
+                    "right": _part(found["held_right"], held - found["held_right"]),
+                }
+                shares["failed_right"] = _part(
+                    found["failed_right"], failed - found["failed_right"]
+                )
+                rows.append(
+                    {
+                        **_place(cell),
+                        "arm": arm,
+                        "tests": found["held"] + found["failed"],
+                        "share": shares,
+                    }
+                )
     columns = (
         *_PLACE,
         Column("arm", "Arm"),
@@ -118,17 +163,29 @@ def overlap_table(result: dict) -> Table:
 
 
 def rounds_table(result: dict) -> Table:
-    """Per cell, round and arm: the median time to first token, and how many times stock's and the oracle's of that round it is."""
+    """Per cell, round and arm: the median time to first token, and how many times stock's and the
+    oracle's of that round it is.
+    """
     rows = []
     for cell in result["cells"]:
-        numbers = dict.fromkeys(one["round"] for figures in cell["arms"].values() for one in figures["rounds"])
+        numbers = dict.fromkeys(
+            one["round"] for figures in cell["arms"].values() for one in figures["rounds"]
+        )
         for number in numbers:
             median = {
-                arm: one["ttft_ms_p50"] for arm, figures in cell["arms"].items() for one in figures["rounds"] if one["round"] == number
+                arm: one["ttft_ms_p50"]
+                for arm, figures in cell["arms"].items()
+                for one in figures["rounds"]
+                if one["round"] == number
             }
             for arm, value in median.items():
-                over = {to: value / median[to] if value and median.get(to) else None for to in (STOCK, ORACLE)}
-                rows.append({**_place(cell), "round": number, "arm": arm, "ttft": value, "over": over})
+                over = {
+                    to: value / median[to] if value and median.get(to) else None
+                    for to in (STOCK, ORACLE)
+                }
+                rows.append(
+                    {**_place(cell), "round": number, "arm": arm, "ttft": value, "over": over}
+                )
     columns = (
         *_PLACE,
         Column("round", "Round"),
@@ -137,7 +194,12 @@ def rounds_table(result: dict) -> Table:
         Column(f"over.{STOCK}", "/ stock", decimals=2),
         Column(f"over.{ORACLE}", "/ oracle", decimals=2),
     )
-    return Table("Rounds", columns, rows, notes=("Ratios to the arms hicache-file (stock) and oracle of the same round.",))
+    return Table(
+        "Rounds",
+        columns,
+        rows,
+        notes=("Ratios to the arms hicache-file (stock) and oracle of the same round.",),
+    )
 
 
 def _part(one: float, other: float) -> float | None:

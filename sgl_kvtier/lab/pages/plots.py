@@ -1,8 +1,9 @@
-"""Plots from plain numbers, as SVG text: lines, cumulative distributions, stacked bars, intervals, timelines.
+"""Plots from plain numbers, as SVG text: lines, cumulative distributions, stacked bars, intervals,
+timelines.
 
-Missing values (None, NaN) are gaps. Every function returns one <svg> element for a page or for `save_plot`, and raises
-KVTierError when matplotlib (the extra [report]) is not installed. Colours, dashes and markers go by name and are the
-same in every plot.
+Missing values (None, NaN) are gaps. Every function returns one <svg> element for a page or for
+`save_plot`, and raises KVTierError when matplotlib (the extra [report]) is not installed. Colours,
+dashes and markers go by name and are the same in every plot.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ _MOST_STEPS = 1000
 
 @dataclass(frozen=True)
 class Series:
-    """One named curve. `low` and `high`, if given, are a band around it (or whiskers), as long as `y`."""
+    """One named curve. `low` and `high`, if given, are a band around it (or whiskers), as long as
+    `y`.
+    """
 
     name: str
     x: Sequence[float]
@@ -78,7 +81,9 @@ def lines(
     log_y: bool = False,
     whole_x: bool = False,
 ) -> str:
-    """Curves, each with a band where it has one. `whole_x` keeps the ticks on whole numbers (turns, chunks)."""
+    """Curves, each with a band where it has one. `whole_x` keeps the ticks on whole numbers (turns,
+    chunks).
+    """
     figure, axes = new_figure()
     names = [one.name for one in series]
     colour, dash = colours(names), dashes(names)
@@ -105,7 +110,9 @@ def lines(
     return svg_text(figure, f"{title}: {', '.join(names)}")
 
 
-def cdf(samples: Mapping[str, Sequence[float | None]], title: str, x_label: str, *, log_x: bool = True) -> str:
+def cdf(
+    samples: Mapping[str, Sequence[float | None]], title: str, x_label: str, *, log_x: bool = True
+) -> str:
     """Cumulative distributions: the share of samples at or below x, one stepped curve per name."""
     figure, axes = new_figure()
     colour, dash = colours(samples), dashes(samples)
@@ -132,7 +139,9 @@ def cdf(samples: Mapping[str, Sequence[float | None]], title: str, x_label: str,
 
 
 def stacked_bars(bars: Mapping[str, Mapping[str, float | None]], title: str, x_label: str) -> str:
-    """One horizontal bar per name, made of parts; a part of 7 % or more of the longest bar carries its share."""
+    """One horizontal bar per name, made of parts; a part of 7 % or more of the longest bar carries
+    its share.
+    """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     longest = max((sum(_number(v) for v in bar.values()) for bar in bars.values()), default=0)
     figure, axes = new_figure(height_in=1.35 + 0.42 * max(len(bars), 1))
@@ -162,8 +171,12 @@ def stacked_bars(bars: Mapping[str, Mapping[str, float | None]], title: str, x_l
     return svg_text(figure, f"{title}: {', '.join(names)}")
 
 
-def intervals(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False) -> str:
-    """Points with whiskers from `low` to `high` at whole x (rounds), the names side by side at each."""
+def intervals(
+    series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False
+) -> str:
+    """Points with whiskers from `low` to `high` at whole x (rounds), the names side by side at
+    each.
+    """
     figure, axes = new_figure()
     names = [one.name for one in series]
     colour, marker = colours(names), markers(names)
@@ -172,7 +185,14 @@ def intervals(series: Sequence[Series], title: str, x_label: str, y_label: str, 
         x = [value + shift for value in one.x]
         y = _floats(one.y)
         if one.low and one.high:
-            axes.vlines(x, _floats(one.low), _floats(one.high), color=colour[one.name], linewidth=1.4, alpha=0.55)
+            axes.vlines(
+                x,
+                _floats(one.low),
+                _floats(one.high),
+                color=colour[one.name],
+                linewidth=1.4,
+                alpha=0.55,
+            )
         axes.plot(
             x, y, linestyle="none", marker=marker[one.name], markersize=4.5, color=colour[one.name],
             label=_safe(one.name),
@@ -216,7 +236,9 @@ def _floats(values: Sequence[float | None]) -> list[float]:
 
 
 def _thinned(count: int) -> list[int]:
-    """Positions to draw of `count` sorted samples: all of a thousand, evenly chosen ones with both ends of more."""
+    """Positions to draw of `count` sorted samples: all of a thousand, evenly chosen ones with both
+    ends of more.
+    """
     if count <= _MOST_STEPS:
         return list(range(count))
     return [round(i * (count - 1) / (_MOST_STEPS - 1)) for i in range(_MOST_STEPS)]
@@ -227,7 +249,9 @@ def _number(value: float | None) -> float:
 
 
 def _safe(text: str) -> str:
-    """The text with what matplotlib would read as mathematics, or as a hidden legend entry, made harmless."""
+    """The text with what matplotlib would read as mathematics, or as a hidden legend entry, made
+    harmless.
+    """
     text = text.replace("$", r"\$")
     return "\u200b" + text if text.startswith("_") else text
 
@@ -242,7 +266,10 @@ def _label(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def _scale(axes: Axes, *, log_x: bool, log_y: bool) -> None:
-    for wanted, set_scale, axis in ((log_x, axes.set_xscale, axes.xaxis), (log_y, axes.set_yscale, axes.yaxis)):
+    for wanted, set_scale, axis in (
+        (log_x, axes.set_xscale, axes.xaxis),
+        (log_y, axes.set_yscale, axes.yaxis),
+    ):
         if wanted:
             set_scale("log")
             _plain_log_ticks(axis)

@@ -1,4 +1,6 @@
-"""The tables of a restoration bench, made from its JSON result (schema kvtier.restore/1, docs/manual/json.md)."""
+"""The tables of a restoration bench, made from its JSON result (schema kvtier.restore/1,
+docs/manual/json.md).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,24 @@ OURS = "kvtier"
 
 def restore_tables(result: dict) -> list[Table]:
     """The grid, the curve T_opt is taken from, and the fluctuation if it was measured."""
-    tables = [grid_table(result), detail_table(result), curve_table(result)] if result.get("cells") else []
+    tables = (
+        [grid_table(result), detail_table(result), curve_table(result)]
+        if result.get("cells")
+        else []
+    )
     return [*tables, fluctuation_table(result)] if result.get("fluctuation") else tables
 
 
 def grid_table(result: dict) -> Table:
-    """Per cell: time to first token of every arm, our speedups, and the shares of T_opt, T_link and T*."""
+    """Per cell: time to first token of every arm, our speedups, and the shares of T_opt, T_link and
+    T*.
+    """
     # SGLang's own load is one of the two; our engine's is a third only where it was measured.
-    single = "vs best of compute, load, load_kvtier" if "load_kvtier" in result["arms"] else "vs better of compute, load"
+    single = (
+        "vs best of compute, load, load_kvtier"
+        if "load_kvtier" in result["arms"]
+        else "vs better of compute, load"
+    )
     columns = (
         *_place(),
         *(Column(f"ttft_ms.{arm}", arm, "ms", decimals=0) for arm in result["arms"]),
@@ -32,11 +44,18 @@ def grid_table(result: dict) -> Table:
         Column("failed", "Failed"),
     )
     note = "Speedups and shares are those of kvtier; above 1 it is faster."
-    return Table("Time to first token of a stored prompt", columns, _rows(result), notes=(note, *_verdict(result)))
+    return Table(
+        "Time to first token of a stored prompt",
+        columns,
+        _rows(result),
+        notes=(note, *_verdict(result)),
+    )
 
 
 def detail_table(result: dict) -> Table:
-    """Per cell: what kvtier loses to T_opt, where the pointers met, how steady and undisturbed the cell was."""
+    """Per cell: what kvtier loses to T_opt, where the pointers met, how steady and undisturbed the
+    cell was.
+    """
     columns = (
         *_place(),
         Column("read_gbps", "Bandwidth", "Gbit/s", decimals=3),

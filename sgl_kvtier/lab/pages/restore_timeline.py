@@ -1,7 +1,9 @@
-"""One restoration over time, from a server's decision log: the front that is computed and the back that is loaded.
+"""One restoration over time, from a server's decision log: the front that is computed and the back
+that is loaded.
 
-Reads the log's JSON lines (kvtier.decisions, version 1) by their names alone, so that a log can be drawn where nothing
-else of this package is at hand. As Cake's Figure 5: tokens against time, two curves that meet.
+Reads the log's JSON lines (kvtier.decisions, version 1) by their names alone, so that a log can be
+drawn where nothing else of this package is at hand. As Cake's Figure 5: tokens against time, two
+curves that meet.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ COMPUTED, LOADED = "computed from the front", "loaded from the back"
 
 @dataclass
 class Timeline:
-    """What happened to one restoration. Seconds since it was offered, positions in tokens of the prompt."""
+    """What happened to one restoration. Seconds since it was offered, positions in tokens of the
+    prompt.
+    """
 
     rid: str
     prompt_tokens: int
@@ -45,23 +49,31 @@ class Timeline:
 
 
 def log_lines(log: TextIO) -> Iterator[str]:
-    """The lines of a log, one in memory at a time. Raises TraceError on one that is too long or not UTF-8, OSError."""
+    """The lines of a log, one in memory at a time. Raises TraceError on one that is too long or not
+    UTF-8, OSError.
+    """
     number = 0
     while True:
         number += 1
         try:
             line = log.readline(MOST_LINE)
         except UnicodeDecodeError as error:
-            raise TraceError(f"line {number} of the decision log is not UTF-8: {error.reason}") from error
+            raise TraceError(
+                f"line {number} of the decision log is not UTF-8: {error.reason}"
+            ) from error
         if not line:
             return
         if len(line) == MOST_LINE and not line.endswith("\n"):
-            raise TraceError(f"line {number} of the decision log is longer than {MOST_LINE >> 20} MiB")
+            raise TraceError(
+                f"line {number} of the decision log is longer than {MOST_LINE >> 20} MiB"
+            )
         yield line
 
 
 def read_timelines(log: Iterable[str]) -> list[Timeline]:
-    """All restorations of a log in the order they were offered. Raises TraceError on something else than a log."""
+    """All restorations of a log in the order they were offered. Raises TraceError on something else
+    than a log.
+    """
     found: dict[str, Timeline] = {}
     ended: list[Timeline] = []
     page = 0
@@ -69,15 +81,25 @@ def read_timelines(log: Iterable[str]) -> list[Timeline]:
         try:
             data = parse_json(line)
             if number == 0:
-                page = _whole(data["engine"], "page_tokens") if data["log"] == "kvtier.decisions" else 0
+                page = (
+                    _whole(data["engine"], "page_tokens")
+                    if data["log"] == "kvtier.decisions"
+                    else 0
+                )
                 continue
             if data.get("type") == "RestoreOffered" and data["rid"] in found:
-                ended.append(found.pop(data["rid"]))  # offered again: what is left is another restoration
+                ended.append(
+                    found.pop(data["rid"])
+                )  # offered again: what is left is another restoration
             _take(data, page, found)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             if number == 0:
-                raise TraceError("not a decision log: its first line must name kvtier.decisions") from error
-            raise TraceError(f"line {number + 1} of the decision log is damaged: {error}") from error
+                raise TraceError(
+                    "not a decision log: its first line must name kvtier.decisions"
+                ) from error
+            raise TraceError(
+                f"line {number + 1} of the decision log is damaged: {error}"
+            ) from error
     return sorted([*ended, *found.values()], key=lambda one: one.offered_s)
 
 
@@ -95,14 +117,23 @@ def _take(data: dict[str, Any], page: int, found: dict[str, Timeline]) -> None:
     kind = data.get("type")
     if kind == "RestoreOffered":
         first, stop = _whole(data, "resident") * page, _whole(data, "pages") * page
-        one = Timeline(_text(data, "rid"), _whole(data, "prompt_tokens"), first, stop, offered_s=_seconds(data, "now"))
+        one = Timeline(
+            _text(data, "rid"),
+            _whole(data, "prompt_tokens"),
+            first,
+            stop,
+            offered_s=_seconds(data, "now"),
+        )
         one.computed.append((0.0, first))
         one.loaded.append((0.0, stop))
         found[one.rid] = one
     elif kind == "StepPlan":
         for start in data.get("starts", ()):
             if start["rid"] in found:
-                found[start["rid"]].mode, found[start["rid"]].reason = _text(start, "mode"), _text(start, "reason")
+                found[start["rid"]].mode, found[start["rid"]].reason = (
+                    _text(start, "mode"),
+                    _text(start, "reason"),
+                )
     elif data.get("rid") in found:
         _follow(found[data["rid"]], kind, data, page)
 

@@ -9,7 +9,9 @@ import numpy
 
 
 def percentile(values: Iterable[float | None], q: float) -> float | None:
-    """The q-th percentile (q from 0 to 100), linear between the two nearest values. None when there is no value."""
+    """The q-th percentile (q from 0 to 100), linear between the two nearest values. None when there
+    is no value.
+    """
     present = _present(values)
     return float(numpy.percentile(present, q)) if present else None
 
@@ -20,7 +22,13 @@ def summary(values: Iterable[float | None]) -> dict[str, float | int | None]:
     if not present:
         return {"p50": None, "p90": None, "p99": None, "mean": None, "n": 0}
     p50, p90, p99 = (float(p) for p in numpy.percentile(present, [50, 90, 99]))
-    return {"p50": p50, "p90": p90, "p99": p99, "mean": float(numpy.mean(present)), "n": len(present)}
+    return {
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
+        "mean": float(numpy.mean(present)),
+        "n": len(present),
+    }
 
 
 def pair_ratios(
@@ -28,13 +36,14 @@ def pair_ratios(
 ) -> dict[str, float | int | None]:
     """Median and quartiles of ours/theirs taken pair by pair: below 1 means `ours` is smaller.
 
-    The two sequences are paired by position (round i of one arm with round i of the other), so that what a machine did
-    during a round cancels out. A pair with a missing value or a zero below the line is dropped; n counts those left.
-    Raises ValueError when the lengths differ.
+    The two sequences are paired by position (round i of one arm with round i of the other), so that
+    what a machine did during a round cancels out. A pair with a missing value or a zero below the
+    line is dropped; n counts those left. Raises ValueError when the lengths differ.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"pairs need equally many rounds, not {len(ours)} and {len(theirs)}")
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True) if _is_present(a) and _is_present(b) and b]  # type: ignore[operator]
+    pairs = zip(ours, theirs, strict=True)
+    ratios = [a / b for a, b in pairs if a is not None and b and _is_present(a) and _is_present(b)]
     quartiles = [percentile(ratios, q) for q in (50, 25, 75)]
     return {"median": quartiles[0], "p25": quartiles[1], "p75": quartiles[2], "n": len(ratios)}
 

@@ -1,7 +1,7 @@
 """All printed numbers of Cake and CacheFlow beside ours, as markdown for docs/results/papers/.
 
-`python -m sgl_kvtier.lab.papers.pages docs/results/papers` replaces what stands between the markers of cake.md and
-cacheflow.md and writes the plots; the text around the markers is written by hand.
+`python -m sgl_kvtier.lab.papers.pages docs/results/papers` replaces what stands between the markers
+of cake.md and cacheflow.md and writes the plots; the text around the markers is written by hand.
 """
 
 from __future__ import annotations
@@ -45,14 +45,18 @@ _CELL = (
 
 
 def cake_markdown() -> str:
-    """How well each table agrees, every pair, averages and figures, and where the paper contradicts itself."""
+    """How well each table agrees, every pair, averages and figures, and where the paper contradicts
+    itself.
+    """
     parts = [to_markdown(_agreement_table())]
     parts += [
         to_markdown(Table(f"Cake Table {n}: over I/O-only \\ over compute-only", _PAIR, _pairs(n)))
         for n in TABLES
     ]
     rest = {name: cells for name, cells in cake.TABLES.items() if name not in TABLES}
-    parts += [to_markdown(Table(f"Cake {name}", _CELL, rows(cells()))) for name, cells in rest.items()]
+    parts += [
+        to_markdown(Table(f"Cake {name}", _CELL, rows(cells()))) for name, cells in rest.items()
+    ]
     return "\n".join([*parts, to_markdown(contradictions("cake"))])
 
 
@@ -148,7 +152,9 @@ def rows(cells: Sequence[Cell]) -> list[Row]:
 
 
 def _range_of(cell: Cell) -> str:
-    """The range the paper prints, as cacheflow_cells writes it into the reading; empty where it prints one number."""
+    """The range the paper prints, as cacheflow_cells writes it into the reading; empty where it
+    prints one number.
+    """
     first = cell.reading.split(";")[0]
     return first if first.startswith("printed ") and " to " in first else ""
 

@@ -1,8 +1,10 @@
-"""How long one step of the planner takes, on this machine's clock: `python -m sgl_kvtier.lab.papers.step_time [STEPS]`.
+"""How long one step of the planner takes, on this machine's clock: `python -m
+sgl_kvtier.lab.papers.step_time [STEPS]`.
 
-A scheduler with many waiting requests and the map filled with so many pages. Between two steps, facts arrive as an engine
-would report them: chunks start and end, loads land, pages come and go. Only `step` is timed, then facts and step together.
-CPU time is what the planner itself needs; beyond it, what the clock shows was spent by other programs.
+A scheduler with many waiting requests and the map filled with so many pages. Between two steps,
+facts arrive as an engine would report them: chunks start and end, loads land, pages come and go.
+Only `step` is timed, then facts and step together. CPU time is what the planner itself needs;
+beyond it, what the clock shows was spent by other programs.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ _PROFILE = {
 
 
 class Scene:
-    """Requests wait for the engine, `pages` each, all of them on the SSD, and are restored: just enough of an engine that the
-    planner has something to decide in every step. Loads land in the order asked, as fast as the link is, and each chunk
-    granted runs in one step. Who comes through is followed by another."""
+    """Requests wait for the engine, `pages` each, all of them on the SSD, and are restored: just
+    enough of an engine that the planner has something to decide in every step. Loads land in the
+    order asked, as fast as the link is, and each chunk granted runs in one step. Who comes through
+    is followed by another.
+    """
 
     _new_tokens = 1
 
@@ -69,7 +73,10 @@ class Scene:
         self._pages = pages
         self._next = 0
         for start in range(0, known - requests * pages, 4096):
-            keys = tuple(_key("other", place) for place in range(start, min(start + 4096, known - requests * pages)))
+            keys = tuple(
+                _key("other", place)
+                for place in range(start, min(start + 4096, known - requests * pages))
+            )
             self.planner.observe(PagesPlaced(keys, Tier.SSD, 0.0))
         for rid in self._waiting:
             self._arrive(rid)
@@ -105,7 +112,11 @@ class Scene:
         self._offer(rid, tokens)
 
     def _offer(self, rid: str, tokens: int) -> None:
-        self.facts.append(RestoreOffered(rid, self._now, tokens, 0, self._pages, ((Span(0, self._pages), Tier.SSD),)))
+        self.facts.append(
+            RestoreOffered(
+                rid, self._now, tokens, 0, self._pages, ((Span(0, self._pages), Tier.SSD),)
+            )
+        )
 
     def _keys(self, rid: str) -> tuple[PageKey, ...]:
         return tuple(_key(rid, place) for place in range(self._pages))
@@ -127,7 +138,9 @@ class Scene:
             tokens = _STEP_TOKENS if compute.tokens is None else compute.tokens
             start = compute.splice.stop * _PAGE_TOKENS
             if tokens:
-                self._run(compute.rid, Span(start, min(start + tokens, self._pages * _PAGE_TOKENS + 1)))
+                self._run(
+                    compute.rid, Span(start, min(start + tokens, self._pages * _PAGE_TOKENS + 1))
+                )
         self.facts.append(StepDone(_STEP_S, _STEP_TOKENS, 64, self._now + _STEP_S))
 
     def _run(self, rid: str, tokens: Span) -> None:
@@ -147,9 +160,11 @@ class Scene:
 
 
 class AheadScene(Scene):
-    """The same queue where nothing is restored: lookahead brings pages to DRAM and HBM before each turn, others give way, and
-    what lacks then the engine reads by itself. Each request has so much new besides that it runs for four steps. Who comes
-    through leaves a session behind that lookahead expects back."""
+    """The same queue where nothing is restored: lookahead brings pages to DRAM and HBM before each
+    turn, others give way, and what lacks then the engine reads by itself. Each request has so much
+    new besides that it runs for four steps. Who comes through leaves a session behind that
+    lookahead expects back.
+    """
 
     def __init__(self, requests: int, pages: int, known: int) -> None:
         self._held: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}}
@@ -174,7 +189,9 @@ class AheadScene(Scene):
     def _place(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
         held = self._held[tier]
         held.update(dict.fromkeys(keys))
-        leaving = tuple(key for key, _ in zip(list(held), range(len(held) - self._most[tier]), strict=False))
+        leaving = tuple(
+            key for key, _ in zip(list(held), range(len(held) - self._most[tier]), strict=False)
+        )
         if leaving:
             self._drop(leaving, tier)
 
@@ -193,7 +210,9 @@ class AheadScene(Scene):
             link = Link.SSD_TO_DRAM if move.target is Tier.DRAM else Link.DRAM_TO_HBM
             done = TransferDone("", link, Span(0, 0), nbytes, nbytes / rate, self._free_at)
             self._landing.append((self._free_at, done))
-            self._landing.append((self._free_at, PagesPlaced(move.keys, move.target, self._free_at)))
+            self._landing.append(
+                (self._free_at, PagesPlaced(move.keys, move.target, self._free_at))
+            )
         rid, start = self._waiting[0], self._pages * _PAGE_TOKENS + self._chunks * _STEP_TOKENS
         lacking = tuple(key for key in self._keys(rid) if key not in self._held[Tier.HBM])
         if lacking:
@@ -211,9 +230,14 @@ class AheadScene(Scene):
 
     def _evict(self, eviction: Evict, moves: tuple[Move, ...]) -> None:
         """As many as are needed for what is moved, the first named first."""
-        coming = sum(len(move.keys) for move in moves if move.target is eviction.tier) + _STEP_TOKENS // _PAGE_TOKENS
+        coming = (
+            sum(len(move.keys) for move in moves if move.target is eviction.tier)
+            + _STEP_TOKENS // _PAGE_TOKENS
+        )
         short = len(self._held[eviction.tier]) + coming - self._most[eviction.tier]
-        keys = tuple(key for key in eviction.keys if key in self._held[eviction.tier])[: max(0, short)]
+        keys = tuple(key for key in eviction.keys if key in self._held[eviction.tier])[
+            : max(0, short)
+        ]
         if keys:
             self._drop(keys, eviction.tier)
 
@@ -233,13 +257,19 @@ def measure(scene: Scene, steps: int = 2000) -> dict[str, float]:
         scene.step()
     times = [scene.step() for _ in range(steps)]
     names = ("step", "cpu", "whole")
-    return {f"{name}_p{share}": percentile([each[place] for each in times], share) or 0.0 for place, name in enumerate(names) for share in (50, 99)}
+    return {
+        f"{name}_p{share}": percentile([each[place] for each in times], share) or 0.0
+        for place, name in enumerate(names)
+        for share in (50, 99)
+    }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Prints the table; the first argument is the number of steps."""
     steps = int(arguments[0]) if arguments else 2000
-    sizes = [(256, known) for known in (65_536, 100_000, 1_000_000)] + [(4, known) for known in (1_024, 10_000, 100_000, 1_000_000)]
+    sizes = [(256, known) for known in (65_536, 100_000, 1_000_000)] + [
+        (4, known) for known in (1_024, 10_000, 100_000, 1_000_000)
+    ]
     kinds = {"restoring": (Scene, sizes), "looking ahead": (AheadScene, sizes[:3])}
     rows = []
     for kind, (scene, places) in kinds.items():

@@ -1,8 +1,9 @@
 """The tables of docs/results/simulator.md that come from traces.
 
-`python -m sgl_kvtier.lab.papers.traces_page docs/results [SCENE ...]` runs each scene under all policies and replaces what stands
-between its markers on the page, and writes a plot of the distributions; the text around them is written by hand. Where
-the recorded traces are missing, sessions generated from their published statistics take their place, and the table says so.
+`python -m sgl_kvtier.lab.papers.traces_page docs/results [SCENE ...]` runs each scene under all
+policies and replaces what stands between its markers on the page, and writes a plot of the
+distributions; the text around them is written by hand. Where the recorded traces are missing,
+sessions generated from their published statistics take their place, and the table says so.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Scene:
-    """A workload and a machine with too little memory for it. `instead` is generated where the trace is missing."""
+    """A workload and a machine with too little memory for it. `instead` is generated where the
+    trace is missing.
+    """
 
     trace: str
     instead: str
@@ -40,7 +43,9 @@ class Scene:
     def load(self) -> Load:
         """What arrives, from the trace or generated."""
         trace = self.trace if self.trace in trace_files() else self.instead
-        return Load(trace, self.sessions, seed=1, pace=self.pace, most_prompt_tokens=self.most_prompt_tokens)
+        return Load(
+            trace, self.sessions, seed=1, pace=self.pace, most_prompt_tokens=self.most_prompt_tokens
+        )
 
 
 SCENES: Mapping[str, Scene] = {
@@ -51,7 +56,17 @@ SCENES: Mapping[str, Scene] = {
         Pace(mean_start_s=12.0),
         Machine(hbm_bytes=8 * _GIB, dram_bytes=8 * _GIB, ssd_gbps=28),
         60_000,
-        ("recompute", "stock", "stock-wait", "cake", "cacheflow", "kvtier", "restore", "oracle", "unbounded"),
+        (
+            "recompute",
+            "stock",
+            "stock-wait",
+            "cake",
+            "cacheflow",
+            "kvtier",
+            "restore",
+            "oracle",
+            "unbounded",
+        ),
     ),
     "claude-code": Scene(
         "claude_code_blocks64",
@@ -76,12 +91,18 @@ def scene_markdown(name: str, on_finish: Callable[[SimRequest], None]) -> tuple[
         ttfts[policy] = [1e3 * value for value in result.ttfts()]
     title = f"{description.split('.: ')[0]}: {len(requests)} requests"
     shown = ("recompute", "stock", "cake", "kvtier", "restore", "unbounded")
-    plot = cdf({policy: ttfts[policy] for policy in shown if policy in ttfts}, f"Time to first token: {name}", "milliseconds")
+    plot = cdf(
+        {policy: ttfts[policy] for policy in shown if policy in ttfts},
+        f"Time to first token: {name}",
+        "milliseconds",
+    )
     return to_markdown(policies_table(outcomes, title)), plot
 
 
 def put(page: str, name: str, text: str) -> str:
-    """The page with what stands between the markers of `name` replaced. Raises TraceError when it has none."""
+    """The page with what stands between the markers of `name` replaced. Raises TraceError when it
+    has none.
+    """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if begin not in page or end not in page:
         raise TraceError(f"the page has no place for {name}: it needs the lines {begin} and {end}")

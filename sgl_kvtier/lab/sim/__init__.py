@@ -1,1 +1,3 @@
-"""Hands in virtual time: the planner of `policy/` on simulated links, memories and a batching server."""
+"""Hands in virtual time: the planner of `policy/` on simulated links, memories and a batching
+server.
+"""

@@ -1,4 +1,6 @@
-"""Requests for a simulation: sessions of a trace with a key per page, so that reuse is real, or drawn at random from a seed."""
+"""Requests for a simulation: sessions of a trace with a key per page, so that reuse is real, or
+drawn at random from a seed.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ _WIDE_VOCABULARY = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """When sessions start and how long their clients wait. `mean_start_s`: mean time between two sessions' starts, drawn
-    from an exponential distribution (0: as the trace has them). `most_gap_s` cuts recorded waits between two calls."""
+    """When sessions start and how long their clients wait. `mean_start_s`: mean time between two
+    sessions' starts, drawn from an exponential distribution (0: as the trace has them).
+    `most_gap_s` cuts recorded waits between two calls.
+    """
 
     mean_start_s: float = 0.0
     most_gap_s: float = 600.0
@@ -36,7 +40,9 @@ def from_sessions(
     seed: int = 0,
     encoder: Encoder | None = None,
 ) -> list[SimRequest]:
-    """Every call of every session. A session's next call arrives its recorded gap after the one before has ended."""
+    """Every call of every session. A session's next call arrives its recorded gap after the one
+    before has ended.
+    """
     encoder = encoder or wide_encoder()
     rng = random.Random(seed)
     requests: list[SimRequest] = []
@@ -44,7 +50,9 @@ def from_sessions(
     for number, session in enumerate(sessions):
         if pace.mean_start_s > 0:
             start_s += rng.expovariate(1 / pace.mean_start_s)
-        requests += _of_session(session, f"s{number}", start_s or session.start_s, page_tokens, pace, encoder)
+        requests += _of_session(
+            session, f"s{number}", start_s or session.start_s, page_tokens, pace, encoder
+        )
     return requests
 
 
@@ -63,10 +71,14 @@ def poisson(
     tier: Tier = Tier.SSD,
     seed: int = 0,
 ) -> list[SimRequest]:
-    """`count` requests that share nothing, arriving at random at `per_s` a second. Each draws one of `lengths`, (prompt,
-    output) tokens; the leading `cached_share` of its whole pages lies in `tier`."""
+    """`count` requests that share nothing, arriving at random at `per_s` a second. Each draws one
+    of `lengths`, (prompt, output) tokens; the leading `cached_share` of its whole pages lies in
+    `tier`.
+    """
     if count < 1 or per_s <= 0 or not lengths or not 0 <= cached_share <= 1:
-        raise ConfigError(f"{count} requests at {per_s} a second of {len(lengths)} lengths: all must be positive")
+        raise ConfigError(
+            f"{count} requests at {per_s} a second of {len(lengths)} lengths: all must be positive"
+        )
     rng = random.Random(seed)
     requests, now = [], 0.0
     for number in range(count):
@@ -88,8 +100,11 @@ def _of_session(
         following = calls[number + 1].keys if number + 1 < len(calls) else ()
         final: tuple[PageKey, ...] = ()
         if following[: len(keys)] == keys:
-            # What the next prompt repeats of this prompt and its output is what is worth keeping of the output.
-            final = following[: max(len(keys), (call.prompt_tokens + call.output_tokens) // page_tokens)]
+            # What the next prompt repeats of this prompt and its output is what is worth keeping of
+            # the output.
+            final = following[
+                : max(len(keys), (call.prompt_tokens + call.output_tokens) // page_tokens)
+            ]
         requests.append(
             SimRequest(
                 rid=f"{name}.{number}",
@@ -113,7 +128,9 @@ class _Call:
     gap_s: float
 
 
-def _calls(session: Session, page_tokens: int, encoder: Encoder, most_output: int) -> Iterator[_Call]:
+def _calls(
+    session: Session, page_tokens: int, encoder: Encoder, most_output: int
+) -> Iterator[_Call]:
     tokens = PromptTokens(encoder)
     keys: list[PageKey] = []
     for call, prompt in Context(session).calls():
@@ -124,10 +141,14 @@ def _calls(session: Session, page_tokens: int, encoder: Encoder, most_output: in
 
 
 def _extend(keys: list[PageKey], ids: Ids, page_tokens: int) -> None:
-    """Chained hashes of the whole pages behind those `keys` names already, so that a key stands for all tokens up to it."""
+    """Chained hashes of the whole pages behind those `keys` names already, so that a key stands for
+    all tokens up to it.
+    """
     last = keys[-1] if keys else PageKey(b"")
     whole = len(ids) // page_tokens * page_tokens
-    for page in np.split(ids[len(keys) * page_tokens : whole], whole // page_tokens - len(keys) or 1):
+    for page in np.split(
+        ids[len(keys) * page_tokens : whole], whole // page_tokens - len(keys) or 1
+    ):
         if len(page):
             last = PageKey(hashlib.blake2b(page.tobytes(), key=last, digest_size=32).digest())
             keys.append(last)

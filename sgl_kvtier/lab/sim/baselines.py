@@ -1,4 +1,5 @@
-"""What the planner is compared with, as planners: recompute everything, load everything, stock HiCache, and an oracle.
+"""What the planner is compared with, as planners: recompute everything, load everything, stock
+HiCache, and an oracle.
 
 Cake and CacheFlow are rules of the planner itself (`policy.rule` in kvtier.json).
 """
@@ -52,12 +53,16 @@ class RecomputeOnly:
         """Declines them."""
         del view
         offers, self._offers = self._offers, []
-        return StepPlan(starts=tuple(RestoreStart(rid, Mode.COMPUTE, "never loads") for rid in offers))
+        return StepPlan(
+            starts=tuple(RestoreStart(rid, Mode.COMPUTE, "never loads") for rid in offers)
+        )
 
 
 class StaticTiering:
-    """Placement by arrival, as TierKV's Static-Tiering: a page keeps the place it found, so that of what may leave a tier the
-    page that came last leaves first. What is not in HBM is read for each run and gives way again after it. `inner` restores."""
+    """Placement by arrival, as TierKV's Static-Tiering: a page keeps the place it found, so that of
+    what may leave a tier the page that came last leaves first. What is not in HBM is read for each
+    run and gives way again after it. `inner` restores.
+    """
 
     def __init__(self, inner: Planner) -> None:
         self._inner = inner
@@ -79,7 +84,9 @@ class StaticTiering:
     def step(self, view: StepView) -> StepPlan:
         """The inner plan with its own order of eviction, said again when it has changed."""
         plan = self._inner.step(view)
-        evictions = tuple(Evict(tuple(reversed(self._in[tier])), tier) for tier in self._changed if self._in[tier])
+        evictions = tuple(
+            Evict(tuple(reversed(self._in[tier])), tier) for tier in self._changed if self._in[tier]
+        )
         self._changed = {}
         return dataclasses.replace(plan, evictions=evictions)
 
@@ -105,7 +112,9 @@ class StockSettings:
 
 @dataclass(slots=True)
 class _Operation:
-    """One request's prefix on its way: first up to DRAM in batches from the front, then to HBM in one load. Pages."""
+    """One request's prefix on its way: first up to DRAM in batches from the front, then to HBM in
+    one load. Pages.
+    """
 
     rid: str
     offer: RestoreOffered
@@ -123,10 +132,12 @@ class _Operation:
 
 
 class StockHiCache:
-    """SGLang's own way: prefetch to host memory in the order requests were enqueued, front to back; a request is skipped
-    until its prefetch has ended or its stop policy ends it; what is in host memory is then loaded back, the rest computed.
+    """SGLang's own way: prefetch to host memory in the order requests were enqueued, front to back;
+    a request is skipped until its prefetch has ended or its stop policy ends it; what is in host
+    memory is then loaded back, the rest computed.
 
-    Needs pages with names (`SimRequest.keys`). One prefetch batch is under way at a time, as stock has one thread for it.
+    Needs pages with names (`SimRequest.keys`). One prefetch batch is under way at a time, as stock
+    has one thread for it.
     """
 
     def __init__(self, engine: EngineShape, settings: StockSettings | None = None) -> None:
@@ -157,7 +168,9 @@ class StockHiCache:
 
     def _prefetched(self, fact: PagesPlaced | PagesDropped) -> None:
         for operation in self._operations.values():
-            places = [place for key in fact.keys if (place := operation.moving.pop(key, None)) is not None]
+            places = [
+                place for key in fact.keys if (place := operation.moving.pop(key, None)) is not None
+            ]
             if places and isinstance(fact, PagesDropped):
                 operation.batches.clear()
                 continue
@@ -184,7 +197,9 @@ class StockHiCache:
     # --- decisions ------------------------------------------------------------------------------------------------
 
     def step(self, view: StepView) -> StepPlan:
-        """Goes on prefetching, ends prefetches by the stop policy, loads back, and lets run what is complete."""
+        """Goes on prefetching, ends prefetches by the stop policy, loads back, and lets run what is
+        complete.
+        """
         starts = tuple(self._begin(offer, view.now) for offer in self._offers)
         self._offers = []
         loads: list[Load] = []
@@ -204,12 +219,16 @@ class StockHiCache:
         return StepPlan(starts=starts, loads=tuple(loads), computes=tuple(computes), moves=moves)
 
     def _begin(self, offer: RestoreOffered, now: float) -> RestoreStart:
-        first_below = next((span.start for span, tier in offer.sources if tier > Tier.DRAM), offer.pages)
+        first_below = next(
+            (span.start for span, tier in offer.sources if tier > Tier.DRAM), offer.pages
+        )
         tokens = (offer.pages - first_below) * self._engine.page_tokens
         stop = offer.pages if tokens >= self._settings.threshold_tokens else first_below
         if stop == offer.resident:
             return RestoreStart(offer.rid, Mode.COMPUTE, "below the prefetch threshold")
-        assert self._keys.get(offer.rid), f"{offer.rid}: stock HiCache moves pages by name; give the request keys"
+        assert self._keys.get(offer.rid), (
+            f"{offer.rid}: stock HiCache moves pages by name; give the request keys"
+        )
         cuts = [*range(first_below, stop, self._settings.batch_pages), stop]
         batches = [Span(low, high) for low, high in itertools.pairwise(cuts)]
         self._operations[offer.rid] = _Operation(
@@ -221,7 +240,9 @@ class StockHiCache:
         """The next batch of the first operation that has one."""
         if any(operation.moving for operation in self._operations.values()):
             return ()
-        operation = next((op for op in self._operations.values() if op.batches and not op.stopped), None)
+        operation = next(
+            (op for op in self._operations.values() if op.batches and not op.stopped), None
+        )
         if operation is None:
             return ()
         span = operation.batches.pop(0)
@@ -230,17 +251,23 @@ class StockHiCache:
         return (Move(keys, Tier.SSD, Tier.DRAM, operation.rid),)
 
     def _stopped(self, operation: _Operation, now: float) -> bool:
-        """Whether the prefetch is over: complete, or ended by the policy now that the request could run."""
+        """Whether the prefetch is over: complete, or ended by the policy now that the request could
+        run.
+        """
         policy = self._settings.stop
         tokens = (operation.offer.pages - operation.offer.resident) * self._engine.page_tokens
-        patience_s = self._settings.timeout_base_s + self._settings.timeout_per_1024_tokens_s * tokens / 1024
+        patience_s = (
+            self._settings.timeout_base_s + self._settings.timeout_per_1024_tokens_s * tokens / 1024
+        )
         late = policy is Stop.TIMEOUT and now - operation.since >= patience_s
         if not operation.batches or policy is Stop.BEST_EFFORT or late:
             operation.stopped = True
         return operation.stopped and not operation.moving
 
     def _load_back(self, operation: _Operation, free: int) -> list[Load]:
-        """The part that is in host memory, all at once, when the whole prompt fits: stock loads back in admission."""
+        """The part that is in host memory, all at once, when the whole prompt fits: stock loads
+        back in admission.
+        """
         span = Span(operation.offer.resident, operation.usable)
         prompt_pages = -(-operation.offer.prompt_tokens // self._engine.page_tokens)
         if prompt_pages - operation.offer.resident > free:

@@ -1,4 +1,6 @@
-"""The three tiers together: what a prompt finds in them, copies written down behind it, and moves a plan asks for."""
+"""The three tiers together: what a prompt finds in them, copies written down behind it, and moves a
+plan asks for.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _NO_SPAN = Span(0, 0)
 
 
 class Caches:
-    """HBM, DRAM and SSD with what moves between them. `tell` passes facts on; `now` is the virtual clock."""
+    """HBM, DRAM and SSD with what moves between them. `tell` passes facts on; `now` is the virtual
+    clock.
+    """
 
     def __init__(
         self,
@@ -32,7 +36,9 @@ class Caches:
         now: Callable[[], float],
     ) -> None:
         self.tiers = {tier: TierMemory(tier, pages) for tier, pages in capacities.items()}
-        self.hbm, self.dram, self.ssd = (self.tiers[tier] for tier in (Tier.HBM, Tier.DRAM, Tier.SSD))
+        self.hbm, self.dram, self.ssd = (
+            self.tiers[tier] for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
+        )
         self._transfers = transfers
         self._page_bytes = page_bytes
         self._tell = tell
@@ -41,7 +47,9 @@ class Caches:
         """Pages of HBM the first waiting request lacks: moves leave them alone."""
 
     def match(self, keys: Sequence[PageKey]) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
-        """How many leading pages are in HBM, and where the pages behind them lie as far as the chain goes without a gap."""
+        """How many leading pages are in HBM, and where the pages behind them lie as far as the
+        chain goes without a gap.
+        """
         resident = self.hbm.prefix(keys)
         sources: list[tuple[Span, Tier]] = []
         for place in range(resident, len(keys)):
@@ -75,8 +83,12 @@ class Caches:
                 memory.dropped = []
 
     def write_down(self, keys: Sequence[PageKey]) -> None:
-        """Copies of pages new in HBM go to DRAM and from there to SSD, where they are not (write-through)."""
-        self._copy(keys, Tier.HBM, Tier.DRAM, lambda done: self._copy(done, Tier.DRAM, Tier.SSD, None))
+        """Copies of pages new in HBM go to DRAM and from there to SSD, where they are not
+        (write-through).
+        """
+        self._copy(
+            keys, Tier.HBM, Tier.DRAM, lambda done: self._copy(done, Tier.DRAM, Tier.SSD, None)
+        )
 
     def carry_out(self, move: Move) -> None:
         """A plan's move."""
@@ -126,7 +138,8 @@ class Caches:
             if target < source:
                 below.mark_prefetched(fresh, link)
             nbytes = len(keys) * self._page_bytes
-            # Under no request's name: a restoration of the same pages has loads of its own, which have not ended by this.
+            # Under no request's name: a restoration of the same pages has loads of its own, which
+            # have not ended by this.
             self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, self._now()))
             self.place(fresh, target)
             if then is not None:
@@ -135,7 +148,9 @@ class Caches:
         # Under no request's name: cancelling a request's loads leaves moves alone.
         self._transfers.submit(Transfer(link, "", Span(0, len(keys)), begin, done, _never))
 
-    def _tell_outcome(self, wanted: Sequence[PageKey], moving: Sequence[PageKey], target: Tier) -> None:
+    def _tell_outcome(
+        self, wanted: Sequence[PageKey], moving: Sequence[PageKey], target: Tier
+    ) -> None:
         """Of pages that will not be moved: there already, or nowhere to be moved from."""
         under_way, below = dict.fromkeys(moving), self.tiers[target]
         there = tuple(key for key in wanted if key in below)

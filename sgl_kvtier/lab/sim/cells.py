@@ -1,4 +1,6 @@
-"""One printed cell beside ours, and what a paper module offers: a dict from a table's name to what computes its cells."""
+"""One printed cell beside ours, and what a paper module offers: a dict from a table's name to what
+computes its cells.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number a paper prints and the one that comes out here. `published` is None where the paper shows only a curve.
+    """A number a paper prints and the one that comes out here. `published` is None where the paper
+    shows only a curve.
 
-    `fitted`: the coefficients were fitted on it, so it predicts nothing. `reading` names how the paper was read, where it
-    can be read in more than one way. `unit` is for people.
+    `fitted`: the coefficients were fitted on it, so it predicts nothing. `reading` names how the
+    paper was read, where it can be read in more than one way. `unit` is for people.
     """
 
     table: str
@@ -33,7 +36,9 @@ class Cell:
 
 
 Tables: TypeAlias = Mapping[str, Callable[[], Sequence[Cell]]]
-"""Of a paper module: `TABLES`, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew, deterministically."""
+"""Of a paper module: `TABLES`, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew,
+deterministically.
+"""
 
 
 def as_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -42,8 +47,12 @@ def as_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
 
 
 def agreement(cells: Sequence[Cell]) -> dict[str, float | int | None]:
-    """How well predicted cells agree: how many, the median absolute deviation, and the share within 15 %."""
-    off = sorted(abs(cell.deviation) for cell in cells if cell.deviation is not None and not cell.fitted)
+    """How well predicted cells agree: how many, the median absolute deviation, and the share within
+    15 %.
+    """
+    off = sorted(
+        abs(cell.deviation) for cell in cells if cell.deviation is not None and not cell.fitted
+    )
     if not off:
         return {"predicted": 0, "median_abs_deviation": None, "within_15_percent": None}
     middle = len(off) // 2
@@ -56,6 +65,11 @@ def agreement(cells: Sequence[Cell]) -> dict[str, float | int | None]:
 
 
 def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, dict[str, float | int | None]]:
-    """The same for each reading by itself: one may be there to show that it does not give the printed numbers."""
+    """The same for each reading by itself: one may be there to show that it does not give the
+    printed numbers.
+    """
     readings = dict.fromkeys(cell.reading for cell in cells)
-    return {reading: agreement([cell for cell in cells if cell.reading == reading]) for reading in readings}
+    return {
+        reading: agreement([cell for cell in cells if cell.reading == reading])
+        for reading in readings
+    }

@@ -1,4 +1,6 @@
-"""What a step of the engine truly costs in virtual time. A planner learns or is told its own model; this is the other one."""
+"""What a step of the engine truly costs in virtual time. A planner learns or is told its own model;
+this is the other one.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,10 @@ from sgl_kvtier.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one engine step holds. `prefills` are token spans of prompts, `decodes` running sequences with `kv_tokens` of
-    context in all, `background` prefill tokens of other users (Cake 5.1: the rest of the token budget)."""
+    """What one engine step holds. `prefills` are token spans of prompts, `decodes` running
+    sequences with `kv_tokens` of context in all, `background` prefill tokens of other users (Cake
+    5.1: the rest of the token budget).
+    """
 
     prefills: tuple[Span, ...] = ()
     decodes: int = 0
@@ -34,10 +38,12 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step, linear in what it holds, with a floor (the weights have to be read whatever the batch holds).
+    """Seconds of a step, linear in what it holds, with a floor (the weights have to be read
+    whatever the batch holds).
 
-    fixed + max(floor, a * tokens) + b * sum n (start + n / 2) + c * kv tokens of decoding sequences, tokens being those of
-    prefill, background and decode. `background_start`: where in their prompts background tokens stand.
+    fixed + max(floor, a * tokens) + b * sum n (start + n / 2) + c * kv tokens of decoding
+    sequences, tokens being those of prefill, background and decode. `background_start`: where in
+    their prompts background tokens stand.
     """
 
     fixed_s: float
@@ -78,7 +84,9 @@ class ConstantCost:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How much of the machine a step gets, over time: (from this second on, share) pairs, ascending; 1 before the first."""
+    """How much of the machine a step gets, over time: (from this second on, share) pairs,
+    ascending; 1 before the first.
+    """
 
     trace: tuple[tuple[float, float], ...] = ()
 

@@ -30,13 +30,17 @@ from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.types import PLACES, ROUTES, Link
 
 _USABLE_HBM = 0.9
-"""Share of HBM that weights and KV may take together, as `--mem-fraction-static` leaves it in SGLang."""
+"""Share of HBM that weights and KV may take together, as `--mem-fraction-static` leaves it in
+SGLang.
+"""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is simulated: names from the profiles, sizes of the tiers in bytes (None: HBM what weights leave, others
-    without limit), token budget and page. `ssd_gbps` and `pcie_gbps` replace the profile's, in gigabits per second."""
+    """What is simulated: names from the profiles, sizes of the tiers in bytes (None: HBM what
+    weights leave, others without limit), token budget and page. `ssd_gbps` and `pcie_gbps` replace
+    the profile's, in gigabits per second.
+    """
 
     hardware: str = "H100"
     model: str = "Llama-3.1-8B"
@@ -50,7 +54,9 @@ class Machine:
     pcie_gbps: float | None = None
 
     def parts(self) -> tuple[Hardware, ModelShape, ServerSpec]:
-        """The machine, the model and the server. Raises ConfigError when a tier is too small for anything."""
+        """The machine, the model and the server. Raises ConfigError when a tier is too small for
+        anything.
+        """
         hardware, model = load_hardware(self.hardware), load_model(self.model)
         for names, gbps in ((("ssd_read",), self.ssd_gbps), (("h2d", "d2h"), self.pcie_gbps)):
             for name in names if gbps is not None else ():
@@ -59,9 +65,14 @@ class Machine:
         if hbm_bytes is None:
             hbm_bytes = int(hardware.hbm_bytes * _USABLE_HBM - model.weight_bytes)
         page_bytes = self.page_tokens * model.kv_bytes_per_token
-        pages = [None if size is None else size // page_bytes for size in (hbm_bytes, self.dram_bytes, self.ssd_bytes)]
+        pages = [
+            None if size is None else size // page_bytes
+            for size in (hbm_bytes, self.dram_bytes, self.ssd_bytes)
+        ]
         if (pages[0] or 0) < 1:
-            raise ConfigError(f"{self.model} leaves no HBM for KV on {self.hardware}: choose another machine or model")
+            raise ConfigError(
+                f"{self.model} leaves no HBM for KV on {self.hardware}: choose another machine or model"
+            )
         spec = ServerSpec(
             page_tokens=self.page_tokens,
             step_tokens=self.step_tokens,
@@ -75,8 +86,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What arrives: a trace as `kvtier trace` knows it, how many of its sessions, and how they are paced. A session
-    is cut before its first prompt longer than `most_prompt_tokens`."""
+    """What arrives: a trace as `kvtier trace` knows it, how many of its sessions, and how they are
+    paced. A session is cut before its first prompt longer than `most_prompt_tokens`.
+    """
 
     trace: str
     sessions: int | None = None
@@ -87,7 +99,9 @@ class Load:
     traces: Path | None = None
 
     def requests(self, page_tokens: int) -> tuple[str, list[SimRequest]]:
-        """The workload in words, and its requests. Raises TraceError and ConfigError as the trace reader does."""
+        """The workload in words, and its requests. Raises TraceError and ConfigError as the trace
+        reader does.
+        """
         encoder = wide_encoder()
         loaded = load_sessions(
             self.trace,
@@ -98,7 +112,9 @@ class Load:
             encoder=encoder,
             max_prompt_tokens=self.most_prompt_tokens,
         )
-        return loaded.description, from_sessions(loaded.sessions, page_tokens, self.pace, self.seed, encoder)
+        return loaded.description, from_sessions(
+            loaded.sessions, page_tokens, self.pace, self.seed, encoder
+        )
 
 
 def run_policy(
@@ -111,8 +127,9 @@ def run_policy(
     on_finish: Callable[[SimRequest], None] | None = None,
     log: Callable[[str], object] | None = None,
 ) -> SimResult:
-    """One policy over the requests. `log` takes the decision log, line by line; replaying is for policies kvtier.json
-    can express."""
+    """One policy over the requests. `log` takes the decision log, line by line; replaying is for
+    policies kvtier.json can express.
+    """
     hardware, model, spec = machine.parts()
     shape = engine_shape(spec, model)
     profile = planner_profile(hardware, step_cost(hardware, model))
@@ -121,7 +138,9 @@ def run_policy(
     if log is not None:
         planner = Recording(planner, Header(config, shape, profile), log)
     server = chosen.server(spec)
-    return simulate(planner, hardware, model, requests, server=server, record=record, on_finish=on_finish)
+    return simulate(
+        planner, hardware, model, requests, server=server, record=record, on_finish=on_finish
+    )
 
 
 def outcome(name: str, result: SimResult) -> dict[str, Any]:

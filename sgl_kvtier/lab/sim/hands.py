@@ -1,4 +1,6 @@
-"""What carries out a plan in virtual time: loads, cancels and moves as transfers, pages claimed and given back."""
+"""What carries out a plan in virtual time: loads, cancels and moves as transfers, pages claimed and
+given back.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,20 @@ class Hands:
     # --- a request's pages --------------------------------------------------------------------------------------------
 
     def look_up(self, live: Live) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
-        """Pages in HBM from the start, and where those behind them lie; noted in the request's result."""
+        """Pages in HBM from the start, and where those behind them lie; noted in the request's
+        result.
+        """
         most = live.restorable_pages
         if live.spec.cached:
-            spans = [(Span(s.start, min(s.stop, most)), tier) for s, tier in live.spec.cached if s.start < most]
+            spans = [
+                (Span(s.start, min(s.stop, most)), tier)
+                for s, tier in live.spec.cached
+                if s.start < most
+            ]
             resident = spans[0][0].stop if spans and spans[0][1] == Tier.HBM else 0
-            sources: tuple[tuple[Span, Tier], ...] = tuple(span for span in spans if span[1] != Tier.HBM)
+            sources: tuple[tuple[Span, Tier], ...] = tuple(
+                span for span in spans if span[1] != Tier.HBM
+            )
         else:
             resident, sources = self.caches.look_up(live.spec.keys[:most])
         hits = {Tier.HBM: resident * self._page_tokens} if resident else {}
@@ -94,7 +104,9 @@ class Hands:
     def refresh(self, live: Live) -> None:
         """A request about to run without restoring takes what is in HBM by now."""
         if live.spec.keys:
-            self._set_resident(live, self.caches.hbm.prefix(live.spec.keys[: live.restorable_pages]))
+            self._set_resident(
+                live, self.caches.hbm.prefix(live.spec.keys[: live.restorable_pages])
+            )
 
     def reserve(self, live: Live) -> bool:
         """Claims all pages the request is going to need, once; False when there is no room."""
@@ -160,7 +172,9 @@ class Hands:
     # --- plans --------------------------------------------------------------------------------------------------------
 
     def carry_out(self, plan: StepPlan, lives: Mapping[str, Live]) -> None:
-        """Everything of a plan but the computes, which are the batch's. `lives`: requests waiting or in a slot."""
+        """Everything of a plan but the computes, which are the batch's. `lives`: requests waiting
+        or in a slot.
+        """
         for start in plan.starts:
             live = lives.get(start.rid)
             assert live is not None and live.offered is not None, f"{start} answers no offer"
@@ -173,7 +187,9 @@ class Hands:
             self._transfers.cancel(cancel.rid, cancel.span)
         for load in plan.loads:
             live = lives.get(load.rid)
-            assert live is not None and live.restoring is not None, f"{load} is for a request that restores nothing"
+            assert live is not None and live.restoring is not None, (
+                f"{load} is for a request that restores nothing"
+            )
             self._load(live, load)
         for evict in plan.evictions:
             self.caches.evict(evict)
@@ -181,7 +197,9 @@ class Hands:
             self.caches.carry_out(move)
 
     def _close_offer(self, live: Live) -> None:
-        """An offer that was not taken up is forgotten, and what was held for it may go, unless it has its room already."""
+        """An offer that was not taken up is forgotten, and what was held for it may go, unless it
+        has its room already.
+        """
         if live.offered is not None and live.restoring is None and not live.reserved:
             self.caches.hbm.unpin(live.pinned)
             live.pinned = []
@@ -193,7 +211,9 @@ class Hands:
         restoring.begin_load(load.span, load.source, known_places=not live.spec.keys)
         staging = len(load.span) if self._staged and load.source > Tier.DRAM else 0
         if not self.reserve(live):
-            assert len(load.span) <= hbm.available, f"{load} exceeds the {hbm.available} free pages of HBM"
+            assert len(load.span) <= hbm.available, (
+                f"{load} exceeds the {hbm.available} free pages of HBM"
+            )
             hbm.claim(len(load.span))
             live.private += len(load.span)
         if staging:
@@ -212,7 +232,9 @@ class Hands:
         """Pages of a load are in HBM."""
         self._end_load(transfer.span, staged)
         nbytes = len(transfer.span) * self._page_bytes
-        self.tell(TransferDone(live.rid, transfer.link, transfer.span, nbytes, seconds, self._env.now))
+        self.tell(
+            TransferDone(live.rid, transfer.link, transfer.span, nbytes, seconds, self._env.now)
+        )
 
     def lost(self, live: Live, span: Span, reason: str, staged: bool) -> None:
         """Pages of a load will not come."""
@@ -230,9 +252,13 @@ class Hands:
 
 
 class _LoadCalls:
-    """What happens at the ends of one load's transfers; the pages are kept in their tier while they are read."""
+    """What happens at the ends of one load's transfers; the pages are kept in their tier while they
+    are read.
+    """
 
-    def __init__(self, hands: Hands, live: Live, restoring: Restoring, tier: Tier, staged: bool) -> None:
+    def __init__(
+        self, hands: Hands, live: Live, restoring: Restoring, tier: Tier, staged: bool
+    ) -> None:
         self._hands, self._live, self._restoring = hands, live, restoring
         self._source = hands.caches.tiers.get(tier)
         self._staged = staged

@@ -1,4 +1,6 @@
-"""Machines and models as data: profiles in json with their sources, and the step cost and pipes that follow from them."""
+"""Machines and models as data: profiles in json with their sources, and the step cost and pipes
+that follow from them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _PROFILES = Path(__file__).with_name("profiles")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How a Link is carried: over which pipes, with which latency per transfer, and how many transfers at a time."""
+    """How a Link is carried: over which pipes, with which latency per transfer, and how many
+    transfers at a time.
+    """
 
     pipes: tuple[str, ...]
     latency_s: float = 0.0
@@ -29,7 +33,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine. `pipes` and `routes` carry the bytes; the rest prices compute. All sizes in bytes and per second."""
+    """A machine. `pipes` and `routes` carry the bytes; the rest prices compute. All sizes in bytes
+    and per second.
+    """
 
     name: str
     flops: float
@@ -50,7 +56,9 @@ class Hardware:
 
     def with_sharing(self, sharing: Sharing) -> Hardware:
         """The same machine with all pipes shared in one way."""
-        pipes = {name: dataclasses.replace(pipe, sharing=sharing) for name, pipe in self.pipes.items()}
+        pipes = {
+            name: dataclasses.replace(pipe, sharing=sharing) for name, pipe in self.pipes.items()
+        }
         return dataclasses.replace(self, pipes=pipes)
 
     def with_route(self, link: Link, **changes: Any) -> Hardware:
@@ -61,7 +69,9 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model prices its steps and its KV. `params` are those used per token, `weight_bytes` what a step reads."""
+    """What of a model prices its steps and its KV. `params` are those used per token,
+    `weight_bytes` what a step reads.
+    """
 
     name: str
     layers: int
@@ -82,7 +92,10 @@ def load_hardware(name: str) -> Hardware:
         Link(key): Route(tuple(value["pipes"]), value["latency_s"], value["depth"])
         for key, value in machine["routes"].items()
     }
-    plain = {key: machine[key] for key in ("flops", "hbm_bytes", "hbm_bytes_per_s", "mfu", "attention_mfu")}
+    plain = {
+        key: machine[key]
+        for key in ("flops", "hbm_bytes", "hbm_bytes_per_s", "mfu", "attention_mfu")
+    }
     return Hardware(
         name=name,
         **plain,
@@ -110,8 +123,10 @@ def known_models() -> list[str]:
 
 
 def step_cost(hardware: Hardware, model: ModelShape) -> StepCost:
-    """The step cost that peak rates and the profile's shares of them give: matrix work per token, attention per token and
-    position, the weights read once per step as the floor, and the KV of decoding sequences read once each."""
+    """The step cost that peak rates and the profile's shares of them give: matrix work per token,
+    attention per token and position, the weights read once per step as the floor, and the KV of
+    decoding sequences read once each.
+    """
     per_token_s = 2 * model.params / (hardware.flops * hardware.mfu)
     # QK^T and PV: 2 multiply-adds each per head, dimension and earlier token, in every layer.
     attention = 4 * model.layers * model.heads * model.head_dim
@@ -126,7 +141,9 @@ def step_cost(hardware: Hardware, model: ModelShape) -> StepCost:
 
 
 def planner_profile(hardware: Hardware, cost: StepCost) -> dict[str, Any]:
-    """What a planner could have learned of this machine in an earlier run: the `profile` of `make_planner`."""
+    """What a planner could have learned of this machine in an earlier run: the `profile` of
+    `make_planner`.
+    """
     links = {
         link.value: min(hardware.pipes[name].bytes_per_s for name in route.pipes)
         for link, route in hardware.routes.items()
@@ -149,5 +166,7 @@ def _profile(file: str) -> Any:
 
 def _pick(table: dict[str, Any], name: str, what: str) -> Any:
     if name not in table:
-        raise ConfigError(f"no {what} {name!r} in the simulator's profiles. There are: {', '.join(table)}")
+        raise ConfigError(
+            f"no {what} {name!r} in the simulator's profiles. There are: {', '.join(table)}"
+        )
     return table[name]

@@ -1,7 +1,8 @@
-"""Bytes in virtual time: pipes with limited bandwidth, and streams that share them, re-timed as streams come and go.
+"""Bytes in virtual time: pipes with limited bandwidth, and streams that share them, re-timed as
+streams come and go.
 
-A stream runs over one or more pipes at once (SSD to HBM: the drive and PCIe) at the least of what they leave it.
-Bytes are bytes, seconds are virtual. Nothing here knows pages or requests.
+A stream runs over one or more pipes at once (SSD to HBM: the drive and PCIe) at the least of what
+they leave it. Bytes are bytes, seconds are virtual. Nothing here knows pages or requests.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ class Sharing(enum.Enum):
     HONEST = "honest"
     """Max-min fair shares: never more than the pipe's bandwidth in total."""
     TIERKV = "tierkv"
-    """BW / min(n, lanes) each, as TierKV appendix A states it: more than `lanes` streams get more than BW in total."""
+    """BW / min(n, lanes) each, as TierKV appendix A states it: more than `lanes` streams get more
+    than BW in total.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """One thing that moves bytes. `trace` are (from this second on, bytes per second) pairs, ascending: a bandwidth that
-    fluctuates; before its first entry `bytes_per_s` holds."""
+    """One thing that moves bytes. `trace` are (from this second on, bytes per second) pairs,
+    ascending: a bandwidth that fluctuates; before its first entry `bytes_per_s` holds.
+    """
 
     bytes_per_s: float
     lanes: int = 4
@@ -46,7 +50,9 @@ class Pipe:
 
 @dataclass(slots=True)
 class Usage:
-    """What one pipe did. `busy_s`: seconds with at least one stream on it; `full_s`: those times the share of bandwidth used."""
+    """What one pipe did. `busy_s`: seconds with at least one stream on it; `full_s`: those times
+    the share of bandwidth used.
+    """
 
     nbytes: float = 0.0
     busy_s: float = 0.0
@@ -55,7 +61,9 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One transfer under way. `busy_s` is its time on the pipes, latency included, once it has ended."""
+    """One transfer under way. `busy_s` is its time on the pipes, latency included, once it has
+    ended.
+    """
 
     pipes: tuple[str, ...]
     nbytes: int
@@ -75,7 +83,9 @@ class _PipeState:
 
 
 class Network:
-    """All pipes of a machine, and the streams on them. Callbacks run inside the event at which a stream ends."""
+    """All pipes of a machine, and the streams on them. Callbacks run inside the event at which a
+    stream ends.
+    """
 
     def __init__(self, env: simpy.Environment, pipes: Mapping[str, Pipe]) -> None:
         self._env = env
@@ -98,9 +108,15 @@ class Network:
         return {name: state.usage for name, state in self._pipes.items()}
 
     def open(
-        self, pipes: tuple[str, ...], nbytes: int, done: Callable[[Stream], object], latency_s: float = 0.0
+        self,
+        pipes: tuple[str, ...],
+        nbytes: int,
+        done: Callable[[Stream], object],
+        latency_s: float = 0.0,
     ) -> Stream:
-        """Begins a transfer: `latency_s` first, in which it takes no bandwidth, then its bytes. `done` is called once."""
+        """Begins a transfer: `latency_s` first, in which it takes no bandwidth, then its bytes.
+        `done` is called once.
+        """
         stream = Stream(pipes, nbytes, float(nbytes), self._env.now, done)
         if latency_s > 0:
             self._later(latency_s, lambda _: self._join(stream))
@@ -145,7 +161,11 @@ class Network:
         """New rates for all, and one timer for whichever stream ends next."""
         self._version += 1
         self._share()
-        ends = [stream.left / stream.rate if stream.left > 0 else 0.0 for stream in self._streams if stream.rate > 0]
+        ends = [
+            stream.left / stream.rate if stream.left > 0 else 0.0
+            for stream in self._streams
+            if stream.rate > 0
+        ]
         if ends:
             version = self._version
             self._later(min(ends), lambda _: self._end(version))
@@ -179,16 +199,31 @@ class Network:
             for name in stream.pipes:
                 state = self._pipes[name]
                 if state.spec.sharing is Sharing.TIERKV:
-                    stream.rate = min(stream.rate, state.rate / min(state.streams, state.spec.lanes))
+                    stream.rate = min(
+                        stream.rate, state.rate / min(state.streams, state.spec.lanes)
+                    )
 
     def _share_honestly(self) -> None:
-        """Max-min fairness: the tightest pipe is filled first; streams it limits leave the rest to the others."""
-        honest = {name: s for name, s in self._pipes.items() if s.spec.sharing is Sharing.HONEST and s.streams}
+        """Max-min fairness: the tightest pipe is filled first; streams it limits leave the rest to
+        the others.
+        """
+        honest = {
+            name: s
+            for name, s in self._pipes.items()
+            if s.spec.sharing is Sharing.HONEST and s.streams
+        }
         left = {name: state.rate for name, state in honest.items()}
         count = {name: state.streams for name, state in honest.items()}
-        rising = [stream for stream in self._streams if any(name in honest for name in stream.pipes)]
+        rising = [
+            stream for stream in self._streams if any(name in honest for name in stream.pipes)
+        ]
         while rising:
-            level = min(left[name] / count[name] for stream in rising for name in stream.pipes if name in honest)
+            level = min(
+                left[name] / count[name]
+                for stream in rising
+                for name in stream.pipes
+                if name in honest
+            )
             level = min(level, *(stream.rate for stream in rising))
             settled = [s for s in rising if self._settles(s, level, left, count)]
             for stream in settled:
@@ -200,7 +235,9 @@ class Network:
             rising = [stream for stream in rising if stream not in settled]
 
     @staticmethod
-    def _settles(stream: Stream, level: float, left: Mapping[str, float], count: Mapping[str, int]) -> bool:
+    def _settles(
+        stream: Stream, level: float, left: Mapping[str, float], count: Mapping[str, int]
+    ) -> bool:
         tight = level * (1 + _GRAIN)
         return stream.rate <= tight or any(
             name in left and left[name] / count[name] <= tight for name in stream.pipes

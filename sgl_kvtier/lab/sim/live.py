@@ -1,7 +1,8 @@
-"""A request inside the simulated server: how far it is, which pages it owns, and whether commands about it make sense.
+"""A request inside the simulated server: how far it is, which pages it owns, and whether commands
+about it make sense.
 
-The checks are written independently of the planner's own two pointers: a plan that takes a page twice, splices what has
-not landed or computes what a transfer has taken stops the simulation.
+The checks are written independently of the planner's own two pointers: a plan that takes a page
+twice, splices what has not landed or computes what a transfer has taken stops the simulation.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ _FREE, _LOADING, _LANDED = 0, 1, 2
 
 
 class Restoring:
-    """Pages [resident, pages) of one request by state. Raises AssertionError on commands that contradict it."""
+    """Pages [resident, pages) of one request by state. Raises AssertionError on commands that
+    contradict it.
+    """
 
-    def __init__(self, rid: str, resident: int, pages: int, sources: tuple[tuple[Span, Tier], ...]) -> None:
+    def __init__(
+        self, rid: str, resident: int, pages: int, sources: tuple[tuple[Span, Tier], ...]
+    ) -> None:
         self.rid = rid
         self.pages = pages
         self.sources = sources
@@ -32,17 +37,30 @@ class Restoring:
     @property
     def back(self) -> int:
         """The lowest page at or above the front that is landed or on its way."""
-        places = [place for place in (self._state.find(_LOADING), self._state.find(_LANDED)) if place >= 0]
+        places = [
+            place for place in (self._state.find(_LOADING), self._state.find(_LANDED)) if place >= 0
+        ]
         return min(places, default=self.pages)
 
     def begin_load(self, span: Span, tier: Tier, known_places: bool) -> None:
-        """A load of these pages is accepted. `known_places`: they lie where they were offered; otherwise they may have been
-        moved since, and what is not there when the load begins is lost."""
-        assert span and span.stop <= self.pages, f"{self.rid}: load of {span}, but only {self.pages} pages are offered"
-        assert span.start >= self._front, f"{self.rid}: load of {span}, but the front is at {self._front}"
-        taken = self._state.find(_LOADING, span.start, span.stop), self._state.find(_LANDED, span.start, span.stop)
+        """A load of these pages is accepted. `known_places`: they lie where they were offered;
+        otherwise they may have been moved since, and what is not there when the load begins is
+        lost.
+        """
+        assert span and span.stop <= self.pages, (
+            f"{self.rid}: load of {span}, but only {self.pages} pages are offered"
+        )
+        assert span.start >= self._front, (
+            f"{self.rid}: load of {span}, but the front is at {self._front}"
+        )
+        taken = (
+            self._state.find(_LOADING, span.start, span.stop),
+            self._state.find(_LANDED, span.start, span.stop),
+        )
         assert taken == (-1, -1), f"{self.rid}: pages of {span} are claimed twice"
-        there = not known_places or any(s.start <= span.start and span.stop <= s.stop and t == tier for s, t in self.sources)
+        there = not known_places or any(
+            s.start <= span.start and span.stop <= s.stop and t == tier for s, t in self.sources
+        )
         assert there, f"{self.rid}: pages {span} do not all lie in {tier.name}: {self.sources}"
         self._paint(span, _LOADING)
 
@@ -72,14 +90,23 @@ class Restoring:
 
     def check_splice(self, span: Span) -> None:
         """A plan wants these pages to become part of the prefix."""
-        assert span.start == self._front, f"{self.rid}: splice of {span}, but the front is at {self._front}"
+        assert span.start == self._front, (
+            f"{self.rid}: splice of {span}, but the front is at {self._front}"
+        )
         landed = self._state.count(_LANDED, span.start, span.stop)
-        assert landed == len(span), f"{self.rid}: splice of {span}, of which only {landed} pages have landed"
+        assert landed == len(span), (
+            f"{self.rid}: splice of {span}, of which only {landed} pages have landed"
+        )
 
     def check_compute(self, span: Span) -> None:
         """A plan wants these pages computed."""
-        taken = self._state.find(_LOADING, span.start, span.stop), self._state.find(_LANDED, span.start, span.stop)
-        assert taken == (-1, -1), f"{self.rid}: compute reaches into pages a transfer has taken: {span}"
+        taken = (
+            self._state.find(_LOADING, span.start, span.stop),
+            self._state.find(_LANDED, span.start, span.stop),
+        )
+        assert taken == (-1, -1), (
+            f"{self.rid}: compute reaches into pages a transfer has taken: {span}"
+        )
 
     def advance(self, splice: Span, front: int) -> None:
         """The splice is done and pages below `front` are being computed."""
@@ -92,8 +119,10 @@ class Restoring:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """One request that has arrived. `done_tokens` of its prompt are in HBM, of which `resident_pages` were found there;
-    `pinned` are named pages it holds, in order, `private` counts pages of its own."""
+    """One request that has arrived. `done_tokens` of its prompt are in HBM, of which
+    `resident_pages` were found there; `pinned` are named pages it holds, in order, `private` counts
+    pages of its own.
+    """
 
     spec: SimRequest
     result: RequestResult

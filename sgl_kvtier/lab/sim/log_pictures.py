@@ -1,4 +1,6 @@
-"""A decision log as one HTML page: which restorations there were, and the two pointers of some over time."""
+"""A decision log as one HTML page: which restorations there were, and the two pointers of some over
+time.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ _LISTED = 200
 
 
 def log_html(log: Iterable[str], name: str, rids: Sequence[str] = ()) -> str:
-    """The page. Draws the named restorations, or the longest of those that computed and loaded. Raises TraceError when the
-    log is damaged or a name is not in it."""
+    """The page. Draws the named restorations, or the longest of those that computed and loaded.
+    Raises TraceError when the log is damaged or a name is not in it.
+    """
     found = read_timelines(log)
     for rid in rids:
         if not any(one.rid == rid for one in found):
             known = ", ".join(dict.fromkeys(one.rid for one in found[:20])) or "none"
-            raise TraceError(f"{name} has no restoration of request {rid!r}. The first there are: {known}")
+            raise TraceError(
+                f"{name} has no restoration of request {rid!r}. The first there are: {known}"
+            )
     shown = [one for one in found if one.rid in rids] if rids else _longest(found)
     sections = [
         Section("restorations", "Restorations", page.table_html(timelines_table(found[:_LISTED]))),
@@ -55,7 +60,9 @@ def timelines_table(found: Sequence[Timeline]) -> Table:
         Column("lost", "Lost", "tokens"),
         Column("ms", "Took", "ms", 1),
     )
-    return Table("", columns, rows, notes=("What a server notices once per step is told at that step.",))
+    return Table(
+        "", columns, rows, notes=("What a server notices once per step is told at that step.",)
+    )
 
 
 def _longest(found: Sequence[Timeline]) -> list[Timeline]:
@@ -68,4 +75,9 @@ def _plots(shown: Sequence[Timeline]) -> str:
         return page.paragraph_html("No request was computed and loaded at once.")
     if not plots_available():
         return page.no_plots_html()
-    return page.plots_html([page.figure_html(timeline_plot(one), f"Request {one.rid}, mode {one.mode}.") for one in shown])
+    return page.plots_html(
+        [
+            page.figure_html(timeline_plot(one), f"Request {one.rid}, mode {one.mode}.")
+            for one in shown
+        ]
+    )

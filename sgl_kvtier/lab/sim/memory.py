@@ -1,4 +1,6 @@
-"""The pages a tier holds: named ones in LRU order, pinned ones, and private ones without a name. Counts, no bytes."""
+"""The pages a tier holds: named ones in LRU order, pinned ones, and private ones without a name.
+Counts, no bytes.
+"""
 
 from __future__ import annotations
 
@@ -78,18 +80,23 @@ class TierMemory:
 
     def claim(self, count: int) -> None:
         """Takes private pages, evicting idle ones where needed."""
-        assert 0 <= count <= self.available, f"{count} pages of {self.tier.name} claimed, {self.available} available"
+        assert 0 <= count <= self.available, (
+            f"{count} pages of {self.tier.name} claimed, {self.available} available"
+        )
         self._private += count
         self._make_room()
 
     def release(self, count: int) -> None:
         """Gives private pages back."""
-        assert 0 <= count <= self._private, f"{count} pages of {self.tier.name} released, {self._private} are private"
+        assert 0 <= count <= self._private, (
+            f"{count} pages of {self.tier.name} released, {self._private} are private"
+        )
         self._private -= count
 
     def name_private(self, key: PageKey) -> bool:
-        """A private page becomes the named one, pinned once; False where the name is here already: then that one is pinned
-        and the private page is given back."""
+        """A private page becomes the named one, pinned once; False where the name is here already:
+        then that one is pinned and the private page is given back.
+        """
         new = key not in self
         self.release(1)
         self.pin((key,))
@@ -114,7 +121,9 @@ class TierMemory:
 
     def _make_room(self) -> None:
         while self.used > self.capacity:
-            key = next((key for key in self._first if key in self._idle), None) or next(iter(self._idle))
+            key = next((key for key in self._first if key in self._idle), None) or next(
+                iter(self._idle)
+            )
             self._first.pop(key, None)
             del self._idle[key]
             self.dropped.append(key)

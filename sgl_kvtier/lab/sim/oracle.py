@@ -1,6 +1,8 @@
-"""The planner that knows what comes: how far lookahead, eviction by next use and exact costs could go at best.
+"""The planner that knows what comes: how far lookahead, eviction by next use and exact costs could
+go at best.
 
-It restores by the planner's own rule, told the true costs, and keeps in HBM and DRAM what the next requests will ask for.
+It restores by the planner's own rule, told the true costs, and keeps in HBM and DRAM what the next
+requests will ask for.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ _Next: TypeAlias = tuple[str, tuple[float, tuple[PageKey, ...]]]
 
 
 class Oracle:
-    """`inner` restores; on top of it, pages are moved up before their request arrives and evicted farthest next use first.
+    """`inner` restores; on top of it, pages are moved up before their request arrives and evicted
+    farthest next use first.
 
-    Of each client it knows the next request as soon as that is determined: a session's next turn when the present one ends.
-    `hbm_pages` and `dram_pages` bound what it tries to keep there (None: no limit, all of it).
+    Of each client it knows the next request as soon as that is determined: a session's next turn
+    when the present one ends. `hbm_pages` and `dram_pages` bound what it tries to keep there (None:
+    no limit, all of it).
     """
 
     def __init__(
@@ -89,22 +93,35 @@ class Oracle:
         soonest = sorted(self._next.items(), key=lambda item: (item[1][0], item[0]))
         moves = [
             # Requests that wait need HBM more than those to come.
-            *self._moves(soonest, Tier.HBM, Tier.DRAM, 0 if view.waiting else view.free_pages.get(Tier.HBM, 0)),
-            *self._moves(soonest, Tier.DRAM, Tier.SSD, 0 if view.waiting else view.free_pages.get(Tier.DRAM, 0)),
+            *self._moves(
+                soonest,
+                Tier.HBM,
+                Tier.DRAM,
+                0 if view.waiting else view.free_pages.get(Tier.HBM, 0),
+            ),
+            *self._moves(
+                soonest,
+                Tier.DRAM,
+                Tier.SSD,
+                0 if view.waiting else view.free_pages.get(Tier.DRAM, 0),
+            ),
         ]
-        # DRAM is left to last use: ordered by next use as well, it would hold the same pages as HBM a second time.
+        # DRAM is left to last use: ordered by next use as well, it would hold the same pages as HBM
+        # a second time.
         evictions = (self._eviction(soonest, Tier.HBM),)
         self._stale = False
-        return dataclasses.replace(plan, moves=(*plan.moves, *moves), evictions=(*plan.evictions, *evictions))
+        return dataclasses.replace(
+            plan, moves=(*plan.moves, *moves), evictions=(*plan.evictions, *evictions)
+        )
 
     def _end_moves(self, tier: Tier, keys: Iterable[PageKey]) -> int:
         moving = self._moving.get(tier, {})
         return sum(moving.pop(key, 0) is None for key in keys)
 
-    def _moves(
-        self, soonest: Sequence[_Next], target: Tier, source: Tier, free: int
-    ) -> list[Move]:
-        """Up to a few prefetches, for the soonest requests first, as long as all before them fit as well."""
+    def _moves(self, soonest: Sequence[_Next], target: Tier, source: Tier, free: int) -> list[Move]:
+        """Up to a few prefetches, for the soonest requests first, as long as all before them fit as
+        well.
+        """
         moving, here, there = self._moving[target], self._in[target], self._in[source]
         room = self._room[target]
         moves: list[Move] = []
@@ -113,7 +130,9 @@ class Oracle:
             kept.update(dict.fromkeys(keys))
             if room is not None and len(kept) > room:
                 break
-            missing = [key for key in keys if key not in here and key not in moving and key in there]
+            missing = [
+                key for key in keys if key not in here and key not in moving and key in there
+            ]
             for start in range(0, len(missing), _MOVE_PAGES):
                 if len(moves) + len(moving) // _MOVE_PAGES >= _AHEAD:
                     return moves
@@ -122,7 +141,8 @@ class Oracle:
                 if free < 0:
                     return moves
                 moving.update(dict.fromkeys(part))
-                # For nobody's sake: a request that is being restored by now must not take it for one of its loads.
+                # For nobody's sake: a request that is being restored by now must not take it for
+                # one of its loads.
                 moves.append(Move(part, source, target))
         return moves
 

@@ -1,4 +1,6 @@
-"""A simulation for people: tables, and one HTML page with distributions, the two pointers over time and what tiers hold."""
+"""A simulation for people: tables, and one HTML page with distributions, the two pointers over time
+and what tiers hold.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def cells_table(cells: Sequence[Cell], title: str) -> Table:
             "published": cell.published,
             "ours": cell.ours,
             "deviation": None if cell.deviation is None else 100 * cell.deviation,
-            "note": ", ".join(text for text in (cell.unit, "fitted" if cell.fitted else "", cell.reading) if text),
+            "note": ", ".join(
+                text for text in (cell.unit, "fitted" if cell.fitted else "", cell.reading) if text
+            ),
         }
         for cell in cells
     ]
@@ -70,7 +74,11 @@ def sim_html(
 ) -> str:
     """The whole page. Without matplotlib it has everything but the plots."""
     sections = [
-        Section("results", "Results", page.table_html(policies_table(outcomes, "Policies"), emphasise="kvtier")),
+        Section(
+            "results",
+            "Results",
+            page.table_html(policies_table(outcomes, "Policies"), emphasise="kvtier"),
+        ),
         Section("distributions", "Time to first token", _distributions(results)),
         Section("pointers", "Two pointers over time", _pointers(results)),
         Section("occupancy", "What the tiers hold", _occupancy(results)),
@@ -85,7 +93,9 @@ def _distributions(results: Mapping[str, SimResult]) -> str:
         return page.no_plots_html()
     samples = {name: [1e3 * value for value in result.ttfts()] for name, result in results.items()}
     plot = cdf(samples, "Time to first token", "milliseconds")
-    return page.plots_html([page.figure_html(plot, "Share of requests with their first token by then.")])
+    return page.plots_html(
+        [page.figure_html(plot, "Share of requests with their first token by then.")]
+    )
 
 
 def _pointers(results: Mapping[str, SimResult]) -> str:
@@ -108,7 +118,11 @@ def _pointers(results: Mapping[str, SimResult]) -> str:
             ]
             plot = lines(series, f"{name}: {rid}", "milliseconds since it was offered", "tokens")
             figures.append(page.figure_html(plot, f"Request {rid} under {name}."))
-    return page.plots_html(figures) if figures else page.paragraph_html("No policy restored anything in two parts.")
+    return (
+        page.plots_html(figures)
+        if figures
+        else page.paragraph_html("No policy restored anything in two parts.")
+    )
 
 
 def _occupancy(results: Mapping[str, SimResult]) -> str:
@@ -118,7 +132,11 @@ def _occupancy(results: Mapping[str, SimResult]) -> str:
     for name, result in results.items():
         points = _thinned(result.timeline.occupancy)
         series = [
-            Series(tier.name, [at for at, _ in points], [float(used.get(tier, 0)) for _, used in points])
+            Series(
+                tier.name,
+                [at for at, _ in points],
+                [float(used.get(tier, 0)) for _, used in points],
+            )
             for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
         ]
         plot = lines(series, f"{name}: pages in use", "seconds", "pages")

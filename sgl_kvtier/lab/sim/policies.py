@@ -9,7 +9,13 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.sim.baselines import RecomputeOnly, StaticTiering, StockHiCache, StockSettings, Stop
+from sgl_kvtier.lab.sim.baselines import (
+    RecomputeOnly,
+    StaticTiering,
+    StockHiCache,
+    StockSettings,
+    Stop,
+)
 from sgl_kvtier.lab.sim.oracle import Oracle
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.server import ServerSpec
@@ -20,8 +26,9 @@ from sgl_kvtier.policy.shape import EngineShape
 
 @dataclass(frozen=True)
 class Setting:
-    """What a planner is made for: the settings of kvtier.json, the engine, what earlier runs learned, and, for the oracle
-    alone, the requests to come."""
+    """What a planner is made for: the settings of kvtier.json, the engine, what earlier runs
+    learned, and, for the oracle alone, the requests to come.
+    """
 
     config: PolicyConfig
     engine: EngineShape
@@ -32,7 +39,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Policy:
-    """One name's planner. `fetches_to_dram`: it is offered restorations at once, not when HBM can take the request."""
+    """One name's planner. `fetches_to_dram`: it is offered restorations at once, not when HBM can
+    take the request.
+    """
 
     about: str
     make: Callable[[Setting], Planner]
@@ -43,7 +52,9 @@ class Policy:
     def server(self, spec: ServerSpec) -> ServerSpec:
         """The server as this policy meets it."""
         hbm_pages = None if self.unbounded_hbm else spec.hbm_pages
-        return dataclasses.replace(spec, offer_with_room=not self.fetches_to_dram, hbm_pages=hbm_pages)
+        return dataclasses.replace(
+            spec, offer_with_room=not self.fetches_to_dram, hbm_pages=hbm_pages
+        )
 
 
 def policy(name: str) -> Policy:
@@ -60,7 +71,9 @@ def _kvtier(setting: Setting) -> Planner:
 def _rule(**changes: Any) -> Callable[[Setting], Planner]:
     def make(setting: Setting) -> Planner:
         config = dataclasses.replace(setting.config, **changes)
-        if config.restore == "off":  # the default of servers; SGLang's own way has policies of its own here
+        if (
+            config.restore == "off"
+        ):  # the default of servers; SGLang's own way has policies of its own here
             config = dataclasses.replace(config, restore="auto")
         return make_planner(config, setting.engine, setting.profile)
 
@@ -84,26 +97,56 @@ def _static(setting: Setting) -> Planner:
 _ON_DEMAND: Mapping[str, Any] = {"restore": "load", "prefetch": "off", "sessions": False}
 """TierKV's baselines compute nothing they could fetch."""
 
-_PAPER: Mapping[str, Any] = {"restore": "auto", "prefetch": "off", "eviction": "lru", "sessions": False}
+_PAPER: Mapping[str, Any] = {
+    "restore": "auto",
+    "prefetch": "off",
+    "eviction": "lru",
+    "sessions": False,
+}
 """Neither paper looks ahead; their engines evict by last use."""
 
 POLICIES: Mapping[str, Policy] = {
     "kvtier": Policy("the planner as kvtier.json sets it", _kvtier),
     "restore": Policy("the same without lookahead: restoration alone", _rule(prefetch="off")),
-    "cake": Policy("Cake's rule: split always, whole chunks, arrival order; no lookahead", _rule(rule="cake", **_PAPER)),
-    "cacheflow": Policy("CacheFlow's rule: Cake's with I/O for the longest first", _rule(rule="cacheflow", **_PAPER)),
-    "load": Policy("loads all there is, computes nothing of it", _rule(rule="kvtier", restore="load")),
-    "lru": Policy("TierKV's LRU: pages are fetched when they are needed, the least recently used leave",
-                  _rule(**_ON_DEMAND, eviction="lru")),
-    "frequency": Policy("TierKV's Frequency: the same, and from HBM the least often used leave",
-                        _rule(**_ON_DEMAND, eviction="lfu")),
-    "attn-prefetch": Policy("TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched beside this one",
-                            _rule(**{**_ON_DEMAND, "prefetch": "tierkv"}, lookahead=1, lookahead_ssd=1, eviction="lru")),
-    "static-tiering": Policy("TierKV's Static-Tiering: what came into a tier first stays, later pages leave", _static),
+    "cake": Policy(
+        "Cake's rule: split always, whole chunks, arrival order; no lookahead",
+        _rule(rule="cake", **_PAPER),
+    ),
+    "cacheflow": Policy(
+        "CacheFlow's rule: Cake's with I/O for the longest first", _rule(rule="cacheflow", **_PAPER)
+    ),
+    "load": Policy(
+        "loads all there is, computes nothing of it", _rule(rule="kvtier", restore="load")
+    ),
+    "lru": Policy(
+        "TierKV's LRU: pages are fetched when they are needed, the least recently used leave",
+        _rule(**_ON_DEMAND, eviction="lru"),
+    ),
+    "frequency": Policy(
+        "TierKV's Frequency: the same, and from HBM the least often used leave",
+        _rule(**_ON_DEMAND, eviction="lfu"),
+    ),
+    "attn-prefetch": Policy(
+        "TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched beside this one",
+        _rule(**{**_ON_DEMAND, "prefetch": "tierkv"}, lookahead=1, lookahead_ssd=1, eviction="lru"),
+    ),
+    "static-tiering": Policy(
+        "TierKV's Static-Tiering: what came into a tier first stays, later pages leave", _static
+    ),
     "recompute": Policy("computes whatever is not in HBM", lambda _: RecomputeOnly()),
-    "stock": Policy("SGLang's HiCache, prefetch policy timeout", _stock(Stop.TIMEOUT), fetches_to_dram=True),
-    "stock-wait": Policy("the same with wait_complete", _stock(Stop.WAIT_COMPLETE), fetches_to_dram=True),
-    "stock-best-effort": Policy("the same with best_effort", _stock(Stop.BEST_EFFORT), fetches_to_dram=True),
-    "oracle": Policy("kvtier told who comes next: prefetch before arrival, eviction by next use", _oracle),
-    "unbounded": Policy("HBM that never fills: what no policy can beat", _rule(prefetch="off"), unbounded_hbm=True),
+    "stock": Policy(
+        "SGLang's HiCache, prefetch policy timeout", _stock(Stop.TIMEOUT), fetches_to_dram=True
+    ),
+    "stock-wait": Policy(
+        "the same with wait_complete", _stock(Stop.WAIT_COMPLETE), fetches_to_dram=True
+    ),
+    "stock-best-effort": Policy(
+        "the same with best_effort", _stock(Stop.BEST_EFFORT), fetches_to_dram=True
+    ),
+    "oracle": Policy(
+        "kvtier told who comes next: prefetch before arrival, eviction by next use", _oracle
+    ),
+    "unbounded": Policy(
+        "HBM that never fills: what no policy can beat", _rule(prefetch="off"), unbounded_hbm=True
+    ),
 }

@@ -1,4 +1,6 @@
-"""Runs written down decision by decision, and decided again: the same facts and views must give the same plans."""
+"""Runs written down decision by decision, and decided again: the same facts and views must give the
+same plans.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from sgl_kvtier.policy.planner import make_planner
 
 
 class Recording:
-    """A planner that writes down what the one inside is given and answers. `write` takes one line without its break."""
+    """A planner that writes down what the one inside is given and answers. `write` takes one line
+    without its break.
+    """
 
     def __init__(self, inner: Planner, header: Header, write: Callable[[str], object]) -> None:
         self._inner = inner
@@ -48,7 +52,9 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first line that was decided otherwise. `at` is the fact or view before it, if any; None where the planner did not fail."""
+    """The first line that was decided otherwise. `at` is the fact or view before it, if any; None
+    where the planner did not fail.
+    """
 
     line: int
     at: Fact | StepView | None
@@ -56,7 +62,9 @@ class Difference:
     planned: Answer | PlannerFailed | None
 
     def __str__(self) -> str:
-        logged, planned = ("no failure" if one is None else encode(one) for one in (self.logged, self.planned))
+        logged, planned = (
+            "no failure" if one is None else encode(one) for one in (self.logged, self.planned)
+        )
         at = "at the beginning" if self.at is None else f"at {self.at.now:.6f} s"
         return f"line {self.line}: {at} the log has\n  {logged}\nand the planner now decides\n  {planned}"
 
@@ -81,17 +89,24 @@ class Replayed:
 def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
     """Feeds a log to a new planner and compares plan by plan, up to the first difference.
 
-    `make` builds the planner (None: the one kvtier.json would give for the logged settings). Raises TraceError on a damaged
-    log and on one with a hole; a log that breaks off in the middle of a step is read up to there.
+    `make` builds the planner (None: the one kvtier.json would give for the logged settings). Raises
+    TraceError on a damaged log and on one with a hole; a log that breaks off in the middle of a
+    step is read up to there.
     """
     run: _Run | None = None
     for number, line in enumerate(lines, 1):
         if run is None:
             header = decode_header(line)
             try:
-                run = _Run(make(header) if make else make_planner(header.config, header.engine, header.profile))
+                run = _Run(
+                    make(header)
+                    if make
+                    else make_planner(header.config, header.engine, header.profile)
+                )
             except (KeyError, ValueError, ArithmeticError) as error:
-                raise TraceError(f"line 1: no planner can be made as it says: {error!r:.200}") from error
+                raise TraceError(
+                    f"line 1: no planner can be made as it says: {error!r:.200}"
+                ) from error
             continue
         difference = run.take(number, decode(line))
         if difference is not None:
@@ -106,14 +121,18 @@ class _Run:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._facts = self._steps = self._commands = self._changes = self._failures = self._questions = 0
+        self._facts = self._steps = self._commands = self._changes = self._failures = (
+            self._questions
+        ) = 0
         self._at: Fact | StepView | None = None
         """The fact or view given last."""
         self._planned: StepPlan | None = None
         self._raised: PlannerFailed | None = None
 
     def take(self, number: int, record: Record) -> Difference | None:
-        """One line; what it shows to be different. Raises TraceError where the log cannot be followed."""
+        """One line; what it shows to be different. Raises TraceError where the log cannot be
+        followed.
+        """
         if isinstance(record, LinesDropped):
             raise TraceError(
                 f"line {number}: {record.count} lines were dropped here while the log was written, so what follows cannot be "
@@ -122,7 +141,9 @@ class _Run:
         if isinstance(record, PlannerFailed):
             return self._failed(number, record)
         if self._raised is not None and self._at is not None:
-            return Difference(number, self._at, record if isinstance(record, StepPlan) else None, self._raised)
+            return Difference(
+                number, self._at, record if isinstance(record, StepPlan) else None, self._raised
+            )
         if isinstance(record, StepPlan):
             return self._compare(number, record)
         if isinstance(record, PolicyChanged):
@@ -137,7 +158,15 @@ class _Run:
 
     def replayed(self, difference: Difference | None) -> Replayed:
         """What it went through so far."""
-        return Replayed(self._facts, self._steps, self._commands, difference, self._changes, self._failures, self._questions)
+        return Replayed(
+            self._facts,
+            self._steps,
+            self._commands,
+            difference,
+            self._changes,
+            self._failures,
+            self._questions,
+        )
 
     def _give(self, record: Fact | StepView) -> None:
         self._at, self._planned = record, None
@@ -170,20 +199,30 @@ class _Run:
     def _configure(self, number: int, record: PolicyChanged) -> None:
         configure = getattr(self._planner, "configure", None)
         if configure is None:
-            raise TraceError(f"line {number}: the settings were changed here, which this planner has no way to follow")
+            raise TraceError(
+                f"line {number}: the settings were changed here, which this planner has no way to follow"
+            )
         configure(record.config)
         self._changes += 1
 
     def _hint(self, number: int, record: Hinted) -> None:
         hint = getattr(self._planner, "hint", None)
         if hint is None:
-            raise TraceError(f"line {number}: a client's hint was passed in here, which this planner has no way to take")
+            raise TraceError(
+                f"line {number}: a client's hint was passed in here, which this planner has no way to take"
+            )
         hint(record.session, record.hint, record.now)
 
     def _ask(self, number: int, record: LeftToEngine | ReadsDue) -> Difference | None:
-        ask = getattr(self._planner, "left_to_engine" if isinstance(record, LeftToEngine) else "reads_due", None)
+        ask = getattr(
+            self._planner,
+            "left_to_engine" if isinstance(record, LeftToEngine) else "reads_due",
+            None,
+        )
         if ask is None:
-            raise TraceError(f"line {number}: the planner was asked what this one has no way to answer")
+            raise TraceError(
+                f"line {number}: the planner was asked what this one has no way to answer"
+            )
         self._questions += 1
         planned: LeftToEngine | ReadsDue
         try:
@@ -197,4 +236,6 @@ class _Run:
 
 
 def _commands(plan: StepPlan) -> int:
-    return sum(map(len, (plan.starts, plan.cancels, plan.loads, plan.computes, plan.evictions, plan.moves)))
+    return sum(
+        map(len, (plan.starts, plan.cancels, plan.loads, plan.computes, plan.evictions, plan.moves))
+    )

@@ -9,11 +9,13 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One request. Its reusable prefix is given either by `keys`, which are looked up in the simulated tiers, or by `cached`.
+    """One request. Its reusable prefix is given either by `keys`, which are looked up in the
+    simulated tiers, or by `cached`.
 
-    `keys` name its full prompt pages in order, `final_keys` those of prompt and output together (empty: the output is not
-    kept). `cached` are disjoint ascending page spans from page 0 on with the tier each lies in; they are always found.
-    `arrival_s` counts from the start, or from the end of request `after` (a client that waits for its answer).
+    `keys` name its full prompt pages in order, `final_keys` those of prompt and output together
+    (empty: the output is not kept). `cached` are disjoint ascending page spans from page 0 on with
+    the tier each lies in; they are always found. `arrival_s` counts from the start, or from the end
+    of request `after` (a client that waits for its answer).
     """
 
     rid: str
@@ -37,10 +39,12 @@ class SimRequest:
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request's fate. Seconds since the start of the run; tokens of its prompt unless said otherwise.
+    """One request's fate. Seconds since the start of the run; tokens of its prompt unless said
+    otherwise.
 
-    `hit_tokens`: what lay in each tier when it arrived. `computed` + `spliced` + `resident_tokens` = prompt. `unused_tokens`
-    were loaded and never became part of a prefix. `restore_mode` is what the planner answered ("" = nothing to restore).
+    `hit_tokens`: what lay in each tier when it arrived. `computed` + `spliced` + `resident_tokens`
+    = prompt. `unused_tokens` were loaded and never became part of a prefix. `restore_mode` is what
+    the planner answered ("" = nothing to restore).
     """
 
     rid: str
@@ -70,7 +74,9 @@ class RequestResult:
 
 @dataclass(slots=True)
 class LinkResult:
-    """What one link moved. `wasted_bytes`: loads never spliced, and prefetched copies dropped or left without a hit."""
+    """What one link moved. `wasted_bytes`: loads never spliced, and prefetched copies dropped or
+    left without a hit.
+    """
 
     nbytes: int = 0
     transfers: int = 0
@@ -83,7 +89,9 @@ class Timeline:
     """What happened when, for plots. Empty unless recording was asked for."""
 
     pointers: list[tuple[float, str, int, int]] = field(default_factory=list)
-    """(second, rid, front, back) in tokens: below front is delivered, from back on is loaded or on its way."""
+    """(second, rid, front, back) in tokens: below front is delivered, from back on is loaded or on
+    its way.
+    """
     occupancy: list[tuple[float, dict[Tier, int]]] = field(default_factory=list)
     """(second, pages in use per tier)."""
 

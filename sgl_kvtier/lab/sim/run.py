@@ -1,4 +1,6 @@
-"""One simulation from end to end: requests in, results out. The same arguments give the same result to the bit."""
+"""One simulation from end to end: requests in, results out. The same arguments give the same result
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,10 @@ def simulate(
 ) -> SimResult:
     """Runs `requests` to their last token and says what became of them.
 
-    `cost` is what steps truly take (None: what the hardware's profile gives for the model), `speed` the machine's share
-    over time. `record` keeps a timeline. `on_finish` is called for each request that ends, for progress. Raises
-    ConfigError when a request could never run, AssertionError when the planner contradicts itself or leaves a request
-    waiting for ever.
+    `cost` is what steps truly take (None: what the hardware's profile gives for the model), `speed`
+    the machine's share over time. `record` keeps a timeline. `on_finish` is called for each request
+    that ends, for progress. Raises ConfigError when a request could never run, AssertionError when
+    the planner contradicts itself or leaves a request waiting for ever.
     """
     spec = server or ServerSpec()
     _check_fits(requests, spec)
@@ -47,11 +49,19 @@ def simulate(
     transfers = Transfers(env, network, hardware.routes, page_bytes)
     capacities = {Tier.HBM: spec.hbm_pages, Tier.DRAM: spec.dram_pages, Tier.SSD: spec.ssd_pages}
     hands = Hands(
-        env, transfers, capacities, spec.page_tokens, page_bytes, staged=spec.staged, write_down=spec.write_down
+        env,
+        transfers,
+        capacities,
+        spec.page_tokens,
+        page_bytes,
+        staged=spec.staged,
+        write_down=spec.write_down,
     )
     timeline = Timeline()
     truth = cost or step_cost(hardware, model)
-    engine = Server(env, planner, spec, truth, speed or Speed(), hands, timeline if record else None)
+    engine = Server(
+        env, planner, spec, truth, speed or Speed(), hands, timeline if record else None
+    )
     done = env.event()
     _Arrivals(env, engine, requests, done, on_finish).start()
     env.process(engine.run())
@@ -82,7 +92,9 @@ def engine_shape(server: ServerSpec, model: ModelShape) -> EngineShape:
 
 
 def _check_fits(requests: Sequence[SimRequest], spec: ServerSpec) -> None:
-    longest = max(requests, key=lambda request: request.prompt_tokens + request.output_tokens, default=None)
+    longest = max(
+        requests, key=lambda request: request.prompt_tokens + request.output_tokens, default=None
+    )
     if longest is None or spec.hbm_pages is None:
         return
     tokens = longest.prompt_tokens + longest.output_tokens
@@ -134,7 +146,9 @@ class _Arrivals:
             if request.after is None:
                 self._at(request)
             else:
-                assert request.after in known, f"{request.rid} waits for {request.after}, which is not there"
+                assert request.after in known, (
+                    f"{request.rid} waits for {request.after}, which is not there"
+                )
                 self._followers.setdefault(request.after, []).append(request)
 
     def _at(self, request: SimRequest) -> None:

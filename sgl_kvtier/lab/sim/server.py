@@ -1,8 +1,9 @@
 """A continuous-batching server in virtual time: one pair of hands for any planner.
 
-Each engine step it tells the planner what happened, shows it a view, carries out the plan, and runs a batch: decoding
-sequences, the requests that hold a slot for chunked prefill, and waiting requests in order of arrival while the token
-budget and HBM have room. Transfers go on beside it. A plan that contradicts itself stops the run with AssertionError.
+Each engine step it tells the planner what happened, shows it a view, carries out the plan, and runs
+a batch: decoding sequences, the requests that hold a slot for chunked prefill, and waiting requests
+in order of arrival while the token budget and HBM have room. Transfers go on beside it. A plan that
+contradicts itself stops the run with AssertionError.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.types import Span, Tier
 
 _PATIENCE = 64
-"""So often a planner that lets nothing run is asked again at one instant before a request is taken back."""
+"""So often a planner that lets nothing run is asked again at one instant before a request is taken
+back.
+"""
 _MOST_ASKED = 16
 """So often a planner is asked at one instant while something is under way."""
 _POLL_S = 1e-3
@@ -43,13 +46,14 @@ _POLL_S = 1e-3
 class ServerSpec:
     """The engine. Pages and tokens; None = no limit.
 
-    `step_tokens` is the token budget of a step, of which decoding takes one per sequence and requests here get `share` of
-    the rest (Cake 5.1: the others' tokens run in the same step). `slots` requests may be inside chunked prefill at a time
-    (SGLang: 1). Without `mixed`, a step holds prefill or decode, not both. Without `overlap`, no step begins while
-    something is being loaded. `staged`: loads from below DRAM need DRAM pages while they are in flight.
-    `write_down`: pages new in HBM are copied to DRAM and SSD behind the request's back. `offer_with_room`: a restoration is
-    offered when HBM can take the whole request, which then owns its pages; otherwise at once, for planners that fetch to
-    DRAM first.
+    `step_tokens` is the token budget of a step, of which decoding takes one per sequence and
+    requests here get `share` of the rest (Cake 5.1: the others' tokens run in the same step).
+    `slots` requests may be inside chunked prefill at a time (SGLang: 1). Without `mixed`, a step
+    holds prefill or decode, not both. Without `overlap`, no step begins while something is being
+    loaded. `staged`: loads from below DRAM need DRAM pages while they are in flight. `write_down`:
+    pages new in HBM are copied to DRAM and SSD behind the request's back. `offer_with_room`: a
+    restoration is offered when HBM can take the whole request, which then owns its pages; otherwise
+    at once, for planners that fetch to DRAM first.
     """
 
     page_tokens: int = 16
@@ -85,7 +89,9 @@ class _Forming:
 
 
 class Server:
-    """The step loop. `run` is the process to start; `submit` puts a request in the queue at the present moment."""
+    """The step loop. `run` is the process to start; `submit` puts a request in the queue at the
+    present moment.
+    """
 
     def __init__(
         self,
@@ -138,7 +144,9 @@ class Server:
     def _enqueue(self, live: Live, place: int) -> None:
         spec = live.spec
         self._waiting.insert(place, live)
-        self._tell(RequestArrived(live.rid, self._env.now, spec.prompt_tokens, spec.keys, spec.session))
+        self._tell(
+            RequestArrived(live.rid, self._env.now, spec.prompt_tokens, spec.keys, spec.session)
+        )
 
     def _offer(self, live: Live) -> bool:
         """Tells of what could be loaded for a request. False when that has to wait for room in HBM."""
@@ -157,7 +165,9 @@ class Server:
         return True
 
     def _make_due_offers(self) -> None:
-        """Offers that waited for room, in order; the first without room keeps those behind it waiting."""
+        """Offers that waited for room, in order; the first without room keeps those behind it
+        waiting.
+        """
         caches = self._hands.caches
         available, caches.wanted_pages = caches.hbm.available, 0
         for live in self._waiting:
@@ -205,8 +215,10 @@ class Server:
                 fruitless = 0
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:
-        """Until something happens. An idle engine polls: a planner that asks for what cannot be, such as a move without
-        room, is asked again at once a few times, and from then on once per poll."""
+        """Until something happens. An idle engine polls: a planner that asks for what cannot be,
+        such as a move without room, is asked again at once a few times, and from then on once per
+        poll.
+        """
         if self._env.now > self._instant:
             self._instant, self._asked = self._env.now, 0
         self._asked += 1
@@ -224,7 +236,8 @@ class Server:
             now=self._env.now,
             waiting=tuple(live.rid for live in self._waiting),
             slot=restoring[0].rid if restoring else None,
-            slot_open=len(self._slots) < self._spec.slots and len(self._running) < self._spec.max_running,
+            slot_open=len(self._slots) < self._spec.slots
+            and len(self._running) < self._spec.max_running,
             prefill_tokens=self._budget(),
             fresh_tokens=sum(live.left_tokens for live in fresh),
             decoding=len(self._running),
@@ -232,7 +245,9 @@ class Server:
         )
 
     def _free_pages(self) -> dict[Tier, int]:
-        """What loads may claim: empty or evictable pages, and those restoring requests own and have not filled."""
+        """What loads may claim: empty or evictable pages, and those restoring requests own and have
+        not filled.
+        """
         caches = self._hands.caches
         free = {tier: memory.available for tier, memory in caches.tiers.items()}
         free[Tier.HBM] = max(0, free[Tier.HBM] - caches.wanted_pages)
@@ -244,18 +259,26 @@ class Server:
     def _budget(self) -> int:
         left = max(0, self._spec.step_tokens - (len(self._running) if self._spec.mixed else 0))
         own = int(left * self._spec.share)
-        return own if self._spec.share >= 1 else max(1, own // self._spec.page_tokens) * self._spec.page_tokens
+        return (
+            own
+            if self._spec.share >= 1
+            else max(1, own // self._spec.page_tokens) * self._spec.page_tokens
+        )
 
     # --- the batch ----------------------------------------------------------------------------------------------------
 
     def _form(self, computes: tuple[Compute, ...]) -> list[_Part]:
-        """What is prefilled in this step: what the plan says about restoring requests, then others in their order."""
+        """What is prefilled in this step: what the plan says about restoring requests, then others
+        in their order.
+        """
         forming = _Forming(self._budget())
         by_rid = {live.rid: live for live in (*self._slots, *self._waiting)}
         ordered: dict[str, Span] = {}
         for compute in computes:
             live = by_rid.get(compute.rid)
-            assert live is not None and live.restoring is not None, f"{compute} is about a request that restores nothing"
+            assert live is not None and live.restoring is not None, (
+                f"{compute} is about a request that restores nothing"
+            )
             live.restoring.check_splice(compute.splice)
             if compute.tokens is None:
                 rest = Span(compute.splice.stop, live.restoring.pages)
@@ -276,23 +299,33 @@ class Server:
     def _add_restoring(self, forming: _Forming, live: Live, compute: Compute) -> None:
         restoring, page = live.restoring, self._spec.page_tokens
         assert restoring is not None and compute.tokens is not None
-        assert compute.tokens % page == 0, f"{compute}: tokens must be a multiple of the page, {page}"
+        assert compute.tokens % page == 0, (
+            f"{compute}: tokens must be a multiple of the page, {page}"
+        )
         tokens = min(compute.tokens, forming.budget // page * page)
         start = compute.splice.stop
         asked = Span(start, start + compute.tokens // page)
-        assert asked.stop <= restoring.pages, f"{compute} goes beyond the {restoring.pages} pages to be restored"
+        assert asked.stop <= restoring.pages, (
+            f"{compute} goes beyond the {restoring.pages} pages to be restored"
+        )
         restoring.check_compute(asked)
         if live not in self._slots:
-            assert len(self._slots) < self._spec.slots, f"{compute}: no slot is free, {self._slots[0].rid} holds it"
+            assert len(self._slots) < self._spec.slots, (
+                f"{compute}: no slot is free, {self._slots[0].rid} holds it"
+            )
             if not tokens or not self._admit(live):
                 return
             self._slots.append(live)
         if tokens:
             forming.budget -= tokens
-            forming.parts.append(_Part(live, Span(start * page, start * page + tokens), compute.splice))
+            forming.parts.append(
+                _Part(live, Span(start * page, start * page + tokens), compute.splice)
+            )
 
     def _add_ordinary(self, forming: _Forming, live: Live, splice: Span | None) -> bool:
-        """Adds a request that has nothing (more) to load. False: no room, so nothing behind it may start either."""
+        """Adds a request that has nothing (more) to load. False: no room, so nothing behind it may
+        start either.
+        """
         start = live.done_tokens if splice is None else splice.stop * self._spec.page_tokens
         if not live.reserved and splice is None:
             self._hands.refresh(live)
@@ -316,13 +349,17 @@ class Server:
         """Gives a request all pages it will ever take; False when HBM or the batch is full."""
         if live in self._slots:
             return True
-        return len(self._running) + len(self._slots) < self._spec.max_running and self._hands.reserve(live)
+        return len(self._running) + len(
+            self._slots
+        ) < self._spec.max_running and self._hands.reserve(live)
 
     def _step(self, parts: list[_Part], decoding: list[Live]) -> Generator[simpy.Event, Any, None]:
         """Runs one batch."""
         background = 0
         if self._spec.share < 1 and parts:
-            background = max(0, self._spec.step_tokens - len(decoding) - sum(len(part.tokens) for part in parts))
+            background = max(
+                0, self._spec.step_tokens - len(decoding) - sum(len(part.tokens) for part in parts)
+            )
         kv_tokens = sum(live.spec.prompt_tokens + live.out_tokens for live in decoding)
         batch = Batch(tuple(part.tokens for part in parts), len(decoding), kv_tokens, background)
         for part in parts:
@@ -335,7 +372,9 @@ class Server:
         for part in parts:
             shared = everything - len(part.tokens)
             self._tell(ChunkDone(part.live.rid, part.tokens, seconds, self._env.now, shared))
-        self._tell(StepDone(seconds, batch.prefill_tokens + background, len(decoding), self._env.now))
+        self._tell(
+            StepDone(seconds, batch.prefill_tokens + background, len(decoding), self._env.now)
+        )
         for live in decoding:
             self._token(live)
         for part in parts:
@@ -354,7 +393,9 @@ class Server:
         live.done_tokens = part.tokens.stop
         restoring = live.restoring
         if restoring is not None:
-            restoring.advance(part.splice, min(part.tokens.stop // self._spec.page_tokens, restoring.pages))
+            restoring.advance(
+                part.splice, min(part.tokens.stop // self._spec.page_tokens, restoring.pages)
+            )
             if restoring.front >= restoring.pages:
                 assert not restoring.loading() and not restoring.landed()
                 live.restoring = None
@@ -382,7 +423,9 @@ class Server:
         self.on_finish(live.spec)
 
     def _retract_or_stop(self) -> None:
-        """Nothing moves: the last waiting request that holds pages gives them up, and will be computed."""
+        """Nothing moves: the last waiting request that holds pages gives them up, and will be
+        computed.
+        """
         holders = [live for live in self._waiting if live.private or live.pinned]
         assert len(holders) > 1 or (holders and holders[0] is not self._waiting[0]), (
             f"stuck at {self._env.now:.6f} s: waiting {[live.rid for live in self._waiting[:4]]}, "
@@ -403,10 +446,13 @@ class Server:
             if live.restoring is not None:
                 page = self._spec.page_tokens
                 self._timeline.pointers.append(
-                    (self._env.now, live.rid, live.restoring.front * page, live.restoring.back * page)
+                    (
+                        self._env.now,
+                        live.rid,
+                        live.restoring.front * page,
+                        live.restoring.back * page,
+                    )
                 )
         used = {tier: memory.used for tier, memory in self._hands.caches.tiers.items()}
         if not self._timeline.occupancy or self._timeline.occupancy[-1][1] != used:
             self._timeline.occupancy.append((self._env.now, used))
-
-

@@ -1,4 +1,6 @@
-"""Transfers asked for, per link: queued in order, a few at a time on the network, cancelled or given up where not begun."""
+"""Transfers asked for, per link: queued in order, a few at a time on the network, cancelled or
+given up where not begun.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from sgl_kvtier.types import Link, Span
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """Pages on their way. `begin` is asked when its turn comes and says whether there is anything to move; then exactly one
-    of `done(seconds)` and `lost(span, reason)` is called for every page of it."""
+    """Pages on their way. `begin` is asked when its turn comes and says whether there is anything
+    to move; then exactly one of `done(seconds)` and `lost(span, reason)` is called for every page
+    of it.
+    """
 
     link: Link
     rid: str
@@ -30,7 +34,9 @@ class Transfer:
 
 
 class _Share:
-    """Busy time of one link, dealt out evenly among the transfers under way: their seconds add up to the link's."""
+    """Busy time of one link, dealt out evenly among the transfers under way: their seconds add up
+    to the link's.
+    """
 
     def __init__(self) -> None:
         self.under_way = 0
@@ -52,7 +58,11 @@ class Transfers:
     """The queues of all links. Calls back inside events of the kernel."""
 
     def __init__(
-        self, env: simpy.Environment, network: Network, routes: Mapping[Link, Route], page_bytes: int
+        self,
+        env: simpy.Environment,
+        network: Network,
+        routes: Mapping[Link, Route],
+        page_bytes: int,
     ) -> None:
         self._env = env
         self._network = network
@@ -67,11 +77,15 @@ class Transfers:
     @property
     def pending(self) -> int:
         """Transfers queued or under way, on all links."""
-        return sum(share.under_way for share in self._shares.values()) + sum(map(len, self._queued.values()))
+        return sum(share.under_way for share in self._shares.values()) + sum(
+            map(len, self._queued.values())
+        )
 
     def submit(self, transfer: Transfer) -> None:
         """Queues a transfer. One that has not begun when it is due is lost as late."""
-        assert transfer.link in self._routes, f"{transfer.rid}: this machine has no link {transfer.link.value}"
+        assert transfer.link in self._routes, (
+            f"{transfer.rid}: this machine has no link {transfer.link.value}"
+        )
         self._queued[transfer.link].append(transfer)
         self._watch(transfer)
         self._pump(transfer.link)
@@ -87,7 +101,15 @@ class Transfers:
     def _cut(self, link: Link, transfer: Transfer, span: Span) -> None:
         rest = [Span(transfer.span.start, span.start), Span(span.stop, transfer.span.stop)]
         parts = [
-            Transfer(link, transfer.rid, part, transfer.begin, transfer.done, transfer.lost, transfer.due_s)
+            Transfer(
+                link,
+                transfer.rid,
+                part,
+                transfer.begin,
+                transfer.done,
+                transfer.lost,
+                transfer.due_s,
+            )
             for part in reversed(rest)
             if part
         ]
@@ -118,7 +140,9 @@ class Transfers:
                 continue
             share.change(self._env.now, +1)
             nbytes = len(transfer.span) * self._page_bytes
-            self._network.open(route.pipes, nbytes, self._ended(transfer, share.each_s), route.latency_s)
+            self._network.open(
+                route.pipes, nbytes, self._ended(transfer, share.each_s), route.latency_s
+            )
 
     def _ended(self, transfer: Transfer, each_s_before: float) -> Callable[[object], None]:
         def ended(_: object) -> None:

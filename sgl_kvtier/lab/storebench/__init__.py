@@ -1,1 +1,3 @@
-"""`kvtier bench store`: the store against fio and against HiCache's file backend, in turns on one directory."""
+"""`kvtier bench store`: the store against fio and against HiCache's file backend, in turns on one
+directory.
+"""

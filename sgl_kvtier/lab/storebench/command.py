@@ -1,4 +1,6 @@
-"""The `kvtier bench store` command: pairs of measurements in turns, and the medians of their ratios."""
+"""The `kvtier bench store` command: pairs of measurements in turns, and the medians of their
+ratios.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +42,52 @@ Peers = dict[str, Peer]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench store`."""
-    parser.add_argument("--dir", required=True, metavar="DIR", help="the disk to measure: a folder on it")
-    parser.add_argument("--pages", default="64KiB,256KiB,2MiB,8MiB", metavar="SIZES", help="page sizes (default %(default)s)")
-    parser.add_argument("--in-flight", default="1,4,16", metavar="N,..", help="also with so many lanes (default %(default)s)")
-    parser.add_argument("--bytes", default="512MiB", metavar="SIZE", help="data per page size (default %(default)s)")
-    parser.add_argument("--pairs", type=positive, default=7, help="interleaved pairs (default %(default)s)")
-    parser.add_argument("--runtime", type=not_negative, default=1.0, help="seconds per reference measurement (default %(default)s)")
-    parser.add_argument("--sglang-python", metavar="FILE", help="the Python that has SGLang, to measure HiCacheFile beside")
-    parser.add_argument("--nixl-python", metavar="FILE", help="a Python that has nixl, to measure its POSIX backend with io_uring beside")
-    parser.add_argument("--open-pages", default="10000,100000", metavar="N,..", help="open with so many pages (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument(
+        "--dir", required=True, metavar="DIR", help="the disk to measure: a folder on it"
+    )
+    parser.add_argument(
+        "--pages",
+        default="64KiB,256KiB,2MiB,8MiB",
+        metavar="SIZES",
+        help="page sizes (default %(default)s)",
+    )
+    parser.add_argument(
+        "--in-flight",
+        default="1,4,16",
+        metavar="N,..",
+        help="also with so many lanes (default %(default)s)",
+    )
+    parser.add_argument(
+        "--bytes", default="512MiB", metavar="SIZE", help="data per page size (default %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=positive, default=7, help="interleaved pairs (default %(default)s)"
+    )
+    parser.add_argument(
+        "--runtime",
+        type=not_negative,
+        default=1.0,
+        help="seconds per reference measurement (default %(default)s)",
+    )
+    parser.add_argument(
+        "--sglang-python",
+        metavar="FILE",
+        help="the Python that has SGLang, to measure HiCacheFile beside",
+    )
+    parser.add_argument(
+        "--nixl-python",
+        metavar="FILE",
+        help="a Python that has nixl, to measure its POSIX backend with io_uring beside",
+    )
+    parser.add_argument(
+        "--open-pages",
+        default="10000,100000",
+        metavar="N,..",
+        help="open with so many pages (default %(default)s)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
         with progress("store benchmark", len(sizes) * (args.pairs + len(lanes)), "pairs") as shown:
             for size in sizes:
                 shown.describe(format_bytes(size))
-                result["cells"] += _cells(root, size, parse_bytes(args.bytes), args, lanes, shown.advance)
+                result["cells"] += _cells(
+                    root, size, parse_bytes(args.bytes), args, lanes, shown.advance
+                )
         result |= _fixed_costs(root, args)
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -81,15 +121,27 @@ def run(args: argparse.Namespace) -> int:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """Ratios per page size, and fixed costs."""
-    first: list[Column] = [Column("page_bytes", "page", format=lambda n: format_bytes(float(str(n)))), Column("in_flight", "lanes", decimals=0)]
-    ratios: list[Column] = [*first, *(Column(name, name.replace("_", " "), decimals=2) for name in _RATIOS)]
+    first: list[Column] = [
+        Column("page_bytes", "page", format=lambda n: format_bytes(float(str(n)))),
+        Column("in_flight", "lanes", decimals=0),
+    ]
+    ratios: list[Column] = [
+        *first,
+        *(Column(name, name.replace("_", " "), decimals=2) for name in _RATIOS),
+    ]
     each = [first[0], Column("pair", "pair", decimals=0), *ratios[2:]]
     pairs = [
         {"page_bytes": cell["page_bytes"], "pair": pair + 1, **{name: value[pair] for name in _RATIOS if (value := cell[name + "_pairs"])}}
         for cell in result["cells"] if cell["in_flight"] == _LANES
         for pair in range(cell["pairs"])
     ]  # fmt: skip
-    rates = [*first, *(Column(f"mb_per_s.{name}", name.replace("_", " "), "MB/s", decimals=0) for name in _RATES)]
+    rates = [
+        *first,
+        *(
+            Column(f"mb_per_s.{name}", name.replace("_", " "), "MB/s", decimals=0)
+            for name in _RATES
+        ),
+    ]
     return [
         Table("Median ratio of interleaved pairs", ratios, result["cells"], notes=[f"reference: {result['reference']}"]),
         Table("Ratio of each pair", each, pairs),
@@ -120,7 +172,12 @@ _RATES = (
 
 
 def _cells(
-    root: str, size: int, nbytes: int, args: argparse.Namespace, lanes: list[int], step: Callable[[], None]
+    root: str,
+    size: int,
+    nbytes: int,
+    args: argparse.Namespace,
+    lanes: list[int],
+    step: Callable[[], None],
 ) -> list[dict[str, Any]]:
     nbytes = max(nbytes, 4 * size) // size * size
     reference = Reference(root, nbytes, args.runtime)
@@ -157,12 +214,21 @@ def _peers(args: argparse.Namespace, folder: str, size: int, nbytes: int) -> Pee
         os.makedirs(os.path.join(folder, name))
         if python:
             at = os.path.join(folder, name)
-            peers[name] = NixlPeer(python, at, size, nbytes, memory_slots(size, nbytes)) if name == "nixl" else Peer(python, at, size, nbytes)
+            peers[name] = (
+                NixlPeer(python, at, size, nbytes, memory_slots(size, nbytes))
+                if name == "nixl"
+                else Peer(python, at, size, nbytes)
+            )
     return peers
 
 
 def _main_cell(
-    size: int, subject: Subject, reference: Reference, peers: Peers, pairs: int, step: Callable[[], None]
+    size: int,
+    subject: Subject,
+    reference: Reference,
+    peers: Peers,
+    pairs: int,
+    step: Callable[[], None],
 ) -> dict[str, Any]:
     samples: Samples = {name: [] for name in _RATES}
     subject.write()
@@ -178,7 +244,10 @@ def _main_cell(
             ("prefix", subject.read_prefix),
         ]
         if file := peers.get("hicache_file"):
-            measures += [("hicache_file_cold", file.read_cold), ("hicache_file_warm", file.read_warm)]
+            measures += [
+                ("hicache_file_cold", file.read_cold),
+                ("hicache_file_warm", file.read_warm),
+            ]
         if isinstance(nixl := peers.get("nixl"), NixlPeer):
             measures += [("nixl_read", nixl.read_cold), ("nixl_prefix", nixl.read_prefix)]
         measures += [("fio_write", lambda: reference.write(size)), ("write", subject.write)]
@@ -208,8 +277,13 @@ def _cell(size: int, lanes: int, samples: Samples) -> dict[str, Any]:
         if len(ratios) >= 4:
             low, _, high = statistics.quantiles(ratios, n=4)
             cell[name + "_iqr"] = [low, high]
-    cell["mb_per_s"] = {name: statistics.median(values) / 1e6 if values else None for name, values in samples.items()}
-    cell["samples_mb_per_s"] = {name: [v / 1e6 for v in values] for name, values in samples.items() if values}
+    cell["mb_per_s"] = {
+        name: statistics.median(values) / 1e6 if values else None
+        for name, values in samples.items()
+    }
+    cell["samples_mb_per_s"] = {
+        name: [v / 1e6 for v in values] for name, values in samples.items() if values
+    }
     return cell
 
 
@@ -217,7 +291,9 @@ def _fixed_costs(root: str, args: argparse.Namespace) -> dict[str, Any]:
     fixed: dict[str, Any] = {}
     subject = Subject(os.path.join(root, "fixed"), 65_536, _KEYS * 65_536)
     subject.write()
-    fixed["lookup of 1000 keys (ms)"] = 1e3 * statistics.median(subject.lookup_seconds(_KEYS) for _ in range(21))
+    fixed["lookup of 1000 keys (ms)"] = 1e3 * statistics.median(
+        subject.lookup_seconds(_KEYS) for _ in range(21)
+    )
     subject.close()
     counts = [int(n) for n in args.open_pages.split(",") if n]
     peer = None
@@ -227,9 +303,16 @@ def _fixed_costs(root: str, args: argparse.Namespace) -> dict[str, Any]:
         peer = Peer(args.sglang_python, folder, 65_536, _KEYS * 65_536)
         peer.write()
         peer.exists_seconds(_KEYS)
-        fixed["HiCacheFile, existence of 1000 keys, warm (ms)"] = 1e3 * statistics.median(peer.exists_seconds(_KEYS) for _ in range(7))
+        fixed["HiCacheFile, existence of 1000 keys, warm (ms)"] = 1e3 * statistics.median(
+            peer.exists_seconds(_KEYS) for _ in range(7)
+        )
     for count in counts:
-        fixed |= _opening(os.path.join(root, f"open{count}"), count, args.pairs, peer if count <= 100_000 else None)
+        fixed |= _opening(
+            os.path.join(root, f"open{count}"),
+            count,
+            args.pairs,
+            peer if count <= 100_000 else None,
+        )
     if peer:
         peer.close()
     return {"fixed": fixed}

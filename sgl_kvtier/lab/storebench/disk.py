@@ -1,4 +1,6 @@
-"""What the disk itself gives: fio where it is installed, plain threads with preadv and pwritev where not."""
+"""What the disk itself gives: fio where it is installed, plain threads with preadv and pwritev
+where not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from sgl_kvtier.errors import BenchError
 
 @dataclass(frozen=True)
 class Reference:
-    """Measures one file of `nbytes` in `folder`; rates in bytes per second. `tool` says what measured."""
+    """Measures one file of `nbytes` in `folder`; rates in bytes per second. `tool` says what
+    measured.
+    """
 
     folder: str
     nbytes: int
@@ -41,7 +45,9 @@ class Reference:
             os.fsync(file.fileno())
 
     def read(self, page_bytes: int) -> float:
-        """Random O_DIRECT reads of pages: the mean of io_uring at depth 32 (64 MiB at most) and of 8 psync jobs."""
+        """Random O_DIRECT reads of pages: the mean of io_uring at depth 32 (64 MiB at most) and of
+        8 psync jobs.
+        """
         if not shutil.which("fio"):
             return self.read_threads(page_bytes, 8)
         depth = max(1, min(32, (64 << 20) // page_bytes))
@@ -51,7 +57,11 @@ class Reference:
     def read_threads(self, page_bytes: int, threads: int) -> float:
         """Random O_DIRECT reads by so many threads, each with one read under way."""
         if shutil.which("fio"):
-            return self._fio("randread", page_bytes, f"--ioengine=psync --numjobs={threads} --group_reporting --thread")
+            return self._fio(
+                "randread",
+                page_bytes,
+                f"--ioengine=psync --numjobs={threads} --group_reporting --thread",
+            )
         return _threads(self.path, self.nbytes, page_bytes, threads, self.runtime_s)
 
     def write(self, page_bytes: int) -> float:
@@ -59,23 +69,37 @@ class Reference:
         if not shutil.which("fio"):
             return _overwrite(self.path, self.nbytes, page_bytes)
         depth = max(1, min(16, (64 << 20) // page_bytes))
-        return self._fio("write", page_bytes, f"--ioengine=io_uring --iodepth={depth} --end_fsync=1", once=True)
+        return self._fio(
+            "write", page_bytes, f"--ioengine=io_uring --iodepth={depth} --end_fsync=1", once=True
+        )
 
     def _fio(self, kind: str, page_bytes: int, how: str, once: bool = False) -> float:
-        length = "" if once else f"--time_based --ramp_time={self.runtime_s / 2} --runtime={self.runtime_s}"
+        length = (
+            ""
+            if once
+            else f"--time_based --ramp_time={self.runtime_s / 2} --runtime={self.runtime_s}"
+        )
         command = (
             f"fio --name=r --filename={self.path} --size={self.nbytes} --rw={kind} --bs={page_bytes} --direct=1 "
             f"--randrepeat=0 --norandommap --output-format=json {length} {how}"
         )
-        done = subprocess.run(command.split(), capture_output=True, text=True, check=False, env=huge_pages())
+        done = subprocess.run(
+            command.split(), capture_output=True, text=True, check=False, env=huge_pages()
+        )
         if done.returncode:
-            raise BenchError(f"fio failed: {done.stderr.strip()[-300:] or done.stdout.strip()[-300:]}")
-        data = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read" if "read" in kind else "write"]
+            raise BenchError(
+                f"fio failed: {done.stderr.strip()[-300:] or done.stdout.strip()[-300:]}"
+            )
+        data = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][
+            "read" if "read" in kind else "write"
+        ]
         return float(data["bw_bytes"])
 
 
 def huge_pages() -> dict[str, str]:
-    """The environment of a child whose memory should lie in huge pages, as the store's does while it is measured."""
+    """The environment of a child whose memory should lie in huge pages, as the store's does while
+    it is measured.
+    """
     return os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
@@ -88,7 +112,9 @@ def _threads(path: str, nbytes: int, page_bytes: int, threads: int, runtime_s: f
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         buffer = mmap.mmap(-1, page_bytes)
         while time.monotonic() < until:
-            moved[worker] += os.preadv(fd, [buffer], chance.randrange(nbytes // page_bytes) * page_bytes)
+            moved[worker] += os.preadv(
+                fd, [buffer], chance.randrange(nbytes // page_bytes) * page_bytes
+            )
         os.close(fd)
 
     workers = [threading.Thread(target=read, args=(i,)) for i in range(threads)]

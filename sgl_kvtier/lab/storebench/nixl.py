@@ -1,14 +1,16 @@
-"""NIXL's POSIX backend with io_uring as the benchmark drives it: one O_DIRECT file per page, as SGLang's backend keeps them.
+"""NIXL's POSIX backend with io_uring as the benchmark drives it: one O_DIRECT file per page, as
+SGLang's backend keeps them.
 
-It reads in the order that ours reads in: at random, or as the pages were written, which lets the system join neighbouring files into one
-request. It goes round as much memory as ours does, since memory that was used just before is still in the processors' caches.
+It reads in the order that ours reads in: at random, or as the pages were written, which lets the
+system join neighbouring files into one request. It goes round as much memory as ours does, since
+memory that was used just before is still in the processors' caches.
 """
 
 from __future__ import annotations
 
 from sgl_kvtier.lab.storebench.peer import Peer
 
-_PROGRAM = r'''
+_PROGRAM = r"""
 import ctypes, json, mmap, os, random, sys, time
 folder, page_bytes, nbytes, slots = sys.argv[1], *map(int, sys.argv[2:5])
 from nixl._api import nixl_agent, nixl_agent_config
@@ -61,12 +63,14 @@ print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     what, *arguments = json.loads(line)
     print(json.dumps(globals()[what](*arguments)), flush=True)
-'''
+"""
 """Polls every 100 us, as SGLang's backend does. O_DIRECT: cold without dropping a cache."""
 
 
 class NixlPeer(Peer):
-    """Only `write`, `read_cold` (in random order) and `read_prefix` mean anything here. `slots`: how many pages its memory holds."""
+    """Only `write`, `read_cold` (in random order) and `read_prefix` mean anything here. `slots`:
+    how many pages its memory holds.
+    """
 
     program = _PROGRAM
     name = "nixl"

@@ -1,4 +1,6 @@
-"""Opening a store of many pages: time and memory, from an index log alone, since opening reads no payload."""
+"""Opening a store of many pages: time and memory, from an index log alone, since opening reads no
+payload.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def lay_out(folder: str, pages: int) -> None:
     records["length"] = 4096
     records["kind"] = PUT
     for number in range(1, -(-pages // slots) + 1):
-        env.close(create_segment(env, rank.path, number, _SLOT, slots, _IDENTITY.fingerprint, BUFFERED).fd)
+        env.close(
+            create_segment(env, rank.path, number, _SLOT, slots, _IDENTITY.fingerprint, BUFFERED).fd
+        )
     log = IndexLog(env, rank.path, _IDENTITY.fingerprint)
     log.rewrite(lambda: records[:0])
     for at in range(0, pages, 128):

@@ -1,4 +1,6 @@
-"""HiCache's file backend as the benchmark drives it: in a process of its own, with the Python that has SGLang."""
+"""HiCache's file backend as the benchmark drives it: in a process of its own, with the Python that
+has SGLang.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.storebench.disk import huge_pages
 
-_PROGRAM = r'''
+_PROGRAM = r"""
 import json, os, sys, time
 folder, page_bytes, nbytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 import torch
@@ -64,25 +66,42 @@ print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     what, *arguments = json.loads(line)
     print(json.dumps(globals()[what](*arguments)), flush=True)
-'''
+"""
 """Uses SGLang's public backend class and nothing of ours."""
 
 
 class Peer:
-    """The backend, filled on request. Methods return bytes per second or seconds. Raises BenchError when it stops."""
+    """The backend, filled on request. Methods return bytes per second or seconds. Raises BenchError
+    when it stops.
+    """
 
     program = _PROGRAM
     name = "HiCacheFile"
     option = "--sglang-python"
 
     def __init__(self, python: str, folder: str, page_bytes: int, nbytes: int, *more: int) -> None:
-        command = [python, "-W", "ignore", "-c", self.program, folder, *map(str, (page_bytes, nbytes, *more))]
+        command = [
+            python,
+            "-W",
+            "ignore",
+            "-c",
+            self.program,
+            folder,
+            *map(str, (page_bytes, nbytes, *more)),
+        ]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=huge_pages()
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=huge_pages(),
             )
         except OSError as error:
-            raise BenchError(f"cannot start {python}: {error}. Give a Python that has it: {self.option}") from error
+            raise BenchError(
+                f"cannot start {python}: {error}. Give a Python that has it: {self.option}"
+            ) from error
         self._answer()
 
     def write(self) -> float:

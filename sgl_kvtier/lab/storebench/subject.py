@@ -1,4 +1,5 @@
-"""Our store as the benchmark drives it: one calling thread that collects batches of 128 pages, what follows being read ahead.
+"""Our store as the benchmark drives it: one calling thread that collects batches of 128 pages, what
+follows being read ahead.
 
 So the storage backend reads a prefix for SGLang, which asks for 128 pages at a time.
 """
@@ -30,7 +31,9 @@ class Subject:
     """A store filled with `nbytes` of pages of one size. Rates in bytes per second."""
 
     def __init__(self, folder: str, page_bytes: int, nbytes: int, **settings: Any) -> None:
-        self._config = StoreConfig(path=folder, capacity_bytes=2 * nbytes + (1 << 30), min_free_bytes=0, **settings)
+        self._config = StoreConfig(
+            path=folder, capacity_bytes=2 * nbytes + (1 << 30), min_free_bytes=0, **settings
+        )
         self.store = self._open()
         self.page_bytes = page_bytes
         self._count = max(1, nbytes // page_bytes)
@@ -45,9 +48,13 @@ class Subject:
         self.store.sync()
         started = time.monotonic()
         for batch in self._batches(self.keys):
-            outcomes = self.store.put([PageWrite(key, [page]) for key, page in zip(batch, self._pages, strict=False)])
+            outcomes = self.store.put(
+                [PageWrite(key, [page]) for key, page in zip(batch, self._pages, strict=False)]
+            )
             if outcomes.count(PutOutcome.STORED) != len(outcomes):
-                raise BenchError(f"the store refused pages while it was measured: is {self.store.folder} full?")
+                raise BenchError(
+                    f"the store refused pages while it was measured: is {self.store.folder} full?"
+                )
         if not self.store.sync():
             raise BenchError("the disk did not confirm a sync")
         return self._rate(started)
@@ -57,7 +64,9 @@ class Subject:
         return self._read(random.sample(self.keys, len(self.keys)))
 
     def read_unverified(self) -> float:
-        """The same without checking what was read: the same pages, from the same place on disk, into the same memory."""
+        """The same without checking what was read: the same pages, from the same place on disk,
+        into the same memory.
+        """
         return self._read_with(verify_reads=False)
 
     def read_by_threads(self) -> float:
@@ -99,11 +108,15 @@ class Subject:
         self.store.close()
 
     def _open(self, **changed: Any) -> DiskStore:
-        return open_store(replace(self._config, **changed), Identity({"benchmark": "store"}, "benchmark"), "r0")
+        return open_store(
+            replace(self._config, **changed), Identity({"benchmark": "store"}, "benchmark"), "r0"
+        )
 
     def _read(self, keys: Sequence[PageKey]) -> float:
         started = time.monotonic()
-        ahead = ReadAhead(lambda first, last: self._begin(keys, first, last), len(keys), self.page_bytes)
+        ahead = ReadAhead(
+            lambda first, last: self._begin(keys, first, last), len(keys), self.page_bytes
+        )
         try:
             while ahead.collected < len(keys):
                 outcomes = ahead.collect(BATCH)
@@ -115,7 +128,9 @@ class Subject:
 
     def _begin(self, keys: Sequence[PageKey], first: int, last: int) -> ReadJob:
         slots = len(self._pages)
-        return self.store.read([PageRead(keys[i], [self._pages[i % slots]]) for i in range(first, last)])
+        return self.store.read(
+            [PageRead(keys[i], [self._pages[i % slots]]) for i in range(first, last)]
+        )
 
     def _rate(self, started: float) -> float:
         return self._count * self.page_bytes / (time.monotonic() - started)
@@ -125,14 +140,18 @@ class Subject:
 
 
 def memory_slots(page_bytes: int, nbytes: int) -> int:
-    """For how many pages there is memory to read into: a batch, and what is read ahead of it. NIXL gets as much."""
+    """For how many pages there is memory to read into: a batch, and what is read ahead of it. NIXL
+    gets as much.
+    """
     return min(BATCH + max(1, AHEAD_BYTES // page_bytes), max(1, nbytes // page_bytes))
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Page-aligned memory in huge pages where the system has them, as everybody gets who is measured here.
+    """Page-aligned memory in huge pages where the system has them, as everybody gets who is
+    measured here.
 
-    A device takes one descriptor per physically contiguous piece; pieces of 4 KiB cost a virtual disk a third of its rate.
+    A device takes one descriptor per physically contiguous piece; pieces of 4 KiB cost a virtual
+    disk a third of its rate.
     """
     # Private: shared memory (Python's default) gets no huge pages on most systems.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,1 +1,3 @@
-"""`kvtier bench torture`: kills, failing calls, lost writes and damage, checked against an oracle outside the store."""
+"""`kvtier bench torture`: kills, failing calls, lost writes and damage, checked against an oracle
+outside the store.
+"""

@@ -1,4 +1,5 @@
-"""A store with everything under way at once, closed in the midst of it: what `scripts/sanitize` watches from inside.
+"""A store with everything under way at once, closed in the midst of it: what `scripts/sanitize`
+watches from inside.
 
     python -m sgl_kvtier.lab.torture.busy FOLDER SECONDS [SEED]
 
@@ -47,9 +48,17 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
     until = time.monotonic() + seconds
     for life in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
         io, direct = _KINDS[life % len(_KINDS)]
-        folder = os.path.join(root, f"{life % 2}")  # every other store opens what the one before last left
+        folder = os.path.join(
+            root, f"{life % 2}"
+        )  # every other store opens what the one before last left
         try:
-            store = open_at(folder, io=io, direct_io=direct, capacity_bytes=(768 << 10) << life % 3, io_threads=3)
+            store = open_at(
+                folder,
+                io=io,
+                direct_io=direct,
+                capacity_bytes=(768 << 10) << life % 3,
+                io_threads=3,
+            )
         except Exception as error:
             if direct != "on":
                 raise
@@ -64,8 +73,12 @@ def busy(root: str, seconds: float, seed: int) -> Busy:
 def _one_life(store: DiskStore, chance: random.Random, result: Busy) -> None:
     closed = threading.Event()
     seen: list[tuple[int, int, int]] = []
-    works = [functools.partial(_work, store, closed, chance.getrandbits(60)) for _ in range(_THREADS)]
-    threads = [threading.Thread(target=lambda work: seen.append(work()), args=(work,)) for work in works]
+    works = [
+        functools.partial(_work, store, closed, chance.getrandbits(60)) for _ in range(_THREADS)
+    ]
+    threads = [
+        threading.Thread(target=lambda work: seen.append(work()), args=(work,)) for work in works
+    ]
     for thread in threads:
         thread.start()
     time.sleep(_LIFE_S)
@@ -75,7 +88,9 @@ def _one_life(store: DiskStore, chance: random.Random, result: Busy) -> None:
         thread.join(60)
     result.compared += sum(compared for compared, _, _ in seen)
     result.wrong += sum(wrong for _, wrong, _ in seen)
-    result.strange += sum(strange for _, _, strange in seen) + sum(thread.is_alive() for thread in threads)
+    result.strange += sum(strange for _, _, strange in seen) + sum(
+        thread.is_alive() for thread in threads
+    )
 
 
 def _work(store: DiskStore, closed: threading.Event, seed: int) -> tuple[int, int, int]:

@@ -1,4 +1,6 @@
-"""The `kvtier bench torture` command: runs every kind of torture with one seed and adds up what went wrong."""
+"""The `kvtier bench torture` command: runs every kind of torture with one seed and adds up what
+went wrong.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,26 @@ PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "sta
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier bench torture`."""
-    parser.add_argument("--quick", action="store_true", help="a short run of everything, about half a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="a short run of everything, about half a minute"
+    )
     parser.add_argument("--only", choices=PARTS, action="append", help="only this kind; repeatable")
     parser.add_argument(
-        "--points", metavar="NAMES", help='of the kind "points" only these, as "pwritev before,rename after"; all: see the result'
+        "--points",
+        metavar="NAMES",
+        help='of the kind "points" only these, as "pwritev before,rename after"; all: see the result',
     )
-    parser.add_argument("--seed", type=arguments.seed, default=1, help="another seed, other accidents (default 1)")
-    parser.add_argument("--dir", metavar="DIR", help="where to work (default: a new folder in the system's temporary one)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument(
+        "--seed", type=arguments.seed, default=1, help="another seed, other accidents (default 1)"
+    )
+    parser.add_argument(
+        "--dir",
+        metavar="DIR",
+        help="where to work (default: a new folder in the system's temporary one)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,13 +96,25 @@ def run(args: argparse.Namespace) -> int:
     level = logger.level
     logger.setLevel(logging.CRITICAL)  # every warning here is caused on purpose
     try:
-        result = torture(root, QUICK if args.quick else FULL, args.seed, tuple(args.only or PARTS), points)
+        result = torture(
+            root, QUICK if args.quick else FULL, args.seed, tuple(args.only or PARTS), points
+        )
     finally:
         logger.setLevel(level)
         shutil.rmtree(root, ignore_errors=True)
     if args.json != "-":
-        rows = [{"what": name.replace("_", " "), "value": value} for name, value in result.items() if not isinstance(value, dict)]
-        print_table(Table("Torture of the page store", [Column("what", "what"), Column("value", "value")], rows))
+        rows = [
+            {"what": name.replace("_", " "), "value": value}
+            for name, value in result.items()
+            if not isinstance(value, dict)
+        ]
+        print_table(
+            Table(
+                "Torture of the page store",
+                [Column("what", "what"), Column("value", "value")],
+                rows,
+            )
+        )
     if args.json is not None:
         write_json(envelope(SCHEMA, ["kvtier", *sys.argv[1:]], result), args.json)
     return 1 if bad(result) else 0
@@ -96,31 +122,54 @@ def run(args: argparse.Namespace) -> int:
 
 def bad(result: dict[str, Any]) -> int:
     """Everything that must be 0."""
-    names = ("wrong_pages", "resurrected", "failed_opens", "undetected", "false_alarms", "exceptions", "over_cap_bytes", "canary_touched")
+    names = (
+        "wrong_pages",
+        "resurrected",
+        "failed_opens",
+        "undetected",
+        "false_alarms",
+        "exceptions",
+        "over_cap_bytes",
+        "canary_touched",
+    )
     return sum(int(result[name]) for name in names)
 
 
 def chosen_points(names: str | None) -> Points:
-    """Points by name, in their own order: each has its own seed, whichever are chosen. Raises BenchError for no point's name."""
+    """Points by name, in their own order: each has its own seed, whichever are chosen. Raises
+    BenchError for no point's name.
+    """
     known = {" ".join(point): point for point in POINTS}
     wanted = [name.strip() for name in names.split(",")] if names is not None else list(known)
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise BenchError(f"no such point: {', '.join(map(repr, unknown))}. There are {', '.join(known)}")
+        raise BenchError(
+            f"no such point: {', '.join(map(repr, unknown))}. There are {', '.join(known)}"
+        )
     return tuple(point for name, point in known.items() if name in wanted)
 
 
-def torture(root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS, points: Points = POINTS) -> dict[str, Any]:
+def torture(
+    root: str, amounts: Amounts, seed: int, parts: tuple[str, ...] = PARTS, points: Points = POINTS
+) -> dict[str, Any]:
     """Runs the parts below `root` and returns the counts, zero for parts left out."""
     killed_at = dict.fromkeys(map(" ".join, points if "points" in parts else ()), 0)
-    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {"seed": seed, "points": killed_at, "damage_by_kind": {}}
+    result: dict[str, Any] = dict.fromkeys(_COUNTS, 0) | {
+        "seed": seed,
+        "points": killed_at,
+        "damage_by_kind": {},
+    }
     for part in parts:
         folder = os.path.join(root, part)
         os.mkdir(folder)
         _PARTS[part](folder, amounts, seed, result)
         shutil.rmtree(folder)
-    result["recovered_share"] = result["recent_found"] / result["recent"] if result["recent"] else None
-    result["synced_recovered_share"] = result["synced_found"] / result["synced"] if result["synced"] else None
+    result["recovered_share"] = (
+        result["recent_found"] / result["recent"] if result["recent"] else None
+    )
+    result["synced_recovered_share"] = (
+        result["synced_found"] / result["synced"] if result["synced"] else None
+    )
     return result
 
 
@@ -134,7 +183,9 @@ def _kills(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
 
 
 def _points(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("kills at system calls", amounts.per_point * len(result["points"]), "kills") as shown:
+    with progress(
+        "kills at system calls", amounts.per_point * len(result["points"]), "kills"
+    ) as shown:
         for number, point in enumerate(POINTS):
             if " ".join(point) not in result["points"]:
                 continue
@@ -201,7 +252,9 @@ def _power(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> No
 
 
 def _damage(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
-    with progress("damage and clean reads", amounts.corruptions + amounts.clean_reads, "pages") as shown:
+    with progress(
+        "damage and clean reads", amounts.corruptions + amounts.clean_reads, "pages"
+    ) as shown:
         found = torture_bytes(root, seed, amounts.corruptions, amounts.clean_reads, _advance(shown))
     for name in ("corruptions", "undetected", "clean_reads", "false_alarms"):
         result[name] += getattr(found, name)

@@ -1,4 +1,6 @@
-"""Many threads in many processes, each process with a rank of its own, evicting all the time; and a device that stalls."""
+"""Many threads in many processes, each process with a rank of its own, evicting all the time; and a
+device that stalls.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_kvtier.lab.torture.oracle import NAMES, SEGMENT, Oracle, buffers, content, open_at, page_key
+from sgl_kvtier.lab.torture.oracle import (
+    NAMES,
+    SEGMENT,
+    Oracle,
+    buffers,
+    content,
+    open_at,
+    page_key,
+)
 from sgl_kvtier.store.base import PageRead, PageWrite, ReadOutcome
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
@@ -75,7 +85,9 @@ def _life(root: str, seed: int, threads: int, operations: int) -> None:
         store = open_at(root, capacity_bytes=_CAPACITY)
         wrong: list[int] = []
         workers = [
-            threading.Thread(target=_hammer, args=(store, random.Random(seed * 100 + i), operations, wrong))
+            threading.Thread(
+                target=_hammer, args=(store, random.Random(seed * 100 + i), operations, wrong)
+            )
             for i in range(threads)
         ]
         before = _descriptors()
@@ -98,7 +110,8 @@ def _hammer(store: DiskStore, chance: random.Random, operations: int, wrong: lis
         done += len(names)
         what = chance.random()
         if what < 0.4:
-            # Refused pages are no fault: with every slot being read or written there may be no room.
+            # Refused pages are no fault: with every slot being read or written there may be no
+            # room.
             store.put([PageWrite(page_key(n), [memoryview(content(n, 0))]) for n in names])
         elif what < 0.97:
             into = buffers(names)
@@ -129,7 +142,9 @@ class HangingEnv(Env):
 
 
 def stall(root: str, rounds: int) -> Stall:
-    """Reads with a deadline from a device that hangs; memory of pages not begun is reused at the deadline."""
+    """Reads with a deadline from a device that hangs; memory of pages not begun is reused at the
+    deadline.
+    """
     env = HangingEnv()
     store = open_at(root, env, io_threads=2)
     names = list(range(60))
@@ -141,7 +156,9 @@ def stall(root: str, rounds: int) -> Stall:
     for _ in range(rounds):
         env.hanging, env.release = True, threading.Event()
         into = buffers(names)
-        apart = sorted(names, key=lambda n: n % 3)  # neighbours in the file are begun together; these are not neighbours
+        apart = sorted(
+            names, key=lambda n: n % 3
+        )  # neighbours in the file are begun together; these are not neighbours
         started = time.monotonic()
         job = store.read(
             [PageRead(page_key(n), [into[n]]) for n in apart], deadline_s=result.deadline_s
@@ -151,7 +168,11 @@ def stall(root: str, rounds: int) -> Stall:
         while late is None:
             outcomes = job.outcomes
             if ReadOutcome.LATE in outcomes:
-                late = [n for n, outcome in zip(apart, outcomes, strict=True) if outcome is ReadOutcome.LATE]
+                late = [
+                    n
+                    for n, outcome in zip(apart, outcomes, strict=True)
+                    if outcome is ReadOutcome.LATE
+                ]
         result.free_after_s = max(result.free_after_s, time.monotonic() - started)
         result.late_pages += len(late)
         result.in_flight_while_stalled += job.in_flight

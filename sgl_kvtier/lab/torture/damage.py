@@ -1,4 +1,6 @@
-"""Damage to the bytes on disk in eight ways, each to be found, and clean reads, none of which may be called damaged."""
+"""Damage to the bytes on disk in eight ways, each to be found, and clean reads, none of which may
+be called damaged.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from sgl_kvtier.store.engine import DiskStore
 PAGES = 64
 NBYTES = 4096 + 512
 SLOT = BLOCK + 2 * BLOCK
-KINDS = ("flipped bit", "header field", "zeroed sector", "torn at 512 B", "torn at 4 KiB", "swapped", "stale", "misdirected", "truncated")
+KINDS = (
+    "flipped bit",
+    "header field",
+    "zeroed sector",
+    "torn at 512 B",
+    "torn at 4 KiB",
+    "swapped",
+    "stale",
+    "misdirected",
+    "truncated",
+)
 
 
 @dataclass(slots=True)
@@ -37,8 +49,11 @@ class Bench:
 
     def __init__(self, root: str, seed: int, io: str) -> None:
         self._chance = random.Random(seed)
-        # The page cache, because the file is edited through it; io_uring all the same, where threads would do for it.
-        self._store: DiskStore = open_at(root, capacity_bytes=64 << 20, segment_bytes=4 << 20, direct_io="off", io=io)
+        # The page cache, because the file is edited through it; io_uring all the same, where
+        # threads would do for it.
+        self._store: DiskStore = open_at(
+            root, capacity_bytes=64 << 20, segment_bytes=4 << 20, direct_io="off", io=io
+        )
         self._memory = memoryview(mmap.mmap(-1, PAGES * 2 * BLOCK))
         self._round = 0
         self._pages = quick_pages(PAGES, NBYTES, seed)
@@ -87,7 +102,11 @@ class Bench:
         elif kind == "stale" and at in self._stale:
             os.pwrite(fd, self._stale[at], at)
         elif kind in ("header field", "zeroed sector"):
-            offset = at + (self._chance.randrange(0, 152, 8) if kind == "header field" else 512 * self._chance.choice((0, 8, 9, 12)))
+            offset = at + (
+                self._chance.randrange(0, 152, 8)
+                if kind == "header field"
+                else 512 * self._chance.choice((0, 8, 9, 12))
+            )
             length = 8 if kind == "header field" else 512
             before = os.pread(fd, length, offset)
             fresh = bytes(length) if kind == "zeroed sector" else self._chance.randbytes(length)
@@ -103,8 +122,12 @@ class Bench:
             os.pwrite(fd, old[cut:], at + cut)
         else:
             kind = "flipped bit"
-            offset = at + self._chance.choice((self._chance.randrange(152), self._chance.randrange(BLOCK + NBYTES)))
-            os.pwrite(fd, bytes([os.pread(fd, 1, offset)[0] ^ 1 << self._chance.randrange(8)]), offset)
+            offset = at + self._chance.choice(
+                (self._chance.randrange(152), self._chance.randrange(BLOCK + NBYTES))
+            )
+            os.pwrite(
+                fd, bytes([os.pread(fd, 1, offset)[0] ^ 1 << self._chance.randrange(8)]), offset
+            )
         bad[page] = kind
 
     def _truncate(self, fd: int, where: dict[int, int], bad: dict[int, str]) -> int:
@@ -127,7 +150,9 @@ class Bench:
                 self.result.false_alarms += outcome is not ReadOutcome.OK or not same
 
     def _slots(self, data: bytes) -> dict[int, int]:
-        """Where each page lies now, from the headers alone; and keeps the slots' images for later staleness."""
+        """Where each page lies now, from the headers alone; and keeps the slots' images for later
+        staleness.
+        """
         names: dict[bytes, int] = {page_key(i): i for i in range(PAGES)}
         best: dict[int, tuple[int, int]] = {}
         for at in range(BLOCK, len(data) - SLOT + 1, SLOT):
@@ -156,12 +181,19 @@ class Bench:
         fresh = quick_pages(len(names), NBYTES, self._round)
         for i, page in zip(names, fresh, strict=True):
             self._pages[i] = page
-        outcomes = self._store.put([PageWrite(page_key(i), [memoryview(self._pages[i].tobytes())]) for i in names])
+        outcomes = self._store.put(
+            [PageWrite(page_key(i), [memoryview(self._pages[i].tobytes())]) for i in names]
+        )
         assert set(outcomes) <= {PutOutcome.STORED}
 
 
 def torture_bytes(
-    root: str, seed: int, corruptions: int, clean_reads: int, step: Callable[[int], None] = lambda _: None, io: str = "io_uring"
+    root: str,
+    seed: int,
+    corruptions: int,
+    clean_reads: int,
+    step: Callable[[int], None] = lambda _: None,
+    io: str = "io_uring",
 ) -> Damage:
     """Damages and reads until both counts are reached. `step` is called with the operations done."""
     bench = Bench(root, seed, io)

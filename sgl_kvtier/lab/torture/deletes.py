@@ -1,4 +1,6 @@
-"""Killing a process whose threads put, delete, clear and read at once: what was deleted must not come back."""
+"""Killing a process whose threads put, delete, clear and read at once: what was deleted must not
+come back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.torture.oracle import NAMES, Journal, Verdict, buffers, content, open_at, page_key
+from sgl_kvtier.lab.torture.oracle import (
+    NAMES,
+    Journal,
+    Verdict,
+    buffers,
+    content,
+    open_at,
+    page_key,
+)
 from sgl_kvtier.lab.torture.oracle import Oracle as Plain
 from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -26,17 +36,23 @@ EVICTING = 384 << 10
 AMPLE = 16 << 20
 _THREADS = 4
 _TORN = 0.2
-"""Share of the kills after which the log ends in the middle of a frame, as if it had been written at that moment."""
+"""Share of the kills after which the log ends in the middle of a frame, as if it had been written
+at that moment.
+"""
 
 
 class Oracle(Plain):
-    """For threads: a delete or clear takes back what was answered before it began. What is under way may stay."""
+    """For threads: a delete or clear takes back what was answered before it began. What is under
+    way may stay.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.answered = 0
         self.sure: dict[int, int] = {}
-        """The version of each page that was stored and that no delete can have met since its put began."""
+        """The version of each page that was stored and that no delete can have met since its put
+        began.
+        """
         self._met: set[int] = set()
         self._puts: dict[int, set[int]] = {}
         self._deletes: dict[str, dict[int, set[int]]] = {}
@@ -56,7 +72,9 @@ class Oracle(Plain):
             for name in refused:
                 self.allowed[name].discard(version)
         elif word == "delete":
-            before = {name: self.allowed.get(name, set()) - self._puts.get(name, set()) for name in names}
+            before = {
+                name: self.allowed.get(name, set()) - self._puts.get(name, set()) for name in names
+            }
             self._deletes[rest[0]] = before
             for name in names:
                 self.sure.pop(name, None)
@@ -93,7 +111,9 @@ class TroubledEnv(Env):
 
     def open(self, path: str, flags: int) -> int:
         fd = super().open(path, flags)
-        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(fd)
+        (self._logs.add if os.path.basename(path).startswith("index.log") else self._logs.discard)(
+            fd
+        )
         return fd
 
     def pwritev(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
@@ -122,11 +142,15 @@ class Deleting:
     kills: int = 0
     failed_opens: int = 0
     sure: int = 0
-    """In ample room. Threads that put at once may still evict each other's pages, before one has made another segment."""
+    """In ample room. Threads that put at once may still evict each other's pages, before one has
+    made another segment.
+    """
     sure_found: int = 0
 
     def kill(self) -> None:
-        """One life that ends at a random moment, half of the times right after a delete was answered."""
+        """One life that ends at a random moment, half of the times right after a delete was
+        answered.
+        """
         chance = random.Random(self.seed * 1_000_003 + self.kills)
         reading, writing = os.pipe()
         child = os.fork()
@@ -184,14 +208,22 @@ class Deleting:
 def _life(of: Deleting, writing: int, chance: random.Random) -> None:
     """The life of a worker: ends when it is killed."""
     try:
-        settings: dict[str, Any] = {"durable": chance.random() < 0.25, "direct_io": chance.choice(("auto", "off"))}
-        settings |= chance.choice(({"io": "io_uring"}, {"io": "threads"}, {"native_io": False}, {"native_io": False}))
+        settings: dict[str, Any] = {
+            "durable": chance.random() < 0.25,
+            "direct_io": chance.choice(("auto", "off")),
+        }
+        settings |= chance.choice(
+            ({"io": "io_uring"}, {"io": "threads"}, {"native_io": False}, {"native_io": False})
+        )
         troubled = "native_io" in settings and chance.random() < 0.7
         env = TroubledEnv(random.Random(chance.random())) if troubled else Env()
         store = open_at(of.root, env, capacity_bytes=of.capacity_bytes, **settings)
         numbers = itertools.count(of.version + 1)
         workers = [
-            threading.Thread(target=_work, args=(store, Journal(writing), chance.getrandbits(60), thread, numbers))
+            threading.Thread(
+                target=_work,
+                args=(store, Journal(writing), chance.getrandbits(60), thread, numbers),
+            )
             for thread in range(_THREADS)
         ]
         for worker in workers:
@@ -202,8 +234,12 @@ def _life(of: Deleting, writing: int, chance: random.Random) -> None:
         os._exit(3)
 
 
-def _work(store: PageStore, journal: Journal, seed: int, thread: int, numbers: itertools.count[int]) -> None:
-    """Puts and deletes pages that no other thread does, clears everything now and then, reads whatever there is."""
+def _work(
+    store: PageStore, journal: Journal, seed: int, thread: int, numbers: itertools.count[int]
+) -> None:
+    """Puts and deletes pages that no other thread does, clears everything now and then, reads
+    whatever there is.
+    """
     chance = random.Random(seed)
     mine = range(thread, NAMES, _THREADS)
     while True:
@@ -220,10 +256,18 @@ def _work(store: PageStore, journal: Journal, seed: int, thread: int, numbers: i
             journal.say("deleted", [], token)
         elif act < 0.4:
             some = chance.sample(range(NAMES), 6)
-            store.read([PageRead(page_key(n), [b]) for n, b in zip(some, buffers(some), strict=True)]).wait(60)
+            store.read(
+                [PageRead(page_key(n), [b]) for n, b in zip(some, buffers(some), strict=True)]
+            ).wait(60)
         else:
             version = next(numbers)
             journal.say("put", names, version)
-            outcomes = store.put([PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names])
-            stored = [n for n, outcome in zip(names, outcomes, strict=True) if outcome is PutOutcome.STORED]
+            outcomes = store.put(
+                [PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names]
+            )
+            stored = [
+                n
+                for n, outcome in zip(names, outcomes, strict=True)
+                if outcome is PutOutcome.STORED
+            ]
             journal.say("stored", stored, version, [n for n in names if n not in stored])

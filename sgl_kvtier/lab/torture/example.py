@@ -1,4 +1,6 @@
-"""The worked example of docs/design/store-format.md: one page in one slot, and a hexdump of what the code writes for it."""
+"""The worked example of docs/design/store-format.md: one page in one slot, and a hexdump of what
+the code writes for it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from sgl_kvtier.store.disk.identity import Identity
 IDENTITY = Identity({"model": "example", "dtype": "bfloat16"}, name="example")
 KEY = bytes(range(32))
 PAYLOAD = b"a page of key-value bytes\n" * 200
-HEAD = SlotHead(IDENTITY.fingerprint, KEY, "kv", 0x1122334455667788, len(PAYLOAD), segment=1, slot=0)
+HEAD = SlotHead(
+    IDENTITY.fingerprint, KEY, "kv", 0x1122334455667788, len(PAYLOAD), segment=1, slot=0
+)
 
 
 def segment_bytes() -> bytes:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from sgl_kvtier.store.disk.env import Env
 
 SHORT = "short"
-"""Instead of an error number: a transfer moves only part of what was asked. Calls that move nothing succeed."""
+"""Instead of an error number: a transfer moves only part of what was asked. Calls that move nothing
+succeed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,9 @@ class Fault:
 
 
 class FailingEnv(Env):
-    """An `Env` that counts its calls and fails by plan. Any thread. Closing and clocks never fail, and pauses take no time."""
+    """An `Env` that counts its calls and fails by plan. Any thread. Closing and clocks never fail,
+    and pauses take no time.
+    """
 
     native = False
 
@@ -144,7 +148,9 @@ class FailingEnv(Env):
 
 
 def _half(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """The first half of a transfer in whole 512-byte sectors, as a device would cut it; at least one sector."""
+    """The first half of a transfer in whole 512-byte sectors, as a device would cut it; at least
+    one sector.
+    """
     total = sum(len(b) for b in buffers)
     left = max(512, total // 2 // 512 * 512)
     cut = []

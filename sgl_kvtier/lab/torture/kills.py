@@ -1,4 +1,6 @@
-"""Killing the writer: at a random moment from outside, or right at, before, after or within one system call."""
+"""Killing the writer: at a random moment from outside, or right at, before, after or within one
+system call.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 
 _RECENT = 15
-"""Of the pages acknowledged last, so many fit any capacity: they must survive but for the last moment's."""
+"""Of the pages acknowledged last, so many fit any capacity: they must survive but for the last
+moment's.
+"""
 
 POINTS = (
     *((call, moment) for call in ("open", "pwritev", "allocate", "rename", "unlink", "sync", "list", "size", "lock", "preadv")
@@ -24,7 +28,9 @@ POINTS = (
     ("pwritev", "within"),
     ("pwritev", "within a sector"),
 )  # fmt: skip
-"""Every system call that changes or finds something, before and after it, and writes torn at two sizes."""
+"""Every system call that changes or finds something, before and after it, and writes torn at two
+sizes.
+"""
 
 
 class DeadlyEnv(Env):
@@ -59,7 +65,10 @@ class DeadlyEnv(Env):
             if self._left == 0 and self._moment.startswith("within") and self._call == "pwritev":
                 whole = b"".join(data)
                 step = 4096 if self._moment == "within" else 512
-                cut = random.Random(len(whole) + offset).randrange(0, max(1, len(whole) // step)) * step
+                cut = (
+                    random.Random(len(whole) + offset).randrange(0, max(1, len(whole) // step))
+                    * step
+                )
                 with open(f"/proc/self/fd/{fd}", "r+b", buffering=0) as file:
                     os.pwrite(file.fileno(), whole[:cut], offset)
                 return cut
@@ -121,21 +130,33 @@ class Killing:
         chance = random.Random(self.seed * 7_000_003 + self.version)
         rare = point[0] in ("rename", "unlink", "allocate", "list", "lock", "size")
         env = DeadlyEnv(point, chance.randint(1, 2) if rare else chance.randint(1, 12))
-        killed = self._live(lambda: open_at(self.root, env, durable=point[0] == "sync"), None, chance)
+        killed = self._live(
+            lambda: open_at(self.root, env, durable=point[0] == "sync"), None, chance
+        )
         if killed:
             self.points[" ".join(point)] += 1
         return killed
 
-    def _live(self, open_store: Callable[[], DiskStore], after_s: float | None, chance: random.Random) -> bool:
+    def _live(
+        self, open_store: Callable[[], DiskStore], after_s: float | None, chance: random.Random
+    ) -> bool:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            _child(open_store, writing, chance.getrandbits(60), self.version, 10**9 if after_s is not None else 25)
+            _child(
+                open_store,
+                writing,
+                chance.getrandbits(60),
+                self.version,
+                10**9 if after_s is not None else 25,
+            )
         os.close(writing)
         said = b""
         if after_s is not None:
             if chance.random() < 0.5:
-                said = os.read(reading, 1 << 16)  # it is open: however slow the machine is, some lives get to their work
+                said = os.read(
+                    reading, 1 << 16
+                )  # it is open: however slow the machine is, some lives get to their work
             time.sleep(0.01 + after_s)
             os.kill(child, signal.SIGKILL)
         while chunk := os.read(reading, 1 << 16):
@@ -166,7 +187,9 @@ class Killing:
             store.close()
 
 
-def _child(open_store: Callable[[], DiskStore], writing: int, seed: int, version: int, calls: int) -> None:
+def _child(
+    open_store: Callable[[], DiskStore], writing: int, seed: int, version: int, calls: int
+) -> None:
     """The life of a worker: never returns."""
     status = 3
     try:

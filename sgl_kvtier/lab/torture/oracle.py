@@ -1,4 +1,6 @@
-"""What the store may answer: an account of pages kept outside it, and the work whose pages it accounts for."""
+"""What the store may answer: an account of pages kept outside it, and the work whose pages it
+accounts for.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class Verdict:
 
 @dataclass(slots=True)
 class Oracle:
-    """Which versions of each page may be returned. A miss is always allowed; any other bytes are wrong."""
+    """Which versions of each page may be returned. A miss is always allowed; any other bytes are
+    wrong.
+    """
 
     allowed: dict[int, set[int]] = field(default_factory=dict)
     acknowledged: list[int] = field(default_factory=list)
@@ -98,7 +102,9 @@ class Oracle:
         self.acknowledged = [other for other in self.acknowledged if other != name]
 
     def check(self, store: PageStore, names: Iterable[int]) -> Verdict:
-        """Reads pages and judges each. A page read as OK whose bytes are no allowed version is wrong."""
+        """Reads pages and judges each. A page read as OK whose bytes are no allowed version is
+        wrong.
+        """
         names = list(names)
         into = buffers(names)
         job = store.read([PageRead(page_key(n), [b]) for n, b in zip(names, into, strict=True)])
@@ -108,7 +114,9 @@ class Oracle:
         for name, data, outcome in zip(names, into, job.outcomes, strict=True):
             if outcome is ReadOutcome.OK:
                 fine = any(data == content(name, version) for version in self.allowed.get(name, ()))
-                back = not fine and any(data == content(name, version) for version in self.gone.get(name, ()))
+                back = not fine and any(
+                    data == content(name, version) for version in self.gone.get(name, ())
+                )
                 verdict.right += fine
                 verdict.resurrected += back
                 verdict.wrong += not fine and not back
@@ -120,7 +128,9 @@ class Oracle:
 
 
 class Journal:
-    """What the worker tells the oracle before and after each call, through a pipe that survives the worker."""
+    """What the worker tells the oracle before and after each call, through a pipe that survives the
+    worker.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -130,7 +140,9 @@ class Journal:
 
 
 def work(store: PageStore, journal: Journal, seed: int, first_version: int, calls: int) -> None:
-    """Puts, deletes and clears at random, announced before and reported after. Runs until killed or `calls` are done."""
+    """Puts, deletes and clears at random, announced before and reported after. Runs until killed or
+    `calls` are done.
+    """
     chance = random.Random(seed)
     version = first_version
     for _ in range(calls):
@@ -147,8 +159,12 @@ def work(store: PageStore, journal: Journal, seed: int, first_version: int, call
             continue
         version += 1
         journal.say("put", names, version)
-        outcomes = store.put([PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names])
-        stored = [n for n, outcome in zip(names, outcomes, strict=True) if outcome is PutOutcome.STORED]
+        outcomes = store.put(
+            [PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names]
+        )
+        stored = [
+            n for n, outcome in zip(names, outcomes, strict=True) if outcome is PutOutcome.STORED
+        ]
         journal.say("stored", stored, version, [n for n in names if n not in stored])
 
 

@@ -1,7 +1,9 @@
-"""Power loss: the writes of a run are recorded and replayed with those not synced dropped, reordered or torn.
+"""Power loss: the writes of a run are recorded and replayed with those not synced dropped,
+reordered or torn.
 
-Root's tools for this (dm-log-writes) are not needed: the record is taken at `Env`, above the filesystem. Creating,
-renaming and removing files is taken to happen in order, as journaling filesystems do; their data is not.
+Root's tools for this (dm-log-writes) are not needed: the record is taken at `Env`, above the
+filesystem. Creating, renaming and removing files is taken to happen in order, as journaling
+filesystems do; their data is not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _NAMES = 90
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened to the folder. `data` of a write; `other` is a rename's new name; `size` of an allocation."""
+    """One thing that happened to the folder. `data` of a write; `other` is a rename's new name;
+    `size` of an allocation.
+    """
 
     kind: str
     path: str
@@ -107,7 +111,14 @@ def record(root: str, seed: int) -> Record:
     run = Record(root, env.events)
     version = 0
     for life in range(3):
-        store = open_at(root, env, capacity_bytes=512 << 10, segment_bytes=64 << 10, io_threads=1, durable=life != 1)
+        store = open_at(
+            root,
+            env,
+            capacity_bytes=512 << 10,
+            segment_bytes=64 << 10,
+            io_threads=1,
+            durable=life != 1,
+        )
         unsynced: dict[int, None] = {}
         for _ in range(14):
             names = chance.sample(range(_NAMES), chance.randint(1, 8))
@@ -127,7 +138,9 @@ def record(root: str, seed: int) -> Record:
                 unsynced.pop(n, None)
             version += 1
             run.marks += [(len(env.events), "intended", n, version) for n in names]
-            outcomes = store.put([PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names])
+            outcomes = store.put(
+                [PageWrite(page_key(n), [memoryview(content(n, version))]) for n in names]
+            )
             word = "synced" if life != 1 else "stored"
             run.marks += [
                 (len(env.events), word, n, version)
@@ -174,7 +187,9 @@ def _one_state(run: Record, target: str, chance: random.Random, result: PowerLos
 
 
 def _oracle(run: Record, cut: int) -> tuple[Oracle, list[int]]:
-    """What may be read after a loss at `cut`, and the latest pages that were promised to survive it."""
+    """What may be read after a loss at `cut`, and the latest pages that were promised to survive
+    it.
+    """
     oracle = Oracle()
     latest: dict[int, str] = {}
     for at, word, name, version in run.marks:
@@ -185,7 +200,8 @@ def _oracle(run: Record, cut: int) -> tuple[Oracle, list[int]]:
         if word == "synced":
             oracle.allowed[name] = {version}
         elif word in ("intended", "stored"):
-            # Until a newer version is promised, an older one that was evicted may still stand on the disk.
+            # Until a newer version is promised, an older one that was evicted may still stand on
+            # the disk.
             oracle.allowed[name] = oracle.allowed.get(name, set()) | {version}
         elif word == "deleted":
             oracle.deleted(name)

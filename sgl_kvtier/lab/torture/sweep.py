@@ -1,4 +1,6 @@
-"""Failing system call number N, for every N, in every way, once and from then on, until nothing is left to fail."""
+"""Failing system call number N, for every N, in every way, once and from then on, until nothing is
+left to fail.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Sweep:
 
 
 def sweep(root: str, stride: int = 1, step: Callable[[int], None] = lambda _: None) -> Sweep:
-    """Runs a store's life once per call and kind of failure. `stride` > 1 takes every so-manieth call only."""
+    """Runs a store's life once per call and kind of failure. `stride` > 1 takes every so-manieth
+    call only.
+    """
     result = Sweep()
     for kind in FAULT_KINDS:
         for forever in (False, True):
@@ -36,7 +40,9 @@ def sweep(root: str, stride: int = 1, step: Callable[[int], None] = lambda _: No
                 try:
                     _life(folder, env, result)
                 except Exception as error:
-                    result.exceptions.append(f"{kind} at call {number}: {type(error).__name__}: {error}")
+                    result.exceptions.append(
+                        f"{kind} at call {number}: {type(error).__name__}: {error}"
+                    )
                 shutil.rmtree(folder, ignore_errors=True)
                 if not env.failed:
                     break
@@ -48,11 +54,20 @@ def sweep(root: str, stride: int = 1, step: Callable[[int], None] = lambda _: No
 
 
 def _life(root: str, env: FailingEnv, result: Sweep) -> None:
-    """Opens, writes more than fits, reads, deletes, closes; twice. Only opening may fail, and only as StoreError."""
+    """Opens, writes more than fits, reads, deletes, closes; twice. Only opening may fail, and only
+    as StoreError.
+    """
     oracle = Oracle()
     for life in range(2):
         try:
-            store = open_at(root, env, capacity_bytes=384 << 10, segment_bytes=64 << 10, io_threads=1, durable=True)
+            store = open_at(
+                root,
+                env,
+                capacity_bytes=384 << 10,
+                segment_bytes=64 << 10,
+                io_threads=1,
+                durable=True,
+            )
         except StoreError:
             continue
         for batch in range(5):
@@ -77,7 +92,9 @@ def _life(root: str, env: FailingEnv, result: Sweep) -> None:
 
 
 def _deleted(names: Iterable[int], env: FailingEnv, oracle: Oracle) -> bool:
-    """One failure must not bring back what was deleted; where every call fails from then on nothing can be promised."""
+    """One failure must not bring back what was deleted; where every call fails from then on nothing
+    can be promised.
+    """
     for name in [] if env.lasting else names:
         oracle.deleted(name)
     return not env.lasting

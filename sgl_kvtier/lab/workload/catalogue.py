@@ -39,13 +39,20 @@ def name_of(path: Path) -> str:
 
 
 def default_folders() -> list[Path]:
-    """Where traces are looked for unless a folder is given: shared/traces beside the working folder, and beside a checkout."""
-    folders = [Path("../shared/traces"), Path(__file__).resolve().parents[3].parent / "shared" / "traces"]
+    """Where traces are looked for unless a folder is given: shared/traces beside the working
+    folder, and beside a checkout.
+    """
+    folders = [
+        Path("../shared/traces"),
+        Path(__file__).resolve().parents[3].parent / "shared" / "traces",
+    ]
     return [folder for folder in folders if folder.is_dir()]
 
 
 def trace_files(folder: Path | None = None) -> dict[str, Path]:
-    """The trace files in `folder` (None: the default ones) by short name. Raises TraceError if a given one is no folder."""
+    """The trace files in `folder` (None: the default ones) by short name. Raises TraceError if a
+    given one is no folder.
+    """
     if folder is not None and not folder.is_dir():
         raise TraceError(f"{folder} is not a folder; give the one that holds the trace files")
     found: dict[str, Path] = {}
@@ -57,7 +64,9 @@ def trace_files(folder: Path | None = None) -> dict[str, Path]:
 
 
 def find_trace(source: str, folder: Path | None = None) -> Path:
-    """The file meant by `source`: a path, a short name, or the beginning of just one. Raises TraceError saying what there is."""
+    """The file meant by `source`: a path, a short name, or the beginning of just one. Raises
+    TraceError saying what there is.
+    """
     path = Path(source).expanduser()
     if path.exists():
         return path

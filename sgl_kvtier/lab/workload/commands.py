@@ -29,38 +29,68 @@ _WIDE_VOCABULARY = (1 << 31) - 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds `list`, `describe` and `generate` with their options."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="{list,describe,generate}")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="{list,describe,generate}"
+    )
 
-    listing = actions.add_parser("list", help="the trace files found, and the presets for generated sessions")
+    listing = actions.add_parser(
+        "list", help="the trace files found, and the presets for generated sessions"
+    )
     _add_common(listing)
 
-    describing = actions.add_parser("describe", help="lengths, waits and prefix reuse of a workload")
-    describing.add_argument("source", help="a trace file, a trace's short name, or generated:PRESET")
+    describing = actions.add_parser(
+        "describe", help="lengths, waits and prefix reuse of a workload"
+    )
     describing.add_argument(
-        "--sessions", type=positive, metavar="N", help="read N sessions (default: all; 20 generated)"
+        "source", help="a trace file, a trace's short name, or generated:PRESET"
+    )
+    describing.add_argument(
+        "--sessions",
+        type=positive,
+        metavar="N",
+        help="read N sessions (default: all; 20 generated)",
     )
     describing.add_argument(
         "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
     )
-    describing.add_argument("--seed", type=seed, default=0, help="for generated sessions (default 0)")
     describing.add_argument(
-        "--divisor", type=positive, default=1, metavar="D", help="scale tokens down by D (default 1)"
+        "--seed", type=seed, default=0, help="for generated sessions (default 0)"
     )
     describing.add_argument(
-        "--page-tokens", type=positive, default=16, metavar="N", help="page of the cache (default 16)"
+        "--divisor",
+        type=positive,
+        default=1,
+        metavar="D",
+        help="scale tokens down by D (default 1)",
     )
-    describing.add_argument("--max-calls", type=positive, metavar="N", help="cut sessions after N calls")
     describing.add_argument(
-        "--max-prompt-tokens", type=positive, metavar="N", help="cut before a longer prompt, after scaling"
+        "--page-tokens",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="page of the cache (default 16)",
+    )
+    describing.add_argument(
+        "--max-calls", type=positive, metavar="N", help="cut sessions after N calls"
+    )
+    describing.add_argument(
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="N",
+        help="cut before a longer prompt, after scaling",
     )
     _add_common(describing)
 
-    making = actions.add_parser("generate", help="write generated sessions to a file that can be read again")
+    making = actions.add_parser(
+        "generate", help="write generated sessions to a file that can be read again"
+    )
     making.add_argument("preset", help=f"one of {', '.join(presets())}")
     making.add_argument(
         "--sessions", type=positive, default=_GENERATED_SESSIONS, metavar="N", help="default 20"
     )
-    making.add_argument("--seed", type=seed, default=0, help="another seed gives other sessions (default 0)")
+    making.add_argument(
+        "--seed", type=seed, default=0, help="another seed gives other sessions (default 0)"
+    )
     making.add_argument(
         "--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output"
     )
@@ -91,7 +121,8 @@ def _list(args: argparse.Namespace) -> int:
             }
         )
     made = [
-        {"name": GENERATED + p.name, "source": p.source, "licence": p.licence} for p in presets().values()
+        {"name": GENERATED + p.name, "source": p.source, "licence": p.licence}
+        for p in presets().values()
     ]
     if args.json is not None:
         write_json(envelope(SCHEMA_LIST, _command(), {"traces": rows, "presets": made}), args.json)
@@ -143,7 +174,9 @@ def _describe(args: argparse.Namespace) -> int:
         write_json(envelope(SCHEMA_DESCRIBE, _command(), results), args.json)
         if args.json == "-":
             return 0
-    totals = [{"quantity": key.replace("_", " "), "value": value} for key, value in stats.totals().items()]
+    totals = [
+        {"quantity": key.replace("_", " "), "value": value} for key, value in stats.totals().items()
+    ]
     print(loaded.description)
     print()
     print_table(Table("Totals", [Column("quantity", "quantity"), Column("value", "value")], totals))
@@ -173,7 +206,11 @@ def _generate(name: str, sessions: int, seed: int, out: str) -> int:
     check_target(out)
     target = Path(out)
     # A device or a pipe is written to; anything else is replaced once it is whole.
-    whole = target if target.exists() and not target.is_file() else target.with_name(f".{target.name}.part")
+    whole = (
+        target
+        if target.exists() and not target.is_file()
+        else target.with_name(f".{target.name}.part")
+    )
     try:
         with whole.open("wb") as raw:
             _write_sessions(raw, preset, seed, sessions, packed=target.suffix == ".gz")
@@ -189,7 +226,9 @@ def _generate(name: str, sessions: int, seed: int, out: str) -> int:
     return 0
 
 
-def _write_sessions(raw: IO[bytes], preset: Preset, seed: int, sessions: int, *, packed: bool) -> None:
+def _write_sessions(
+    raw: IO[bytes], preset: Preset, seed: int, sessions: int, *, packed: bool
+) -> None:
     # mtime 0: the same preset and seed give the same bytes.
     stream = gzip.GzipFile("", "wb", fileobj=raw, mtime=0) if packed else raw
     for index in range(sessions):
@@ -202,7 +241,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
 
 
 def _command() -> list[str]:

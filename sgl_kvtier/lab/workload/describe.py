@@ -1,8 +1,9 @@
 """A workload in numbers: lengths, waits, and how much of its prompts an infinite cache would hold.
 
-Two figures of reuse, both weighted by tokens. `session_reuse`: what a prompt shares with the same session's previous prompt and
-output; first calls count as misses. `infinite_cache`: what it shares, in whole pages from its start, with anything any session
-sent or received before, in the order given.
+Two figures of reuse, both weighted by tokens. `session_reuse`: what a prompt shares with the same
+session's previous prompt and output; first calls count as misses. `infinite_cache`: what it shares,
+in whole pages from its start, with anything any session sent or received before, in the order
+given.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _SHOWN = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 @dataclass
 class WorkloadStats:
-    """What `describe` found. Lists have one entry per session, per call, or per call but the first, as their names say."""
+    """What `describe` found. Lists have one entry per session, per call, or per call but the first,
+    as their names say.
+    """
 
     divisor: int
     page_tokens: int
@@ -52,7 +55,9 @@ class WorkloadStats:
 
     @property
     def infinite_cache(self) -> float:
-        """Share of all prompt tokens that a cache of all sessions and without a bound would hold, in whole pages."""
+        """Share of all prompt tokens that a cache of all sessions and without a bound would hold,
+        in whole pages.
+        """
         return self.cached_tokens_total / max(1, self.prompt_tokens_total)
 
     def totals(self) -> dict[str, Any]:
@@ -72,7 +77,9 @@ class WorkloadStats:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """The distributions: one row each with its unit, min, p10, p50, p90, p99, max, mean and n. Empty ones are left out."""
+        """The distributions: one row each with its unit, min, p10, p50, p90, p99, max, mean and n.
+        Empty ones are left out.
+        """
         named: list[tuple[str, str, list[int] | list[float]]] = [
             ("calls per session", "", self.calls_per_session),
             ("first prompt", "tokens", self.first_prompt_tokens),
@@ -86,7 +93,9 @@ class WorkloadStats:
         return [_row(name, unit, values) for name, unit, values in named if values]
 
 
-def describe(sessions: Iterable[Session], encoder: Encoder, *, page_tokens: int = 16) -> WorkloadStats:
+def describe(
+    sessions: Iterable[Session], encoder: Encoder, *, page_tokens: int = 16
+) -> WorkloadStats:
     """The statistics of `sessions` as `encoder` would send them; tokens are at its scale."""
     stats = WorkloadStats(divisor=encoder.divisor, page_tokens=page_tokens)
     seen: set[int] = set()
@@ -134,7 +143,9 @@ def _add_call(stats: WorkloadStats, call: Call, encoder: Encoder) -> None:
 
 
 class _PageChain:
-    """One session's whole pages as chained hashes, each naming all tokens up to its end, added to what was seen."""
+    """One session's whole pages as chained hashes, each naming all tokens up to its end, added to
+    what was seen.
+    """
 
     def __init__(self, page_tokens: int, seen: set[int]) -> None:
         self._page = page_tokens
@@ -142,7 +153,9 @@ class _PageChain:
         self._keys: list[int] = []
 
     def extend(self, ids: Ids, kept: int) -> int:
-        """Takes `ids`, whose first `kept` are as before, as the present prompt. Returns how many leading tokens were seen."""
+        """Takes `ids`, whose first `kept` are as before, as the present prompt. Returns how many
+        leading tokens were seen.
+        """
         del self._keys[kept // self._page :]
         hit = len(self._keys)
         all_seen = True
@@ -159,4 +172,10 @@ class _PageChain:
 def _row(name: str, unit: str, values: list[int] | list[float]) -> dict[str, Any]:
     points = np.percentile(values, list(_SHOWN.values()))
     shown = {key: float(point) for key, point in zip(_SHOWN, points, strict=True)}
-    return {"quantity": name, "unit": unit, **shown, "mean": float(np.mean(values)), "n": len(values)}
+    return {
+        "quantity": name,
+        "unit": unit,
+        **shown,
+        "mean": float(np.mean(values)),
+        "n": len(values),
+    }

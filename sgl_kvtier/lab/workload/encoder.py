@@ -1,10 +1,12 @@
-"""Messages to token ids: a deterministic scaled-down encoding for small models, and a real tokenizer's.
+"""Messages to token ids: a deterministic scaled-down encoding for small models, and a real
+tokenizer's.
 
-Scale-down. About four characters a token are assumed, as with cl100k. `ByteEncoder` with `divisor` d turns every window of
-4*d UTF-8 bytes into one token (a hash of the window) behind one token for the role. So equal texts give equal ids, two texts
-with a common beginning give a common beginning of ids, a differing window gives (but for a 1-in-vocabulary chance) a
-differing id, and each message has at least one token. Blocks become `block_tokens / d` tokens each, at least one.
-The structure of prompts (who shares what with whom) is kept, and all lengths are divided by about d.
+Scale-down. About four characters a token are assumed, as with cl100k. `ByteEncoder` with `divisor`
+d turns every window of 4*d UTF-8 bytes into one token (a hash of the window) behind one token for
+the role. So equal texts give equal ids, two texts with a common beginning give a common beginning
+of ids, a differing window gives (but for a 1-in-vocabulary chance) a differing id, and each message
+has at least one token. Blocks become `block_tokens / d` tokens each, at least one. The structure of
+prompts (who shares what with whom) is kept, and all lengths are divided by about d.
 """
 
 from __future__ import annotations
@@ -21,18 +23,23 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.workload.session import Blocks, Call, Message, Prompt
 
 CHARS_PER_TOKEN = 4
-"""What cl100k-like tokenizers reach on agent prompts: the trace sets' prompts have 3.0 to 4.1 characters a token."""
+"""What cl100k-like tokenizers reach on agent prompts: the trace sets' prompts have 3.0 to 4.1
+characters a token.
+"""
 
 Ids = NDArray[np.int32]
 
-# SplitMix64's constants (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+# SplitMix64's constants (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+# 2014).
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
 class Encoder(Protocol):
-    """Turns one message into token ids, always the same ones. Prompts are the concatenation of their messages' ids."""
+    """Turns one message into token ids, always the same ones. Prompts are the concatenation of
+    their messages' ids.
+    """
 
     @property
     def divisor(self) -> int:
@@ -43,9 +50,13 @@ class Encoder(Protocol):
 
 
 class ByteEncoder:
-    """The encoder for small models without a real tokenizer: ids are hashes in [first_id, vocab_size), at a reduced scale."""
+    """The encoder for small models without a real tokenizer: ids are hashes in [first_id,
+    vocab_size), at a reduced scale.
+    """
 
-    def __init__(self, vocab_size: int, divisor: int = 1, *, first_id: int = 16, seed: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int, divisor: int = 1, *, first_id: int = 16, seed: int = 0
+    ) -> None:
         if divisor < 1:
             raise ConfigError(f"divisor = {divisor}: must be a whole number of at least 1")
         if first_id < 0 or vocab_size - first_id < 64:
@@ -80,15 +91,18 @@ class ByteEncoder:
         whole = raw[: len(raw) // self._window * self._window].reshape(-1, self._window)
         hashes = np.empty(len(whole) + 1, np.uint64)
         hashes[0] = _digest(f"kvtier role {message.role}")
-        hashes[1:] = (whole.astype(np.uint64) + np.uint64(1)) @ self._weights + np.uint64(self._seed)
+        hashes[1:] = (whole.astype(np.uint64) + np.uint64(1)) @ self._weights + np.uint64(
+            self._seed
+        )
         return _into_range(_mix(hashes), self._first_id, self.vocab_size)
 
 
 class TokenizerEncoder:
-    """A real model's tokenizer.json. Each message is encoded on its own, so prompts that share messages share ids.
+    """A real model's tokenizer.json. Each message is encoded on its own, so prompts that share
+    messages share ids.
 
-    A message stands as its role, a line break, its text and a line break: no chat template, since templates rewrite earlier
-    messages. Blocks become ids drawn from the vocabulary.
+    A message stands as its role, a line break, its text and a line break: no chat template, since
+    templates rewrite earlier messages. Blocks become ids drawn from the vocabulary.
     """
 
     def __init__(self, path: str | Path, *, first_id: int = 256, seed: int = 0) -> None:
@@ -150,7 +164,9 @@ class PromptTokens:
         return view
 
     def show(self, prompt: Prompt) -> int:
-        """Makes `prompt` the present one and returns how many of its leading ids the one before had too."""
+        """Makes `prompt` the present one and returns how many of its leading ids the one before had
+        too.
+        """
         same = 0
         for mine, theirs in zip(self._messages, prompt, strict=False):
             if mine is not theirs:
@@ -183,7 +199,8 @@ class PromptTokens:
 
 
 def output_tokens(call: Call, encoder: Encoder, most: int | None = None) -> int:
-    """How many tokens to ask of the server for this call: the recorded count at the encoder's scale, at least 1, at most `most`.
+    """How many tokens to ask of the server for this call: the recorded count at the encoder's
+    scale, at least 1, at most `most`.
 
     Where no count was recorded it is the output message's own length.
     """
@@ -197,7 +214,8 @@ def output_tokens(call: Call, encoder: Encoder, most: int | None = None) -> int:
 
 
 def block_token_ids(blocks: Blocks, first_id: int, vocab_size: int, divisor: int, seed: int) -> Ids:
-    """Made-up ids for blocks: a hash of (seed, scope, block id, place in the block), in [first_id, vocab_size).
+    """Made-up ids for blocks: a hash of (seed, scope, block id, place in the block), in [first_id,
+    vocab_size).
 
     A cut last block has the beginning of its whole self. At least one token in all.
     """

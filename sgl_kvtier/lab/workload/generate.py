@@ -1,7 +1,9 @@
-"""Sessions made up from published statistics, for machines without traces. The same preset, seed and index: the same session.
+"""Sessions made up from published statistics, for machines without traces. The same preset, seed
+and index: the same session.
 
-Each length and time is drawn on its own from a percentile table in presets.json (its sources are named there), so totals
-follow the table but correlations within a session are lost. The text is random letters: only its length and who shares it matter.
+Each length and time is drawn on its own from a percentile table in presets.json (its sources are
+named there), so totals follow the table but correlations within a session are lost. The text is
+random letters: only its length and who shares it matter.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _LETTERS = bytes(10 if b > 252 else 32 if b % 6 == 0 else 97 + b % 26 for b in r
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """A distribution by its percentiles. Between two of them it is drawn geometrically, since all of these have long tails."""
+    """A distribution by its percentiles. Between two of them it is drawn geometrically, since all
+    of these have long tails.
+    """
 
     shares: tuple[float, ...]
     values: tuple[float, ...]
@@ -38,7 +42,9 @@ class Percentiles:
     def at(self, share: float) -> float:
         """The value below which `share` of the distribution lies; share from 0 to 1."""
         upper = next(
-            i for i in range(1, len(self.shares)) if share <= self.shares[i] or i == len(self.shares) - 1
+            i
+            for i in range(1, len(self.shares))
+            if share <= self.shares[i] or i == len(self.shares) - 1
         )
         low, high = self.values[upper - 1], self.values[upper]
         part = (share - self.shares[upper - 1]) / (self.shares[upper] - self.shares[upper - 1])
@@ -49,7 +55,9 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Condense:
-    """The middle of a long context is replaced by a summary, whenever it has `at_messages` messages."""
+    """The middle of a long context is replaced by a summary, whenever it has `at_messages`
+    messages.
+    """
 
     at_messages: int
     keep_first: int
@@ -59,7 +67,9 @@ class Condense:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """In a share of calls only the leading `kept_share` of the previous prompt stays; the new one is `size_ratio` as long."""
+    """In a share of calls only the leading `kept_share` of the previous prompt stays; the new one
+    is `size_ratio` as long.
+    """
 
     per_call: float
     kept_share: Percentiles
@@ -68,7 +78,9 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One kind of session: the tables it is drawn from. Tokens are cl100k-like, times in seconds (None: not recorded)."""
+    """One kind of session: the tables it is drawn from. Tokens are cl100k-like, times in seconds
+    (None: not recorded).
+    """
 
     name: str
     source: str
@@ -102,7 +114,9 @@ def load_preset(name: str) -> Preset:
 
 
 def generate(preset: Preset, seed: int, index: int) -> Session:
-    """Session `index` of the endless series with this seed. All sessions of a preset begin with the same shared prefix."""
+    """Session `index` of the endless series with this seed. All sessions of a preset begin with the
+    same shared prefix.
+    """
     # A str seeds through SHA-512, so it is the same in every process and Python version.
     rng = random.Random(f"kvtier {preset.name} {seed} {index}")
     draft = _Draft(preset, rng)
@@ -150,7 +164,9 @@ class _Draft:
         self._append(Message("user", _letters(self.rng, first - shared)))
 
     def prepare(self) -> None:
-        """What comes between two calls: a tool result or the user's next message, and an edit where one is due."""
+        """What comes between two calls: a tool result or the user's next message, and an edit where
+        one is due.
+        """
         edit = self.preset.edit
         if isinstance(edit, Rewrite) and self.rng.random() < edit.per_call:
             self._rewrite(edit)
@@ -159,7 +175,9 @@ class _Draft:
         if isinstance(edit, Condense) and len(self.context) >= edit.at_messages:
             kept = len(self.context) - edit.keep_last
             summary = self._message("user", edit.summary_tokens)
-            self._edit((Span(0, edit.keep_first), summary, Span(kept, len(self.context))), "condensation")
+            self._edit(
+                (Span(0, edit.keep_first), summary, Span(kept, len(self.context))), "condensation"
+            )
 
     def call(self, *, first: bool) -> None:
         """One request with its output."""
@@ -167,7 +185,11 @@ class _Draft:
         tokens = max(1, round(preset.output_tokens.draw(self.rng)))
         output = Message("assistant", _letters(self.rng, tokens))
         # The recorder's clock was stepped now and then, so a table may begin below 0.
-        gap_s = 0.0 if first or preset.gap_s is None else max(0.0, round(preset.gap_s.draw(self.rng), 3))
+        gap_s = (
+            0.0
+            if first or preset.gap_s is None
+            else max(0.0, round(preset.gap_s.draw(self.rng), 3))
+        )
         latency_s = None if preset.latency_s is None else round(preset.latency_s.draw(self.rng), 3)
         self.events.append(Call(output, tokens, gap_s, latency_s))
         self.last_prompt = list(self.context)

@@ -1,12 +1,14 @@
-"""Traces that hold hashes or lengths instead of text: claude_code_blocks64, Mooncake and Azure. One reader for each.
+"""Traces that hold hashes or lengths instead of text: claude_code_blocks64, Mooncake and Azure. One
+reader for each.
 
-Claude Code: one session a line; `keep` says how many leading blocks a request shares with the one before, `new` names the
-others. Fewer kept than there were is a context edit. A sub-agent's requests run beside its owner's, so they become a session
-of their own (`parent`), in the same scope of ids, right behind the owner's. The up to 63 tokens behind a request's last whole
-block have no id and are left out.
+Claude Code: one session a line; `keep` says how many leading blocks a request shares with the one
+before, `new` names the others. Fewer kept than there were is a context edit. A sub-agent's requests
+run beside its owner's, so they become a session of their own (`parent`), in the same scope of ids,
+right behind the owner's. The up to 63 tokens behind a request's last whole block have no id and are
+left out.
 
-Mooncake: one request a line with global ids of 512-token blocks; each becomes a session of one call with its arrival time.
-Azure: arrival times and lengths only; the same, with no shared content.
+Mooncake: one request a line with global ids of 512-token blocks; each becomes a session of one call
+with its arrival time. Azure: arrival times and lengths only; the same, with no shared content.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ class ClaudeCodeReader:
                 raise BadRecord(f"request {number}: must be an object")
             try:
                 if "requests" in request:  # of a session begun by this one
-                    agents.append((_name_of(request, "agent_id"), seconds_of(request, "t") or 0.0, request))
+                    agents.append(
+                        (_name_of(request, "agent_id"), seconds_of(request, "t") or 0.0, request)
+                    )
                 else:
                     context.take(request)
             except BadRecord as error:
@@ -172,7 +176,12 @@ class AzureReader:
             # Seven digits after the point are more than Python 3.10 reads.
             at = datetime.datetime.fromisoformat(stamp[:26])
             start_s = (at - (self._first or at)).total_seconds()
-        except (IndexError, ValueError, TypeError, csv.Error) as error:  # TypeError: with a time zone, and without
+        except (
+            IndexError,
+            ValueError,
+            TypeError,
+            csv.Error,
+        ) as error:  # TypeError: with a time zone, and without
             raise BadRecord(f"not a row of {AZURE_HEADER}: {str(error)[:_MOST_SAID]}") from error
         if not is_whole(tokens, 1, MOST_TOKENS) or not is_whole(output, 0, MOST_TOKENS):
             raise BadRecord(f"{shown(tokens)} input and {shown(output)} output tokens")
@@ -185,7 +194,10 @@ class AzureReader:
             Session(
                 session_id=name,
                 source=self._origin.source,
-                events=(Append(Message("user", blocks=blocks)), Call(output_tokens=output, arrival_s=0.0)),
+                events=(
+                    Append(Message("user", blocks=blocks)),
+                    Call(output_tokens=output, arrival_s=0.0),
+                ),
                 start_s=start_s,
                 licence=self._origin.licence,
             )
@@ -248,7 +260,8 @@ class _BlockContext:
             parts.append(self._push(self._scope.message(head.head(cut).runs)))
         if new:
             parts.append(self._push(self._scope.message(new)))
-        # The last block alone changes when a client rewrites what stands at the prompt's end (reminders, marks).
+        # The last block alone changes when a client rewrites what stands at the prompt's end
+        # (reminders, marks).
         why = "last block rewritten" if present - keep == 1 else "prefix dropped"
         self.events.append(Edit(tuple(parts), why))
 

@@ -1,4 +1,6 @@
-"""Trace files as numbered lines: plain or gzip, streamed, with every damaged line noted and passed over."""
+"""Trace files as numbered lines: plain or gzip, streamed, with every damaged line noted and passed
+over.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.outside import MOST_WHOLE, is_number, is_text, is_whole, parse_json, shown
 
 MOST_LINE_BYTES = 64 << 20
-"""The longest line of the traces there are has under 1 MB; a packed file of 1 MB may hold one of a GB."""
+"""The longest line of the traces there are has under 1 MB; a packed file of 1 MB may hold one of a
+GB.
+"""
 MOST_BAD_LINES = 10_000
 """After so many a file is given up: each is kept with its reason."""
 MOST_TOKENS = 1 << 24
-"""Of one prompt or output: a damaged count must not fill the memory; the longest prompts recorded have under a million."""
+"""Of one prompt or output: a damaged count must not fill the memory; the longest prompts recorded
+have under a million.
+"""
 _PIECE = 1 << 20
 _MOST_SECONDS = 1e9
 """Thirty years, in which no session waits."""
@@ -41,10 +47,12 @@ class BadLine:
 
 
 def read_lines(path: Path, bad: list[BadLine]) -> Iterator[tuple[int, str]]:
-    """The non-empty lines with their numbers from 1. Lines that are not UTF-8 or longer than `MOST_LINE_BYTES`, and a file that
-    breaks off, go to `bad`; no more of the file than one line is in memory.
+    """The non-empty lines with their numbers from 1. Lines that are not UTF-8 or longer than
+    `MOST_LINE_BYTES`, and a file that breaks off, go to `bad`; no more of the file than one line is
+    in memory.
 
-    Raises TraceError when the file cannot be opened, is unreadable from the start, or has too many bad lines.
+    Raises TraceError when the file cannot be opened, is unreadable from the start, or has too many
+    bad lines.
     """
     number = 0
     with _open(path) as stream:
@@ -76,7 +84,9 @@ def note(bad: list[BadLine], path: Path, number: int, reason: str) -> None:
     """Adds a line that was passed over. Raises TraceError when there were too many."""
     bad.append(BadLine(str(path), number, reason))
     if len(bad) > MOST_BAD_LINES:
-        raise TraceError(f"{path} has more than {MOST_BAD_LINES} bad lines, the first: {bad[0]}. It is no such trace, or damaged")
+        raise TraceError(
+            f"{path} has more than {MOST_BAD_LINES} bad lines, the first: {bad[0]}. It is no such trace, or damaged"
+        )
 
 
 def parse_object(text: str) -> dict[str, Any]:
@@ -111,7 +121,9 @@ def seconds_of(record: dict[str, Any], key: str) -> float | None:
     if value is None:
         return None
     if not is_number(value, 0, _MOST_SECONDS):
-        raise BadRecord(f"{key!r} must be a number of seconds from 0 to {_MOST_SECONDS:g}, not {shown(value)}")
+        raise BadRecord(
+            f"{key!r} must be a number of seconds from 0 to {_MOST_SECONDS:g}, not {shown(value)}"
+        )
     return float(value)
 
 
@@ -126,7 +138,9 @@ def list_of(record: dict[str, Any], key: str) -> list[Any]:
 def whole(value: object, what: str, most: int = MOST_WHOLE) -> int:
     """`value` if it is a whole number from 0 to `most`. Raises BadRecord naming `what`."""
     if not is_whole(value, 0, most):
-        raise BadRecord(f"{what} must be a whole number of at least 0 and at most {most}, not {shown(value)}")
+        raise BadRecord(
+            f"{what} must be a whole number of at least 0 and at most {most}, not {shown(value)}"
+        )
     return value
 
 

@@ -1,8 +1,9 @@
-"""What a client sends over time: messages, the events that build its prompts, sessions, and the walker over them.
+"""What a client sends over time: messages, the events that build its prompts, sessions, and the
+walker over them.
 
-A session is a list of events. `Append` puts a message at the end of the context, `Call` is one request whose prompt is
-the tools and the context so far, `Edit` replaces the context. `Context` applies them and stops at every call. Nothing here
-knows tokens (see `encoder`) or servers.
+A session is a list of events. `Append` puts a message at the end of the context, `Call` is one
+request whose prompt is the tools and the context so far, `Edit` replaces the context. `Context`
+applies them and stops at every call. Nothing here knows tokens (see `encoder`) or servers.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sgl_kvtier.types import Span
 class Blocks:
     """Content known only as block hashes: inside one `scope`, equal ids mean equal tokens.
 
-    `runs` are (first id, count) pairs. All blocks are whole (`block_tokens` tokens) but the last, which may be cut so that
-    the total is `tokens`.
+    `runs` are (first id, count) pairs. All blocks are whole (`block_tokens` tokens) but the last,
+    which may be cut so that the total is `tokens`.
     """
 
     scope: str
@@ -49,7 +50,9 @@ class Blocks:
         """The id of every block in order."""
         if not self.runs:
             return np.empty(0, np.int64)
-        return np.concatenate([np.arange(first, first + count, dtype=np.int64) for first, count in self.runs])
+        return np.concatenate(
+            [np.arange(first, first + count, dtype=np.int64) for first, count in self.runs]
+        )
 
     def head(self, blocks: int) -> Blocks:
         """The first `blocks` blocks; a cut last block stays cut."""
@@ -67,7 +70,9 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One piece of a prompt: verbatim text, block hashes, or token ids as a server returned them. Exactly one of them."""
+    """One piece of a prompt: verbatim text, block hashes, or token ids as a server returned them.
+    Exactly one of them.
+    """
 
     role: str
     text: str | None = None
@@ -77,7 +82,9 @@ class Message:
     def __post_init__(self) -> None:
         given = [c for c in (self.text, self.blocks, self.token_ids) if c is not None]
         if len(given) != 1:
-            raise ValueError(f"a message is text, blocks or token_ids; {len(given)} of them were given")
+            raise ValueError(
+                f"a message is text, blocks or token_ids; {len(given)} of them were given"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +96,13 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. Its prompt is the tools and the context so far; its output is then appended to the context.
+    """One request. Its prompt is the tools and the context so far; its output is then appended to
+    the context.
 
-    `output` is None in hash-only traces: there the next prompt's blocks hold it. `output_tokens` is as the provider counted
-    (None: not recorded). `gap_s` is how long the client waited after the response before (0 where not recorded),
-    `latency_s` how long the recorded server took, `arrival_s` when it was sent, from the session's start; None: not recorded.
+    `output` is None in hash-only traces: there the next prompt's blocks hold it. `output_tokens` is
+    as the provider counted (None: not recorded). `gap_s` is how long the client waited after the
+    response before (0 where not recorded), `latency_s` how long the recorded server took,
+    `arrival_s` when it was sent, from the session's start; None: not recorded.
     """
 
     output: Message | None = None
@@ -105,7 +114,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The context is replaced: a Span takes messages [start, stop) of the present context (tools not counted), a Message is new."""
+    """The context is replaced: a Span takes messages [start, stop) of the present context (tools
+    not counted), a Message is new.
+    """
 
     parts: tuple[Span | Message, ...]
     why: str = ""
@@ -116,7 +127,9 @@ Event = Append | Call | Edit
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One client's conversation. `start_s` counts from the start of its batch; `parent` names the session of a sub-agent's owner."""
+    """One client's conversation. `start_s` counts from the start of its batch; `parent` names the
+    session of a sub-agent's owner.
+    """
 
     session_id: str
     source: str
@@ -144,9 +157,11 @@ class Session:
 
 
 class Prompt(Sequence[Message]):
-    """The messages of one prompt: an immutable view, O(1) to make and to keep, however long the session.
+    """The messages of one prompt: an immutable view, O(1) to make and to keep, however long the
+    session.
 
-    It stays valid because a context only ever grows its list at the end, and an edit begins a new list.
+    It stays valid because a context only ever grows its list at the end, and an edit begins a new
+    list.
     """
 
     __slots__ = ("_length", "_messages")
@@ -177,8 +192,9 @@ class Prompt(Sequence[Message]):
 class Context:
     """Walks through one session's events and stops at every call.
 
-    `next_call` returns the call and leaves its prompt in `prompt`. The recorded output is appended afterwards, unless `answer`
-    gave the one to take instead. Raises TraceError on an edit that takes messages the context does not have.
+    `next_call` returns the call and leaves its prompt in `prompt`. The recorded output is appended
+    afterwards, unless `answer` gave the one to take instead. Raises TraceError on an edit that
+    takes messages the context does not have.
     """
 
     def __init__(self, session: Session) -> None:
@@ -209,7 +225,8 @@ class Context:
     def answer(self, message: Message) -> None:
         """Takes `message` as the output of the call last returned, in place of the recorded one.
 
-        Without effect where none is recorded: in hash-only traces the next prompt's blocks stand for the output.
+        Without effect where none is recorded: in hash-only traces the next prompt's blocks stand
+        for the output.
         """
         if self._pending is not None:
             self._pending = message

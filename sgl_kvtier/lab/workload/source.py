@@ -1,4 +1,6 @@
-"""Sessions from anywhere: a file, a trace's short name, or `generated:PRESET`. Reads no further than it has to."""
+"""Sessions from anywhere: a file, a trace's short name, or `generated:PRESET`. Reads no further
+than it has to.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ GENERATED = "generated:"
 
 _SNIFFED_LINES = 20
 _GENERATED_TRIES = 10
-"""So many times the sessions wanted are made up before giving up on finding ones that fit max_prompt_tokens."""
+"""So many times the sessions wanted are made up before giving up on finding ones that fit
+max_prompt_tokens.
+"""
 
 
 class Reader(Protocol):
-    """One format: turns a line into sessions. Raises BadRecord on a line that is not what the format says."""
+    """One format: turns a line into sessions. Raises BadRecord on a line that is not what the
+    format says.
+    """
 
     header_lines: ClassVar[int]
 
@@ -65,12 +71,15 @@ def load_sessions(
 ) -> LoadResult:
     """The sessions of `source`: a file, a trace's short name, or `generated:PRESET`.
 
-    At most `limit` sessions after `skip` (lines of a file; sub-agents come with their owners and are not counted). Each is
-    cut after `max_calls` calls, and before the first call whose prompt is longer than `max_prompt_tokens` in the ids of
-    `encoder`. `seed` is for generated ones. Raises TraceError when there is nothing to read, ConfigError on wrong arguments.
+    At most `limit` sessions after `skip` (lines of a file; sub-agents come with their owners and
+    are not counted). Each is cut after `max_calls` calls, and before the first call whose prompt is
+    longer than `max_prompt_tokens` in the ids of `encoder`. `seed` is for generated ones. Raises
+    TraceError when there is nothing to read, ConfigError on wrong arguments.
     """
     if max_prompt_tokens is not None and encoder is None:
-        raise ConfigError("max_prompt_tokens needs an encoder: without one there are no tokens to count")
+        raise ConfigError(
+            "max_prompt_tokens needs an encoder: without one there are no tokens to count"
+        )
     if (limit is not None and limit < 1) or skip < 0 or (max_calls is not None and max_calls < 1):
         raise ConfigError(
             f"limit = {limit}, skip = {skip}, max_calls = {max_calls}: limits are at least 1, skip at least 0"
@@ -104,11 +113,15 @@ def cut_session(
     max_calls: int | None = None,
     max_prompt_tokens: int | None = None,
 ) -> Session:
-    """The session up to its last call within both limits; without any call when even the first is too long."""
+    """The session up to its last call within both limits; without any call when even the first is
+    too long.
+    """
     if max_calls is None and max_prompt_tokens is None:
         return session
     context = Context(session)
-    tokens = PromptTokens(encoder) if encoder is not None and max_prompt_tokens is not None else None
+    tokens = (
+        PromptTokens(encoder) if encoder is not None and max_prompt_tokens is not None else None
+    )
     kept = 0
     for _, prompt in context.calls():
         if kept == max_calls:
@@ -158,7 +171,9 @@ class _Chosen:
 
     def result(self, title: str, bad: list[BadLine]) -> LoadResult:
         if not self.sessions:
-            raise TraceError(f"{title}: no session to replay. {self._losses(bad) or 'The source is empty.'}")
+            raise TraceError(
+                f"{title}: no session to replay. {self._losses(bad) or 'The source is empty.'}"
+            )
         calls = sum(session.calls for session in self.sessions)
         described = f"{title}: {len(self.sessions)} sessions, {calls} calls"
         losses = self._losses(bad)
@@ -177,7 +192,9 @@ class _Chosen:
             notes.append(f"{len(bad)} bad lines were passed over, the first: {bad[0]}.")
         if self.cut or self.dropped:
             limits = {"max_calls": self.max_calls, "max_prompt_tokens": self.max_prompt_tokens}
-            given = ", ".join(f"{name} = {value}" for name, value in limits.items() if value is not None)
+            given = ", ".join(
+                f"{name} = {value}" for name, value in limits.items() if value is not None
+            )
             notes.append(
                 f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({given})."
             )
@@ -193,7 +210,9 @@ def _up_to_call(events: tuple[Event, ...], calls: int) -> tuple[Event, ...]:
     return events
 
 
-def _read_file(path: Path, origin: Origin, skip: int, bad: list[BadLine]) -> Iterator[list[Session]]:
+def _read_file(
+    path: Path, origin: Origin, skip: int, bad: list[BadLine]
+) -> Iterator[list[Session]]:
     reader = _reader_for(path, origin)
     for index, (number, text) in enumerate(read_lines(path, bad)):
         if index < skip + reader.header_lines:

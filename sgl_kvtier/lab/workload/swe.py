@@ -1,9 +1,12 @@
-"""The swe_*.jsonl format: agent sessions with verbatim messages and times, one session a line. Read and written here.
+"""The swe_*.jsonl format: agent sessions with verbatim messages and times, one session a line. Read
+and written here.
 
-A line has `session_id`, `source`, `licence`, optional `model`, `batch`, `batch_offset_s`, `tools_ref`, `truncated`, and `turns`.
-A turn of role system, user or tool is appended; one of role assistant is a request and its output (with `"hist": true` it
-is only appended); one of role context_edit replaces the context by `parts`: `[a, b]` takes messages a to b-1, an object is
-a new message. `t_offset_s` counts from the first request: on an assistant turn the response's end, on others when it was there.
+A line has `session_id`, `source`, `licence`, optional `model`, `batch`, `batch_offset_s`,
+`tools_ref`, `truncated`, and `turns`. A turn of role system, user or tool is appended; one of role
+assistant is a request and its output (with `"hist": true` it is only appended); one of role
+context_edit replaces the context by `parts`: `[a, b]` takes messages a to b-1, an object is a new
+message. `t_offset_s` counts from the first request: on an assistant turn the response's end, on
+others when it was there.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ _INPUT_ROLES = ("system", "user", "tool")
 
 
 class SweReader:
-    """Lines of one swe_*.jsonl file to sessions. Tool schemas come from swe_tools.json in the same folder."""
+    """Lines of one swe_*.jsonl file to sessions. Tool schemas come from swe_tools.json in the same
+    folder.
+    """
 
     header_lines: ClassVar[int] = 0
 
@@ -51,7 +56,9 @@ class SweReader:
         return isinstance(parse_object(text).get("turns"), list)
 
     def sessions(self, _line: int, text: str, /) -> list[Session]:
-        """The one session of a line. Raises BadRecord, and TraceError when swe_tools.json is needed and missing."""
+        """The one session of a line. Raises BadRecord, and TraceError when swe_tools.json is needed
+        and missing.
+        """
         record = parse_object(text)
         reference = text_of(record, "tools_ref", "")
         walk = _Turns()
@@ -84,7 +91,9 @@ class SweReader:
                 raise BadRecord(f"tools_ref {shown(reference)} is not in {TOOLS_FILE}")
             schemas = json.dumps(self._schemas[reference], ensure_ascii=False)
             if not is_text(schemas, MOST_LINE_BYTES):
-                raise TraceError(f"{self._tools_path}: {shown(reference)} holds what UTF-8 cannot. Copy the file again")
+                raise TraceError(
+                    f"{self._tools_path}: {shown(reference)} holds what UTF-8 cannot. Copy the file again"
+                )
             self._tools[reference] = Message("tools", schemas)
         return self._tools[reference]
 
@@ -97,7 +106,9 @@ class SweReader:
                 "in the trace's folder, since the tool schemas are the beginning of every prompt"
             ) from error
         except ValueError as error:
-            raise TraceError(f"{self._tools_path} is not JSON: {error}. Copy the file again") from error
+            raise TraceError(
+                f"{self._tools_path} is not JSON: {error}. Copy the file again"
+            ) from error
         if not isinstance(schemas, dict):
             raise TraceError(
                 f"{self._tools_path} must be an object of tool schemas by name. Copy the file again"
@@ -107,7 +118,9 @@ class SweReader:
 
 @dataclass
 class _Turns:
-    """Turns to events, with the clock that turns times of day into waits. Negative differences are clock steps: 0."""
+    """Turns to events, with the clock that turns times of day into waits. Negative differences are
+    clock steps: 0.
+    """
 
     events: list[Event] = field(default_factory=list)
     clipped: int = 0
@@ -147,7 +160,9 @@ class _Turns:
             latency_s = None  # such a log begins with the first response, so how long that took is not known
         call = Call(
             output=Message("assistant", message_text(turn)),
-            output_tokens=count_of(usage, "out") if isinstance(usage, dict) and "out" in usage else None,
+            output_tokens=count_of(usage, "out")
+            if isinstance(usage, dict) and "out" in usage
+            else None,
             gap_s=round(gap_s, 6),
             latency_s=None if latency_s is None else round(latency_s, 6),
             arrival_s=None if done_s is None else max(0.0, self._last_s),
@@ -175,7 +190,9 @@ class _Turns:
 
 
 def message_text(turn: dict[str, Any]) -> str:
-    """What a turn puts into the context: reasoning where it was sent back, content, then each tool call's name and arguments."""
+    """What a turn puts into the context: reasoning where it was sent back, content, then each tool
+    call's name and arguments.
+    """
     pieces = [text_of(turn, "reasoning", ""), text_of(turn, "content", "")]
     for call in list_of(turn, "tool_calls") if turn.get("tool_calls") else ():
         if not isinstance(call, dict):
@@ -185,9 +202,11 @@ def message_text(turn: dict[str, Any]) -> str:
 
 
 def to_line(session: Session) -> str:
-    """A session of text messages as one line of the format, without the line break. Raises ValueError on other content.
+    """A session of text messages as one line of the format, without the line break. Raises
+    ValueError on other content.
 
-    Reading the line gives an equal session, but for times that the format cannot hold (a wait before a call with no input).
+    Reading the line gives an equal session, but for times that the format cannot hold (a wait
+    before a call with no input).
     """
     if session.tools is not None or session.parent is not None:
         raise ValueError(f"session {session.session_id}: tools and parents cannot be written")
@@ -203,7 +222,9 @@ def to_line(session: Session) -> str:
             turns.append({"role": "context_edit", "why": event.why, "parts": parts})
         else:
             if event.output is None:
-                raise ValueError(f"session {session.session_id}: a call without its output cannot be written")
+                raise ValueError(
+                    f"session {session.session_id}: a call without its output cannot be written"
+                )
             turn = _turn(event.output)
             if event.latency_s is not None:
                 if turns and not called:

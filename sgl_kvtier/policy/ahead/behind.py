@@ -1,8 +1,9 @@
 """Idle sessions behind the queue: whoever waits now runs before a request that is still to come.
 
-A session that is expected back while others wait will run after them, however soon it comes. So its pages are taken to be
-needed no sooner than the queue is done, and give way to those of the queue. Among themselves such sessions keep their order,
-and are so close together that none is worth pushing out for another.
+A session that is expected back while others wait will run after them, however soon it comes. So its
+pages are taken to be needed no sooner than the queue is done, and give way to those of the queue.
+Among themselves such sessions keep their order, and are so close together that none is worth
+pushing out for another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 
 _SPARE: Final = 1.25
-"""Sessions are put off to so many times the queue, so that this is worked out anew only after the rest of it."""
+"""Sessions are put off to so many times the queue, so that this is worked out anew only after the
+rest of it.
+"""
 _LOOSE: Final = 1.6
 """Or when the queue has become so many times as short."""
 _APART: Final = 1e-6
@@ -23,7 +26,9 @@ _APART: Final = 1e-6
 
 
 class Behind:
-    """When idle sessions will next use their pages, as the map is told. Seconds of the hands' clock."""
+    """When idle sessions will next use their pages, as the map is told. Seconds of the hands'
+    clock.
+    """
 
     def __init__(self, tier_map: TierMap) -> None:
         self._map = tier_map
@@ -41,7 +46,9 @@ class Behind:
         self._map.expect(owner_of(session), next_use)
         heapq.heappush(self._order, (next_use, session))
         if len(self._order) > 64 + 4 * len(self._expected):
-            self._order[:] = [(told, name) for name, told in self._expected.items() if name not in self._put_off]
+            self._order[:] = [
+                (told, name) for name, told in self._expected.items() if name not in self._put_off
+            ]
             heapq.heapify(self._order)
 
     def gone(self, session: str) -> None:
@@ -67,4 +74,6 @@ class Behind:
 
     def _put(self, session: str) -> None:
         self._put_off[session] = None
-        self._map.expect(owner_of(session), self._until - _APART * (self._until - self._expected[session]))
+        self._map.expect(
+            owner_of(session), self._until - _APART * (self._until - self._expected[session])
+        )

@@ -1,7 +1,9 @@
-"""Pages that were brought before their turn: for whose sake, whether they were used, and whose pages are not to be moved now.
+"""Pages that were brought before their turn: for whose sake, whether they were used, and whose
+pages are not to be moved now.
 
-An owner whose moves fail is left alone for a while, ever longer; one whose pages had to leave a tier again before its turn is
-not brought there any more; and guesses are made as far as the ledger allows.
+An owner whose moves fail is left alone for a while, ever longer; one whose pages had to leave a
+tier again before its turn is not brought there any more; and guesses are made as far as the ledger
+allows.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from sgl_kvtier.types import PageKey, Tier
 
 _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 5.0
-"""After a failed move nothing is moved for its owner for so long, twice as long after each further one up to the longest."""
+"""After a failed move nothing is moved for its owner for so long, twice as long after each further
+one up to the longest.
+"""
 _LIKELY: Final = 0.5
 """Nothing is brought for a session that is more likely to stay away."""
 
@@ -27,11 +31,15 @@ class Brought:
         self._flights = flights
         self._ledger = Ledger(waste)
         self.unused: dict[Tier, dict[PageKey, str]] = {Tier.HBM: {}, Tier.DRAM: {}}
-        """Pages that have been brought to a tier, or are on their way there, and were not used yet; for whose sake."""
+        """Pages that have been brought to a tier, or are on their way there, and were not used yet;
+        for whose sake.
+        """
         self._gave_way: dict[str, dict[Tier, None]] = {}
         """Owners of whose pages some were brought to a tier and left it before their turn."""
         self._pauses: dict[str, tuple[float, float]] = {}
-        """Owners whose moves have failed: nothing is moved for them until then, and how long that was from the failure."""
+        """Owners whose moves have failed: nothing is moved for them until then, and how long that
+        was from the failure.
+        """
         self.wasted = 0
         """Pages brought to HBM that left it without having been used."""
 
@@ -56,8 +64,12 @@ class Brought:
                 self._ledger.failed(key, tier)
                 self._failed(owner, now)
 
-    def left(self, keys: Sequence[PageKey], tier: Tier, now: float, watched: Mapping[str, None]) -> None:
-        """Pages have left a tier, or will not come to it. `watched` are owners whose turn is to come."""
+    def left(
+        self, keys: Sequence[PageKey], tier: Tier, now: float, watched: Mapping[str, None]
+    ) -> None:
+        """Pages have left a tier, or will not come to it. `watched` are owners whose turn is to
+        come.
+        """
         unused = self.unused.get(tier)
         if unused:
             for key in keys:
@@ -76,7 +88,9 @@ class Brought:
                 self._failed(owner, now)
 
     def halfway(self, keys: Sequence[PageKey]) -> None:
-        """Pages on their way to HBM have come as far as DRAM, and the rest of the way is a move of its own: nothing has failed."""
+        """Pages on their way to HBM have come as far as DRAM, and the rest of the way is a move of
+        its own: nothing has failed.
+        """
         for key in keys:
             owner = self.unused[Tier.HBM].pop(key, None)
             if owner is not None:
@@ -99,8 +113,10 @@ class Brought:
         self._pauses.pop(owner, None)
 
     def may_move(self, owner: str, chance: float, target: Tier, now: float) -> bool:
-        """Not right after a move for it has failed, nor again when what was brought to that tier had to leave unused: there is
-        no room for it before its turn. Nor on a guess, where too many guesses were wrong."""
+        """Not right after a move for it has failed, nor again when what was brought to that tier
+        had to leave unused: there is no room for it before its turn. Nor on a guess, where too many
+        guesses were wrong.
+        """
         if self.paused(owner, now) or target in self._gave_way.get(owner, ()):
             return False
         return chance >= _LIKELY and self._ledger.allows(chance)
@@ -111,7 +127,9 @@ class Brought:
         return pause is not None and now < pause[0]
 
     def _failed(self, owner: str, now: float) -> None:
-        """A move for this owner came to nothing: the next is asked for later, ever later while they go on failing."""
+        """A move for this owner came to nothing: the next is asked for later, ever later while they
+        go on failing.
+        """
         until, pause_s = self._pauses.get(owner, (now, 0.0))
         if until <= now:
             pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)

@@ -13,11 +13,19 @@ TWO_HOPS: Final = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM)
 
 
 class LinkTime:
-    """When a link will be done with what it has been charged, in seconds from now. `factor` > 1 takes it for slower."""
+    """When a link will be done with what it has been charged, in seconds from now. `factor` > 1
+    takes it for slower.
+    """
 
-    def __init__(self, bandwidth: Bandwidth, link: Link, page_bytes: int, factor: float = 1.0) -> None:
+    def __init__(
+        self, bandwidth: Bandwidth, link: Link, page_bytes: int, factor: float = 1.0
+    ) -> None:
         source = link
-        if link is Link.SSD_TO_DRAM and not bandwidth.known(link) and bandwidth.known(Link.SSD_TO_HBM):
+        if (
+            link is Link.SSD_TO_DRAM
+            and not bandwidth.known(link)
+            and bandwidth.known(Link.SSD_TO_HBM)
+        ):
             # The same device; the second hop is the faster one.
             source = Link.SSD_TO_HBM
         self.page_s = page_bytes / bandwidth.bytes_per_second(source) * factor
@@ -34,7 +42,11 @@ class LinkTime:
         """Pages that could come behind the others until then."""
         if self.closed:
             return 0
-        return max(0, int((until_s - self.end_s - self.latency_s) / self.page_s + 1e-9)) if until_s < math.inf else 1 << 30
+        return (
+            max(0, int((until_s - self.end_s - self.latency_s) / self.page_s + 1e-9))
+            if until_s < math.inf
+            else 1 << 30
+        )
 
     def charge(self, pages: int) -> None:
         """So many more pages will come over it."""
@@ -42,18 +54,24 @@ class LinkTime:
 
 
 class Room:
-    """Pages of a tier that may be claimed: the empty ones first, then those that give way, farthest next use first.
+    """Pages of a tier that may be claimed: the empty ones first, then those that give way, farthest
+    next use first.
 
-    `coming` pages are on their way there and may not have taken their places yet: they come first, and somebody may have to
-    leave for them still. Lazy: asks the map for as many classes of victims as are needed. Nothing may be regrouped meanwhile.
+    `coming` pages are on their way there and may not have taken their places yet: they come first,
+    and somebody may have to leave for them still. Lazy: asks the map for as many classes of victims
+    as are needed. Nothing may be regrouped meanwhile.
     """
 
-    def __init__(self, tier_map: TierMap, tier: Tier, free: int, empty: int | None = None, coming: int = 0) -> None:
+    def __init__(
+        self, tier_map: TierMap, tier: Tier, free: int, empty: int | None = None, coming: int = 0
+    ) -> None:
         self._map = tier_map
         self._tier = tier
         self.left = max(0, free)
         """Pages that may still be set aside."""
-        self.empty = max(0, free - tier_map.evictable(tier)) if empty is None else max(0, min(empty, free))
+        self.empty = (
+            max(0, free - tier_map.evictable(tier)) if empty is None else max(0, min(empty, free))
+        )
         self._have = self.empty
         self._classes = tier_map.classes(tier)
         self._next: tuple[int, float, int] | None = None
@@ -64,7 +82,9 @@ class Room:
             self.claimed = self.take(coming, -math.inf)
 
     def take(self, pages: int, needed_at: float) -> int:
-        """Sets aside up to `pages`, displacing only what is needed later than `needed_at`; returns how many."""
+        """Sets aside up to `pages`, displacing only what is needed later than `needed_at`; returns
+        how many.
+        """
         if not self.left:
             return 0
         granted = self._gather(min(pages, self.left), needed_at)
@@ -72,7 +92,9 @@ class Room:
         return granted
 
     def pass_over(self, pages: int) -> None:
-        """So many pages are somebody's already who has not claimed them yet: the first to give way are for them."""
+        """So many pages are somebody's already who has not claimed them yet: the first to give way
+        are for them.
+        """
         self._gather(pages, -math.inf)
 
     def claim(self, pages: int) -> None:
@@ -89,7 +111,9 @@ class Room:
         return self._map.victims_of(self._tier, self._drawn, missing)
 
     def _gather(self, pages: int, needed_at: float) -> int:
-        """Takes so many pages out of those at hand and those that give way; returns how many there were."""
+        """Takes so many pages out of those at hand and those that give way; returns how many there
+        were.
+        """
         while self._have < pages and (more := self._draw(needed_at)):
             self._have += more
         granted = max(0, min(pages, self._have))

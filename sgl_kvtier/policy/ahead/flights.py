@@ -1,4 +1,6 @@
-"""Pages being moved between tiers at our request, until the hands say that they have come or will not."""
+"""Pages being moved between tiers at our request, until the hands say that they have come or will
+not.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class _Move:
 
 
 class Flights:
-    """Each page is in flight to one tier at most. Seconds of the hands' clock; memory grows with the pages in flight."""
+    """Each page is in flight to one tier at most. Seconds of the hands' clock; memory grows with
+    the pages in flight.
+    """
 
     def __init__(self) -> None:
         self._of: dict[PageKey, _Move] = {}
@@ -36,7 +40,11 @@ class Flights:
 
     def others(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
         """Those of these pages that are not in flight."""
-        return keys if self._of.keys().isdisjoint(keys) else tuple(key for key in keys if key not in self._of)
+        return (
+            keys
+            if self._of.keys().isdisjoint(keys)
+            else tuple(key for key in keys if key not in self._of)
+        )
 
     def pages(self, link: Link) -> int:
         """Pages that have yet to come over a link."""
@@ -51,7 +59,11 @@ class Flights:
         if self._of.keys().isdisjoint(keys):
             return ()
         moves = (self._of.get(key) for key in keys)
-        return tuple(dict.fromkeys(move.owner for move in moves if move is not None and move.target is target))
+        return tuple(
+            dict.fromkeys(
+                move.owner for move in moves if move is not None and move.target is target
+            )
+        )
 
     def from_below_dram(self, key: PageKey) -> bool:
         """Whether a page is on its way through DRAM to HBM."""
@@ -59,7 +71,13 @@ class Flights:
         return move is not None and move.target is Tier.HBM and len(move.links) > 1
 
     def begin(
-        self, keys: Sequence[PageKey], target: Tier, links: tuple[Link, ...], now: float, late_at: float, owner: str = ""
+        self,
+        keys: Sequence[PageKey],
+        target: Tier,
+        links: tuple[Link, ...],
+        now: float,
+        late_at: float,
+        owner: str = "",
     ) -> None:
         """A move was handed out for an owner's sake; from `late_at` on it counts as failed."""
         move = _Move(owner, target, links, dict.fromkeys(keys), late_at)

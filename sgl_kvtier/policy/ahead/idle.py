@@ -1,7 +1,8 @@
-"""Idle sessions: whose pages have to be thought of from when on, whose get a copy below, and whose are nobody's any more.
+"""Idle sessions: whose pages have to be thought of from when on, whose get a copy below, and whose
+are nobody's any more.
 
-When a session returns is `sessions.py`'s to say; here is what follows for its pages while it is idle. It owns its pages in
-the map from turn to turn, under the name `owners.owner_of` gives it.
+When a session returns is `sessions.py`'s to say; here is what follows for its pages while it is
+idle. It owns its pages in the map from turn to turn, under the name `owners.owner_of` gives it.
 """
 
 from __future__ import annotations
@@ -25,14 +26,21 @@ MOST_IDLE: Final = 10_000
 """Idle sessions that are kept track of."""
 _SPARE_SOON: Final = 1000
 _MOST_LOST: Final = 100_000
-"""Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing else names them."""
+"""Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing
+else names them.
+"""
 
 
 class IdleSessions:
     """Sessions between two turns, by name. Seconds of the hands' clock."""
 
     def __init__(
-        self, config: PolicyConfig, engine: EngineShape, bandwidth: Bandwidth, tier_map: TierMap, prefetcher: Prefetcher
+        self,
+        config: PolicyConfig,
+        engine: EngineShape,
+        bandwidth: Bandwidth,
+        tier_map: TierMap,
+        prefetcher: Prefetcher,
     ) -> None:
         self._config = config
         self._engine = engine
@@ -75,7 +83,9 @@ class IdleSessions:
         self._expected[session] = expected
         self._behind.expect(session, expected.next_use)
         pages = self._prefetcher.missing(owner_of(session)).pages
-        lead_s = 2 * (iteration_s + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes))
+        lead_s = 2 * (
+            iteration_s + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes)
+        )
         self._soon_at[session] = soon_at = expected.early - lead_s
         if session in self.due:
             if soon_at > now:
@@ -86,7 +96,11 @@ class IdleSessions:
         heapq.heappush(self._soon, (soon_at, session))
         if len(self._soon) > _SPARE_SOON + 4 * len(self._expected):
             # What is sorted is a heap.
-            self._soon = sorted(dict.fromkeys((at, name) for at, name in self._soon if self._soon_at.get(name) == at))
+            self._soon = sorted(
+                dict.fromkeys(
+                    (at, name) for at, name in self._soon if self._soon_at.get(name) == at
+                )
+            )
         if first and expected.at - now > self._config.demote_after_s:
             self._demote[session] = None
         if len(self._expected) > MOST_IDLE:
@@ -94,7 +108,9 @@ class IdleSessions:
 
     def find(self, expected: Return, now: float, iteration_s: float) -> None:
         """One that was given up is expected after all: its pages are its own again."""
-        self._map.claim(owner_of(expected.session), self._forget_lost(expected.session), expected.next_use)
+        self._map.claim(
+            owner_of(expected.session), self._forget_lost(expected.session), expected.next_use
+        )
         self.expect(expected, now, iteration_s)
 
     def back(self, session: str) -> None:
@@ -118,7 +134,9 @@ class IdleSessions:
             self._behind.queue(now, queue_s)
 
     def demotions(self, view: StepView) -> tuple[Move, ...]:
-        """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can leave at once later."""
+        """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can
+        leave at once later.
+        """
         if not self._demote or self._config.prefetch == "off":
             return ()
         session = next(iter(self._demote))
@@ -126,7 +144,9 @@ class IdleSessions:
         room = max(0, view.free_pages.get(Tier.DRAM, 0) - self._map.evictable(Tier.DRAM))
         moves = (
             self._prefetcher.demote(owner_of(session), Tier.HBM, Tier.DRAM, room, view.now),
-            self._prefetcher.demote(owner_of(session), Tier.DRAM, Tier.SSD, len(self._map), view.now),
+            self._prefetcher.demote(
+                owner_of(session), Tier.DRAM, Tier.SSD, len(self._map), view.now
+            ),
         )
         return tuple(move for move in moves if move is not None)
 

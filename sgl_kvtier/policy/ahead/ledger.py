@@ -1,9 +1,11 @@
-"""How much may be moved on a guess: pages brought for sessions are paid for by those that were used.
+"""How much may be moved on a guess: pages brought for sessions are paid for by those that were
+used.
 
-A session may stay away, or its pages may have to leave before it comes. A page that was used earns the share that may be
-wasted for it, one that left unused costs a whole page, and one that is still waiting is charged its chance of being wasted.
-While the balance is spent, nothing more is brought on a guess. Every page a request runs on earns a little, so that a server
-that was wrong for long tries again. So whatever happens, and with s the share,
+A session may stay away, or its pages may have to leave before it comes. A page that was used earns
+the share that may be wasted for it, one that left unused costs a whole page, and one that is still
+waiting is charged its chance of being wasted. While the balance is spent, nothing more is brought
+on a guess. Every page a request runs on earns a little, so that a server that was wrong for long
+tries again. So whatever happens, and with s the share,
 
     wasted  <=  start + s / (1 - s) * used + tried * ran + what waited, uncharged for, when it was last asked
 """
@@ -23,7 +25,9 @@ _START, _MOST = 0.05, 0.1
 
 
 class Ledger:
-    """Pages. `share` of all that was brought may be wasted. The balance begins, and is never more than, a share of HBM."""
+    """Pages. `share` of all that was brought may be wasted. The balance begins, and is never more
+    than, a share of HBM.
+    """
 
     def __init__(self, share: float) -> None:
         self._earns = share / (1 - share) if share < 1 else math.inf
@@ -38,7 +42,9 @@ class Ledger:
         self._most = _MOST * pages
 
     def allows(self, chance: float) -> bool:
-        """Whether pages may be brought for somebody who comes with this chance; a share of 1 allows everything."""
+        """Whether pages may be brought for somebody who comes with this chance; a share of 1 allows
+        everything.
+        """
         return self.balance > 0 or chance >= 1 or self._earns == math.inf
 
     def brought(self, keys: Iterable[PageKey], tier: Tier, chance: float) -> None:

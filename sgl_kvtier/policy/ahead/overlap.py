@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """One test of Eq. 1: all that `owner` lacks takes `transfer_s` behind what is before it, `window_s` are left."""
+    """One test of Eq. 1: all that `owner` lacks takes `transfer_s` behind what is before it,
+    `window_s` are left.
+    """
 
     owner: str
     pages: int
@@ -17,12 +19,23 @@ class Overlap:
 
 
 class Overlaps:
-    """Counts tests and outcomes. The first test of each turn is the one that is judged; memory is bounded by open turns."""
+    """Counts tests and outcomes. The first test of each turn is the one that is judged; memory is
+    bounded by open turns.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, bool] = {}
-        self.counts = {"held": 0, "failed": 0, "held_right": 0, "held_wrong": 0, "failed_right": 0, "failed_wrong": 0}
-        """held_right: predicted to be hidden, and all pages were there at the turn; failed_wrong: predicted not to be, and were."""
+        self.counts = {
+            "held": 0,
+            "failed": 0,
+            "held_right": 0,
+            "held_wrong": 0,
+            "failed_right": 0,
+            "failed_wrong": 0,
+        }
+        """held_right: predicted to be hidden, and all pages were there at the turn; failed_wrong:
+        predicted not to be, and were.
+        """
 
     def __contains__(self, owner: str) -> bool:
         """Whether this turn was tested before."""
@@ -40,7 +53,9 @@ class Overlaps:
         """The turn has come; `complete`: none of its pages was missing."""
         held = self._open.pop(owner, None)
         if held is not None:
-            self.counts[("held_" if held else "failed_") + ("right" if held is complete else "wrong")] += 1
+            self.counts[
+                ("held_" if held else "failed_") + ("right" if held is complete else "wrong")
+            ] += 1
 
     def forget(self, owner: str) -> None:
         """The turn will not come."""

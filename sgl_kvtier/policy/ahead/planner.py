@@ -1,14 +1,15 @@
 """Who runs next, and what that means for pages: the half of a planner that looks ahead.
 
-It keeps the TierMap from facts, turns waiting requests and expected sessions into turns, and says once per step which
-pages to move and which to give up first. A planner hands it every fact and adds what `step` returns to its plan:
+It keeps the TierMap from facts, turns waiting requests and expected sessions into turns, and says
+once per step which pages to move and which to give up first. A planner hands it every fact and adds
+what `step` returns to its plan:
 
     ahead = Lookahead(config, engine, bandwidth)       # the planner's own Bandwidth: it learns from TransferDone facts
     ahead.observe(fact)
     evictions, moves = ahead.step(view, busy_s=links.backlogs(view.now), restoring=planner.restoring)
 
-What hands report: every page that comes into a tier or leaves it, as PagesPlaced and PagesDropped; a Move that fails is
-a PagesDropped in the target tier.
+What hands report: every page that comes into a tier or leaves it, as PagesPlaced and PagesDropped;
+a Move that fails is a PagesDropped in the target tier.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ from sgl_kvtier.types import Link, PageKey
 
 _KEEP: Final = 0.8
 _STEADY: Final = 0.1
-"""A turn is only moved in the map when its prediction has changed by more than this share of the time left."""
+"""A turn is only moved in the map when its prediction has changed by more than this share of the
+time left.
+"""
 _ROUNDS: Final = 4
-"""Every so many steps victims are named for what prefill will claim until the next time, each turn reaches the map, and the queue is
-measured."""
+"""Every so many steps victims are named for what prefill will claim until the next time, each turn
+reaches the map, and the queue is measured.
+"""
 
 
 @dataclass(slots=True)
@@ -61,7 +65,9 @@ class _Request:
 
 
 class Lookahead:
-    """The map, the prefetcher and the sessions, fed with facts. Never raises on unknown ids; one thread, no clock."""
+    """The map, the prefetcher and the sessions, fed with facts. Never raises on unknown ids; one
+    thread, no clock.
+    """
 
     def __init__(self, config: PolicyConfig, engine: EngineShape, bandwidth: Bandwidth) -> None:
         self._config = config
@@ -89,7 +95,9 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Whether it knows of a request or a session at all: without RequestArrived there is nothing to look ahead to."""
+        """Whether it knows of a request or a session at all: without RequestArrived there is
+        nothing to look ahead to.
+        """
         return bool(self._requests) or len(self._idle) > 0
 
     def observe(self, fact: Fact) -> None:
@@ -119,9 +127,14 @@ class Lookahead:
         return tuple(dict.fromkeys([*known, *self._idle.lost_with(key)]))
 
     def step(
-        self, view: StepView, busy_s: Mapping[Link, float] | None = None, restoring: Collection[str] = ()
+        self,
+        view: StepView,
+        busy_s: Mapping[Link, float] | None = None,
+        restoring: Collection[str] = (),
     ) -> tuple[tuple[Evict, ...], tuple[Move, ...]]:
-        """What to give up first, and what to move. `restoring` requests get their pages another way."""
+        """What to give up first, and what to move. `restoring` requests get their pages another
+        way.
+        """
         for expected in self.sessions.changed(view.now):
             if expected.session in self._idle:
                 self._idle.expect(expected, view.now, self._iteration())
@@ -137,7 +150,15 @@ class Lookahead:
         claimed = view.prefill_tokens // self._engine.page_tokens if busy else 0
         ahead = 0 if self._round else _ROUNDS * claimed
         self.last = self.prefetcher.plan(
-            view.now, turns, view.free_pages, self._iteration(), busy_s, max(0, claimed - view.owed_pages), ahead, view.empty_pages, view.owed_pages
+            view.now,
+            turns,
+            view.free_pages,
+            self._iteration(),
+            busy_s,
+            max(0, claimed - view.owed_pages),
+            ahead,
+            view.empty_pages,
+            view.owed_pages,
         )
         return self.last.evictions, self.last.moves + self._idle.demotions(view)
 
@@ -182,11 +203,17 @@ class Lookahead:
             self.map.release(request.owner)
             return
         del self._active[request.session]
-        self._idle.expect(self.sessions.left(request.session, fact.now), fact.now, self._iteration())
+        self._idle.expect(
+            self.sessions.left(request.session, fact.now), fact.now, self._iteration()
+        )
 
     def _stepped(self, fact: StepDone) -> None:
         if fact.prefill_tokens > 0:
-            self._iteration_s = self._iteration_s * _KEEP + fact.seconds * (1 - _KEEP) if self._iteration_s else fact.seconds
+            self._iteration_s = (
+                self._iteration_s * _KEEP + fact.seconds * (1 - _KEEP)
+                if self._iteration_s
+                else fact.seconds
+            )
 
     def _placed(self, fact: PagesPlaced) -> None:
         self.map.placed(fact.keys, fact.tier, fact.now)
@@ -202,7 +229,9 @@ class Lookahead:
         return self._iteration_s or self._config.load_horizon_s
 
     def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
-        """The next runs in the order of their windows: waiting requests as they will run, sessions as they should return."""
+        """The next runs in the order of their windows: waiting requests as they will run, sessions
+        as they should return.
+        """
         turns, queued_tokens, behind = self._waiting_turns(view, restoring)
         if not self._idle.due:
             return turns
@@ -213,33 +242,57 @@ class Lookahead:
         queue_s = queued_tokens // (view.prefill_tokens or self._engine.chunk_tokens) * iteration_s
         due: list[Turn] = []
         for session, expected in self._idle.due.items():
-            # Whoever waits now runs before a request that is still to come, and has its room before it.
+            # Whoever waits now runs before a request that is still to come, and has its room before
+            # it.
             window_s = max(iteration_s, queue_s, expected.early - view.now)
-            due.append(Turn(owner_of(session), None, int(window_s / iteration_s), window_s, chance=expected.chance))
+            due.append(
+                Turn(
+                    owner_of(session),
+                    None,
+                    int(window_s / iteration_s),
+                    window_s,
+                    chance=expected.chance,
+                )
+            )
         due.sort(key=lambda turn: turn.window_s)
         due[0] = due[0]._replace(before=behind)
         return turns + due
 
     def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
-        """Until what runs and what waits now has been computed, but for what is restored and could be loaded as well."""
+        """Until what runs and what waits now has been computed, but for what is restored and could
+        be loaded as well.
+        """
         page = self._engine.page_tokens
         tokens = view.owed_pages * page
         if view.waiting:
-            tokens += view.fresh_tokens + sum(tokens - missing.reach * page for missing, tokens in self._restored(restoring))
+            tokens += view.fresh_tokens + sum(
+                tokens - missing.reach * page for missing, tokens in self._restored(restoring)
+            )
         holder = self._requests.get(view.slot or "")
         if holder is not None:
-            tokens += max(0, holder.prompt_tokens - self.prefetcher.missing(holder.owner).reach * page)
+            tokens += max(
+                0, holder.prompt_tokens - self.prefetcher.missing(holder.owner).reach * page
+            )
         return tokens / (view.prefill_tokens or self._engine.chunk_tokens) * self._iteration()
 
     def _restored(self, restoring: Collection[str]) -> list[tuple[Missing, int]]:
-        """What requests that are being restored lack, and their prompts' tokens. Their loads have their pages already."""
+        """What requests that are being restored lack, and their prompts' tokens. Their loads have
+        their pages already.
+        """
         found = [self._requests[rid] for rid in restoring if rid in self._requests]
-        return [(self.prefetcher.missing(request.owner), request.prompt_tokens) for request in found if not request.running]
+        return [
+            (self.prefetcher.missing(request.owner), request.prompt_tokens)
+            for request in found
+            if not request.running
+        ]
 
-    def _waiting_turns(self, view: StepView, restoring: Collection[str]) -> tuple[list[Turn], int, int]:
-        """Turns of the first waiting requests that lack pages. Whoever lacks none only takes its time, and its room.
-        Where sessions are due: also the tokens all of the queue has to compute, and the HBM pages those behind the last turn
-        will claim."""
+    def _waiting_turns(
+        self, view: StepView, restoring: Collection[str]
+    ) -> tuple[list[Turn], int, int]:
+        """Turns of the first waiting requests that lack pages. Whoever lacks none only takes its
+        time, and its room. Where sessions are due: also the tokens all of the queue has to compute,
+        and the HBM pages those behind the last turn will claim.
+        """
         wanting, known = self.prefetcher.refresh(), self.prefetcher.known
         turns: list[Turn] = []
         page, iteration_s = self._engine.page_tokens, self._iteration()
@@ -248,7 +301,8 @@ class Lookahead:
         if not wanting:
             return turns, 0, 0
         requests, due = self._requests, bool(self._idle.due)
-        # Not more of them lack pages than are wanting; others of these are restored, run, or are sessions.
+        # Not more of them lack pages than are wanting; others of these are restored, run, or are
+        # sessions.
         most = min(SCOPE, len(wanting))
         for rid in view.waiting:
             if len(turns) >= most and not due:
@@ -272,5 +326,9 @@ class Lookahead:
 
     def _move_turn(self, owner: str, now: float, window_s: float) -> None:
         number = self.map.owners.number(owner)
-        if number is not None and abs(self.map.owners.turn(number) - now - window_s) > _STEADY * window_s + self._iteration():
+        if (
+            number is not None
+            and abs(self.map.owners.turn(number) - now - window_s)
+            > _STEADY * window_s + self._iteration()
+        ):
             self.map.owners.expect(number, now + window_s)

@@ -1,7 +1,8 @@
-"""Lookahead: pages of requests that wait are moved up before their turn (TierKV section 3, Algorithm 1).
+"""Lookahead: pages of requests that wait are moved up before their turn (TierKV section 3,
+Algorithm 1).
 
-Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request's turn, plus the scheduling slack.
-Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
+Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request's turn, plus
+the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
 
     tierkv   the paper's: requests of the next K iterations, each page tested by itself against the whole window
     kvtier   pages share the links: requests in order of their turns, each page charged behind those before it and behind
@@ -40,21 +41,29 @@ from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 SCOPE: Final = 32
-"""Turns that lack pages, looked at in one step. What lies further back comes nearer before it matters."""
+"""Turns that lack pages, looked at in one step. What lies further back comes nearer before it
+matters.
+"""
 _COVER: Final = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL: Final = 0.5
-"""Links with more than this share of their horizon to do are left alone, so that most steps have nothing to plan."""
+"""Links with more than this share of their horizon to do are left alone, so that most steps have
+nothing to plan.
+"""
 _SPREAD: Final = 2.0
-"""Pages of a session that is expected back take the place only of what is not used before so many times its predicted wait: with less
-between them, either may come first, and they would push out each other's pages."""
+"""Pages of a session that is expected back take the place only of what is not used before so many
+times its predicted wait: with less between them, either may come first, and they would push out
+each other's pages.
+"""
 _LATE: Final = 4.0
 """A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What to move, in order, and what gives way. `lookahead` is K as used, `tests` are the overlap tests made anew."""
+    """What to move, in order, and what gives way. `lookahead` is K as used, `tests` are the overlap
+    tests made anew.
+    """
 
     moves: tuple[Move, ...] = ()
     evictions: tuple[Evict, ...] = ()
@@ -68,11 +77,14 @@ _NOTHING: Final = Prefetch()
 class Prefetcher:
     """Moves pages up for the turns it is shown, and sees to it that no page is moved twice.
 
-    Reads the map and marks there what it moves; hands report arrivals to `placed`, and what left or did not come to
-    `dropped`, beside telling the map. A step costs what has changed since the last one. One thread, no clock.
+    Reads the map and marks there what it moves; hands report arrivals to `placed`, and what left or
+    did not come to `dropped`, beside telling the map. A step costs what has changed since the last
+    one. One thread, no clock.
     """
 
-    def __init__(self, config: PolicyConfig, tier_map: TierMap, bandwidth: Bandwidth, page_bytes: int) -> None:
+    def __init__(
+        self, config: PolicyConfig, tier_map: TierMap, bandwidth: Bandwidth, page_bytes: int
+    ) -> None:
         self._config = config
         self._map = tier_map
         self._bandwidth = bandwidth
@@ -99,7 +111,11 @@ class Prefetcher:
 
     def dropped(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages have left a tier, or will not come to it."""
-        halfway = [key for key in keys if self._is_halfway(key)] if tier is Tier.HBM and len(self._flights) else []
+        halfway = (
+            [key for key in keys if self._is_halfway(key)]
+            if tier is Tier.HBM and len(self._flights)
+            else []
+        )
         if halfway:
             self.brought.halfway(halfway)
             self._flights.ended(halfway, tier, now)
@@ -174,10 +190,12 @@ class Prefetcher:
         empty: Mapping[Tier, int] | None = None,
         owed_pages: int = 0,
     ) -> Prefetch:
-        """What to move now. `turns` in the order of their windows; `free` pages may be claimed per tier, those that would
-        have to give way included; `busy_s` is what others have queued on each link; `step_pages` of HBM are claimed in
-        this step anyway, `ahead_pages` more until victims are named for them again; `empty` pages hold nothing, where the
-        hands know that; `owed_pages` of HBM beside the free ones will be claimed by prompts that run."""
+        """What to move now. `turns` in the order of their windows; `free` pages may be claimed per
+        tier, those that would have to give way included; `busy_s` is what others have queued on
+        each link; `step_pages` of HBM are claimed in this step anyway, `ahead_pages` more until
+        victims are named for them again; `empty` pages hold nothing, where the hands know that;
+        `owed_pages` of HBM beside the free ones will be claimed by prompts that run.
+        """
         for keys, tier in self._flights.late(now):
             self.late += len(keys)
             self._map.dropped(keys, tier)
@@ -187,7 +205,12 @@ class Prefetcher:
             return _NOTHING
         if off or (not turns and self._config.prefetch == "kvtier"):
             return self._make_room(now, free, step_pages, ahead_pages, empty or {})
-        step = Step(now, max(iteration_s, 1e-6), self._links(now, busy_s or {}), self._rooms(free, empty or {}))
+        step = Step(
+            now,
+            max(iteration_s, 1e-6),
+            self._links(now, busy_s or {}),
+            self._rooms(free, empty or {}),
+        )
         step.rooms[Tier.HBM].take(step_pages, now)
         step.rooms[Tier.HBM].pass_over(owed_pages)
         step.rooms[Tier.HBM].claim(ahead_pages)
@@ -195,15 +218,29 @@ class Prefetcher:
             self._paper(step, turns)
         else:
             self._ours(step, turns)
-        if turns and not step.moves and self._config.prefetch == "kvtier" and self._config.lookahead < 0:
+        if (
+            turns
+            and not step.moves
+            and self._config.prefetch == "kvtier"
+            and self._config.lookahead < 0
+        ):
             # What is due within two iterations was looked for, so the next look may wait as long.
             self._rest_until = now + SOON * step.iteration_s
-        return Prefetch(tuple(step.moves), _evictions(step.rooms), tuple(step.tests), step.lookahead)
+        return Prefetch(
+            tuple(step.moves), _evictions(step.rooms), tuple(step.tests), step.lookahead
+        )
 
     def _make_room(
-        self, now: float, free: Mapping[Tier, int], step_pages: int, ahead_pages: int, empty: Mapping[Tier, int]
+        self,
+        now: float,
+        free: Mapping[Tier, int],
+        step_pages: int,
+        ahead_pages: int,
+        empty: Mapping[Tier, int],
     ) -> Prefetch:
-        """Nobody is looked ahead to: only room for what prefill will claim, and for what is on its way already."""
+        """Nobody is looked ahead to: only room for what prefill will claim, and for what is on its
+        way already.
+        """
         if not ahead_pages and not len(self._flights):
             hbm = Room(self._map, Tier.HBM, free.get(Tier.HBM, 0), empty.get(Tier.HBM))
             self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
@@ -215,22 +252,30 @@ class Prefetcher:
         rooms[Tier.HBM].claim(ahead_pages)
         return Prefetch(evictions=_evictions(rooms))
 
-    def idle(self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None) -> bool:
-        """Whether `plan` would find nothing to move, as far as can be said without looking at turns: all links have enough
-        to do, or nothing has changed for anybody since nothing was due."""
+    def idle(
+        self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None
+    ) -> bool:
+        """Whether `plan` would find nothing to move, as far as can be said without looking at
+        turns: all links have enough to do, or nothing has changed for anybody since nothing was
+        due.
+        """
         if not self.refresh() or now < self._rest_until:
             return True
         return self._busy(self._links(now, busy_s or {}), iteration_s)
 
     def _busy(self, links: Mapping[Link, LinkTime], iteration_s: float) -> bool:
         enough_s = _REFILL * self._horizon(iteration_s)
-        return self._config.prefetch == "kvtier" and all(time.closed or time.end_s > enough_s for time in links.values())
+        return self._config.prefetch == "kvtier" and all(
+            time.closed or time.end_s > enough_s for time in links.values()
+        )
 
     def _horizon(self, iteration_s: float) -> float:
         return max(self._config.load_horizon_s, _COVER * iteration_s)
 
     def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
-        """Copies to a lower tier, of an owner's pages that have none at or below it; at most so many."""
+        """Copies to a lower tier, of an owner's pages that have none at or below it; at most so
+        many.
+        """
         link = Link.HBM_TO_DRAM if source is Tier.HBM else Link.DRAM_TO_SSD
         keys = self._flights.others(self._map.without_copy(owner, source, target))[:most]
         if not keys:
@@ -243,17 +288,27 @@ class Prefetcher:
 
     def _links(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkTime]:
         factor = 1 + self._config.prefetch_margin if self._config.prefetch == "kvtier" else 1.0
-        links = {link: LinkTime(self._bandwidth, link, self._page_bytes, factor) for link in TWO_HOPS}
+        links = {
+            link: LinkTime(self._bandwidth, link, self._page_bytes, factor) for link in TWO_HOPS
+        }
         for link, time in links.items():
-            time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(link, time.page_s, now)
-        # Restorations read the same device, their pages going on to HBM without a stop. Somebody waits for those.
+            time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(
+                link, time.page_s, now
+            )
+        # Restorations read the same device, their pages going on to HBM without a stop. Somebody
+        # waits for those.
         restoring_s = busy_s.get(Link.SSD_TO_HBM, 0.0)
         links[Link.SSD_TO_DRAM].end_s += restoring_s
         links[Link.SSD_TO_DRAM].closed = restoring_s > 0 and self._config.prefetch == "kvtier"
         return links
 
     def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:
-        return {tier: Room(self._map, tier, free.get(tier, 0), empty.get(tier), self._flights.coming(tier)) for tier in (Tier.HBM, Tier.DRAM)}
+        return {
+            tier: Room(
+                self._map, tier, free.get(tier, 0), empty.get(tier), self._flights.coming(tier)
+            )
+            for tier in (Tier.HBM, Tier.DRAM)
+        }
 
     def _emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
         keys = self._flights.others(self._map.keys_of(turn.owner, span))
@@ -263,7 +318,9 @@ class Prefetcher:
             links: tuple[Link, ...] = (Link.SSD_TO_DRAM,)
         else:
             links = (Link.DRAM_TO_HBM,) if source is Tier.DRAM else TWO_HOPS
-        taken_s = max(step.links[link].seconds(self._flights.pages(link) + len(keys)) for link in links)
+        taken_s = max(
+            step.links[link].seconds(self._flights.pages(link) + len(keys)) for link in links
+        )
         late_at = step.now + _LATE * taken_s + self._config.load_deadline_s
         self._flights.begin(keys, target, links, step.now, late_at, turn.owner)
         self._map.moving(keys, target)
@@ -275,8 +332,10 @@ class Prefetcher:
     # --- the paper's rule -------------------------------------------------------------------------------------------
 
     def _paper(self, step: Step, turns: Sequence[Turn]) -> None:
-        """Algorithm 1: requests of the next K iterations, block by block; blocks of one run differ in nothing, so a run
-        is one test. Free pages are the hardware's, so this rule has to respect them too."""
+        """Algorithm 1: requests of the next K iterations, block by block; blocks of one run differ
+        in nothing, so a run is one test. Free pages are the hardware's, so this rule has to respect
+        them too.
+        """
         near = max(1, self._config.lookahead)
         far = max(near, self._config.lookahead_ssd)
         step.lookahead = near
@@ -289,7 +348,10 @@ class Prefetcher:
                 links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
                 transfer_s = sum(step.links[link].seconds(1) for link in links)
                 window_s = within * step.iteration_s + slack_s
-                self._test(step, Overlap(turn.owner, len(span), transfer_s, window_s, transfer_s <= window_s))
+                self._test(
+                    step,
+                    Overlap(turn.owner, len(span), transfer_s, window_s, transfer_s <= window_s),
+                )
                 if transfer_s <= window_s:
                     pages = step.rooms[Tier.HBM].take(len(span), step.now + turn.window_s)
                     if pages:
@@ -310,7 +372,9 @@ class Prefetcher:
         step.lookahead = turns[near - 1].steps if near else 0
         hbm = step.rooms[Tier.HBM]
         self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
-        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(self.brought.unused[Tier.HBM])
+        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(
+            self.brought.unused[Tier.HBM]
+        )
         from_dram = in_dram(known[:near])
         for place in range(near):
             turn = turns[place]
@@ -331,17 +395,29 @@ class Prefetcher:
         dram = step.rooms[Tier.DRAM]
         ahead = self._config.lookahead_ssd < 0 and dram.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
-            if ssd.closed or ssd.end_s >= horizon_s or not dram.left or (place >= far and (not ahead or turn.rid is None)):
+            if (
+                ssd.closed
+                or ssd.end_s >= horizon_s
+                or not dram.left
+                or (place >= far and (not ahead or turn.rid is None))
+            ):
                 break
             if turn.before:
                 dram.take(turn.before, step.now + turn.window_s)
-            if missing.below and self.brought.may_move(turn.owner, turn.chance, Tier.DRAM, step.now):
+            if missing.below and self.brought.may_move(
+                turn.owner, turn.chance, Tier.DRAM, step.now
+            ):
                 self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
-            dram.take(missing.pages - missing.reach + self.missing(turn.owner).below, step.now + turn.window_s)
+            dram.take(
+                missing.pages - missing.reach + self.missing(turn.owner).below,
+                step.now + turn.window_s,
+            )
 
     def _needed_at(self, step: Step, turn: Turn) -> float:
-        """Whose next use is not later than this does not give way to pages of this turn: by the map's clock as well, which
-        orders all others, so that of two turns at most one can push out the other's pages."""
+        """Whose next use is not later than this does not give way to pages of this turn: by the
+        map's clock as well, which orders all others, so that of two turns at most one can push out
+        the other's pages.
+        """
         number = self._map.owners.number(turn.owner)
         at = step.now + turn.window_s
         if number is not None and self._map.owners.turn(number) != math.inf:
@@ -367,10 +443,18 @@ class Prefetcher:
         window_s = turn.window_s + self._config.scheduling_slack_s
         self._test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
 
-    def _promote(self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float) -> int:
-        """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its first gap."""
+    def _promote(
+        self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
+    ) -> int:
+        """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its
+        first gap.
+        """
         ssd, pcie = step.links[Link.SSD_TO_DRAM], step.links[Link.DRAM_TO_HBM]
-        if budget <= 0 or not step.rooms[Tier.HBM].left or (ssd.closed and missing.runs[0][1] is not Tier.DRAM):
+        if (
+            budget <= 0
+            or not step.rooms[Tier.HBM].left
+            or (ssd.closed and missing.runs[0][1] is not Tier.DRAM)
+        ):
             return 0
         until_s = turn.window_s + self._config.scheduling_slack_s
         needed_at = self._needed_at(step, turn)
@@ -378,7 +462,9 @@ class Prefetcher:
         for span, tier in missing.runs:
             if tier is None:
                 break
-            pages = min(len(span), budget - brought, pcie.fit(min(until_s, horizon_s + pcie.page_s)))
+            pages = min(
+                len(span), budget - brought, pcie.fit(min(until_s, horizon_s + pcie.page_s))
+            )
             if tier is not Tier.DRAM:
                 pages = min(pages, ssd.fit(min(until_s - pcie.seconds(1), horizon_s + ssd.page_s)))
             pages = step.rooms[Tier.HBM].take(max(0, pages), needed_at)
@@ -386,7 +472,11 @@ class Prefetcher:
                 if tier is not Tier.DRAM:
                     ssd.charge(pages)
                 pcie.charge(pages)
-                pcie.end_s = max(pcie.end_s, ssd.end_s + pcie.seconds(1)) if tier is not Tier.DRAM else pcie.end_s
+                pcie.end_s = (
+                    max(pcie.end_s, ssd.end_s + pcie.seconds(1))
+                    if tier is not Tier.DRAM
+                    else pcie.end_s
+                )
                 self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
             brought += pages
             if pages < len(span):

@@ -1,4 +1,6 @@
-"""How far one planning step of the prefetcher looks: for how many turns pages are brought, and when nothing more can be."""
+"""How far one planning step of the prefetcher looks: for how many turns pages are brought, and when
+nothing more can be.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,16 @@ from sgl_kvtier.types import Link, Tier
 _EARLY: Final = 0.5
 """With K from measured speeds a turn is expected to come after this share of the predicted time."""
 SOON: Final = 2.0
-"""With K from measured speeds, transfers begin when they would have to within so many iterations."""
+"""With K from measured speeds, transfers begin when they would have to within so many iterations.
+"""
 
 
 class Step:
     """One planning step under way."""
 
-    def __init__(self, now: float, iteration_s: float, links: dict[Link, LinkTime], rooms: dict[Tier, Room]) -> None:
+    def __init__(
+        self, now: float, iteration_s: float, links: dict[Link, LinkTime], rooms: dict[Tier, Room]
+    ) -> None:
         self.now = now
         self.iteration_s = iteration_s
         self.links = links
@@ -33,22 +38,31 @@ class Step:
         self.lookahead = 0
 
     def spent(self, budget: int, horizon_s: float, from_dram: bool) -> bool:
-        """Whether nothing more can be brought to HBM, for no turn: there is no room, or links have enough to do until the
-        horizon. `from_dram`: some turn has pages that the second link alone would bring."""
+        """Whether nothing more can be brought to HBM, for no turn: there is no room, or links have
+        enough to do until the horizon. `from_dram`: some turn has pages that the second link alone
+        would bring.
+        """
         ssd, pcie = self.links[Link.SSD_TO_DRAM], self.links[Link.DRAM_TO_HBM]
         if budget <= 0 or not self.rooms[Tier.HBM].left or not pcie.fit(horizon_s + pcie.page_s):
             return True
         return not from_dram and not ssd.fit(horizon_s + ssd.page_s)
 
 
-def reach(config: PolicyConfig, step: Step, turns: Sequence[Turn], known: Sequence[Missing]) -> tuple[int, int]:
+def reach(
+    config: PolicyConfig, step: Step, turns: Sequence[Turn], known: Sequence[Missing]
+) -> tuple[int, int]:
     """How many turns ahead pages are brought to HBM, and to DRAM. `known`: what each turn lacks.
 
-    With K given: turns within K iterations. From measured speeds: up to the last turn whose transfers, with all
-    before them, have to begin before the next step but one (the latest start of earliest-deadline-first).
+    With K given: turns within K iterations. From measured speeds: up to the last turn whose
+    transfers, with all before them, have to begin before the next step but one (the latest start of
+    earliest-deadline-first).
     """
     near = sum(turn.steps <= config.lookahead for turn in turns) if config.lookahead >= 0 else 0
-    far = sum(turn.steps <= config.lookahead_ssd for turn in turns) if config.lookahead_ssd >= 0 else 0
+    far = (
+        sum(turn.steps <= config.lookahead_ssd for turn in turns)
+        if config.lookahead_ssd >= 0
+        else 0
+    )
     if config.lookahead >= 0 and config.lookahead_ssd >= 0:
         return near, max(near, far)
     ssd, pcie = (step.links[link] for link in TWO_HOPS)
@@ -59,7 +73,9 @@ def reach(config: PolicyConfig, step: Step, turns: Sequence[Turn], known: Sequen
         missing = known[place]
         if not missing.lacking:
             continue
-        latest_pcie = min(latest_pcie, turns[place].window_s * _EARLY) - missing.lacking * pcie.page_s
+        latest_pcie = (
+            min(latest_pcie, turns[place].window_s * _EARLY) - missing.lacking * pcie.page_s
+        )
         if latest_pcie <= soon_pcie and not auto_near:
             auto_near = place + 1
         if missing.below:

@@ -1,8 +1,9 @@
-"""Whose stored pages are read ahead of their turn: requests in the order they run, as far as memory holds what they need.
+"""Whose stored pages are read ahead of their turn: requests in the order they run, as far as memory
+holds what they need.
 
-SGLang reads a waiting request's pages from storage into host memory once, when it arrives, however many wait before it. What
-does not fit pushes out what was read for others, is read for nothing, and is then computed. TierKV (Algorithm 1) looks as
-far ahead as there is room for; so do we.
+SGLang reads a waiting request's pages from storage into host memory once, when it arrives, however
+many wait before it. What does not fit pushes out what was read for others, is read for nothing, and
+is then computed. TierKV (Algorithm 1) looks as far ahead as there is room for; so do we.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from sgl_kvtier.policy.messages import Queued
 
 
 def due(queue: Iterable[Queued], room: int) -> list[str]:
-    """Requests whose stored pages are read now, in the queue's order. `room` are host pages that may hold prefixes of waiting
-    requests. The first in the queue is never kept waiting; one behind it is due while it and all before it fit."""
+    """Requests whose stored pages are read now, in the queue's order. `room` are host pages that
+    may hold prefixes of waiting requests. The first in the queue is never kept waiting; one behind
+    it is due while it and all before it fit.
+    """
     found: list[str] = []
     for place, request in enumerate(queue):
         room -= request.pages

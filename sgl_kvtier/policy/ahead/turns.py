@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 
 class Turn(NamedTuple):
-    """A run to come of an owner in the map. `steps` iterations run before it (0: it runs in this step) and take `window_s`
-    in all. `rid` is the request it is for, None for a session that is only expected. `before` counts HBM pages that runs
-    between the previous turn and this one will claim, where those were left out because they lack nothing. `chance`: how
-    likely it is to come at all."""
+    """A run to come of an owner in the map. `steps` iterations run before it (0: it runs in this
+    step) and take `window_s` in all. `rid` is the request it is for, None for a session that is
+    only expected. `before` counts HBM pages that runs between the previous turn and this one will
+    claim, where those were left out because they lack nothing. `chance`: how likely it is to come
+    at all.
+    """
 
     owner: str
     rid: str | None
@@ -21,10 +23,16 @@ class Turn(NamedTuple):
 
 
 def turns_of(
-    queue: Iterable[tuple[str, str, int]], step_tokens: int, iteration_s: float, ahead_tokens: int = 0, rest_s: float = 0.0
+    queue: Iterable[tuple[str, str, int]],
+    step_tokens: int,
+    iteration_s: float,
+    ahead_tokens: int = 0,
+    rest_s: float = 0.0,
 ) -> list[Turn]:
-    """When each (owner, rid, tokens to compute) of a queue in run order will run: in the iteration that reaches its tokens
-    if each takes `step_tokens`. `ahead_tokens` run before them all, and `rest_s` is left of the iteration under way."""
+    """When each (owner, rid, tokens to compute) of a queue in run order will run: in the iteration
+    that reaches its tokens if each takes `step_tokens`. `ahead_tokens` run before them all, and
+    `rest_s` is left of the iteration under way.
+    """
     turns = []
     step_tokens = max(1, step_tokens)
     for owner, rid, tokens in queue:

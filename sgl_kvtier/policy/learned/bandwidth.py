@@ -8,10 +8,14 @@ from typing import Final
 from sgl_kvtier.types import Link
 
 _KEEP: Final = 0.9
-"""Weight an earlier transfer keeps when another of the same size ends: about the last ten transfers count."""
+"""Weight an earlier transfer keeps when another of the same size ends: about the last ten transfers
+count.
+"""
 _UNKNOWN: Final = 1e9
 _NEWS: Final = 4
-"""So many transfers in a row that are all faster, or all slower, than known mean that the link has changed."""
+"""So many transfers in a row that are all faster, or all slower, than known mean that the link has
+changed.
+"""
 _CHANGED: Final = 1.25
 """By this factor at least."""
 
@@ -21,10 +25,13 @@ class _Seen:
     nbytes: float
     seconds: float
     news: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of the last transfers, all of them off the estimate in the same direction."""
+    """Bytes and seconds of the last transfers, all of them off the estimate in the same direction.
+    """
 
     def changed(self, nbytes: int, seconds: float) -> bool:
-        """Whether, with this transfer, the link is another one than it was. Small ones pay more for their latency and say nothing."""
+        """Whether, with this transfer, the link is another one than it was. Small ones pay more for
+        their latency and say nothing.
+        """
         if nbytes < self.nbytes * (1 - _KEEP) / 2:
             self.news.clear()
             return False
@@ -40,13 +47,16 @@ class _Seen:
 
 
 class Bandwidth:
-    """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers do not weigh as long ones;
-    after several in a row that say otherwise, those alone.
+    """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers do
+    not weigh as long ones; after several in a row that say otherwise, those alone.
 
-    `initial` are first guesses in bytes per second; `latency_s` is added to every transfer. Seconds are of the hands' clock.
+    `initial` are first guesses in bytes per second; `latency_s` is added to every transfer. Seconds
+    are of the hands' clock.
     """
 
-    def __init__(self, initial: dict[Link, float], latency_s: dict[Link, float] | None = None) -> None:
+    def __init__(
+        self, initial: dict[Link, float], latency_s: dict[Link, float] | None = None
+    ) -> None:
         self._latency_s = dict(latency_s or {})
         self._initial = dict(initial)
         self._seen: dict[Link, _Seen] = {}
@@ -58,10 +68,16 @@ class Bandwidth:
             return
         seen = self._seen.get(link)
         if seen is None:
-            # The first guess is worth one transfer like this one: a single outlier does not replace it.
-            self._seen[link] = seen = _Seen(float(nbytes), nbytes / self._initial[link]) if link in self._initial else _Seen(0.0, 0.0)
+            # The first guess is worth one transfer like this one: a single outlier does not replace
+            # it.
+            self._seen[link] = seen = (
+                _Seen(float(nbytes), nbytes / self._initial[link])
+                if link in self._initial
+                else _Seen(0.0, 0.0)
+            )
         if seen.seconds and seen.changed(nbytes, seconds):
-            # Many more transfers would go by before the old ones had lost their weight: those of a slow link weigh most.
+            # Many more transfers would go by before the old ones had lost their weight: those of a
+            # slow link weigh most.
             seen.nbytes, seen.seconds = (float(sum(each)) for each in zip(*seen.news, strict=True))
             seen.news.clear()
         else:
@@ -79,7 +95,11 @@ class Bandwidth:
 
     def seconds(self, link: Link, nbytes: float) -> float:
         """How long a transfer takes on an idle link (TierKV Eq. 2)."""
-        return self._latency_s.get(link, 0.0) + nbytes / self._rates.get(link, _UNKNOWN) if nbytes > 0 else 0.0
+        return (
+            self._latency_s.get(link, 0.0) + nbytes / self._rates.get(link, _UNKNOWN)
+            if nbytes > 0
+            else 0.0
+        )
 
     def known(self, link: Link) -> bool:
         """Whether the link has been measured, here or in a profile."""

@@ -4,8 +4,9 @@ A chunk of n tokens that starts behind s others takes
 
     fixed + a n + b n (s + n / 2)        seconds,
 
-since every token attends to all before it (Cake Fig. 4: cost grows linearly with the chunk's index; CacheFlow Fig. 1c: a
-short chunk costs little less than a longer one). The sum over any chunks of one range depends only on their number.
+since every token attends to all before it (Cake Fig. 4: cost grows linearly with the chunk's index;
+CacheFlow Fig. 1c: a short chunk costs little less than a longer one). The sum over any chunks of
+one range depends only on their number.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _GUESS_WEIGHT: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """The three coefficients, in seconds, seconds per token, and seconds per token and token before it."""
+    """The three coefficients, in seconds, seconds per token, and seconds per token and token before
+    it.
+    """
 
     fixed_s: float
     per_token_s: float
@@ -48,10 +51,11 @@ GUESS: Final = PrefillCost(0.01, 1 / 4000)
 
 
 class CostModel:
-    """PrefillCost fitted online by weighted least squares with forgetting; never negative. Pure arithmetic, no clock.
+    """PrefillCost fitted online by weighted least squares with forgetting; never negative. Pure
+    arithmetic, no clock.
 
-    `initial` is what a profile says. It counts as a few faint measurements, so that it holds until chunks have been
-    measured at several sizes and positions and gives way as soon as they have.
+    `initial` is what a profile says. It counts as a few faint measurements, so that it holds until
+    chunks have been measured at several sizes and positions and gives way as soon as they have.
     """
 
     def __init__(self, initial: PrefillCost = GUESS) -> None:
@@ -96,7 +100,8 @@ class CostModel:
         }
 
     def _add(self, start: int, tokens: int, seconds: float, weight: float) -> None:
-        # Weighted by 1/seconds^2: a chunk counts by its relative error, so that small chunks shape the fixed part.
+        # Weighted by 1/seconds^2: a chunk counts by its relative error, so that small chunks shape
+        # the fixed part.
         weight /= seconds * seconds
         terms = (1.0, float(tokens), tokens * (start + tokens / 2))
         for i in range(3):
@@ -106,7 +111,9 @@ class CostModel:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
-    """The least-squares solution with no negative coefficient: the best over the subsets of terms whose solution has none."""
+    """The least-squares solution with no negative coefficient: the best over the subsets of terms
+    whose solution has none.
+    """
     best: tuple[float, tuple[float, ...]] | None = None
     for used in ((0, 1, 2), (0, 1), (1, 2), (0, 2), (1,), (0,), (2,)):
         values = _solve_subset(matrix, right, used)
@@ -115,14 +122,21 @@ def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
         if used == (0, 1, 2):
             return PrefillCost(*values)
         # Up to a constant: |A x - y|^2 = x'Mx - 2 r'x
-        error = sum(values[i] * (sum(matrix[i][j] * values[j] for j in range(3)) - 2 * right[i]) for i in range(3))
+        error = sum(
+            values[i] * (sum(matrix[i][j] * values[j] for j in range(3)) - 2 * right[i])
+            for i in range(3)
+        )
         if best is None or error < best[0] - 1e-12 * abs(best[0]):
             best = (error, values)
     return PrefillCost(*best[1]) if best else None
 
 
-def _solve_subset(matrix: list[list[float]], right: list[float], used: tuple[int, ...]) -> tuple[float, ...] | None:
-    """Gaussian elimination on the chosen terms, scaled by their diagonal; None when they cannot be told apart."""
+def _solve_subset(
+    matrix: list[list[float]], right: list[float], used: tuple[int, ...]
+) -> tuple[float, ...] | None:
+    """Gaussian elimination on the chosen terms, scaled by their diagonal; None when they cannot be
+    told apart.
+    """
     scale = [math.sqrt(matrix[i][i]) for i in used]
     if min(scale) <= 0:
         return None

@@ -10,7 +10,9 @@ from sgl_kvtier.types import Link, Span
 
 
 class LinkQueues:
-    """Transfers asked for and not ended, per link, in the order they were asked for. Seconds of the hands' clock."""
+    """Transfers asked for and not ended, per link, in the order they were asked for. Seconds of the
+    hands' clock.
+    """
 
     def __init__(self, bandwidth: Bandwidth, page_bytes: int) -> None:
         self._bandwidth = bandwidth
@@ -30,7 +32,11 @@ class LinkQueues:
             head_s, rest, spans = self._head_s(link, now), 0, spans[1:]
             backlogs_s = [0.0 + head_s]
         else:
-            head_s, rest, backlogs_s = self._head_s(link, now), self._nbytes[link] - self._bytes(queue[0]), []
+            head_s, rest, backlogs_s = (
+                self._head_s(link, now),
+                self._nbytes[link] - self._bytes(queue[0]),
+                [],
+            )
         page_bytes, rate = self._page_bytes, self._bandwidth.bytes_per_second(link)
         latency_s = self._bandwidth.latency_s(link)
         for span in spans:
@@ -41,22 +47,30 @@ class LinkQueues:
         return backlogs_s
 
     def wanted(self, link: Link, now: float, horizon_s: float, group: int, probes: int) -> int:
-        """How many pages to ask for, in transfers of `group` pages, until the link has `horizon_s` to do. One that was never
-        measured gets up to `probes` transfers to be measured by."""
+        """How many pages to ask for, in transfers of `group` pages, until the link has `horizon_s`
+        to do. One that was never measured gets up to `probes` transfers to be measured by.
+        """
         if not self._bandwidth.known(link):
             return max(0, probes - self.transfers(link)) * group
         left_s = horizon_s - self.backlog_seconds(link, now)
         if left_s <= 0:
             return 0
-        return max(1, math.ceil(left_s / self._bandwidth.seconds(link, group * self._page_bytes))) * group
+        return (
+            max(1, math.ceil(left_s / self._bandwidth.seconds(link, group * self._page_bytes)))
+            * group
+        )
 
     def ended(self, link: Link, rid: str, span: Span, now: float) -> int:
-        """A transfer of this request's pages ended, well or not, in whole or in part; returns how many pages it freed."""
+        """A transfer of this request's pages ended, well or not, in whole or in part; returns how
+        many pages it freed.
+        """
         queue = self._queued.get(link)
         if not queue:
             return 0
         pages, place = 0, 0
-        while place < len(queue) and pages < len(span):  # transfers end in about the order they were asked for
+        while place < len(queue) and pages < len(
+            span
+        ):  # transfers end in about the order they were asked for
             other, start, stop = queue[place]
             low, high = max(start, span.start), min(stop, span.stop)
             if other != rid or low >= high:
@@ -72,7 +86,9 @@ class LinkQueues:
         return pages
 
     def backlog_seconds(self, link: Link, now: float) -> float:
-        """Until all of it has landed. A head that is late is expected to take as long again as it has taken."""
+        """Until all of it has landed. A head that is late is expected to take as long again as it
+        has taken.
+        """
         queue = self._queued.get(link)
         if not queue:
             return 0.0
@@ -96,11 +112,20 @@ class LinkQueues:
 
     def backlogs(self, now: float) -> dict[Link, float]:
         """The same of every link with something under way."""
-        return {link: self.backlog_seconds(link, now) for link, queue in self._queued.items() if queue}
+        return {
+            link: self.backlog_seconds(link, now) for link, queue in self._queued.items() if queue
+        }
 
     def whole_below(self, rid: str, start: int, stop: int) -> int:
-        """Where the last of this request's transfers ends that lie within pages [start, stop); `start` where none does."""
-        within = [last for queue in self._queued.values() for other, first, last in queue if other == rid and first >= start and last <= stop]
+        """Where the last of this request's transfers ends that lie within pages [start, stop);
+        `start` where none does.
+        """
+        within = [
+            last
+            for queue in self._queued.values()
+            for other, first, last in queue
+            if other == rid and first >= start and last <= stop
+        ]
         return max(within, default=start)
 
     def clear(self) -> None:

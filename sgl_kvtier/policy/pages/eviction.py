@@ -1,7 +1,8 @@
 """Which page of a tier gives way first: LRU, LFU, NextUse, and the shelves they are kept on.
 
-A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used page goes first.
-Nothing is sorted or searched per page, so that a victim costs the same among a thousand pages and a million.
+A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used
+page goes first. Nothing is sorted or searched per page, so that a victim costs the same among a
+thousand pages and a million.
 
     LRU       one shelf
     LFU       one shelf per number of uses
@@ -22,7 +23,9 @@ from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 
 
 class Rule(Protocol):
-    """The order in which pages give way. Pure: `group` says who wants the page (see Owners), shelves are whole numbers >= 0."""
+    """The order in which pages give way. Pure: `group` says who wants the page (see Owners),
+    shelves are whole numbers >= 0.
+    """
 
     def entered(self, group: int) -> int:
         """The shelf of a page that has come into the tier."""
@@ -34,9 +37,11 @@ class Rule(Protocol):
         """The shelf of a page on `shelf` whose owners are now `group`."""
 
     def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
-        """(shelf, next use of its pages) of the shelves that hold pages, the first to give way first; infinity where the
-        rule does not know. Shelves it leaves out are never emptied. Most callers want the first few. Pages may move
-        while the answer is read, so it must not iterate over `shelves` itself without a copy; a shelf -1 is the map's."""
+        """(shelf, next use of its pages) of the shelves that hold pages, the first to give way
+        first; infinity where the rule does not know. Shelves it leaves out are never emptied. Most
+        callers want the first few. Pages may move while the answer is read, so it must not iterate
+        over `shelves` itself without a copy; a shelf -1 is the map's.
+        """
 
 
 class LRU:
@@ -56,7 +61,9 @@ class LRU:
 
 
 class LFU:
-    """Least often used first, least recently used among equals: the papers' Frequency baseline. Counts do not age."""
+    """Least often used first, least recently used among equals: the papers' Frequency baseline.
+    Counts do not age.
+    """
 
     def entered(self, group: int) -> int:
         return 1
@@ -72,7 +79,9 @@ class LFU:
 
 
 class NextUse:
-    """Farthest next execution first: pages nobody is known to want, then those of whoever runs latest."""
+    """Farthest next execution first: pages nobody is known to want, then those of whoever runs
+    latest.
+    """
 
     def entered(self, group: int) -> int:
         return group
@@ -96,16 +105,20 @@ RULES: Mapping[str, Callable[[], Rule]] = {"lru": LRU, "lfu": LFU, "next-use": N
 
 
 class _Row(Protocol):
-    """An array of whole numbers, read and written as objects: compiled code would unbox and box an int at every access."""
+    """An array of whole numbers, read and written as objects: compiled code would unbox and box an
+    int at every access.
+    """
 
     def __getitem__(self, slot: object, /) -> object: ...
     def __setitem__(self, slot: object, value: object, /) -> None: ...
 
 
 class Shelves:
-    """Pages (slots of the map) on numbered shelves, each a ring from the least to the most recently used one.
+    """Pages (slots of the map) on numbered shelves, each a ring from the least to the most recently
+    used one.
 
-    12 bytes per slot; every operation takes constant time. The shelf of a slot that is taken off is remembered.
+    12 bytes per slot; every operation takes constant time. The shelf of a slot that is taken off is
+    remembered.
     """
 
     def __init__(self) -> None:
@@ -173,7 +186,8 @@ class Shelves:
     def move(self, slot: int, shelf: int) -> None:
         """Takes a slot off its shelf and puts it on this one as the most recently used one."""
         if self.shelf[slot] == shelf and self._oldest[shelf] == slot:
-            # Where a ring begins decides who is the oldest: the next one is, and this one the newest.
+            # Where a ring begins decides who is the oldest: the next one is, and this one the
+            # newest.
             self._oldest[shelf] = self._after[slot]
             return
         self.take(slot)

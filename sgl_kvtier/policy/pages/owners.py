@@ -1,7 +1,9 @@
-"""Who will want which pages, and when: requests and idle sessions, each with the time of its next run.
+"""Who will want which pages, and when: requests and idle sessions, each with the time of its next
+run.
 
-Pages wanted by exactly the same owners share a group, so that one small number per page is enough, and the next use of a
-hundred thousand pages changes with one assignment. Group 0 is that of pages nobody is known to want.
+Pages wanted by exactly the same owners share a group, so that one small number per page is enough,
+and the next use of a hundred thousand pages changes with one assignment. Group 0 is that of pages
+nobody is known to want.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ def session_of(owner: str) -> str | None:
 
 
 class Owners:
-    """Owners by name and by small number, and the groups of pages they share. Numbers are used again after `close`.
+    """Owners by name and by small number, and the groups of pages they share. Numbers are used
+    again after `close`.
 
-    Memory: about 8 bytes per page and owner, and a few hundred per owner and group. Not for other threads.
+    Memory: about 8 bytes per page and owner, and a few hundred per owner and group. Not for other
+    threads.
     """
 
     def __init__(self) -> None:
@@ -53,7 +57,9 @@ class Owners:
         self._farthest: _Begun | None = None
         self._aside: _Begun | None = None
         self.asked_aside = False
-        """While true, asking for the order leaves no trace in it: equal turns stay as the last step of a planner had them."""
+        """While true, asking for the order leaves no trace in it: equal turns stay as the last step
+        of a planner had them.
+        """
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -171,17 +177,21 @@ class Owners:
     # --- order ----------------------------------------------------------------------------------------------------
 
     def farthest_first(self) -> Iterable[tuple[int, float]]:
-        """(group, next use) of every group with an owner, the latest next use first. Not to be read on after a change.
+        """(group, next use) of every group with an owner, the latest next use first. Not to be read
+        on after a change.
 
-        Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not their beginnings.
-        Worked out anew after a turn or a group has changed, as far as it is read.
+        Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not
+        their beginnings. Worked out anew after a turn or a group has changed, as far as it is read.
         """
         if self._farthest is None and self.asked_aside:
             if self._aside is None:
-                self._aside = _Begun(self._walk(sorted(self._order, key=self._turns.__getitem__, reverse=True)))
+                self._aside = _Begun(
+                    self._walk(sorted(self._order, key=self._turns.__getitem__, reverse=True))
+                )
             return self._aside
         if self._farthest is None:
-            # Nearly sorted already, which is what list.sort is fastest at. Equal turns stay in the order they had.
+            # Nearly sorted already, which is what list.sort is fastest at. Equal turns stay in the
+            # order they had.
             self._order.sort(key=self._turns.__getitem__, reverse=True)
             self._farthest = _Begun(self._walk(tuple(self._order)))
         return self._farthest
@@ -227,4 +237,7 @@ def common(old: tuple[int, ...], new: tuple[int, ...]) -> int:
     """How many leading slots are the same page."""
     if new[: len(old)] == old and NOWHERE not in old:
         return len(old)
-    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b or a == NOWHERE), min(len(old), len(new)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b or a == NOWHERE),
+        min(len(old), len(new)),
+    )

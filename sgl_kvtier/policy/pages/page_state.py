@@ -18,14 +18,25 @@ IN_DRAM: Final = 0x02
 SHELVED: Final = 0x03
 """Bits of the tiers whose pages are kept in the order in which they give way."""
 COLD: Final = 4
-"""Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by nobody."""
-LISTING: Final = bytes(0 if state & MOVING or not state else state & SHELVED or COLD for state in range(256))
+"""Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by
+nobody.
+"""
+LISTING: Final = bytes(
+    0 if state & MOVING or not state else state & SHELVED or COLD for state in range(256)
+)
 TIERS: Final = tuple(Tier)
 
 
 def _letter(state: int) -> int:
-    """Where lookahead would take a page from: H D S R resident, h d on its way to HBM or DRAM, . nowhere."""
-    for tier, there, coming in ((Tier.HBM, "H", "h"), (Tier.DRAM, "D", "d"), (Tier.SSD, "S", ""), (Tier.REMOTE, "R", "")):
+    """Where lookahead would take a page from: H D S R resident, h d on its way to HBM or DRAM, .
+    nowhere.
+    """
+    for tier, there, coming in (
+        (Tier.HBM, "H", "h"),
+        (Tier.DRAM, "D", "d"),
+        (Tier.SSD, "S", ""),
+        (Tier.REMOTE, "R", ""),
+    ):
         if state >> tier & 1:
             return ord(there)
         if coming and state >> (4 + tier) & 1:
@@ -41,7 +52,9 @@ _TIER_OF: Final = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOT
 
 @dataclass(frozen=True, slots=True)
 class PageInfo:
-    """What is known of one page. Seconds of the hands' clock; `next_use` is infinite where nobody is known to want it."""
+    """What is known of one page. Seconds of the hands' clock; `next_use` is infinite where nobody
+    is known to want it.
+    """
 
     tiers: tuple[Tier, ...]
     in_flight: tuple[Tier, ...]
@@ -55,9 +68,9 @@ class PageInfo:
 class Missing:
     """What an owner's prompt lacks in HBM. Spans are pages of its prompt, ascending.
 
-    `runs`: pages of [0, reach) not in HBM and not on their way there, with the nearest tier that holds them (None: on
-    their way to DRAM). `reach`: the first page that is in no tier; from there on everything must be computed. `pages`: its
-    full prompt pages.
+    `runs`: pages of [0, reach) not in HBM and not on their way there, with the nearest tier that
+    holds them (None: on their way to DRAM). `reach`: the first page that is in no tier; from there
+    on everything must be computed. `pages`: its full prompt pages.
     """
 
     runs: tuple[tuple[Span, Tier | None], ...] = ()
@@ -70,7 +83,9 @@ class Missing:
 
 
 def missing_of(states: bytes) -> Missing:
-    """What lacks in HBM of a prompt whose pages are in these states. A few regular-expression steps per run of pages."""
+    """What lacks in HBM of a prompt whose pages are in these states. A few regular-expression steps
+    per run of pages.
+    """
     letters = states.translate(_LETTERS)
     reach = letters.find(b".")
     reach = len(letters) if reach < 0 else reach

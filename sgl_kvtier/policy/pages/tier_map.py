@@ -1,6 +1,8 @@
-"""Where every page is: which tiers hold it, where it is going, who will want it when, and which page gives way first.
+"""Where every page is: which tiers hold it, where it is going, who will want it when, and which
+page gives way first.
 
-A side table by page hash, fed with facts and never asked for permission: a stale entry costs time, not correctness.
+A side table by page hash, fed with facts and never asked for permission: a stale entry costs time,
+not correctness.
 """
 
 from __future__ import annotations
@@ -36,16 +38,21 @@ _TICKS_PER_S: Final = 100.0
 
 
 class TierMap:
-    """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is O(1) per page.
+    """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is
+    O(1) per page.
 
-    When full, the page that was cold the longest (no copy in HBM or DRAM, no owner, no pin, not moving) is forgotten for a
-    new one; where there is none, the new one is not recorded (`unrecorded` counts). One thread. 200 bytes per page with
-    its 32-byte key at 1e6 pages (the allocator may hold back up to a sixth more while it grows), 8 more per page and owner.
+    When full, the page that was cold the longest (no copy in HBM or DRAM, no owner, no pin, not
+    moving) is forgotten for a new one; where there is none, the new one is not recorded
+    (`unrecorded` counts). One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the
+    allocator may hold back up to a sixth more while it grows), 8 more per page and owner.
 
-    A fact of the hands' that may arrive at any time never contradicts the map: it is simply what holds from then on.
+    A fact of the hands' that may arrive at any time never contradicts the map: it is simply what
+    holds from then on.
     """
 
-    def __init__(self, capacity: int = 1_000_000, hbm_rule: Rule | None = None, dram_rule: Rule | None = None) -> None:
+    def __init__(
+        self, capacity: int = 1_000_000, hbm_rule: Rule | None = None, dram_rule: Rule | None = None
+    ) -> None:
         self._capacity = capacity
         self._slot_of: dict[PageKey, int] = {}
         self._keys: list[PageKey] = [_NO_KEY]
@@ -121,11 +128,17 @@ class TierMap:
         return tuple(self._keys[slot] for slot in slots if slot != NOWHERE)
 
     def without_copy(self, owner: str, source: Tier, target: Tier) -> tuple[PageKey, ...]:
-        """An owner's pages that are in `source` and neither in `target` or below it nor on their way to any tier."""
+        """An owner's pages that are in `source` and neither in `target` or below it nor on their
+        way to any tier.
+        """
         number = self.owners.number(owner)
         below = (RESIDENT << target) & RESIDENT | MOVING
         slots = () if number is None else self.owners.slots[number]
-        return tuple(self._keys[slot] for slot in slots if self._state[slot] >> source & 1 and not self._state[slot] & below)
+        return tuple(
+            self._keys[slot]
+            for slot in slots
+            if self._state[slot] >> source & 1 and not self._state[slot] & below
+        )
 
     @property
     def has_changed(self) -> bool:
@@ -133,7 +146,9 @@ class TierMap:
         return bool(self._changed or self._claimed)
 
     def take_changed(self) -> tuple[str, ...]:
-        """Owners of whose pages some have come, gone or begun to move since the last call, each once."""
+        """Owners of whose pages some have come, gone or begun to move since the last call, each
+        once.
+        """
         numbers: dict[int, None] = {}
         for group in self._changed:
             numbers.update(dict.fromkeys(self.owners.members(group)))
@@ -142,20 +157,28 @@ class TierMap:
         return tuple(names)
 
     def classes(self, tier: Tier) -> Iterator[tuple[int, float, int]]:
-        """(name, next use, pages) of a tier's classes of evictable pages, the first to give way first."""
+        """(name, next use, pages) of a tier's classes of evictable pages, the first to give way
+        first.
+        """
         shelves, rule = self._shelves(tier)
         for shelf, turn in rule.order(shelves.names, self.owners):
             if shelf >= 0:
                 yield shelf, turn, shelves.pages(shelf)
 
     def victims(self, tier: Tier, count: int, after: float = -math.inf) -> tuple[PageKey, ...]:
-        """Up to `count` pages of HBM or DRAM, the first to give way first; none whose next use is not later than `after`."""
+        """Up to `count` pages of HBM or DRAM, the first to give way first; none whose next use is
+        not later than `after`.
+        """
         if count <= 0:
             return ()
-        return self.victims_of(tier, (shelf for shelf, turn, _ in self.classes(tier) if turn > after), count)
+        return self.victims_of(
+            tier, (shelf for shelf, turn, _ in self.classes(tier) if turn > after), count
+        )
 
     def victims_aside(self, tier: Tier, count: int) -> tuple[PageKey, ...]:
-        """The same, for hands that need room between two steps: it leaves no trace, so a recorded run is decided again alike."""
+        """The same, for hands that need room between two steps: it leaves no trace, so a recorded
+        run is decided again alike.
+        """
         self.owners.asked_aside = True
         try:
             return self.victims(tier, count)
@@ -177,9 +200,13 @@ class TierMap:
         bit = 1 << tier
         return (key for key, slot in self._slot_of.items() if self._state[slot] & bit)
 
-    def resident_part(self, tier: Tier, place: int, count: int) -> tuple[tuple[PageKey, ...], int | None]:
-        """The same a part at a time: keys among `count` places from `place` on, 0 the first, and where the next part begins; None
-        behind the last. A page that comes or goes between two parts may be among them or not. O(count)."""
+    def resident_part(
+        self, tier: Tier, place: int, count: int
+    ) -> tuple[tuple[PageKey, ...], int | None]:
+        """The same a part at a time: keys among `count` places from `place` on, 0 the first, and
+        where the next part begins; None behind the last. A page that comes or goes between two
+        parts may be among them or not. O(count).
+        """
         bit, stop = 1 << tier, min(place + count, len(self._state))
         keys = tuple([self._keys[slot] for slot in range(place, stop) if self._state[slot] & bit])
         return keys, stop if stop < len(self._state) else None
@@ -218,7 +245,9 @@ class TierMap:
         self._resident[tier] -= left
 
     def moving(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """Pages are on their way to a tier, until `placed` or `dropped` there. Keys it does not know are passed over."""
+        """Pages are on their way to a tier, until `placed` or `dropped` there. Keys it does not
+        know are passed over.
+        """
         bit = 16 << tier
         state = self._state
         for key in keys:
@@ -238,7 +267,9 @@ class TierMap:
                 self._changed[group] = None
 
     def used(self, keys: Sequence[PageKey], now: float) -> None:
-        """A request ran on these pages. Given in prompt order: the end of a prefix counts as older than its beginning."""
+        """A request ran on these pages. Given in prompt order: the end of a prefix counts as older
+        than its beginning.
+        """
         stamp = self._stamp(now)
         for key in reversed(keys):
             slot = self._slot_of.get(key)
@@ -285,7 +316,8 @@ class TierMap:
     def claim(self, owner: str, keys: Iterable[PageKey], next_use: float = math.inf) -> None:
         """An owner wants these pages, in prompt order, and no longer those it claimed before.
 
-        What it claimed before and still wants costs next to nothing, so a session's next turn costs its new pages.
+        What it claimed before and still wants costs next to nothing, so a session's next turn costs
+        its new pages.
         """
         keys = tuple(dict.fromkeys(keys))
         number = self.owners.open(owner)
@@ -300,7 +332,9 @@ class TierMap:
             self._claimed[owner] = None
 
     def expect(self, owner: str, next_use: float) -> None:
-        """When an owner will run next; infinity if that is not known. Unknown owners are passed over."""
+        """When an owner will run next; infinity if that is not known. Unknown owners are passed
+        over.
+        """
         number = self.owners.number(owner)
         if number is not None:
             self.owners.expect(number, next_use)
@@ -370,7 +404,9 @@ class TierMap:
             self._changed[new] = None
 
     def _set(self, slot: int, old: int, new: int) -> None:
-        """Gives a page another state, and keeps shelves and the note of what changed in step with it; the caller counts."""
+        """Gives a page another state, and keeps shelves and the note of what changed in step with
+        it; the caller counts.
+        """
         group = self._group[slot]
         if group != UNOWNED:
             self._changed[group] = None
@@ -394,7 +430,9 @@ class TierMap:
         return 0 if bits == COLD and self._group[slot] != UNOWNED else bits
 
     def _relist(self, slot: int, before: int, after: int, entered: int = 0) -> None:
-        """Brings a page from the shelves it stood on to those it belongs on. Its place on others stays what it was."""
+        """Brings a page from the shelves it stood on to those it belongs on. Its place on others
+        stays what it was.
+        """
         gone, came = before & ~after, after & ~before
         if gone & IN_HBM:
             self._hbm.take(slot)
@@ -457,4 +495,6 @@ class TierMap:
             return self._hbm, self._hbm_rule
         if tier is Tier.DRAM:
             return self._low, self._dram_rule
-        raise ValueError(f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages does that itself")
+        raise ValueError(
+            f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages does that itself"
+        )

@@ -1,4 +1,6 @@
-"""What compute does for restorations: who gets the engine's slot, how long the next chunk is, which loads are asked back."""
+"""What compute does for restorations: who gets the engine's slot, how long the next chunk is, which
+loads are asked back.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from sgl_kvtier.types import Span
 
 _STEP_COVER: Final = 1.5
 _STEP_COVER_ALONE: Final = 3.0
-"""Loads handed out cover this many times the predicted time until the next step, so that no link waits for a plan. A restoration that
-is alone gets as many as a link needs that has become so much faster: those that compute reaches first are asked back."""
+"""Loads handed out cover this many times the predicted time until the next step, so that no link
+waits for a plan. A restoration that is alone gets as many as a link needs that has become so much
+faster: those that compute reaches first are asked back.
+"""
 _LONGEST_STUCK_S: Final = 2.0
 """A waiting request whose pages find no room for so long computes them."""
 _WORTH_ASKING: Final = 2
-"""So many of the shortest chunks have to be gained by asking loads back, or else compute waits for them."""
+"""So many of the shortest chunks have to be gained by asking loads back, or else compute waits for
+them.
+"""
 
 
 class Chunks:
@@ -29,12 +35,17 @@ class Chunks:
         self._outlook = outlook
 
     def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
-        """What the slot's holder does, or who could get the slot, and who is complete and needs none."""
+        """What the slot's holder does, or who could get the slot, and who is complete and needs
+        none.
+        """
         items, complete = self._under_way.items, self._under_way.complete
         computes = list(complete.values())
         cancels: list[Cancel] = []
         if view.slot is None and view.slot_open:
-            first = next((item for item in in_run_order(self._under_way, view) if item.rid not in complete), None)
+            first = next(
+                (item for item in in_run_order(self._under_way, view) if item.rid not in complete),
+                None,
+            )
             if first is not None and self._wants_slot(first, view):
                 compute, cancels = self._compute(first, view)
                 computes.append(compute)
@@ -44,18 +55,24 @@ class Chunks:
         return computes, tuple(cancels)
 
     def unstuck(self, compute: Compute, view: StepView) -> Compute:
-        """Waiting makes sense only while something of the request is under way; otherwise the front goes on."""
+        """Waiting makes sense only while something of the request is under way; otherwise the front
+        goes on.
+        """
         item, engine = self._under_way.items[compute.rid], self._under_way.engine
         if compute.tokens != 0 or item.pointer.loading or view.prefill_tokens < engine.page_tokens:
             return compute
-        barrier = (item.pointer.barrier(compute.splice.stop) - compute.splice.stop) * engine.page_tokens
+        barrier = (
+            item.pointer.barrier(compute.splice.stop) - compute.splice.stop
+        ) * engine.page_tokens
         whole = engine.chunk_tokens // engine.page_tokens * engine.page_tokens
         budget = view.prefill_tokens // engine.page_tokens * engine.page_tokens
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
 
     def waited_long(self, compute: Compute, view: StepView) -> bool:
-        """Takes note of whether a request that has no slot waits with nothing under way for it, and says whether it does so for long.
-        Room for its loads is mostly there a moment later, but others may take it again and again."""
+        """Takes note of whether a request that has no slot waits with nothing under way for it, and
+        says whether it does so for long. Room for its loads is mostly there a moment later, but
+        others may take it again and again.
+        """
         item = self._under_way.items[compute.rid]
         if compute.tokens != 0 or item.pointer.loading:
             item.stuck_since = -1.0
@@ -64,7 +81,9 @@ class Chunks:
         return 0 <= item.stuck_since <= view.now - _LONGEST_STUCK_S
 
     def _wants_slot(self, item: Restoration, view: StepView) -> bool:
-        """A request that was to be loaded only joins in computing when that has become the faster way."""
+        """A request that was to be loaded only joins in computing when that has become the faster
+        way.
+        """
         config = self._under_way.config
         if item.mode is Mode.LOAD and config.restore != "load":
             forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
@@ -83,19 +102,29 @@ class Chunks:
         if item.fixed_meet >= 0:
             return Compute(item.rid, run, self._up_to_fixed(item, view, run.stop, barrier)), []
         if not barrier:
-            # Compute stands before a page that is being loaded: there is nothing to decide but whether it is to be asked back.
+            # Compute stands before a page that is being loaded: there is nothing to decide but
+            # whether it is to be asked back.
             recalls = rule.balanced_chunks and run.stop >= item.copied
-            return Compute(item.rid, run, 0), self._recall(item, view, 0, 0, run.stop) if recalls else []
+            return Compute(item.rid, run, 0), self._recall(
+                item, view, 0, 0, run.stop
+            ) if recalls else []
         if run.stop < item.copied:
             lost = self._within_budget(item, view, item.pointer.lost_run(run.stop) * page)
             return Compute(item.rid, run, min(lost, engine.chunk_tokens // page * page)), []
         split = self._outlook.held(item)
         assert split is not None, "it was noted above"
-        if split.meet == item.pointer.units and barrier == (item.pointer.units - run.stop) * page and not self._yields(view):
-            # Nothing loads and nothing will: the engine's own chunks, which take the suffix along, are the best.
+        if (
+            split.meet == item.pointer.units
+            and barrier == (item.pointer.units - run.stop) * page
+            and not self._yields(view)
+        ):
+            # Nothing loads and nothing will: the engine's own chunks, which take the suffix along,
+            # are the best.
             return Compute(item.rid, run, None), []
         tokens = chunk_tokens(split, barrier, engine, rule)
-        cancels = self._recall(item, view, tokens, barrier, run.stop) if rule.balanced_chunks else []
+        cancels = (
+            self._recall(item, view, tokens, barrier, run.stop) if rule.balanced_chunks else []
+        )
         tokens = self._within_budget(item, view, tokens)
         least = min(config.min_chunk_tokens, barrier or page)
         if tokens < least and (item.pointer.loading or split.meet < item.pointer.units):
@@ -104,18 +133,27 @@ class Chunks:
             tokens = self._within_budget(item, view, min(barrier, max(page, least // page * page)))
         return Compute(item.rid, run, tokens), cancels
 
-    def _up_to_fixed(self, item: Restoration, view: StepView, start: int, barrier: int) -> int | None:
-        """Tokens of the next chunk of a request whose meeting was fixed beforehand: behind it only pages that failed to load."""
+    def _up_to_fixed(
+        self, item: Restoration, view: StepView, start: int, barrier: int
+    ) -> int | None:
+        """Tokens of the next chunk of a request whose meeting was fixed beforehand: behind it only
+        pages that failed to load.
+        """
         page = self._under_way.engine.page_tokens
         whole = self._under_way.engine.chunk_tokens // page * page
-        if item.fixed_meet == item.pointer.units and start * page + barrier == item.pointer.units * page:
+        if (
+            item.fixed_meet == item.pointer.units
+            and start * page + barrier == item.pointer.units * page
+        ):
             return None
         mine = item.fixed_meet - start if start < item.fixed_meet else item.pointer.lost_run(start)
         chunks = max(1, -(-mine * page // whole))
         return self._within_budget(item, view, min(-(-mine // chunks) * page, barrier))
 
     def _within_budget(self, item: Restoration, view: StepView, tokens: int) -> int:
-        """Fresh prefill goes first while the restoration can go on loading, a bounded number of steps in a row (Cake 4)."""
+        """Fresh prefill goes first while the restoration can go on loading, a bounded number of
+        steps in a row (Cake 4).
+        """
         config, page = self._under_way.config, self._under_way.engine.page_tokens
         tokens = min(tokens, view.prefill_tokens // page * page)
         if not (self._yields(view) and item.pointer.loading):
@@ -131,8 +169,12 @@ class Chunks:
     def _yields(self, view: StepView) -> bool:
         return self._under_way.config.yield_to_fresh and view.fresh_tokens > 0
 
-    def _recall(self, item: Restoration, view: StepView, tokens: int, barrier: int, front: int) -> list[Cancel]:
-        """Loads that compute would reach before the link does are asked back, as far as they were not begun."""
+    def _recall(
+        self, item: Restoration, view: StepView, tokens: int, barrier: int, front: int
+    ) -> list[Cancel]:
+        """Loads that compute would reach before the link does are asked back, as far as they were
+        not begun.
+        """
         config, engine = self._under_way.config, self._under_way.engine
         reach = front + barrier // engine.page_tokens
         if not item.pointer.loading or tokens < barrier or item.cancelled >= reach + 1:
@@ -140,10 +182,12 @@ class Chunks:
         run = item.pointer.last_loading()
         if run.start != reach:
             return []
-        meet = self._outlook.meeting_if_taken_back(item, view, self._outlook.busy_s(view), front).meet
+        meet = self._outlook.meeting_if_taken_back(
+            item, view, self._outlook.busy_s(view), front
+        ).meet
         if tokens and not any(rid != item.rid for rid in view.waiting):
-            # While this chunk runs nothing can be handed out: a link that becomes faster meanwhile must not run out of work where
-            # there is nobody else to load for.
+            # While this chunk runs nothing can be handed out: a link that becomes faster meanwhile
+            # must not run out of work where there is nobody else to load for.
             meet = min(meet, reach + self._spare_pages(item, reach, front, tokens))
         if (meet - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
             return []
@@ -155,12 +199,19 @@ class Chunks:
         return [Cancel(item.rid, Span(reach, stop))]
 
     def _spare_pages(self, item: Restoration, reach: int, front: int, tokens: int) -> int:
-        """Pages of it under way, over the link that brings page `reach`, that are more than the link could bring while a chunk of
-        `tokens` at page `front` runs, were it so much faster as loads handed out to it allow for."""
+        """Pages of it under way, over the link that brings page `reach`, that are more than the
+        link could bring while a chunk of `tokens` at page `front` runs, were it so much faster as
+        loads handed out to it allow for.
+        """
         known = self._under_way
         link = next(LINK_OF[tier] for source, tier in item.sources if reach in source)
         chunk_s = known.cost.cost.chunk_seconds(front * known.engine.page_tokens, tokens)
-        could = step_cover(known) * chunk_s * known.bandwidth.bytes_per_second(link) / known.engine.page_bytes
+        could = (
+            step_cover(known)
+            * chunk_s
+            * known.bandwidth.bytes_per_second(link)
+            / known.engine.page_bytes
+        )
         return max(0, item.in_flight.get(link, 0) - int(could))
 
 
@@ -171,7 +222,9 @@ def step_cover(under_way: UnderWay) -> float:
 
 
 def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:
-    """The slot's holder, then waiting requests as they will run, then any other in the order of their offers."""
+    """The slot's holder, then waiting requests as they will run, then any other in the order of
+    their offers.
+    """
     seen = {}
     for rid in (view.slot, *view.waiting):
         item = under_way.items.get(rid) if rid is not None else None

@@ -1,4 +1,6 @@
-"""Which pages of which restoration are loaded next, so that every link has enough to do until well after the next step."""
+"""Which pages of which restoration are loaded next, so that every link has enough to do until well
+after the next step.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,23 @@ from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOAD_S: Final = 0.02
-"""The last loads before the meeting take no longer than this, but for one page: the front may have to wait for all of one."""
+"""The last loads before the meeting take no longer than this, but for one page: the front may have
+to wait for all of one.
+"""
 _NEAR: Final = 4
-"""A load is at most this part of what is left to the meeting: far from it they are whole, so that their latency is paid seldom."""
+"""A load is at most this part of what is left to the meeting: far from it they are whole, so that
+their latency is paid seldom.
+"""
 _PROBES: Final = 2
 """Transfers handed out on a link that was never measured."""
 _PATIENCE: Final = 2.0
-"""A load may take so many times as long as its link is predicted to need for what is before it and for itself."""
+"""A load may take so many times as long as its link is predicted to need for what is before it and
+for itself.
+"""
 _PATIENCE_FIXED: Final = 32.0
-"""The same where all of it was asked for beforehand: by the time it is read the link may be another one."""
+"""The same where all of it was asked for beforehand: by the time it is read the link may be another
+one.
+"""
 _UNLIMITED_S: Final = 1e6
 """Loads handed out cover this where the split is fixed: all of them are known beforehand."""
 _UNBOUNDED: Final = 1 << 40
@@ -41,7 +51,10 @@ class Loads:
         """Loads until every link has enough to do, in the rule's order."""
         known, outlook, now = self._under_way, self._outlook, view.now
         busy_s = outlook.busy_s(view)
-        horizon_s = max(known.config.load_horizon_s, step_cover(known) * (busy_s + self._step_seconds(view, computes)))
+        horizon_s = max(
+            known.config.load_horizon_s,
+            step_cover(known) * (busy_s + self._step_seconds(view, computes)),
+        )
         if fixed_share(known.config) is not None:
             horizon_s = _UNLIMITED_S
         readers = known.readers
@@ -50,12 +63,19 @@ class Loads:
             return ()
         room = dict(view.free_pages)
         if Tier.HBM in room:
-            # A chunk that the slot's holder may yet be granted keeps its pages too: loads of others must not take them.
-            granted = [self._chunks.unstuck(compute, view) if compute.rid == view.slot else compute for compute in computes]
-            room[Tier.HBM] -= sum(compute.tokens or 0 for compute in granted) // known.engine.page_tokens
+            # A chunk that the slot's holder may yet be granted keeps its pages too: loads of others
+            # must not take them.
+            granted = [
+                self._chunks.unstuck(compute, view) if compute.rid == view.slot else compute
+                for compute in computes
+            ]
+            room[Tier.HBM] -= (
+                sum(compute.tokens or 0 for compute in granted) // known.engine.page_tokens
+            )
         loads: list[Load] = []
         ending = {compute.rid: compute for compute in computes}
-        # Compute reaches a request after those before it in the queue: the later its turn, the more of it is loaded.
+        # Compute reaches a request after those before it in the queue: the later its turn, the more
+        # of it is loaded.
         ahead_s = busy_s + outlook.fresh_s(view)
         for item in self._in_io_order(view):
             if room.get(Tier.HBM, 1) <= 0 or not any(map(readers.__getitem__, open_links)):
@@ -68,8 +88,15 @@ class Loads:
         return tuple(loads)
 
     def _step_seconds(self, view: StepView, computes: list[Compute]) -> float:
-        """What the prefill of the step takes that is being decided: chunks of restorations, and fresh prefill as far as it fits in."""
-        cost, engine, left, seconds = self._under_way.cost.cost, self._under_way.engine, view.prefill_tokens, 0.0
+        """What the prefill of the step takes that is being decided: chunks of restorations, and
+        fresh prefill as far as it fits in.
+        """
+        cost, engine, left, seconds = (
+            self._under_way.cost.cost,
+            self._under_way.engine,
+            view.prefill_tokens,
+            0.0,
+        )
         for compute in computes:
             start, tokens = compute.splice.stop * engine.page_tokens, compute.tokens
             if tokens is None:
@@ -87,20 +114,30 @@ class Loads:
         return compute.splice.stop + compute.tokens // self._under_way.engine.page_tokens
 
     def _full(self, link: Link, now: float, horizon_s: float) -> bool:
-        """Whether a link has enough to do. One that was never measured gets a few transfers to be measured by."""
+        """Whether a link has enough to do. One that was never measured gets a few transfers to be
+        measured by.
+        """
         if not self._under_way.bandwidth.known(link):
             return self._under_way.links.transfers(link) >= _PROBES
         return self._under_way.links.backlog_seconds(link, now) >= horizon_s
 
-    def _floor(self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float) -> tuple[int, int, Split]:
-        """The lowest page that may be loaded; the lowest that should be: what compute is predicted to reach first is not
-        loaded, but for copies from DRAM that it waits for; and where the two meet."""
+    def _floor(
+        self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float
+    ) -> tuple[int, int, Split]:
+        """The lowest page that may be loaded; the lowest that should be: what compute is predicted
+        to reach first is not loaded, but for copies from DRAM that it waits for; and where the two
+        meet.
+        """
         config, outlook = self._under_way.config, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
         lowest = item.pointer.front if proposed is None else self._stop_page(proposed, item)
         if item.fixed_meet >= 0:
             return max(lowest, item.fixed_meet), max(lowest, item.fixed_meet), split
-        if not self._under_way.rule.balanced_chunks or item.mode is Mode.LOAD or split.compute_tokens < config.min_chunk_tokens:
+        if (
+            not self._under_way.rule.balanced_chunks
+            or item.mode is Mode.LOAD
+            or split.compute_tokens < config.min_chunk_tokens
+        ):
             return lowest, lowest, split
         meet = split.meet
         charge = outlook.charge(view)
@@ -109,10 +146,23 @@ class Loads:
         return lowest, max(lowest, meet), split
 
     def _load_from(
-        self, item: Restoration, now: float, lowest: int, floor: int, horizon_s: float, room: dict[Tier, int], loads: list[Load]
+        self,
+        item: Restoration,
+        now: float,
+        lowest: int,
+        floor: int,
+        horizon_s: float,
+        room: dict[Tier, int],
+        loads: list[Load],
     ) -> None:
-        """Adds loads of this request, from its end down to the floor, until its links have enough to do."""
-        config, engine, readers = self._under_way.config, self._under_way.engine, self._under_way.readers
+        """Adds loads of this request, from its end down to the floor, until its links have enough
+        to do.
+        """
+        config, engine, readers = (
+            self._under_way.config,
+            self._under_way.engine,
+            self._under_way.readers,
+        )
         links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
         hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
         patience = _PATIENCE if fixed_share(config) is None else _PATIENCE_FIXED
@@ -133,7 +183,9 @@ class Loads:
                 pages += count
                 parts = _parts(span, floor, group, whole)
                 for part, backlog_s in zip(parts, links.asked(link, rid, parts, now), strict=True):
-                    loads.append(Load(rid, part, tier, link, patience * backlog_s + config.load_deadline_s))
+                    loads.append(
+                        Load(rid, part, tier, link, patience * backlog_s + config.load_deadline_s)
+                    )
             if pages:
                 item.in_flight[link] = item.in_flight.get(link, 0) + pages
                 self._outlook.loads_handed_out()
@@ -142,13 +194,24 @@ class Loads:
             readers[link] -= 1
 
     def _group(self, link: Link) -> int:
-        """Pages per load: as many as are asked for, fewer on a slow link. The papers' rules know no such thing, and where
-        nothing is computed nobody waits at a meeting."""
+        """Pages per load: as many as are asked for, fewer on a slow link. The papers' rules know no
+        such thing, and where nothing is computed nobody waits at a meeting.
+        """
         known = self._under_way
         most = max(1, known.config.load_tokens // known.engine.page_tokens)
-        if not known.rule.balanced_chunks or known.config.restore == "load" or not known.bandwidth.known(link):
+        if (
+            not known.rule.balanced_chunks
+            or known.config.restore == "load"
+            or not known.bandwidth.known(link)
+        ):
             return most
-        return max(1, min(most, int(known.bandwidth.bytes_per_second(link) * _LOAD_S / known.engine.page_bytes)))
+        return max(
+            1,
+            min(
+                most,
+                int(known.bandwidth.bytes_per_second(link) * _LOAD_S / known.engine.page_bytes),
+            ),
+        )
 
     def _in_io_order(self, view: StepView) -> Iterable[Restoration]:
         known = self._under_way
@@ -158,11 +221,15 @@ class Loads:
         forecast = Forecast(known.engine, known.cost.cost, known.bandwidth, 0.0, {})
         longest = known.rule.io_order == "longest"
         cost = {item.rid: forecast.compute_only(item) for item in items}
-        return sorted(items, key=lambda item: (-cost[item.rid] if longest else cost[item.rid], item.order))
+        return sorted(
+            items, key=lambda item: (-cost[item.rid] if longest else cost[item.rid], item.order)
+        )
 
 
 def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:
-    """A span as loads, the last pages first: `most` pages each far above the meeting at `floor`, `least` near it."""
+    """A span as loads, the last pages first: `most` pages each far above the meeting at `floor`,
+    `least` near it.
+    """
     parts, lowest, stop = [], span.start, span.stop
     while stop > lowest:
         pages = (stop - floor) // _NEAR

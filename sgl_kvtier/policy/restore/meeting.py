@@ -1,6 +1,8 @@
-"""Where one restoration's two ends should meet: the search that every step of a planner makes for every request it loads for.
+"""Where one restoration's two ends should meet: the search that every step of a planner makes for
+every request it loads for.
 
-What does not depend on the meeting page is looked up once; then each page tried costs a few additions.
+What does not depend on the meeting page is looked up once; then each page tried costs a few
+additions.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Road: TypeAlias = tuple[Runs, float, float, float, float]
 
 
 class Split(NamedTuple):
-    """Where to meet: compute takes what is open below `meet` (a page), loads take the rest. Seconds from now."""
+    """Where to meet: compute takes what is open below `meet` (a page), loads take the rest. Seconds
+    from now.
+    """
 
     meet: int
     compute_tokens: int
@@ -31,7 +35,9 @@ class Split(NamedTuple):
 
 @dataclass(slots=True)
 class Pace:
-    """How fast both ends are: sizes of the engine, what compute costs, and what each link has to do already."""
+    """How fast both ends are: sizes of the engine, what compute costs, and what each link has to do
+    already.
+    """
 
     page_tokens: int
     page_bytes: int
@@ -42,11 +48,13 @@ class Pace:
 
 
 class Open(NamedTuple):
-    """What both ends have yet to share of a restoration, whatever compute costs and wherever they meet.
+    """What both ends have yet to share of a restoration, whatever compute costs and wherever they
+    meet.
 
-    `runs` are the open pages, `stuck` counts those that can only be computed. `roads`: of each link the open pages it could
-    bring, when it is free for them, its latency, its bytes per second, and when it is done with what is under way for this
-    request: what links do for others is nothing that it waits for. `top`: above this page nothing changes with the meeting page.
+    `runs` are the open pages, `stuck` counts those that can only be computed. `roads`: of each link
+    the open pages it could bring, when it is free for them, its latency, its bytes per second, and
+    when it is done with what is under way for this request: what links do for others is nothing
+    that it waits for. `top`: above this page nothing changes with the meeting page.
     """
 
     runs: Runs
@@ -63,8 +71,10 @@ def open_of(
     in_flight: Mapping[Link, int],
     taken_back: bool = False,
 ) -> Open:
-    """What is open of a restoration whose front is at a page. `sources` are disjoint page spans by the link they come over,
-    `in_flight` its pages under way by link; `taken_back` counts those as open again, as if their loads could be taken back."""
+    """What is open of a restoration whose front is at a page. `sources` are disjoint page spans by
+    the link they come over, `in_flight` its pages under way by link; `taken_back` counts those as
+    open again, as if their loads could be taken back.
+    """
     runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
     bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
     roads = []
@@ -79,7 +89,15 @@ def open_of(
             for low, high in runs
             if low < span.stop and span.start < high
         ]
-        roads.append((pieces, backlog_s, bandwidth.latency_s(link), bandwidth.bytes_per_second(link), backlog_s if own else 0.0))
+        roads.append(
+            (
+                pieces,
+                backlog_s,
+                bandwidth.latency_s(link),
+                bandwidth.bytes_per_second(link),
+                backlog_s if own else 0.0,
+            )
+        )
     top = pointer.units if taken_back else max(front, runs[-1][1]) if runs else front
     return Open(runs, pointer.lost_from(front), roads, top)
 
@@ -87,11 +105,12 @@ def open_of(
 def best_split(
     pace: Pace, compute_at_s: float, left: Open, front: int, guess: int = -1, charge: float = 1.0
 ) -> Split:
-    """The page at which both ends of a restoration are predicted to finish together, or the sooner of its two neighbours.
+    """The page at which both ends of a restoration are predicted to finish together, or the sooner
+    of its two neighbours.
 
-    Compute begins `compute_at_s` from now at page `front`. `guess` is where they were to meet a step ago: it changes how long
-    this takes, not what comes out, for compute ends no sooner, and loads no later, the higher they meet. `charge`: compute
-    counts for so many times its seconds.
+    Compute begins `compute_at_s` from now at page `front`. `guess` is where they were to meet a
+    step ago: it changes how long this takes, not what comes out, for compute ends no sooner, and
+    loads no later, the higher they meet. `charge`: compute counts for so many times its seconds.
     """
     runs, stuck, roads, top = left
     of = _ends_of_one_run if len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs else _ends
@@ -110,8 +129,17 @@ def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
 
 def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
     runs, stuck, roads, _ = left
-    page_tokens, page_bytes, chunk_tokens, cost = pace.page_tokens, pace.page_bytes, pace.chunk_tokens, pace.cost
-    fixed_s, per_token_s, per_position_s = charge * cost.fixed_s, charge * cost.per_token_s, charge * cost.per_token_position_s
+    page_tokens, page_bytes, chunk_tokens, cost = (
+        pace.page_tokens,
+        pace.page_bytes,
+        pace.chunk_tokens,
+        pace.cost,
+    )
+    fixed_s, per_token_s, per_position_s = (
+        charge * cost.fixed_s,
+        charge * cost.per_token_s,
+        charge * cost.per_token_position_s,
+    )
     start = front * page_tokens
 
     def ends(meet: int) -> tuple[float, float]:
@@ -136,10 +164,23 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
     return ends
 
 
-def _ends_of_one_run(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
-    """The same where the open pages are one run that one link brings, as nearly always: the same sums without the loops."""
-    page_tokens, page_bytes, chunk_tokens, cost = pace.page_tokens, pace.page_bytes, pace.chunk_tokens, pace.cost
-    fixed_s, per_token_s, per_position_s = charge * cost.fixed_s, charge * cost.per_token_s, charge * cost.per_token_position_s
+def _ends_of_one_run(
+    pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
+) -> Ends:
+    """The same where the open pages are one run that one link brings, as nearly always: the same
+    sums without the loops.
+    """
+    page_tokens, page_bytes, chunk_tokens, cost = (
+        pace.page_tokens,
+        pace.page_bytes,
+        pace.chunk_tokens,
+        pace.cost,
+    )
+    fixed_s, per_token_s, per_position_s = (
+        charge * cost.fixed_s,
+        charge * cost.per_token_s,
+        charge * cost.per_token_position_s,
+    )
     start = front * page_tokens
     ((low, high),), backlog_s, latency_s, bytes_per_s, own_s = left.roads[0]
     stuck = left.stuck
@@ -155,14 +196,18 @@ def _ends_of_one_run(pace: Pace, charge: float, compute_at_s: float, front: int,
             computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
         if meet >= high:
             return computed_s, own_s
-        return computed_s, backlog_s + (latency_s + (high - (low if low > meet else meet)) * page_bytes / bytes_per_s)
+        return computed_s, backlog_s + (
+            latency_s + (high - (low if low > meet else meet)) * page_bytes / bytes_per_s
+        )
 
     return ends
 
 
 def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:
-    """The page in [low, high] where the later of both ends is soonest, and when that is. Compute ends no sooner, and loads no
-    later, the higher they meet: so the page is next to where compute begins to be the later one."""
+    """The page in [low, high] where the later of both ends is soonest, and when that is. Compute
+    ends no sooner, and loads no later, the higher they meet: so the page is next to where compute
+    begins to be the later one.
+    """
     at_low: tuple[float, float] | None = None
     at_high: tuple[float, float] | None = None
     if low < guess < high:
@@ -189,9 +234,12 @@ def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:
         low, at_low = high, at_high
     straight = True
     while high - low > 1:
-        # Both ends are nearly straight lines, so interpolation lands close; halving in between bounds the steps.
+        # Both ends are nearly straight lines, so interpolation lands close; halving in between
+        # bounds the steps.
         slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
-        middle = low + round((high - low) * slack / (slack + lead)) if straight else (low + high) // 2
+        middle = (
+            low + round((high - low) * slack / (slack + lead)) if straight else (low + high) // 2
+        )
         middle = low + 1 if middle <= low else high - 1 if middle >= high else middle
         straight = not straight
         at_middle = ends(middle)

@@ -5,15 +5,23 @@ from __future__ import annotations
 from typing import Final
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, choose_mode, fixed_share, leave
+from sgl_kvtier.policy.restore.modes import (
+    LINK_OF,
+    Forecast,
+    Restoration,
+    choose_mode,
+    fixed_share,
+    leave,
+)
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN: Final = 16
-"""Every so many requests that are computed because a link is slow, one is restored, its last page at least loaded: the link may
-have become faster."""
+"""Every so many requests that are computed because a link is slow, one is restored, its last page
+at least loaded: the link may have become faster.
+"""
 
 
 class Offers:
@@ -50,7 +58,9 @@ class Offers:
             item = _item(offer, self._order, self._fixed_meet(offer))
             forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
             self._copy_first(item, forecast)
-            item.mode, reason = choose_mode(forecast, item, self._under_way.config, self._knows(offer))
+            item.mode, reason = choose_mode(
+                forecast, item, self._under_way.config, self._knows(offer)
+            )
             if reason == "computing is faster":
                 self._computed += 1
                 if self._computed % _LOOK_AGAIN == 0:
@@ -64,12 +74,23 @@ class Offers:
         return tuple(starts)
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why this is not worth being offered to an engine that can load by itself, or None. Changes nothing."""
+        """Why this is not worth being offered to an engine that can load by itself, or None.
+        Changes nothing.
+        """
         item = _item(offer, self._order)
         forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
         self._copy_first(item, forecast)
-        learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(Link.SSD_TO_HBM)
-        return leave(forecast, item, self._under_way.config, self._knows(offer), learns, self._crowded(offer, view))
+        learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(
+            Link.SSD_TO_HBM
+        )
+        return leave(
+            forecast,
+            item,
+            self._under_way.config,
+            self._knows(offer),
+            learns,
+            self._crowded(offer, view),
+        )
 
     def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
         """Whether HBM has no room for this request and the fresh ones that wait beside it."""
@@ -78,13 +99,16 @@ class Offers:
         return Tier.HBM in view.free_pages and view.free_pages[Tier.HBM] * page < needed
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
-        """A prefix that begins in DRAM and goes on below it is computed only behind what is copied from DRAM; one that lies
-        in DRAM as a whole may have both ends."""
+        """A prefix that begins in DRAM and goes on below it is computed only behind what is copied
+        from DRAM; one that lies in DRAM as a whole may have both ends.
+        """
         if self._under_way.rule.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)
 
     def _fixed_meet(self, offer: RestoreOffered) -> int:
-        """Where the settings fix the meeting of what is computed and loaded at once; -1 where they do not."""
+        """Where the settings fix the meeting of what is computed and loaded at once; -1 where they
+        do not.
+        """
         share = fixed_share(self._under_way.config)
         if share is None:
             return -1
@@ -93,10 +117,18 @@ class Offers:
     def _knows(self, offer: RestoreOffered) -> bool:
         """Whether what an answer depends on was measured, here or in an earlier run."""
         known = self._under_way
-        return known.costs_known and all(known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources)
+        return known.costs_known and all(
+            known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
+        )
 
 
 def _item(offer: RestoreOffered, order: int, fixed_meet: int = -1) -> Restoration:
-    above = ((Span(max(span.start, fixed_meet), span.stop), tier) for span, tier in offer.sources if span.stop > fixed_meet)
+    above = (
+        (Span(max(span.start, fixed_meet), span.stop), tier)
+        for span, tier in offer.sources
+        if span.stop > fixed_meet
+    )
     pointer = TwoPointer(offer.resident, offer.pages)
-    return Restoration(offer.rid, order, offer.prompt_tokens, pointer, tuple(above), fixed_meet=fixed_meet)
+    return Restoration(
+        offer.rid, order, offer.prompt_tokens, pointer, tuple(above), fixed_meet=fixed_meet
+    )

@@ -1,4 +1,6 @@
-"""What one step predicts: when compute can reach whom, and where the two ends of each restoration should meet."""
+"""What one step predicts: when compute can reach whom, and where the two ends of each restoration
+should meet.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ _MOST_BEHIND: Final = 8
 
 
 class Outlook:
-    """Predictions in seconds from the view's `now`. What was looked up in a step is kept until the next `begin`."""
+    """Predictions in seconds from the view's `now`. What was looked up in a step is kept until the
+    next `begin`.
+    """
 
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
@@ -41,11 +45,18 @@ class Outlook:
     def forecast(self, view: StepView, compute_at_s: float) -> Forecast:
         """What each way to restore a request would take."""
         known = self._under_way
-        return Forecast(known.engine, known.cost.cost, known.bandwidth, compute_at_s, known.links.backlogs(view.now))
+        return Forecast(
+            known.engine,
+            known.cost.cost,
+            known.bandwidth,
+            compute_at_s,
+            known.links.backlogs(view.now),
+        )
 
     def meeting(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
-        """Where a request's two ends should meet, with its front at a page, as Forecast.both says, from what the last search
-        came to. Links have what was asked of them up to now to do."""
+        """Where a request's two ends should meet, with its front at a page, as Forecast.both says,
+        from what the last search came to. Links have what was asked of them up to now to do.
+        """
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
         left = self._left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
@@ -55,12 +66,17 @@ class Outlook:
         return split
 
     def hold(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> None:
-        """This request has the slot: where its ends should meet, as things are now, is worked out when somebody asks."""
+        """This request has the slot: where its ends should meet, as things are now, is worked out
+        when somebody asks.
+        """
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
         left = self._left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
         self._left_of = item
-        self._holder, self._held = (item.rid, pace, compute_at_s + copied_s, left, front, item.meet), None
+        self._holder, self._held = (
+            (item.rid, pace, compute_at_s + copied_s, left, front, item.meet),
+            None,
+        )
 
     def held(self, item: Restoration) -> Split | None:
         """Where the ends of the slot's holder should meet as of `hold`; None for any other request."""
@@ -72,17 +88,22 @@ class Outlook:
             item.meet = self._held.meet
         return self._held
 
-    def charged_meet(self, item: Restoration, view: StepView, compute_at_s: float, front: int, charge: float) -> int:
+    def charged_meet(
+        self, item: Restoration, view: StepView, compute_at_s: float, front: int, charge: float
+    ) -> int:
         """The same page where compute counts for so many times its seconds."""
         if front >= item.copied and self._pace is not None and self._left_of is item:
-            # Looked at a moment ago, from this front or one behind landed pages: what is open is the same.
+            # Looked at a moment ago, from this front or one behind landed pages: what is open is
+            # the same.
             pace, left = self._pace, self._left
         else:
             pace = self._pace or self._look(view)
             front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
             compute_at_s += copied_s
             left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
-        item.charged_meet = best_split(pace, compute_at_s, left, front, item.charged_meet, charge).meet
+        item.charged_meet = best_split(
+            pace, compute_at_s, left, front, item.charged_meet, charge
+        ).meet
         return item.charged_meet
 
     def charge(self, view: StepView) -> float:
@@ -90,7 +111,9 @@ class Outlook:
         behind = min(len(view.waiting) - 1, _MOST_BEHIND)
         return 1 + self._under_way.config.queue_charge * behind if behind > 0 else 1.0
 
-    def meeting_if_taken_back(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
+    def meeting_if_taken_back(
+        self, item: Restoration, view: StepView, compute_at_s: float, front: int
+    ) -> Split:
         """The same, charge included, if its loads under way could be taken back."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
@@ -102,12 +125,19 @@ class Outlook:
         backlogs = known.links.backlogs(view.now)
         self._left_of = None
         self._pace = Pace(
-            engine.page_tokens, engine.page_bytes, engine.chunk_tokens, known.cost.cost, known.bandwidth, backlogs
+            engine.page_tokens,
+            engine.page_bytes,
+            engine.chunk_tokens,
+            known.cost.cost,
+            known.bandwidth,
+            backlogs,
         )
         return self._pace
 
     def ahead_s(self, view: StepView, item: Restoration) -> float:
-        """Until compute can begin for this request: the running chunk, the slot's holder, and fresh prefill."""
+        """Until compute can begin for this request: the running chunk, the slot's holder, and fresh
+        prefill.
+        """
         ahead_s = self.busy_s(view)
         if view.slot == item.rid:
             return ahead_s
@@ -127,4 +157,6 @@ class Outlook:
         """What computing the rest of its prompt takes, once its prefix is there."""
         known = self._under_way
         end = item.pointer.units * known.engine.page_tokens
-        return known.cost.cost.range_seconds(end, item.prompt_tokens - end, known.engine.chunk_tokens)
+        return known.cost.cost.range_seconds(
+            end, item.prompt_tokens - end, known.engine.chunk_tokens
+        )

@@ -1,6 +1,8 @@
-"""All restorations under way: who is restored how, who computes what next, and which pages are loaded in which order.
+"""All restorations under way: who is restored how, who computes what next, and which pages are
+loaded in which order.
 
-One of the two halves of a planner (`planner.py`); the other is `lookahead.py`. One thread, no clock.
+One of the two halves of a planner (`planner.py`); the other is `lookahead.py`. One thread, no
+clock.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from sgl_kvtier.policy.shape import EngineShape
 
 
 class RestorePlanner:
-    """Restores waiting requests: mode, meeting point, chunk sizes, order of loads. `links` and `prefill` are what an
-    earlier run learned: bytes per second by link name, and the coefficients of a PrefillCost."""
+    """Restores waiting requests: mode, meeting point, chunk sizes, order of loads. `links` and
+    `prefill` are what an earlier run learned: bytes per second by link name, and the coefficients
+    of a PrefillCost.
+    """
 
     def __init__(
         self,
@@ -46,7 +50,9 @@ class RestorePlanner:
         self.links = self._under_way.links
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened. Facts about requests it does not know, or no longer, change nothing but estimates."""
+        """Takes note of what happened. Facts about requests it does not know, or no longer, change
+        nothing but estimates.
+        """
         self._under_way.observe(fact)
         if isinstance(fact, RestoreOffered):
             self._offers.add(fact)
@@ -54,7 +60,9 @@ class RestorePlanner:
             self._offers.withdraw(fact.rid)
 
     def step(self, view: StepView) -> StepPlan:
-        """Decides this step. Loads in the plan are claimed at once, chunks when a ChunkStarted reports them."""
+        """Decides this step. Loads in the plan are claimed at once, chunks when a ChunkStarted
+        reports them.
+        """
         if not self._under_way.items and not self._offers:
             return StepPlan()
         self._outlook.begin()
@@ -62,24 +70,31 @@ class RestorePlanner:
         computes, cancels = self._chunks.decide(view)
         loads = self._loads.decide(view, computes)
         granted = [self._unstuck(compute, view, loads) for compute in computes]
-        computes = [compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot]
+        computes = [
+            compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot
+        ]
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
 
     def _unstuck(self, compute: Compute, view: StepView, loads: Sequence[Load]) -> Compute:
-        """Lets the slot's holder go on where nothing is under way for it; one that waits for a slot only after a while, and not into
-        room that these loads were to have."""
+        """Lets the slot's holder go on where nothing is under way for it; one that waits for a slot
+        only after a while, and not into room that these loads were to have.
+        """
         if compute.rid == view.slot or (self._chunks.waited_long(compute, view) and not loads):
             return self._chunks.unstuck(compute, view)
         return compute
 
     def give_up(self) -> None:
-        """Something here went wrong: nobody is being restored from now on, and nothing is under way. What was learned stays."""
+        """Something here went wrong: nobody is being restored from now on, and nothing is under
+        way. What was learned stays.
+        """
         self._under_way.give_up()
         self._offers.give_up()
         self._outlook.begin()
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why this is not worth being offered to an engine that can load by itself, or None. Changes nothing."""
+        """Why this is not worth being offered to an engine that can load by itself, or None.
+        Changes nothing.
+        """
         return self._offers.left_to_engine(offer, view)
 
     def configure(self, config: PolicyConfig) -> None:

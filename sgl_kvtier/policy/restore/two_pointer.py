@@ -1,8 +1,10 @@
-"""One restoration on any axis: the front is computed, the back is loaded, and every unit is delivered exactly once.
+"""One restoration on any axis: the front is computed, the back is loaded, and every unit is
+delivered exactly once.
 
-Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a unit (a page, or a
-layer) has a state of its own, so that a unit which fails to load becomes the front's, and landed units behind a hole
-are still of use: the front computes the hole and steps over what has landed behind it.
+Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a
+unit (a page, or a layer) has a state of its own, so that a unit which fails to load becomes the
+front's, and landed units behind a hole are still of use: the front computes the hole and steps over
+what has landed behind it.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ _UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
 class TwoPointer:
-    """Who delivers each unit of [start, units). Units below `front` belong to the front: computed, being computed, or
-    spliced in after landing. Raises ValueError when a caller would deliver a unit twice; O(units) bytes of memory."""
+    """Who delivers each unit of [start, units). Units below `front` belong to the front: computed,
+    being computed, or spliced in after landing. Raises ValueError when a caller would deliver a
+    unit twice; O(units) bytes of memory.
+    """
 
     def __init__(self, start: int, units: int) -> None:
         if not 0 <= start <= units:
@@ -77,7 +81,9 @@ class TwoPointer:
             return []
         stop = state.rfind(_FREE, first) + 1
         if state.count(_FREE, first, stop) == stop - first:
-            return [(first, stop)]  # as it is nearly always: loads eat it from the back, compute from the front
+            return [
+                (first, stop)
+            ]  # as it is nearly always: loads eat it from the back, compute from the front
         return [run.span() for run in _FREE_RUN.finditer(state, first)]
 
     def unlanded_runs(self, start: int) -> list[tuple[int, int]]:
@@ -108,14 +114,18 @@ class TwoPointer:
         return self._state.count(_SPLICED) - self._start
 
     def barrier(self, start: int | None = None) -> int:
-        """The first unit from `start` (the front) on which a transfer has taken: compute may go up to it."""
+        """The first unit from `start` (the front) on which a transfer has taken: compute may go up
+        to it.
+        """
         start = self._front if start is None else start
         loading = self._state.find(_LOADING, start)
         landed = self._state.find(_LANDED, start, loading if loading >= 0 else self._units)
         return landed if landed >= 0 else loading if loading >= 0 else self._units
 
     def landed_run(self) -> Span:
-        """The landed units that begin at the front; empty when the unit at the front has not landed."""
+        """The landed units that begin at the front; empty when the unit at the front has not
+        landed.
+        """
         front, state = self._front, self._state
         if front == self._units or state[front] != _LANDED[0]:
             return Span(front, front)
@@ -123,7 +133,9 @@ class TwoPointer:
         return Span(front, front + len(ahead) - len(ahead.lstrip(_LANDED)))
 
     def last_loading(self) -> Span:
-        """The lowest run of units in flight: the last to be begun when loads go from the back. Empty if there is none."""
+        """The lowest run of units in flight: the last to be begun when loads go from the back.
+        Empty if there is none.
+        """
         start = self._state.find(_LOADING)
         if start < 0:
             return Span(self._units, self._units)
@@ -131,7 +143,9 @@ class TwoPointer:
         return Span(start, start + len(ahead) - len(ahead.lstrip(_LOADING)))
 
     def take_front(self, count: int) -> Span:
-        """Claims up to `count` units from the front for computing, never one that a transfer has taken."""
+        """Claims up to `count` units from the front for computing, never one that a transfer has
+        taken.
+        """
         stop = min(self._front + count, self.barrier())
         return self._advance(Span(self._front, stop), _TAKEN)
 
@@ -141,7 +155,8 @@ class TwoPointer:
         self._state[: len(below)] = below.replace(_TAKEN, _COMPUTED)
 
     def take_back(self, count: int, within: Span | None = None, floor: int = 0) -> Span:
-        """Claims the highest run of at most `count` untouched units for loading, inside `within` and at or above `floor`.
+        """Claims the highest run of at most `count` untouched units for loading, inside `within`
+        and at or above `floor`.
 
         Units that failed once are the front's and are passed over. Empty when there is none.
         """
@@ -156,22 +171,30 @@ class TwoPointer:
         return Span(start, stop)
 
     def land(self, span: Span) -> int:
-        """Units of `span` in flight have landed. Others are left as they are; returns how many landed."""
+        """Units of `span` in flight have landed. Others are left as they are; returns how many
+        landed.
+        """
         return self._settle(span, _LANDED)
 
     def lose(self, span: Span) -> int:
-        """Units of `span` in flight will not come: they are the front's. Returns how many there were."""
+        """Units of `span` in flight will not come: they are the front's. Returns how many there
+        were.
+        """
         return self._settle(span, _LOST)
 
     def give_back(self, span: Span) -> int:
-        """Units of `span` in flight were not begun and will not be: whoever comes first may have them. Returns how many."""
+        """Units of `span` in flight were not begun and will not be: whoever comes first may have
+        them. Returns how many.
+        """
         return self._settle(span, _FREE)
 
     def splice(self, span: Span) -> None:
         """The landed units `span`, which begin at the front, are now part of the prefix."""
         run = self.landed_run()
         if span.start != self._front or span.stop > run.stop:
-            raise ValueError(f"[{span.start}, {span.stop}) has not landed behind the front at {self._front}")
+            raise ValueError(
+                f"[{span.start}, {span.stop}) has not landed behind the front at {self._front}"
+            )
         self._advance(span, _SPLICED)
 
     def _settle(self, span: Span, state: bytes) -> int:

@@ -1,6 +1,8 @@
-"""Restorations under way, as facts tell of them: who is being restored, what has landed, what runs, what is on each link.
+"""Restorations under way, as facts tell of them: who is being restored, what has landed, what runs,
+what is on each link.
 
-Written by facts and by what a step hands out; the other modules of a RestorePlanner read it. One thread, no clock.
+Written by facts and by what a step hands out; the other modules of a RestorePlanner read it. One
+thread, no clock.
 """
 
 from __future__ import annotations
@@ -29,23 +31,33 @@ from sgl_kvtier.types import Link, Span
 
 
 class UnderWay:
-    """Every restoration between its offer's answer and its end, and what was learned of costs. `links` and `prefill` are what
-    an earlier run learned: bytes per second by link name, and the coefficients of a PrefillCost."""
+    """Every restoration between its offer's answer and its end, and what was learned of costs.
+    `links` and `prefill` are what an earlier run learned: bytes per second by link name, and the
+    coefficients of a PrefillCost.
+    """
 
     def __init__(
-        self, config: PolicyConfig, engine: EngineShape, links: Mapping[str, float] | None, prefill: Mapping[str, float] | None
+        self,
+        config: PolicyConfig,
+        engine: EngineShape,
+        links: Mapping[str, float] | None,
+        prefill: Mapping[str, float] | None,
     ) -> None:
         self.config = config
         self.rule = rule_of(config)
         self.engine = engine
         self.profiled = prefill is not None
         self.cost = CostModel(PrefillCost(**prefill) if prefill else GUESS)
-        self.bandwidth = Bandwidth({Link(name): float(rate) for name, rate in (links or {}).items()})
+        self.bandwidth = Bandwidth(
+            {Link(name): float(rate) for name, rate in (links or {}).items()}
+        )
         self.links = LinkQueues(self.bandwidth, engine.page_bytes)
         self.items: dict[str, Restoration] = {}
         """By request, in the order they were offered."""
         self.complete: dict[str, Compute] = {}
-        """Restorations that have landed whole and only wait to be spliced, with what compute then does."""
+        """Restorations that have landed whole and only wait to be spliced, with what compute then
+        does.
+        """
         self.readers: dict[Link, int] = {}
         """How many restorations could ask each link for pages."""
         self.busy_until = 0.0
@@ -60,7 +72,9 @@ class UnderWay:
         }
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened. Facts about requests it does not know, or no longer, change nothing but estimates."""
+        """Takes note of what happened. Facts about requests it does not know, or no longer, change
+        nothing but estimates.
+        """
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
@@ -131,12 +145,16 @@ class UnderWay:
         page = self.engine.page_tokens
         pointer = item.pointer
         start = min(fact.tokens.start // page, pointer.units)
-        stop = min(-(-fact.tokens.stop // page), pointer.units)  # a page begun is compute's, also where a chunk ends inside
+        stop = min(
+            -(-fact.tokens.stop // page), pointer.units
+        )  # a page begun is compute's, also where a chunk ends inside
         if start > pointer.front:
             pointer.splice(Span(pointer.front, start))
         claimed = pointer.take_front(stop - pointer.front)
         if claimed.stop < stop:
-            raise ValueError(f"{fact.rid}: pages up to {stop} are computed, but a transfer has taken page {claimed.stop}")
+            raise ValueError(
+                f"{fact.rid}: pages up to {stop} are computed, but a transfer has taken page {claimed.stop}"
+            )
         item.yields = 0
         if pointer.met:
             self._forget(fact.rid)

@@ -1,4 +1,6 @@
-"""How long something usually takes, from samples that come one by one: a decayed histogram over a logarithmic scale."""
+"""How long something usually takes, from samples that come one by one: a decayed histogram over a
+logarithmic scale.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def _edge(bucket: int) -> float:
 
 
 class Gaps:
-    """Durations seen, later ones counting more: each earlier sample keeps `keep` of its weight per later one."""
+    """Durations seen, later ones counting more: each earlier sample keeps `keep` of its weight per
+    later one.
+    """
 
     def __init__(self, keep: float = 0.98) -> None:
         self._weights = array("f", bytes(4 * _BUCKETS))
@@ -44,7 +48,9 @@ class Gaps:
 
 
 def longer(parts: list[tuple[Gaps, float]], elapsed_s: float) -> float:
-    """The share of samples longer than this; 1 where there is none. `parts` are mixed as in `quantile`."""
+    """The share of samples longer than this; 1 where there is none. `parts` are mixed as in
+    `quantile`.
+    """
     mix = _mixed(parts)
     whole = sum(mix)
     if whole <= 1e-9 or elapsed_s <= 0:
@@ -54,10 +60,12 @@ def longer(parts: list[tuple[Gaps, float]], elapsed_s: float) -> float:
 
 
 def quantile(parts: list[tuple[Gaps, float]], share: float, elapsed_s: float = 0.0) -> float | None:
-    """The duration that `share` of the samples longer than `elapsed_s` do not exceed; None where there is none.
+    """The duration that `share` of the samples longer than `elapsed_s` do not exceed; None where
+    there is none.
 
-    `parts` are mixed by their weights, each counting as a whole however many samples it has. Within a bucket samples are
-    taken to lie evenly on the logarithmic scale, so a quantile is right to within a third.
+    `parts` are mixed by their weights, each counting as a whole however many samples it has. Within
+    a bucket samples are taken to lie evenly on the logarithmic scale, so a quantile is right to
+    within a third.
     """
     mix = _mixed(parts)
     first = bucket_of(elapsed_s) if elapsed_s > 0 else 0
@@ -70,7 +78,9 @@ def quantile(parts: list[tuple[Gaps, float]], share: float, elapsed_s: float = 0
         if below + mix[bucket] >= share * rest and mix[bucket] > 0:
             inside = (share * rest - below) / mix[bucket]
             low = max(elapsed_s, _edge(bucket)) if bucket else elapsed_s
-            return low * (_edge(bucket + 1) / low) ** inside if low > 0 else _edge(bucket + 1) * inside
+            return (
+                low * (_edge(bucket + 1) / low) ** inside if low > 0 else _edge(bucket + 1) * inside
+            )
         below += mix[bucket]
     return _edge(_BUCKETS)
 

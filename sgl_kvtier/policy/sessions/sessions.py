@@ -1,8 +1,9 @@
 """When will a session come back? Learned per session and per tool, or told by the client.
 
-An agent returns after its tool call, a person after reading. What is between a turn's end and the next turn's arrival is a
-gap; gaps of one tool, and of one session, resemble each other (Continuum keeps KV caches by exactly that). From the gaps
-longer than the time already waited follows when to expect the session, and when to give it up.
+An agent returns after its tool call, a person after reading. What is between a turn's end and the
+next turn's arrival is a gap; gaps of one tool, and of one session, resemble each other (Continuum
+keeps KV caches by exactly that). From the gaps longer than the time already waited follows when to
+expect the session, and when to give it up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _PRIOR: Final = 2.0
 _EARLY, _MIDDLE, _LATE = 0.1, 0.5, 0.98
 _MOST_TOOLS: Final = 256
 _DISTRUST: Final = 3
-"""So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until it is right again."""
+"""So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until
+it is right again.
+"""
 _FAR: Final = 4.0
 _SOON_S: Final = 0.1
 """Delays shorter than this are all the same."""
@@ -32,10 +35,11 @@ _SPARE_CHECKS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a client says of its session. None: it says nothing about that. `expected_delay_s` counts from now if the
-    session is idle, else from the end of its turn; `ttl_s` from now. `priority` > 0: keep its pages longer, each
-    step as if it came back twice as soon; < 0: the other way round; it holds until the client says another. `ttl_s` 0: it will not
-    come back."""
+    """What a client says of its session. None: it says nothing about that. `expected_delay_s`
+    counts from now if the session is idle, else from the end of its turn; `ttl_s` from now.
+    `priority` > 0: keep its pages longer, each step as if it came back twice as soon; < 0: the
+    other way round; it holds until the client says another. `ttl_s` 0: it will not come back.
+    """
 
     expected_delay_s: float | None = None
     priority: int | None = None
@@ -45,7 +49,9 @@ class Hint:
 
 @dataclass(frozen=True, slots=True)
 class HintAnswer:
-    """What became of a hint. `reason` says why it was refused or what was changed; empty when it was taken as it was."""
+    """What became of a hint. `reason` says why it was refused or what was changed; empty when it
+    was taken as it was.
+    """
 
     accepted: bool
     reason: str = ""
@@ -53,8 +59,10 @@ class HintAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """When a session is expected, in seconds of the hands' clock: hardly before `early`, probably around `at` (infinity: not
-    any more), weighed by its priority for eviction as `next_use`. `chance`: how likely it is to come back at all."""
+    """When a session is expected, in seconds of the hands' clock: hardly before `early`, probably
+    around `at` (infinity: not any more), weighed by its priority for eviction as `next_use`.
+    `chance`: how likely it is to come back at all.
+    """
 
     session: str
     early: float
@@ -80,10 +88,14 @@ class _Session:
 
 
 class Sessions:
-    """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session; sessions idle the longest are
-    forgotten beyond `most`. One thread, no clock: seconds are those of the hands."""
+    """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session;
+    sessions idle the longest are forgotten beyond `most`. One thread, no clock: seconds are those
+    of the hands.
+    """
 
-    def __init__(self, idle_limit_s: float = 900.0, hint_limit_s: float = 3600.0, most: int = 10_000) -> None:
+    def __init__(
+        self, idle_limit_s: float = 900.0, hint_limit_s: float = 3600.0, most: int = 10_000
+    ) -> None:
         self._idle_limit_s = idle_limit_s
         self._hint_limit_s = hint_limit_s
         self._most = most
@@ -117,7 +129,9 @@ class Sessions:
         known.serial = 0
 
     def left(self, session: str, now: float, tool: str | None = None) -> Return:
-        """A session's turn has ended; `tool` is what it called, if that is known. Says when to expect it."""
+        """A session's turn has ended; `tool` is what it called, if that is known. Says when to
+        expect it.
+        """
         known = self._touch(session)
         known.left_at = now
         known.turns += 1
@@ -125,13 +139,19 @@ class Sessions:
         return self._expect(session, known, now)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """The client's word. Delays and lifetimes are cut to the configured limit, what cannot be used is refused with why."""
+        """The client's word. Delays and lifetimes are cut to the configured limit, what cannot be
+        used is refused with why.
+        """
         known = self._sessions.get(session)
         if known is None:
-            return HintAnswer(False, "no turn of this session is known; send the hint after its first request")
+            return HintAnswer(
+                False, "no turn of this session is known; send the hint after its first request"
+            )
         for name, value in (("expected_delay_s", hint.expected_delay_s), ("ttl_s", hint.ttl_s)):
             if value is not None and not (math.isfinite(value) and value >= 0):
-                return HintAnswer(False, f"{name} = {value}: must be a number of seconds of at least 0")
+                return HintAnswer(
+                    False, f"{name} = {value}: must be a number of seconds of at least 0"
+                )
         notes: list[str] = []
         cut: list[str] = []
         if hint.expected_delay_s is not None:
@@ -166,13 +186,17 @@ class Sessions:
         return self._predict(session, known, now)
 
     def changed(self, now: float) -> list[Return]:
-        """Sessions whose expectation has to be made anew by now, because it has passed or was changed by a hint."""
+        """Sessions whose expectation has to be made anew by now, because it has passed or was
+        changed by a hint.
+        """
         due = []
         while self._checks and self._checks[0][0] <= now:
             _, serial, session = heapq.heappop(self._checks)
             known = self._sessions.get(session)
             if known is None:
-                due.append(Return(session, math.inf, math.inf, math.inf, 0.0))  # forgotten: nobody would look at it again
+                due.append(
+                    Return(session, math.inf, math.inf, math.inf, 0.0)
+                )  # forgotten: nobody would look at it again
             elif known.serial == serial and known.left_at is not None:
                 due.append(self._expect(session, known, now))
         return due
@@ -219,8 +243,13 @@ class Sessions:
         return expected
 
     def _clear_checks(self) -> None:
-        """Once most of them hold no longer: leaves the one that holds of each session, and the first of each that was forgotten."""
-        if len(self._checks) <= _SPARE_CHECKS + 4 * len(self._sessions) + 2 * self._forgotten_checks:
+        """Once most of them hold no longer: leaves the one that holds of each session, and the
+        first of each that was forgotten.
+        """
+        if (
+            len(self._checks)
+            <= _SPARE_CHECKS + 4 * len(self._sessions) + 2 * self._forgotten_checks
+        ):
             return
         kept: list[tuple[float, int, str]] = []
         forgotten: dict[str, None] = {}
@@ -238,13 +267,17 @@ class Sessions:
         assert known.left_at is not None, "only of idle sessions"
         idle_s = max(0.0, now - known.left_at)
         early, at = self._window(known, idle_s)
-        limit_s = self._idle_limit_s + (known.delay_s or 0.0)  # who said when it comes may be as late as anybody
+        limit_s = self._idle_limit_s + (
+            known.delay_s or 0.0
+        )  # who said when it comes may be as late as anybody
         if idle_s >= limit_s or now >= known.until:
             at = math.inf
         early = known.left_at + min(early, at)
         at = known.left_at + at
         next_use = now + (at - now) / 2.0**known.priority if at < math.inf else math.inf
-        return Return(session, early, at, next_use, self._chance(known, idle_s) if at < math.inf else 0.0)
+        return Return(
+            session, early, at, next_use, self._chance(known, idle_s) if at < math.inf else 0.0
+        )
 
     def _chance(self, known: _Session, idle_s: float) -> float:
         """That it comes back at all, given that it has not come yet."""
@@ -263,7 +296,11 @@ class Sessions:
     def _window(self, known: _Session, idle_s: float) -> tuple[float, float]:
         """Early and middle guess of the gap, given that it lasts longer than what has passed."""
         if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
-            return (known.delay_s * 0.8, known.delay_s) if idle_s <= known.delay_s else (idle_s, idle_s * 1.25)
+            return (
+                (known.delay_s * 0.8, known.delay_s)
+                if idle_s <= known.delay_s
+                else (idle_s, idle_s * 1.25)
+            )
         parts = self._parts(known)
         if known.delay_s is None:
             latest = quantile(parts, _LATE)

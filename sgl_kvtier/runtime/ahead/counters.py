@@ -1,4 +1,6 @@
-"""What looking ahead did since the server started: plain counters, written by the scheduler's thread."""
+"""What looking ahead did since the server started: plain counters, written by the scheduler's
+thread.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ class LookaheadCounters:
         for reason, pages in dict(self.failed_moves).items():
             yield "failed_moves", {"reason": reason}, pages
         for tier in (Tier.HBM, Tier.DRAM, Tier.SSD, None):
-            yield "hit_tokens", {"tier": "none" if tier is None else PLACES[tier]}, self.hit_tokens[tier]
+            yield (
+                "hit_tokens",
+                {"tier": "none" if tier is None else PLACES[tier]},
+                self.hit_tokens[tier],
+            )
         yield "wasted_bytes", {}, wasted_bytes
         for name in ("victims", "host_victims", "drift", "failures", "checks"):
             yield name, {}, getattr(self, name)

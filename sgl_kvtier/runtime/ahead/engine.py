@@ -1,10 +1,13 @@
-"""Looking ahead in SGLang: what the planner is told of requests, sessions and pages, and its moves and victims carried out.
+"""Looking ahead in SGLang: what the planner is told of requests, sessions and pages, and its moves
+and victims carried out.
 
-One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides nothing: the planner's map
-says who leaves first, the planner's moves say what comes up. Everything runs on the scheduler's thread.
+One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides
+nothing: the planner's map says who leaves first, the planner's moves say what comes up. Everything
+runs on the scheduler's thread.
 
-With several ranks each has such hands, a map and a planner of its own, and all are told the same in the same steps: what
-follows from requests and from the tree is the same anyway, times are the first rank's, and the rest is polled (`polls.py`).
+With several ranks each has such hands, a map and a planner of its own, and all are told the same in
+the same steps: what follows from requests and from the tree is the same anyway, times are the first
+rank's, and the rest is polled (`polls.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ class _Known:
 
 
 class LookaheadEngine:
-    """The hands of one planner's `ahead`. Facts, slots and numbers are the context's, which restorations use too."""
+    """The hands of one planner's `ahead`. Facts, slots and numbers are the context's, which
+    restorations use too.
+    """
 
     def __init__(
         self, context: StepContext, restoring: Restoring, ahead: Lookahead, config: PolicyConfig,
@@ -89,13 +94,19 @@ class LookaheadEngine:
         self.counters = LookaheadCounters()
         self.facts = TierFacts(tree, self._tell, ahead.map)
         self.promotions = Promotions(context, self.facts, self._tell, self.counters)
-        self.victims = Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
+        self.victims = (
+            Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
+        )
         self.check = TierCheck(tree, ahead.map, self.facts)
-        self._votes = None if alone else StoreVotes(tree, ahead.map, self.facts, context.next_number)
+        self._votes = (
+            None if alone else StoreVotes(tree, ahead.map, self.facts, context.next_number)
+        )
         self.sessions = SessionNames()
         self.metrics: Source | None = None
         self.broken = False
-        """Something went wrong on this rank: all ranks stop looking ahead in the next step, since they agree on it."""
+        """Something went wrong on this rank: all ranks stop looking ahead in the next step, since
+        they agree on it.
+        """
         self.off: dict[str, int] = {}
         """What the last whole comparison found."""
         self._config = config
@@ -103,7 +114,9 @@ class LookaheadEngine:
         self._idle: dict[str, Path] = {}
         self._idle_tokens = 0
         self._next: list[Path] | None = None
-        """Paths of idle sessions in the order of their return, as far as they can be held back; None: to be looked up."""
+        """Paths of idle sessions in the order of their return, as far as they can be held back;
+        None: to be looked up.
+        """
         self._expected = 0
         """How many sessions are expected in all."""
         self._backend: Any = None
@@ -121,7 +134,9 @@ class LookaheadEngine:
             return
         page = self.context.page
         if after // page > len(known.keys):
-            known.keys = keys_of(req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys)
+            known.keys = keys_of(
+                req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys
+            )
         known.node, known.kept = req.last_node, after
         if after <= before:
             return  # all of it was there: a prompt that was asked before
@@ -141,7 +156,16 @@ class LookaheadEngine:
         self._tell(RequestFinished(req.rid, _LATER, aborted, keys))
         self.sessions.ended(known.session, keys)
         if self._config.sessions and keys:
-            self._park(known.session, Path(compact(req.full_untruncated_fill_ids[: len(keys) * page]), keys, req.extra_key, req.cache_salt, known.node))
+            self._park(
+                known.session,
+                Path(
+                    compact(req.full_untruncated_fill_ids[: len(keys) * page]),
+                    keys,
+                    req.extra_key,
+                    req.cache_salt,
+                    known.node,
+                ),
+            )
 
     def gone(self, rid: str) -> None:
         """A waiting request was aborted: its session is idle again, with what it had."""
@@ -168,7 +192,10 @@ class LookaheadEngine:
         self.promotions.reset()
         self.facts.dropped(self.facts.cleared(), Tier.DRAM)
         self.facts.dropped(tuple(self.ahead.map.resident(Tier.HBM)), Tier.HBM)
-        for path in (*self._idle.values(), *(known.path for known in self._requests.values() if known.path is not None)):
+        for path in (
+            *self._idle.values(),
+            *(known.path for known in self._requests.values() if known.path is not None),
+        ):
             path.node = None
 
     def store_cleared(self) -> None:
@@ -178,7 +205,9 @@ class LookaheadEngine:
             self._backend.take_seen()
 
     def give_up(self) -> None:
-        """The planner failed: from now on all of it is SGLang's own way. What is under way is waited for."""
+        """The planner failed: from now on all of it is SGLang's own way. What is under way is
+        waited for.
+        """
         logger.error("kvtier: not looking ahead any more")
         self.counters.failures += 1
         self.facts.stop()
@@ -203,12 +232,23 @@ class LookaheadEngine:
         return self.promotions.polls() + (self._votes.polls() if self._votes is not None else [])
 
     def fingerprint(self) -> int:
-        """A number that is the same on all ranks while their maps are; `BROKEN` where this rank's is not kept any more."""
+        """A number that is the same on all ranks while their maps are; `BROKEN` where this rank's
+        is not kept any more.
+        """
         if self.broken:
             return BROKEN
         known = self.ahead.map
         tiers = [known.count(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)]
-        state = (len(known), *tiers, len(self._requests), len(self._idle), self._idle_tokens, self.facts.unused, self._ticks, self.victims is None)
+        state = (
+            len(known),
+            *tiers,
+            len(self._requests),
+            len(self._idle),
+            self._idle_tokens,
+            self.facts.unused,
+            self._ticks,
+            self.victims is None,
+        )
         return zlib.crc32(repr(state).encode())
 
     def look(self, scheduler: Any) -> None:
@@ -227,7 +267,9 @@ class LookaheadEngine:
             self._sweep(scheduler)
 
     def due(self, scheduler: Any) -> bool:
-        """Whether the planner has to be asked although nothing happened: its sessions return as time goes by."""
+        """Whether the planner has to be asked although nothing happened: its sessions return as
+        time goes by.
+        """
         if scheduler.waiting_queue or scheduler.chunked_req is not None:
             return True
         return self.ahead.active and self.context.now - self._planned_at >= _IDLE_PERIOD_S
@@ -241,14 +283,26 @@ class LookaheadEngine:
         """Pages of the pools that hold nothing."""
         tree, page = self.context.tree, self.context.page
         host = tree.cache_controller.mem_pool_host.available_size()
-        return {Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page, Tier.DRAM: host // page}
+        return {
+            Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page,
+            Tier.DRAM: host // page,
+        }
 
     def carry_out(self, plan: StepPlan, view: StepView) -> None:
-        """Begins the plan's moves. Its evictions are not needed: room is made by the map's order when it is asked for."""
+        """Begins the plan's moves. Its evictions are not needed: room is made by the map's order
+        when it is asked for.
+        """
         if plan.moves and self.context.scheduler.weight_updater.offload_tags:
-            self.promotions.refuse(plan.moves, "released")  # the device's memory, until it is taken again
+            self.promotions.refuse(
+                plan.moves, "released"
+            )  # the device's memory, until it is taken again
         elif plan.moves:
-            self.promotions.carry_out(plan.moves, self._path_of, view.free_pages.get(Tier.HBM, 0), self._config.load_deadline_s)
+            self.promotions.carry_out(
+                plan.moves,
+                self._path_of,
+                view.free_pages.get(Tier.HBM, 0),
+                self._config.load_deadline_s,
+            )
 
     def compare(self, scheduler: Any) -> None:
         """The whole map against the truth, on an idle server: what differs is logged and counted."""
@@ -260,7 +314,9 @@ class LookaheadEngine:
         self.off = self.check.whole()
         self.counters.drift += sum(self.off.values())
         self.counters.checks += 1
-        logger.info("kvtier: the map of %d pages compared with the truth: %s", len(self.ahead.map), self.off)
+        logger.info(
+            "kvtier: the map of %d pages compared with the truth: %s", len(self.ahead.map), self.off
+        )
 
     # --- evictions ----------------------------------------------------------------------------------------------------
 
@@ -270,29 +326,37 @@ class LookaheadEngine:
             self._guarded(lambda: self.victims.evict(tokens, tracker))  # type: ignore[union-attr]
 
     def wanted_in_host(self) -> tuple[list[int], bool]:
-        """Ends of the paths of sessions that host pages are kept for: those whose request waits, then idle ones, those that
-        return first first; and whether room has to be made all the same.
+        """Ends of the paths of sessions that host pages are kept for: those whose request waits,
+        then idle ones, those that return first first; and whether room has to be made all the same.
 
-        When room is needed for a path that is brought early: all that return before it. Else the half that returns first,
-        so that something is left to SGLang's order."""
+        When room is needed for a path that is brought early: all that return before it. Else the
+        half that returns first, so that something is left to SGLang's order.
+        """
         if self.victims is None or self._config.eviction != "next-use":
             return [], True
         claiming = self.promotions.claiming_for
         due = self._look_up_order() if self._next is None else self._next
         stop = -(-self._expected // 2)
         if claiming is not None:
-            stop = next((place for place, path in enumerate(due) if path is claiming), len(due) - 1) + 1
+            stop = (
+                next((place for place, path in enumerate(due) if path is claiming), len(due) - 1)
+                + 1
+            )
         waiting = [known.path for known in self._requests.values() if known.path is not None]
         nodes = [path.node for path in (*waiting, *due[:stop]) if path.node is not None]
         return nodes, claiming is None
 
     def _look_up_order(self) -> list[Path]:
-        """Once in a step at most: room is made in host memory for every node that is written through."""
+        """Once in a step at most: room is made in host memory for every node that is written
+        through.
+        """
         owners = self.ahead.map.owners
         turns = ((owners.number(owner_of(session)), path) for session, path in self._idle.items())
         due = [(owners.turn(number), path) for number, path in turns if number is not None]
         self._expected = len(due)
-        self._next = [path for _, path in heapq.nsmallest(MOST_PINS, due, key=lambda entry: entry[0])]
+        self._next = [
+            path for _, path in heapq.nsmallest(MOST_PINS, due, key=lambda entry: entry[0])
+        ]
         return self._next
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -314,7 +378,9 @@ class LookaheadEngine:
             tokens = req.origin_input_ids
         keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
         session = self.sessions.of(req, keys)
-        self._requests[req.rid] = _Known(req, keys, session, len(tokens), path=self._unpark(session))
+        self._requests[req.rid] = _Known(
+            req, keys, session, len(tokens), path=self._unpark(session)
+        )
         self._tell(RequestArrived(req.rid, _LATER, len(tokens), keys, session))
 
     def _park(self, session: str, path: Path) -> None:
@@ -332,7 +398,9 @@ class LookaheadEngine:
         return path
 
     def _path_of(self, move: Move) -> Path | None:
-        """Where a move's pages are: a waiting request's path, or an idle session's whose turns they are of."""
+        """Where a move's pages are: a waiting request's path, or an idle session's whose turns they
+        are of.
+        """
         if move.rid is not None:
             known = self._requests.get(move.rid)
             if known is None or known.scheduled:
@@ -341,10 +409,19 @@ class LookaheadEngine:
             return Path(req.full_untruncated_fill_ids, known.keys, req.extra_key, req.cache_salt)
         page = self.ahead.map.page(move.keys[-1])
         owners = page.owners if page is not None else ()
-        return next((self._idle[name] for name in map(session_of, owners) if name is not None and name in self._idle), None)
+        return next(
+            (
+                self._idle[name]
+                for name in map(session_of, owners)
+                if name is not None and name in self._idle
+            ),
+            None,
+        )
 
     def _look_at_store(self) -> None:
-        """What was written to the store, or found there, since the last tick; and what it has dropped."""
+        """What was written to the store, or found there, since the last tick; and what it has
+        dropped.
+        """
         controller = self.context.tree.cache_controller
         backend = store_of(controller)
         if backend is not self._backend:
@@ -369,7 +446,10 @@ class LookaheadEngine:
     def _sweep(self, scheduler: Any) -> None:
         """Requests that left without a word."""
         there = {req.rid for req in scheduler.waiting_queue}
-        stages = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))  # of pipeline stages
+        stages = (
+            *getattr(scheduler, "running_mbs", ()),
+            *getattr(scheduler, "mbs", ()),
+        )  # of pipeline stages
         for batch in (scheduler.running_batch, scheduler.last_batch, *stages):
             there.update(req.rid for req in (batch.reqs if batch is not None else ()))
         if scheduler.chunked_req is not None:
@@ -383,7 +463,9 @@ class LookaheadEngine:
                 known.missed = True
 
     def _count_hits(self, known: _Known, prefix: int) -> None:
-        """Where a prompt's tokens are when it first runs; what a restoration has landed by then is on the device."""
+        """Where a prompt's tokens are when it first runs; what a restoration has landed by then is
+        on the device.
+        """
         req, r, hits = known.req, known.restored, self.counters.hit_tokens
         below: dict[Tier, int] = {}
         if r is not None and r.admitted:
@@ -407,7 +489,10 @@ class LookaheadEngine:
         wasted = (ahead.brought.wasted + self.facts.wasted) * self.context.page_bytes
         return [
             *self.counters.counts(wasted),
-            *(("overlap", {"result": name}, count) for name, count in list(ahead.overlaps.counts.items())),
+            *(
+                ("overlap", {"result": name}, count)
+                for name, count in list(ahead.overlaps.counts.items())
+            ),
             ("map_pages", {}, len(known)),
             ("map_device_pages", {}, known.count(Tier.HBM)),
             ("map_host_pages", {}, known.count(Tier.DRAM)),

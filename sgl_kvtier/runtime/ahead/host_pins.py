@@ -1,4 +1,6 @@
-"""Host pages evicted by SGLang's own order, some paths held back: its tree core picks victims itself, and never a locked one."""
+"""Host pages evicted by SGLang's own order, some paths held back: its tree core picks victims
+itself, and never a locked one.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ MOST_PINS = 256
 """So many paths at most are held back: about 6 microseconds each."""
 
 
-def evict_others(tree: Any, tokens: int, nodes: Iterable[int], evict: Callable[[int], int], *, least: bool) -> int:
-    """Evicts `tokens` with the paths to `nodes` locked meanwhile; returns how many were freed. Where that is too little, and at
-    least `tokens` have to be freed, it evicts again without locks. Scheduler's thread."""
+def evict_others(
+    tree: Any, tokens: int, nodes: Iterable[int], evict: Callable[[int], int], *, least: bool
+) -> int:
+    """Evicts `tokens` with the paths to `nodes` locked meanwhile; returns how many were freed.
+    Where that is too little, and at least `tokens` have to be freed, it evicts again without locks.
+    Scheduler's thread.
+    """
     pins = []
     for node in islice(nodes, MOST_PINS):
         try:

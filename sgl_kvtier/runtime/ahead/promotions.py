@@ -1,4 +1,5 @@
-"""Moves of a plan, carried out: host pages to the device, and pages of expected sessions from storage to host memory.
+"""Moves of a plan, carried out: host pages to the device, and pages of expected sessions from
+storage to host memory.
 
     DRAM -> HBM    SGLang's own load-back of a path of the tree, begun before its request is admitted. Slots are the tree's
                    at once; a batch that is launched while copies are under way carries their layer counters, as SGLang's
@@ -6,8 +7,9 @@
     SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into host pages, then grafted
                    into the tree. Waiting requests' pages in storage are SGLang's prefetch's and restorations' to bring.
 
-What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end on the store's. Several
-ranks begin the same in the same steps; what has ended is a poll (`polls.py`), which tells what has on all of them.
+What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end
+on the store's. Several ranks begin the same in the same steps; what has ended is a poll
+(`polls.py`), which tells what has on all of them.
 """
 
 from __future__ import annotations
@@ -35,16 +37,19 @@ _NO_SPAN = Span(0, 0)
 _RESET_S = 30.0
 _MOST_FETCHES = 4
 _HOST_SHARE = 4
-"""A quarter of the host pool at most, and half of what the device's copies leave of it, may be pages that were brought early
-and not used yet."""
+"""A quarter of the host pool at most, and half of what the device's copies leave of it, may be
+pages that were brought early and not used yet.
+"""
 _AGAIN_S = 0.1
 """What cannot be moved is not asked for again before this."""
 
 
 @dataclass
 class Path:
-    """Where pages of a request or a session are in the tree. `tokens` name them all, `keys` likewise; `node` is the last
-    node of the path that was there when it was noted, which may be gone since."""
+    """Where pages of a request or a session are in the tree. `tokens` name them all, `keys`
+    likewise; `node` is the last node of the path that was there when it was noted, which may be
+    gone since.
+    """
 
     tokens: Any
     keys: tuple[PageKey, ...]
@@ -58,7 +63,9 @@ class Path:
 
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        return RadixKey(array("q", self.tokens[start:stop]), self.extra_key, cache_salt=self.cache_salt)
+        return RadixKey(
+            array("q", self.tokens[start:stop]), self.extra_key, cache_salt=self.cache_salt
+        )
 
 
 @dataclass
@@ -103,7 +110,11 @@ class Promotions:
     """One per scheduler process."""
 
     def __init__(
-        self, context: StepContext, facts: TierFacts, tell: Callable[[Fact], None], counters: LookaheadCounters
+        self,
+        context: StepContext,
+        facts: TierFacts,
+        tell: Callable[[Fact], None],
+        counters: LookaheadCounters,
     ) -> None:
         """The context's slots, numbers and clock are used, which are the same on every rank."""
         self._tree = tree = context.tree
@@ -115,7 +126,8 @@ class Promotions:
         self._page = int(tree.page_size)
         host = int(tree.cache_controller.mem_pool_host.size) // self._page
         device = int(tree.token_to_kv_pool_allocator.size) // self._page
-        # With write-through what is on the device has its copy in host memory too, which cannot leave: the rest is the room.
+        # With write-through what is on the device has its copy in host memory too, which cannot
+        # leave: the rest is the room.
         self._most_unused = min(host // _HOST_SHARE, max(0, host - device) // 2)
         self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
         self._fetches: list[_Fetch] = []
@@ -123,11 +135,15 @@ class Promotions:
         """None when they have been reported."""
         self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
         self.claiming_for: Path | None = None
-        """While host pages are claimed for a path: others that are wanted sooner do not give way to it."""
+        """While host pages are claimed for a path: others that are wanted sooner do not give way to
+        it.
+        """
 
     @property
     def consumer(self) -> int:
-        """The layer counter a batch has to heed that begins no loads of its own; -1 when nothing is under way."""
+        """The layer counter a batch has to heed that begins no loads of its own; -1 when nothing is
+        under way.
+        """
         if self._copying is None or self._copying.ack.finish_event.query():
             return -1
         return self._copying.counter
@@ -147,20 +163,32 @@ class Promotions:
 
     # --- moves --------------------------------------------------------------------------------------------------------
 
-    def carry_out(self, moves: tuple[Move, ...], path_of: Callable[[Move], Path | None], room: int, deadline_s: float) -> None:
+    def carry_out(
+        self,
+        moves: tuple[Move, ...],
+        path_of: Callable[[Move], Path | None],
+        room: int,
+        deadline_s: float,
+    ) -> None:
         """Begins what can be begun. `room` are device pages that may be claimed."""
         loaded = False
         for move in moves:
             path = path_of(move)
             if move.target > move.source:
-                self._fail(move.keys, move.target, "written through")  # every page gets its copy below as soon as it is computed
+                self._fail(
+                    move.keys, move.target, "written through"
+                )  # every page gets its copy below as soon as it is computed
             elif path is None:
                 self._fail(move.keys, move.target, "unknown")
             elif move.source is Tier.SSD:
                 if move.rid is None:
                     self._fetch(move, path, deadline_s)
-                # else: SGLang's prefetch or a restoration brings them; if not, the planner gives the move up in time
-            elif self._tree.cache_controller.ack_load_queue or not self._tree.has_free_load_back_slot():
+                # else: SGLang's prefetch or a restoration brings them; if not, the planner gives
+                # the move up in time
+            elif (
+                self._tree.cache_controller.ack_load_queue
+                or not self._tree.has_free_load_back_slot()
+            ):
                 self._fail(move.keys, move.target, "busy")
             else:
                 pages = self._load_back(path, move.keys, room)
@@ -175,7 +203,9 @@ class Promotions:
             self._fail(move.keys, move.target, reason)
 
     def _fail(self, keys: tuple[PageKey, ...], target: Tier, reason: str) -> None:
-        """Counts it at once and reports it a little later, so that the same is not asked for again in every step."""
+        """Counts it at once and reports it a little later, so that the same is not asked for again
+        in every step.
+        """
         if keys:
             self._counters.failed_moves[reason] += len(keys)
             self._failed.append((self._context.now + _AGAIN_S, keys, target))
@@ -187,7 +217,9 @@ class Promotions:
             self._facts.failed(keys, target)
 
     def _load_back(self, path: Path, keys: tuple[PageKey, ...], room: int) -> int:
-        """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many pages."""
+        """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many
+        pages.
+        """
         nodes = self._nodes(path)
         try:
             last = path.keys.index(keys[-1])
@@ -206,7 +238,9 @@ class Promotions:
                 self._slots.claiming = False
         there = nodes[0].path_start if nodes else 0
         for node in nodes:
-            if node.full_value_len is None and not (pages and not reason and node.path_end <= fitting[-1].path_end):
+            if node.full_value_len is None and not (
+                pages and not reason and node.path_end <= fitting[-1].path_end
+            ):
                 break
             there = node.path_end
         came = frozenset(path.keys[: there // self._page])
@@ -215,7 +249,9 @@ class Promotions:
         return 0 if reason else pages
 
     def _nodes(self, path: Path) -> list[Any]:
-        """The nodes of a path from the root on, as far as it is in the tree with a copy in host memory or on the device."""
+        """The nodes of a path from the root on, as far as it is in the tree with a copy in host
+        memory or on the device.
+        """
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
         core = self._tree.tree_core
@@ -224,7 +260,9 @@ class Promotions:
                 raise KeyError
             nodes = core.collect_path_info([path.node])[0]
         except KeyError:
-            found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
+            found = self._tree.match_prefix(
+                MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page))
+            )
             path.node = found.best_match_node
             nodes = core.collect_path_info([path.node])[0]
         usable = []
@@ -264,19 +302,27 @@ class Promotions:
         if storage is None or len(self._fetches) >= _MOST_FETCHES:
             self._fail(move.keys, move.target, "busy")
             return
-        found = self._tree.match_prefix(MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page)))
+        found = self._tree.match_prefix(
+            MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page))
+        )
         start = (found.device_prefix_len + found.host_hit_length) // self._page
         anchor = found.last_host_node
         keys = move.keys
         first = path.keys.index(keys[0]) if keys[0] in path.keys else len(path.keys)
         keys = keys[start - first :] if first <= start else ()
         core = self._tree.tree_core
-        if not keys or path.keys[start : start + len(keys)] != keys or not (core.is_backuped(anchor) or core.is_root(anchor)):
+        if (
+            not keys
+            or path.keys[start : start + len(keys)] != keys
+            or not (core.is_backuped(anchor) or core.is_root(anchor))
+        ):
             self._fail(move.keys, move.target, "gap")
             return
         self._facts.failed(move.keys[: len(move.keys) - len(keys)], move.target)
         pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
-        left = self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
+        left = (
+            self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
+        )
         self._fail(keys[max(0, left) :], move.target, "no room")
         keys = keys[: max(0, left)]
         self.claiming_for = path
@@ -288,15 +334,37 @@ class Promotions:
             self._tree.dec_host_lock_ref(anchor, pin)
             self._fail(keys, move.target, "no room")
             return
-        now, poll, started = self._context.now, Poll(self._context.next_number(), len(keys)), time.monotonic()
+        now, poll, started = (
+            self._context.now,
+            Poll(self._context.next_number(), len(keys)),
+            time.monotonic(),
+        )
 
         def on_page(page: int, outcome: ReadOutcome) -> None:
-            poll.mark(page, LANDED if outcome is ReadOutcome.OK else LOST[outcome], now + time.monotonic() - started)
+            poll.mark(
+                page,
+                LANDED if outcome is ReadOutcome.OK else LOST[outcome],
+                now + time.monotonic() - started,
+            )
 
         job = storage.begin_read(keys, host, deadline_s, on_page)
         for page in range(len(keys) if job is None else 0):
             on_page(page, ReadOutcome.MISS)
-        self._fetches.append(_Fetch(path, keys, start, host, anchor, pin, job, poll, now, now + deadline_s, move.target is Tier.HBM))
+        self._fetches.append(
+            _Fetch(
+                path,
+                keys,
+                start,
+                host,
+                anchor,
+                pin,
+                job,
+                poll,
+                now,
+                now + deadline_s,
+                move.target is Tier.HBM,
+            )
+        )
 
     def look(self) -> None:
         """Takes note of what has ended since the last tick."""
@@ -312,7 +380,9 @@ class Promotions:
             self._fetches.append(fetch)
 
     def _land(self, fetch: _Fetch, pages: int) -> None:
-        """Grafts the first `pages` pages read into the tree and frees the rest. Nothing is read into them any more."""
+        """Grafts the first `pages` pages read into the tree and frees the rest. Nothing is read
+        into them any more.
+        """
         kept = self._graft(fetch, pages) if pages else _NO_SPAN
         self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
         self._slots.put_back_host(fetch.host[: kept.start * self._page])
@@ -324,11 +394,15 @@ class Promotions:
             self._facts.failed(fetch.keys, Tier.HBM)  # the second hop is a move of its own
 
     def _graft(self, fetch: _Fetch, pages: int) -> Span:
-        """Which of the pages read are the tree's from now on: those behind what it had already; none when it takes none."""
+        """Which of the pages read are the tree's from now on: those behind what it had already;
+        none when it takes none.
+        """
         page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
         tokens = fetch.path.radix_key(fetch.start * page, (fetch.start + pages) * page)
         try:
-            result = self._tree.tree_core.insert_host(fetch.anchor, tokens, fetch.host[: pages * page], names)
+            result = self._tree.tree_core.insert_host(
+                fetch.anchor, tokens, fetch.host[: pages * page], names
+            )
         except KeyError:
             return _NO_SPAN  # the anchor is gone with its path
         self._tree._apply_cache_actions(result.cache_actions)
@@ -342,9 +416,11 @@ class Promotions:
         return Span(result.prefix_len // page, pages)
 
     def reset(self) -> None:
-        """Before the pools are emptied, or for good: blocks until no read goes to host pages of ours. Pages of a read that hangs all
-        the same are nobody's until the pools are emptied, for which a server is not idle before that read has ended (`reads_hang` of
-        the context), unless it has several ranks: they would have to agree on that."""
+        """Before the pools are emptied, or for good: blocks until no read goes to host pages of
+        ours. Pages of a read that hangs all the same are nobody's until the pools are emptied, for
+        which a server is not idle before that read has ended (`reads_hang` of the context), unless
+        it has several ranks: they would have to agree on that.
+        """
         end = time.monotonic() + _RESET_S
         jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
         for job in jobs:
@@ -357,7 +433,10 @@ class Promotions:
             else:
                 self._slots.give_host(len(fetch.host))
                 self._context.hung_reads.append(fetch.job)
-                logger.error("kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush", len(fetch.keys))
+                logger.error(
+                    "kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush",
+                    len(fetch.keys),
+                )
             self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
         while self._failed:
             _, keys, target = self._failed.popleft()

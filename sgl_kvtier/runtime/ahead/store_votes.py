@@ -1,9 +1,10 @@
 """Which pages every rank has in its store, where several ranks have to agree.
 
-Each rank's store is its own: pages are written at different times, and one rank may lose or evict a page that another
-has. For the map a page is stored when it is on all ranks. So what SGLang has written back, and from time to time all that
-is said to be stored, is looked up by every rank and put to the vote (`polls.py`). What a storage query has found needs none:
-SGLang's ranks agree on it. Scheduler's thread.
+Each rank's store is its own: pages are written at different times, and one rank may lose or evict a
+page that another has. For the map a page is stored when it is on all ranks. So what SGLang has
+written back, and from time to time all that is said to be stored, is looked up by every rank and
+put to the vote (`polls.py`). What a storage query has found needs none: SGLang's ranks agree on it.
+Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _NO = LOST[ReadOutcome.MISS]
 class StoreVotes:
     """One per scheduler process of several. `number` gives every poll its number."""
 
-    def __init__(self, tree: Any, tier_map: TierMap, facts: TierFacts, number: Callable[[], int]) -> None:
+    def __init__(
+        self, tree: Any, tier_map: TierMap, facts: TierFacts, number: Callable[[], int]
+    ) -> None:
         """Watches what SGLang writes to storage from now on."""
         self._tree = tree
         self._map = tier_map
@@ -40,7 +43,9 @@ class StoreVotes:
         self._writing: dict[int, tuple[PageKey, ...]] = {}
         self._todo: dict[PageKey, None] = {}
         self._next: int | None = None
-        """Where on the map the next pages are that all ranks look up, since one has lost some; None: nowhere."""
+        """Where on the map the next pages are that all ranks look up, since one has lost some;
+        None: nowhere.
+        """
         self._vote: tuple[Poll, tuple[PageKey, ...]] | None = None
         self._losses: Poll | None = None
         self._ask_at = 0.0
@@ -55,7 +60,11 @@ class StoreVotes:
 
     def polls(self) -> list[Poll]:
         """What is put to the vote now."""
-        return [poll for poll in (self._losses, self._vote[0] if self._vote else None) if poll is not None]
+        return [
+            poll
+            for poll in (self._losses, self._vote[0] if self._vote else None)
+            if poll is not None
+        ]
 
     def forget(self) -> None:
         """Another store was attached, or none is any more."""
@@ -70,8 +79,9 @@ class StoreVotes:
         self._facts.placed(self._not_known(from_hex(hashes)), Tier.SSD)
 
     def look(self, now: float) -> int:
-        """Takes what was voted on and puts the next to the vote; returns how many pages were not where the map had them. `now`
-        is the agreed time."""
+        """Takes what was voted on and puts the next to the vote; returns how many pages were not
+        where the map had them. `now` is the agreed time.
+        """
         gone = 0
         if self._losses is not None and self._losses.over:
             if not self._losses.well:
@@ -80,12 +90,20 @@ class StoreVotes:
         if self._vote is not None and self._vote[0].over:
             gone = self._take(*self._vote)
             self._vote = None
-        for operation in [number for number in self._writing if number not in self._tree.ongoing_backup]:
+        for operation in [
+            number for number in self._writing if number not in self._tree.ongoing_backup
+        ]:
             self._todo.update(dict.fromkeys(self._not_known(self._writing.pop(operation))))
         if self._next is not None and not self._todo:
             part, self._next = self._map.resident_part(Tier.SSD, self._next, _SLICE)
             self._todo.update(dict.fromkeys(part))
-        if now >= self._ask_at and self._losses is None and not self._todo and self._vote is None and self._next is None:
+        if (
+            now >= self._ask_at
+            and self._losses is None
+            and not self._todo
+            and self._vote is None
+            and self._next is None
+        ):
             self._ask_at = now + _PERIOD_S
             self._losses = Poll(self._number(), 1)
             self._losses.mark(0, _NO if self._has_lost() else LANDED, time.monotonic())
@@ -99,7 +117,9 @@ class StoreVotes:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _on_write(self, host_indices: Any, token_ids: Any, hash_value: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _on_write(
+        self, host_indices: Any, token_ids: Any, hash_value: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """SGLang has begun to write a node's pages to storage; all ranks do in the same step."""
         operation = self._write(host_indices, token_ids, hash_value, *args, **kwargs)
         if hash_value:
@@ -118,7 +138,9 @@ class StoreVotes:
 
     def _take(self, poll: Poll, keys: tuple[PageKey, ...]) -> int:
         unknown = dict.fromkeys(self._not_known(keys))
-        there = dict.fromkeys(key for key, state in zip(keys, poll.seen, strict=True) if state == LANDED)
+        there = dict.fromkeys(
+            key for key, state in zip(keys, poll.seen, strict=True) if state == LANDED
+        )
         self._facts.placed(tuple(key for key in there if key in unknown), Tier.SSD)
         gone = tuple(key for key in keys if key not in there and key not in unknown)
         self._facts.dropped(gone, Tier.SSD)
@@ -128,7 +150,10 @@ class StoreVotes:
         """Whether this rank's store has dropped pages since it was last asked."""
         store = self._store()
         stats = store.stats() if store is not None else None
-        before, self._seen = self._seen, (0, 0) if stats is None else (stats.pages_evicted + stats.pages_corrupt, stats.pages)
+        before, self._seen = (
+            self._seen,
+            (0, 0) if stats is None else (stats.pages_evicted + stats.pages_corrupt, stats.pages),
+        )
         return self._seen[0] != before[0] or self._seen[1] < before[1]
 
     def _store(self) -> Any:

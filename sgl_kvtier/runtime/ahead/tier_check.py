@@ -1,6 +1,8 @@
-"""The planner's map compared with the truth: the tree, the host pool and the store. What differs is counted and corrected.
+"""The planner's map compared with the truth: the tree, the host pool and the store. What differs is
+counted and corrected.
 
-The map is advisory, so nothing depends on it for correctness; but a map that is wrong decides badly.
+The map is advisory, so nothing depends on it for correctness; but a map that is wrong decides
+badly.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ _PERIOD_S = 1.0
 
 
 class TierCheck:
-    """A rolling check of what may change unseen, the store's pages, and a whole one for when the server is idle."""
+    """A rolling check of what may change unseen, the store's pages, and a whole one for when the
+    server is idle.
+    """
 
     def __init__(self, tree: Any, tier_map: TierMap, facts: TierFacts) -> None:
         self._tree = tree
@@ -46,8 +50,14 @@ class TierCheck:
         store = self._store()
         if self._next is None:
             stats = store.stats() if store is not None else None
-            seen = (stats.pages_evicted + stats.pages_corrupt, stats.pages) if stats is not None else (-1, 0)
-            if seen[0] == (self._seen or (0, 0))[0] and not (self._seen and seen[1] < self._seen[1]):
+            seen = (
+                (stats.pages_evicted + stats.pages_corrupt, stats.pages)
+                if stats is not None
+                else (-1, 0)
+            )
+            if seen[0] == (self._seen or (0, 0))[0] and not (
+                self._seen and seen[1] < self._seen[1]
+            ):
                 self._seen = seen
                 return 0
             self._seen = seen
@@ -58,22 +68,32 @@ class TierCheck:
         return len(gone)
 
     def forget(self) -> None:
-        """All stored pages were just said to be gone. The map learns it at the end of the tick, so `roll` looks for nothing
-        the next time: else what was said would be found and counted as well."""
+        """All stored pages were just said to be gone. The map learns it at the end of the tick, so
+        `roll` looks for nothing the next time: else what was said would be found and counted as
+        well.
+        """
         self._next, self._seen, self._said = None, None, True
 
     def _not_stored(self, store: Any, keys: Sequence[PageKey]) -> tuple[PageKey, ...]:
         if store is None:
             return tuple(keys)
-        return tuple(key for key, answer in zip(keys, store.lookup(keys), strict=True) if answer is Lookup.MISS)
+        return tuple(
+            key
+            for key, answer in zip(keys, store.lookup(keys), strict=True)
+            if answer is Lookup.MISS
+        )
 
     def whole(self) -> dict[str, int]:
         """Pages that differ, by kind. For an idle server whose facts have all been told; O(pages).
 
-        hbm: the device pages of the tree against the map's, by number; leaves beyond: names of all evictable paths' pages
-        that the map has elsewhere. dram: by name. ssd: by name."""
+        hbm: the device pages of the tree against the map's, by number; leaves beyond: names of all
+        evictable paths' pages that the map has elsewhere. dram: by name. ssd: by name.
+        """
         core, page = self._tree.tree_core, self._facts._page
-        known = {tier: dict.fromkeys(self._map.resident(tier)) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)}
+        known = {
+            tier: dict.fromkeys(self._map.resident(tier))
+            for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
+        }
         paths: dict[PageKey, None] = {}
         hosted: dict[PageKey, None] = {}
         for path in core.collect_path_info(self._ends()):
@@ -87,12 +107,15 @@ class TierCheck:
         return {
             "hbm_number": abs(core.all_values_flatten().numel() // page - len(known[Tier.HBM])),
             "hbm_names": sum(key not in known[Tier.HBM] for key in paths),
-            "dram_names": len(host.keys() ^ known[Tier.DRAM].keys()) + sum(key not in known[Tier.DRAM] for key in hosted),
+            "dram_names": len(host.keys() ^ known[Tier.DRAM].keys())
+            + sum(key not in known[Tier.DRAM] for key in hosted),
             "ssd_names": len(self._not_stored(store, stored)),
         }
 
     def _ends(self) -> list[int]:
-        """Ends of all paths that could be evicted from the device: all of them when nothing is running."""
+        """Ends of all paths that could be evicted from the device: all of them when nothing is
+        running.
+        """
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
         core, found = self._tree.tree_core, []

@@ -1,8 +1,9 @@
 """Where pages come into tiers and leave them in SGLang, told as facts.
 
-The tree core of SGLang has no callbacks, so its few mutating calls are watched: what is inserted, loaded back, copied to
-host memory, grafted there, evicted. A node's pages are named by SGLang's own page hashes. Host pages are freed by slot, so
-their names are kept by slot (about 100 bytes each); the device needs none, because its leaves are evicted one by one.
+The tree core of SGLang has no callbacks, so its few mutating calls are watched: what is inserted,
+loaded back, copied to host memory, grafted there, evicted. A node's pages are named by SGLang's own
+page hashes. Host pages are freed by slot, so their names are kept by slot (about 100 bytes each);
+the device needs none, because its leaves are evicted one by one.
 
 Facts are noted in the order in which things happen and told at the next tick. Scheduler's thread.
 """
@@ -22,7 +23,9 @@ _LATER = 0.0
 
 
 class TierFacts:
-    """Watches one tree. `left` and `_came` are pages that left the device, or came to it, since the facts were last told."""
+    """Watches one tree. `left` and `_came` are pages that left the device, or came to it, since the
+    facts were last told.
+    """
 
     def __init__(self, tree: Any, tell: Callable[[Fact], None], tier_map: TierMap) -> None:
         """Begins watching the tree's core, which must still be empty."""
@@ -100,7 +103,9 @@ class TierFacts:
         if tier is Tier.DRAM:
             return key in self._hosted
         page = self._map.page(key)
-        return key in self._came or (page is not None and tier in page.tiers and key not in self.left)
+        return key in self._came or (
+            page is not None and tier in page.tiers and key not in self.left
+        )
 
     def told(self) -> None:
         """The map knows everything that was noted."""
@@ -130,7 +135,9 @@ class TierFacts:
         self._commit_backup(node_id, host_indices, comp_xfers)
         self._hold(self.node_keys(node_id), host_indices)
 
-    def _on_load_back(self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any) -> Any:
+    def _on_load_back(
+        self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any
+    ) -> Any:
         """Nodes on a path get their device pages back."""
         actions = self._commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
         keys = tuple(key for node in kv_xfer.nodes_to_load or () for key in self.node_keys(node))

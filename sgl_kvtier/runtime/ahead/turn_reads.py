@@ -1,10 +1,12 @@
-"""Stored pages of waiting requests that are left to SGLang: read in the order of the queue, and again when they were lost.
+"""Stored pages of waiting requests that are left to SGLang: read in the order of the queue, and
+again when they were lost.
 
-SGLang asks storage for a request once, when it arrives, and reads what is there into host memory, where nothing holds it
-until the request runs; who arrives while it reads as much as it allows itself may never be asked for. Here a request whose
-pages have no room yet is kept back until they have (`policy/ahead/read_turns.py` says whose turn it is), and one that finds less at
-its turn than storage had is asked for again. Scheduler's thread; all of it follows from what ranks have in common, so they
-do the same. Not with pipeline stages: there SGLang decides on the first.
+SGLang asks storage for a request once, when it arrives, and reads what is there into host memory,
+where nothing holds it until the request runs; who arrives while it reads as much as it allows
+itself may never be asked for. Here a request whose pages have no room yet is kept back until they
+have (`policy/ahead/read_turns.py` says whose turn it is), and one that finds less at its turn than
+storage had is asked for again. Scheduler's thread; all of it follows from what ranks have in
+common, so they do the same. Not with pipeline stages: there SGLang decides on the first.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from sgl_kvtier.policy.messages import Queued
 from sgl_kvtier.runtime.step.context import Restoring, StepContext
 
 _MOST_READS = 3
-"""A request that has lost its pages is read for so often, then it is computed: something pushes them out again and again."""
+"""A request that has lost its pages is read for so often, then it is computed: something pushes
+them out again and again.
+"""
 _MOST_IDLE_S = 2.0
-"""So long nothing may run while requests are kept back, then the first of them runs with what it has: a device may hang."""
+"""So long nothing may run while requests are kept back, then the first of them runs with what it
+has: a device may hang.
+"""
 _SWEEP = 256
 """Every so many ticks requests that have vanished are looked for."""
 _MOST_IDLE_PASSES = 10_000
@@ -30,7 +36,9 @@ _MOST_IDLE_PASSES = 10_000
 
 @dataclass
 class _Stored:
-    """What storage has of a request's prompt, or may have: tokens [0, end), what the tree had before included."""
+    """What storage has of a request's prompt, or may have: tokens [0, end), what the tree had
+    before included.
+    """
 
     end: int
     kept_back: bool = False
@@ -42,10 +50,16 @@ class _Stored:
 
 
 class TurnReads:
-    """One per scheduler process. `clock` gives seconds that are the same on every rank, and may stand still."""
+    """One per scheduler process. `clock` gives seconds that are the same on every rank, and may
+    stand still.
+    """
 
     def __init__(
-        self, context: StepContext, restoring: Restoring, counts: Counter[str], clock: Callable[[], float]
+        self,
+        context: StepContext,
+        restoring: Restoring,
+        counts: Counter[str],
+        clock: Callable[[], float],
     ) -> None:
         """`counts` is where what was done is counted, by what it was."""
         self._context = context
@@ -62,9 +76,15 @@ class TurnReads:
 
     @property
     def active(self) -> bool:
-        """Whether anything is done here: not where all is SGLang's own way, nor where no request may wait for its pages."""
+        """Whether anything is done here: not where all is SGLang's own way, nor where no request
+        may wait for its pages.
+        """
         tree = self._tree
-        return tree.pp_size == 1 and tree.prefetch_stop_policy != "best_effort" and (self._restoring.taking or tree.ahead is not None)
+        return (
+            tree.pp_size == 1
+            and tree.prefetch_stop_policy != "best_effort"
+            and (self._restoring.taking or tree.ahead is not None)
+        )
 
     @property
     def kept_back(self) -> list[str]:
@@ -72,15 +92,23 @@ class TurnReads:
         return [rid for rid, stored in self._stored.items() if stored.kept_back]
 
     def declines(self, handle: Any, tokens: int, start: int) -> bool:
-        """Storage is about to be asked for `tokens` of a request from `start` on. True: not now, SGLang reads enough already."""
-        if not self.active or tokens < self._tree.prefetch_threshold or not self._tree.cache_controller.prefetch_rate_limited():
+        """Storage is about to be asked for `tokens` of a request from `start` on. True: not now,
+        SGLang reads enough already.
+        """
+        if (
+            not self.active
+            or tokens < self._tree.prefetch_threshold
+            or not self._tree.cache_controller.prefetch_rate_limited()
+        ):
             return False
         self._note(handle.rid, start + tokens)
         self._keep_back(handle.rid)
         return True
 
     def hit(self, operation: Any, hit_tokens: int) -> bool:
-        """Storage has these tokens of a waiting request, and SGLang is about to read them. True: not now."""
+        """Storage has these tokens of a waiting request, and SGLang is about to read them. True:
+        not now.
+        """
         rid = operation.handle.rid
         if not self.active:
             return False
@@ -91,8 +119,13 @@ class TurnReads:
         return True
 
     def landed(self, operation: Any) -> None:
-        """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are not asked for again."""
-        stored, req = self._stored.get(operation.handle.rid), self._context.waiting(operation.handle)
+        """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
+        not asked for again.
+        """
+        stored, req = (
+            self._stored.get(operation.handle.rid),
+            self._context.waiting(operation.handle),
+        )
         if stored is None or req is None:
             return
         if operation.completed_tokens < operation.storage_hit_count:
@@ -101,7 +134,9 @@ class TurnReads:
         stored.node = req.best_match_node
 
     def nodes(self) -> list[Any]:
-        """Ends of the paths that were read for waiting requests, in the order of the queue: they should stay till then."""
+        """Ends of the paths that were read for waiting requests, in the order of the queue: they
+        should stay till then.
+        """
         if not self._stored or self._context.scheduler is None:
             return []
         found = (self._stored.get(req.rid) for req in self._context.scheduler.waiting_queue)
@@ -127,13 +162,16 @@ class TurnReads:
                 self._ask(scheduler, req)
 
     def admissible(self, handle: Any) -> bool | None:
-        """Whether a waiting request may be admitted in this pass: not while it is kept back. None when that is SGLang's to say."""
+        """Whether a waiting request may be admitted in this pass: not while it is kept back. None
+        when that is SGLang's to say.
+        """
         stored = self._stored.get(handle.rid)
         return False if stored is not None and stored.kept_back and self.active else None
 
     def at_turn(self, scheduler: Any, req: Any) -> bool:
-        """Right before a request may be admitted, and after a fresh match: whether it has to wait because pages that were read
-        for it, or found in storage, are not there any more."""
+        """Right before a request may be admitted, and after a fresh match: whether it has to wait
+        because pages that were read for it, or found in storage, are not there any more.
+        """
         stored = self._stored.get(req.rid)
         if stored is None or req.rid in self._restoring.restorations or not self.active:
             return False
@@ -165,7 +203,9 @@ class TurnReads:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _sweep(self, scheduler: Any) -> None:
-        """Forgets requests that have left the queue without a word; one that waits again is asked for again."""
+        """Forgets requests that have left the queue without a word; one that waits again is asked
+        for again.
+        """
         there = {req.rid for req in scheduler.waiting_queue}
         for rid, stored in list(self._stored.items()):
             if rid in there:
@@ -195,12 +235,15 @@ class TurnReads:
         return req.cache_request_handle in self._tree.ongoing_prefetch
 
     def _due(self, asking: str = "") -> list[str]:
-        """Whose pages may be read. `asking` is a request that asks for some, besides those kept back."""
+        """Whose pages may be read. `asking` is a request that asks for some, besides those kept
+        back.
+        """
         tree = self._tree
         controller, device = tree.cache_controller, tree.token_to_kv_pool_allocator
         room = int(controller.mem_pool_host.size)
         if controller.write_policy != "write_back":
-            # What is on the device has its copy in host memory, which cannot leave: the rest is the room.
+            # What is on the device has its copy in host memory, which cannot leave: the rest is the
+            # room.
             room -= int(device.size) - int(device.available_size())
         return self.decide(self._waiting(asking), max(0, room) // self._context.page)
 

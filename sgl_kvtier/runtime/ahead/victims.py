@@ -1,9 +1,10 @@
 """Who leaves the device, in the order of the planner's map.
 
-SGLang's tree core offers leaves for eviction in its own order and evicts the one its caller names. So its offers are
-collected first, nothing is evicted meanwhile, and then the offered leaf that the map names first is evicted. Only what the
-core offered in that very moment is ever evicted: never a locked node, never one with a child on the device. What the map's
-order does not yield is left to SGLang's own eviction, which runs afterwards as if nothing had happened.
+SGLang's tree core offers leaves for eviction in its own order and evicts the one its caller names.
+So its offers are collected first, nothing is evicted meanwhile, and then the offered leaf that the
+map names first is evicted. Only what the core offered in that very moment is ever evicted: never a
+locked node, never one with a child on the device. What the map's order does not yield is left to
+SGLang's own eviction, which runs afterwards as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _ALL_TOKENS = 1 << 40
 class Victims:
     """Evicts by the map's order. Scheduler's thread."""
 
-    def __init__(self, tree: Any, tier_map: TierMap, facts: TierFacts, counters: LookaheadCounters) -> None:
+    def __init__(
+        self, tree: Any, tier_map: TierMap, facts: TierFacts, counters: LookaheadCounters
+    ) -> None:
         self._tree = tree
         self._map = tier_map
         self._facts = facts
@@ -32,7 +35,9 @@ class Victims:
         self._page = int(tree.page_size)
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
-        """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this eviction has freed."""
+        """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this
+        eviction has freed.
+        """
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
         if self._tree.cache_controller.write_policy == "write_back":
@@ -43,7 +48,9 @@ class Victims:
                 return
 
     def _leaves(self, full: Any) -> dict[PageKey, int]:
-        """Nodes that could be evicted now, by the name of their last page. About 6 microseconds each."""
+        """Nodes that could be evicted now, by the name of their last page. About 6 microseconds
+        each.
+        """
         core, found = self._tree.tree_core, []
         core.evict_device_start(full, _ALL_TOKENS)
         try:
@@ -57,9 +64,12 @@ class Victims:
         named = ((core.get_last_hash_value(node), node) for node in found)
         return {from_hex((text,))[0]: node for text, node in named if text is not None}
 
-    def _evict_some(self, leaves: dict[PageKey, int], tokens: int, tracker: dict[Any, int], full: Any) -> bool:
-        """Evicts in the map's order until there is enough, or until it is the turn of a node that may have become a leaf by
-        that and was not offered yet. Whether any was evicted."""
+    def _evict_some(
+        self, leaves: dict[PageKey, int], tokens: int, tracker: dict[Any, int], full: Any
+    ) -> bool:
+        """Evicts in the map's order until there is enough, or until it is the turn of a node that
+        may have become a leaf by that and was not offered yet. Whether any was evicted.
+        """
         missing = -(-(tokens - tracker[full]) // self._page)
         evicted = False
         bared: dict[PageKey, None] = {}

@@ -1,4 +1,6 @@
-"""Where the storage backend hangs in SGLang beside its own interface: the hooks of scheduler processes."""
+"""Where the storage backend hangs in SGLang beside its own interface: the hooks of scheduler
+processes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def create_backend(
-    original: Callable[..., Any], cls: Any, name: str, backend_class: Any, storage_config: Any, host_pool: Any
+    original: Callable[..., Any],
+    cls: Any,
+    name: str,
+    backend_class: Any,
+    storage_config: Any,
+    host_pool: Any,
 ) -> Any:
     if name == BACKEND:
         return backend_class(storage_config, {})
@@ -23,7 +30,9 @@ def create_backend(
 
 
 def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """Hands pages to our backend by address where a page lies in few pieces. No operation is queued yet at this point."""
+    """Hands pages to our backend by address where a page lies in few pieces. No operation is queued
+    yet at this point.
+    """
     del result, args, kwargs
     if store_of(controller) is None:
         return
@@ -32,9 +41,13 @@ def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> No
         controller.page_set_func = controller._page_set_zero_copy
 
 
-def cut_reads_short(original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for each of them and gives the
-    server up after that, so neither a long read of pages that nobody wants any more nor another rank may keep one."""
+def cut_reads_short(
+    original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for
+    each of them and gives the server up after that, so neither a long read of pages that nobody
+    wants any more nor another rank may keep one.
+    """
     backend = store_of(controller)
     if backend is None:
         return original(controller, *args, **kwargs)
@@ -50,19 +63,28 @@ def note_reduction(original: Callable[..., Any], controller: Any, ack: Any) -> A
         return original(controller, ack)
 
 
-def read_ahead(original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's read of one prefix from storage, which asks for 128 pages at a time: the next ones are under way already.
-    SGLang reuses host slots that were not filled only after this has returned."""
+def read_ahead(
+    original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around SGLang's read of one prefix from storage, which asks for 128 pages at a time: the next
+    ones are under way already. SGLang reuses host slots that were not filled only after this has
+    returned.
+    """
     backend = store_of(controller)
     if backend is None:
         return original(controller, operation, *args, **kwargs)
-    with quiet_stop.busy(controller, "reading"), backend.reading_ahead(operation.hash_value, operation.host_indices):
+    with (
+        quiet_stop.busy(controller, "reading"),
+        backend.reading_ahead(operation.hash_value, operation.host_indices),
+    ):
         return original(controller, operation, *args, **kwargs)
 
 
 def leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
-    """After weights changed at run time, or may be changed from outside from now on: pages written so far belong to other weights
-    and are not served any more. Where several of these hooks see one change, the first does it."""
+    """After weights changed at run time, or may be changed from outside from now on: pages written
+    so far belong to other weights and are not served any more. Where several of these hooks see one
+    change, the first does it.
+    """
     del args, kwargs
     if getattr(result, "success", True) is False:
         return  # a call that was refused

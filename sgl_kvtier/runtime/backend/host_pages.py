@@ -1,4 +1,6 @@
-"""Pages of SGLang's host pools as the store wants them: views of the pool's memory, read and written where they lie."""
+"""Pages of SGLang's host pools as the store wants them: views of the pool's memory, read and
+written where they lie.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
 
 
 def is_page_contiguous(pool: Any) -> bool:
-    """Whether a page of this host pool lies in few pieces (one for K, one for V) that can be read in place."""
+    """Whether a page of this host pool lies in few pieces (one for K, one for V) that can be read
+    in place.
+    """
     return pool.layout in CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
 
 
@@ -22,7 +26,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parts_of(pool: Any, pages: int, host_indices: torch.Tensor) -> list[list[memoryview]]:
-    """Each page's pieces in a page-contiguous host pool, as views of the pool's memory. `host_indices`: a slot per token."""
+    """Each page's pieces in a page-contiguous host pool, as views of the pool's memory.
+    `host_indices`: a slot per token.
+    """
     addresses, sizes = pool.get_page_buffer_meta(host_indices)
     whole = bytes_of(pool.kv_buffer.view(-1))
     base = pool.kv_buffer.data_ptr()

@@ -1,7 +1,8 @@
 """Whose pages these are: everything about a server that changes what a KV page's bytes mean.
 
-Two servers share pages if and only if all fields are equal; anything else is a different namespace of the store and gives
-no hits. SGLang's page hashes cover tokens, cache salt and the names and paths of LoRA adapters only, so all the rest stands here.
+Two servers share pages if and only if all fields are equal; anything else is a different namespace
+of the store and gives no hits. SGLang's page hashes cover tokens, cache salt and the names and
+paths of LoRA adapters only, so all the rest stands here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _runtime_weights: str | None = None
 
 
 def weights_changed() -> None:
-    """Notes that the weights in memory are no longer those on disk: from now on this process has an identity of its own."""
+    """Notes that the weights in memory are no longer those on disk: from now on this process has an
+    identity of its own.
+    """
     global _runtime_weights
     _runtime_weights = uuid.uuid4().hex
 
@@ -32,14 +35,19 @@ def weights_changed() -> None:
 def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) -> Identity:
     """The identity of a server's pages, the same on all of its ranks.
 
-    `server_args` is the resolved view; `pools` are SGLang's host pools by name. Which layers and heads a rank holds
-    follows from the sizes here and the rank's folder (`rank_name`).
+    `server_args` is the resolved view; `pools` are SGLang's host pools by name. Which layers and
+    heads a rank holds follows from the sizes here and the rank's folder (`rank_name`).
     """
     fields: dict[str, Any] = {
         "engine": f"sglang-{SGLANG_VERSION}",
         "model": _model_fields(server_args),
-        "weights": _runtime_weights or weights_digest(
-            model_folder(server_args.model_path, server_args.revision, getattr(server_args, "download_dir", None))
+        "weights": _runtime_weights
+        or weights_digest(
+            model_folder(
+                server_args.model_path,
+                server_args.revision,
+                getattr(server_args, "download_dir", None),
+            )
         ),
         "ranks": {
             name: getattr(storage_config, name)
@@ -55,7 +63,9 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
 
 
 def rank_name(storage_config: Any, replica: int | None = None) -> str:
-    """The folder of one rank below its identity: ranks never share a folder. `replica` is the data-parallel copy's number."""
+    """The folder of one rank below its identity: ranks never share a folder. `replica` is the
+    data-parallel copy's number.
+    """
     c = storage_config
     name = f"tp{c.tp_rank}-pp{c.pp_rank}"
     if c.attn_cp_size > 1:
@@ -66,28 +76,45 @@ def rank_name(storage_config: Any, replica: int | None = None) -> str:
 
 
 def adapter_digests(server_args: Any) -> dict[str, str]:
-    """Digests of the LoRA adapters a server is started with, by name and path. Those that are loaded later get an id of their own
-    from SGLang each time, so that their pages are never found again."""
+    """Digests of the LoRA adapters a server is started with, by name and path. Those that are
+    loaded later get an id of their own from SGLang each time, so that their pages are never found
+    again.
+    """
     digests = {}
     for adapter in getattr(server_args, "lora_paths", None) or ():
-        name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None) or str(adapter)
-        folder = model_folder(path, download_dir=getattr(server_args, "download_dir", None), config="adapter_config.json")
+        name, path = (
+            getattr(adapter, "lora_name", None),
+            getattr(adapter, "lora_path", None) or str(adapter),
+        )
+        folder = model_folder(
+            path,
+            download_dir=getattr(server_args, "download_dir", None),
+            config="adapter_config.json",
+        )
         digests[f"{name} {path}"] = weights_digest(folder)
     return digests
 
 
 def model_folder(
-    model_path: str, revision: str | None = None, download_dir: str | None = None, config: str = "config.json"
+    model_path: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    config: str = "config.json",
 ) -> Path:
-    """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under its name. `config` is a file
-    that every such folder has."""
+    """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under
+    its name. `config` is a file that every such folder has.
+    """
     folder = Path(model_path)
     if folder.exists():
         return folder
     try:
-        from huggingface_hub import try_to_load_from_cache  # comes with SGLang; not needed for local folders
+        from huggingface_hub import (
+            try_to_load_from_cache,
+        )  # comes with SGLang; not needed for local folders
 
-        found = try_to_load_from_cache(model_path, config, cache_dir=download_dir, revision=revision)
+        found = try_to_load_from_cache(
+            model_path, config, cache_dir=download_dir, revision=revision
+        )
     except (ImportError, ValueError):  # ValueError: not a name a hub could have
         return folder
     return Path(found).parent if isinstance(found, str) else folder
@@ -96,9 +123,10 @@ def model_folder(
 def weights_digest(model_path: Path) -> str:
     """A digest of a model folder's configuration and weights that reads little of them.
 
-    Of each weight file: its name, size and header, and a kilobyte at both ends of every tensor; so a changed tensor, a
-    merged adapter or another training step is seen. A file whose real name is its own SHA-256 (a hub cache) is taken at
-    its name. Where there is no folder to read (a remote model), the path is all there is.
+    Of each weight file: its name, size and header, and a kilobyte at both ends of every tensor; so
+    a changed tensor, a merged adapter or another training step is seen. A file whose real name is
+    its own SHA-256 (a hub cache) is taken at its name. Where there is no folder to read (a remote
+    model), the path is all there is.
     """
     digest = hashlib.sha256()
     if model_path.is_file():
@@ -108,7 +136,12 @@ def weights_digest(model_path: Path) -> str:
         digest.update(f"path {model_path}".encode())
         return digest.hexdigest()
     for path in sorted(model_path.iterdir()):
-        if path.name in ("config.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json"):
+        if path.name in (
+            "config.json",
+            "quantize_config.json",
+            "hf_quant_config.json",
+            "adapter_config.json",
+        ):
             digest.update(path.read_bytes())
         elif path.suffix in _WEIGHT_SUFFIXES:
             _add_weight_file(digest, path)
@@ -123,21 +156,31 @@ def _add_weight_file(digest: Any, path: Path) -> None:
         digest.update(real.name.encode())
         return
     with real.open("rb") as file:
-        offsets = _sample_offsets(file, size) if path.suffix == ".safetensors" else range(0, size, max(1, size // 1024))
+        offsets = (
+            _sample_offsets(file, size)
+            if path.suffix == ".safetensors"
+            else range(0, size, max(1, size // 1024))
+        )
         for offset in offsets:
             file.seek(max(0, offset))
             digest.update(file.read(_SAMPLE_BYTES))
 
 
 def _sample_offsets(file: Any, size: int) -> list[int]:
-    """Both ends of every tensor of a safetensors file, whose 8-byte little-endian length and JSON header are hashed whole."""
+    """Both ends of every tensor of a safetensors file, whose 8-byte little-endian length and JSON
+    header are hashed whole.
+    """
     header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > min(size, 100 << 20):
         return list(range(0, size, max(1, size // 1024)))
     start = 8 + header_bytes
     offsets = list(range(0, start, _SAMPLE_BYTES))
     try:
-        ends = [entry["data_offsets"] for entry in parse_json(file.read(header_bytes)).values() if "data_offsets" in entry]
+        ends = [
+            entry["data_offsets"]
+            for entry in parse_json(file.read(header_bytes)).values()
+            if "data_offsets" in entry
+        ]
         for first, last in ends:
             if not (is_whole(first, 0, size) and is_whole(last, 0, size)):
                 raise ValueError("a tensor outside of its file")
@@ -160,7 +203,11 @@ def _model_fields(args: Any) -> dict[str, Any]:
 
 def _pool_fields(pool: Any) -> dict[str, Any]:
     names = ("layout", "page_size", "head_num", "head_dim", "v_head_dim", "kv_cache_dim")
-    fields = {name: getattr(pool, name) for name in names if isinstance(getattr(pool, name, None), (int, str))}
+    fields = {
+        name: getattr(pool, name)
+        for name in names
+        if isinstance(getattr(pool, name, None), (int, str))
+    }
     fields["dtype"] = str(getattr(pool, "dtype", None))
     fields["format"] = str(getattr(pool, "storage_format_tag", None))
     return fields

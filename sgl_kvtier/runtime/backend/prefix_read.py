@@ -1,7 +1,9 @@
-"""SGLang's read of one prefix into host memory, 128 pages a call, with what it will ask for next under way already.
+"""SGLang's read of one prefix into host memory, 128 pages a call, with what it will ask for next
+under way already.
 
-SGLang's I/O thread calls `batch_get_v1` for one batch after the other. Between two calls the device had nothing to do until that thread
-had Python's lock again, beside a busy scheduler 5 ms and more each time.
+SGLang's I/O thread calls `batch_get_v1` for one batch after the other. Between two calls the device
+had nothing to do until that thread had Python's lock again, beside a busy scheduler 5 ms and more
+each time.
 """
 
 from __future__ import annotations
@@ -16,39 +18,61 @@ from sgl_kvtier.store.front.read_ahead import ReadAhead
 
 
 def read_or_given_up(outcomes: Sequence[ReadOutcome | None]) -> bool:
-    """Whether nothing but its reader's will kept any of these pages from being read. A slow store shows in reads that are given up."""
+    """Whether nothing but its reader's will kept any of these pages from being read. A slow store
+    shows in reads that are given up.
+    """
     return all(outcome in (ReadOutcome.OK, ReadOutcome.CANCELLED) for outcome in outcomes)
 
 
 class PrefixRead:
-    """The pages `keys` that go to `host_slots`, asked for in this order. One thread, but for `cancel`.
+    """The pages `keys` that go to `host_slots`, asked for in this order. One thread, but for
+    `cancel`.
 
-    `begin(keys, host_slots)` begins reading some of them. Slots of pages that were begun belong to the store until `close` returns.
+    `begin(keys, host_slots)` begins reading some of them. Slots of pages that were begun belong to
+    the store until `close` returns.
     """
 
     def __init__(
-        self, keys: list[str], host_slots: torch.Tensor, page_bytes: int, begin: Callable[[list[str], torch.Tensor], ReadJob]
+        self,
+        keys: list[str],
+        host_slots: torch.Tensor,
+        page_bytes: int,
+        begin: Callable[[list[str], torch.Tensor], ReadJob],
     ) -> None:
         self.page_bytes = page_bytes
         self.pages_read = 0
         self.tells = True
-        """What it took says how fast the store is: every page asked for so far was read, or given up by whoever asked."""
+        """What it took says how fast the store is: every page asked for so far was read, or given
+        up by whoever asked.
+        """
         self.seconds = 0.0
         """From the first call's begin to the last one's end."""
         self._started = 0.0
         self._keys = keys
         self._slots = host_slots
         self._per_page = len(host_slots) // max(1, len(keys))
-        self._ahead = ReadAhead(lambda first, last: begin(keys[first:last], self._slots_of(first, last)), len(keys), page_bytes)
+        self._ahead = ReadAhead(
+            lambda first, last: begin(keys[first:last], self._slots_of(first, last)),
+            len(keys),
+            page_bytes,
+        )
 
     def comes_next(self, keys: list[str], host_slots: torch.Tensor) -> bool:
-        """Whether these are the pages that follow those read so far, and go where they were said to go."""
+        """Whether these are the pages that follow those read so far, and go where they were said to
+        go.
+        """
         first = self._ahead.collected
         last = first + len(keys)
-        return bool(keys) and self._keys[first:last] == keys and torch.equal(self._slots_of(first, last), host_slots)
+        return (
+            bool(keys)
+            and self._keys[first:last] == keys
+            and torch.equal(self._slots_of(first, last), host_slots)
+        )
 
     def read(self, count: int) -> list[bool]:
-        """Which of the next `count` pages were read. Returns when no I/O touches their slots any more."""
+        """Which of the next `count` pages were read. Returns when no I/O touches their slots any
+        more.
+        """
         now = time.perf_counter()
         self._started = self._started or now
         outcomes = self._ahead.collect(count)

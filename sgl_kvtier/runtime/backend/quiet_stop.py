@@ -1,10 +1,12 @@
-"""Storage threads of several ranks are stopped only when none would leave another alone in a reduction.
+"""Storage threads of several ranks are stopped only when none would leave another alone in a
+reduction.
 
-SGLang's ranks agree on how far each read from storage has come, in a thread of each rank's that reduces over all of them. A
-flush stops these threads; one that has not yet taken part in a reduction then never does, and its peer waits in it until
-SGLang gives the server up, 10 s later. That happens where reads are under way for a request that was aborted, and one rank's
-device is slower than the other's. So every rank first waits until its own reads and reductions have come to rest: they do,
-since reads are cut short meanwhile and every rank makes the same reductions.
+SGLang's ranks agree on how far each read from storage has come, in a thread of each rank's that
+reduces over all of them. A flush stops these threads; one that has not yet taken part in a
+reduction then never does, and its peer waits in it until SGLang gives the server up, 10 s later.
+That happens where reads are under way for a request that was aborted, and one rank's device is
+slower than the other's. So every rank first waits until its own reads and reductions have come to
+rest: they do, since reads are cut short meanwhile and every rank makes the same reductions.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def busy(controller: Any, what: str) -> Iterator[None]:
 
 
 def wait(controller: Any) -> bool:
-    """Blocks until nothing is read or reduced on this rank, 5 s at most; whether that is so. At once where there is one rank."""
+    """Blocks until nothing is read or reduced on this rank, 5 s at most; whether that is so. At
+    once where there is one rank.
+    """
     if not getattr(controller, "prefetch_completion_sync_groups", None):
         return True
     end, at_rest = time.monotonic() + _LONGEST_S, 0
@@ -47,4 +51,6 @@ def wait(controller: Any) -> bool:
 
 def _rests(controller: Any) -> bool:
     queues = (controller.prefetch_queue, controller.prefetch_buffer, controller.prefetch_sync_queue)
-    return all(queue.empty() for queue in queues) and not any(vars(controller).get(_BUSY, {}).values())
+    return all(queue.empty() for queue in queues) and not any(
+        vars(controller).get(_BUSY, {}).values()
+    )

@@ -1,9 +1,10 @@
 """SGLang's HiCache storage backend on top of the page store (`--hicache-storage-backend kvtier`).
 
-One object per scheduler process, that is per rank. SGLang calls it from three threads of its own (existence queries,
-reads, write-back) and from the scheduler thread (`get_stats`, attach, detach, flush). Nothing here raises while serving:
-a page that cannot be read is a miss, one that cannot be written is not stored, and both are counted by the store.
-Interface: sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
+One object per scheduler process, that is per rank. SGLang calls it from three threads of its own
+(existence queries, reads, write-back) and from the scheduler thread (`get_stats`, attach, detach,
+flush). Nothing here raises while serving: a page that cannot be read is a miss, one that cannot be
+written is not stored, and both are counted by the store. Interface:
+sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransferResult,
+)
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
@@ -32,7 +38,15 @@ from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.runtime.metrics import PUBLISHER, Source, store_samples
 from sgl_kvtier.runtime.sglang import hooks, seams
 from sgl_kvtier.runtime.step.page_names import page_key
-from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadJob, ReadOutcome
+from sgl_kvtier.store.base import (
+    KV,
+    PageRead,
+    PageStore,
+    PageWrite,
+    PutOutcome,
+    ReadJob,
+    ReadOutcome,
+)
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.front.wrappers import Faulty, Throttled
 from sgl_kvtier.store.io.jobs import OrderedJob
@@ -45,7 +59,9 @@ class KVTierStorage(HiCacheStorage):
     """Keeps HiCache's pages in the verified page store of this rank."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
-        """Checks SGLang and the settings; the store opens when all pools are known. Raises SeamError, ConfigError."""
+        """Checks SGLang and the settings; the store opens when all pools are known. Raises
+        SeamError, ConfigError.
+        """
         del kwargs
         seams.require("storage", "weights")
         extra = storage_config.extra_config or {}
@@ -68,13 +84,16 @@ class KVTierStorage(HiCacheStorage):
         self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
-        """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where it has nothing to load."""
+        """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where
+        it has nothing to load.
+        """
         self._metrics: Source | None = None
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
         self._cut_short = False
         if storage_config.is_mla_model and storage_config.tp_size > 1:
-            # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its own here, so each writes.
+            # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its
+            # own here, so each writes.
             storage_config.is_mla_model = False
             logger.info("kvtier: every rank keeps its own copy of the replicated MLA pages")
 
@@ -89,7 +108,9 @@ class KVTierStorage(HiCacheStorage):
         self.registered_pools[KV] = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A side pool (window or state pages). One registered after the store was opened gets a tag for its shape."""
+        """A side pool (window or state pages). One registered after the store was opened gets a tag
+        for its shape.
+        """
         name = str(host_pool_name)
         if name == KV:
             return
@@ -99,7 +120,9 @@ class KVTierStorage(HiCacheStorage):
             self._pool_tags[name] = f"{name}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
 
     def on_host_pools_registered(self) -> None:
-        """Opens the store under the identity that all pools together make. Raises StoreError (busy, not writable)."""
+        """Opens the store under the identity that all pools together make. Raises StoreError (busy,
+        not writable).
+        """
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -108,13 +131,19 @@ class KVTierStorage(HiCacheStorage):
         ranks = c.tp_size * c.pp_size * c.attn_cp_size * max(1, parallel.num_dp_ranks)
         rank = identity.rank_name(c, parallel.dp_rank)
         try:
-            self._store = _in_front(open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank)
+            self._store = _in_front(
+                open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank
+            )
         except StoreError as error:
             again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
             raise type(error)(f"{error}. {again}") from error
         self.folder = Path(self.config.store.path) / who.directory_name
         if c.enable_storage_metrics:
-            labels = {"tp_rank": str(c.tp_rank), "pp_rank": str(c.pp_rank), "dp_rank": str(parallel.dp_rank or 0)}
+            labels = {
+                "tp_rank": str(c.tp_rank),
+                "pp_rank": str(c.pp_rank),
+                "dp_rank": str(parallel.dp_rank or 0),
+            }
             self._metrics = PUBLISHER.add("", partial(store_samples, self._store), labels)
         stats = self._store.stats()
         logger.info(
@@ -124,7 +153,9 @@ class KVTierStorage(HiCacheStorage):
         )  # fmt: skip
 
     def leave_identity(self) -> None:
-        """Stops serving and storing: the weights changed. Attaching the backend again starts a new, empty identity."""
+        """Stops serving and storing: the weights changed. Attaching the backend again starts a new,
+        empty identity.
+        """
         if self._store is not None:
             self.close()
             logger.warning(
@@ -166,7 +197,9 @@ class KVTierStorage(HiCacheStorage):
 
     # ---- zero copy: pages by host slot ----
 
-    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
         """Reads pages straight into host slots. Returns when no I/O touches the slots any more."""
         del extra_info
         prefix: PrefixRead | None = getattr(self._prefix, "read", None)
@@ -174,18 +207,27 @@ class KVTierStorage(HiCacheStorage):
             return prefix.read(len(keys))
         return self._read(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
 
-    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
+    ) -> list[bool]:
         """Writes pages straight from host slots. True also where the page was there already."""
         del extra_info
         return self._write(keys, parts_of(self.mem_pool_host, len(keys), host_indices), KV)
 
     @contextmanager
     def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
-        """Meanwhile this thread's `batch_get_v1` finds these pages under way when it asks for them, in this order and in parts.
-        No I/O touches the slots any more when this ends, whatever was asked for."""
+        """Meanwhile this thread's `batch_get_v1` finds these pages under way when it asks for them,
+        in this order and in parts. No I/O touches the slots any more when this ends, whatever was
+        asked for.
+        """
         page = self.mem_pool_host.page_size
         host_indices = host_indices[: len(keys) * page]
-        if self._store is None or not keys or len(host_indices) < len(keys) * page or not is_page_contiguous(self.mem_pool_host):
+        if (
+            self._store is None
+            or not keys
+            or len(host_indices) < len(keys) * page
+            or not is_page_contiguous(self.mem_pool_host)
+        ):
             yield
             return
         (first,) = parts_of(self.mem_pool_host, 1, host_indices[:page])
@@ -207,7 +249,9 @@ class KVTierStorage(HiCacheStorage):
 
     # ---- copies: pages as flat tensors ----
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
         """One page into a flat tensor, or None."""
         return self.batch_get([key], [target_location], target_sizes)[0]
 
@@ -219,12 +263,18 @@ class KVTierStorage(HiCacheStorage):
         read = self._read(keys, [[bytes_of(t)] for t in target_locations], KV)
         return [t if ok else None for t, ok in zip(target_locations, read, strict=True)]
 
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
         """Stores one page given as a tensor."""
         return self.batch_set([key], [value], target_location, target_sizes)
 
     def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
     ) -> bool:
         """Stores pages given as tensors; True when all of them can be read back."""
         del target_locations, target_sizes
@@ -232,12 +282,16 @@ class KVTierStorage(HiCacheStorage):
 
     # ---- side pools ----
 
-    def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+    def batch_get_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
         """Reads the pages of side pools into their host slots."""
         del extra_info
         return {t.name: self._side_pool(t, self._get_side_pages) for t in transfers}
 
-    def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
+    def batch_set_v2(
+        self, transfers: Sequence[Any], extra_info: Any = None
+    ) -> dict[str, list[bool]]:
         """Writes the pages of side pools from their host slots."""
         del extra_info
         return {t.name: self._side_pool(t, self._set_side_pages) for t in transfers}
@@ -251,9 +305,10 @@ class KVTierStorage(HiCacheStorage):
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob | None:
-        """Begins reading pages, in this order, into host slots; None while no store is open, or where a page does not lie
-        in the host pool as it lies in the store. The slots belong to the store until each page's `on_page`, which an I/O
-        thread calls."""
+        """Begins reading pages, in this order, into host slots; None while no store is open, or
+        where a page does not lie in the host pool as it lies in the store. The slots belong to the
+        store until each page's `on_page`, which an I/O thread calls.
+        """
         store = self._store
         if store is None or not is_page_contiguous(self.mem_pool_host):
             return None
@@ -275,7 +330,9 @@ class KVTierStorage(HiCacheStorage):
     # ---- upkeep ----
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick: takes no lock of an I/O."""
+        """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick:
+        takes no lock of an I/O.
+        """
         if self._metrics is None:
             return None
         stats = StorageMetrics()
@@ -289,14 +346,20 @@ class KVTierStorage(HiCacheStorage):
             logger.info("kvtier: dropped %d pages", self._store.clear())
 
     def throttle(self, read_gbps: float) -> None:
-        """Sets the bandwidth of the device this store imitates; 0 = as fast as the disk. ValueError when it imitates none."""
+        """Sets the bandwidth of the device this store imitates; 0 = as fast as the disk. ValueError
+        when it imitates none.
+        """
         if not isinstance(self._store, Throttled):
-            raise ValueError("the store was not started with a throttle section, so it has no bandwidth to change")
+            raise ValueError(
+                "the store was not started with a throttle section, so it has no bandwidth to change"
+            )
         self._store.set_read_gbps(read_gbps)
 
     @contextmanager
     def reads_cut_short(self) -> Iterator[None]:
-        """Meanwhile `batch_get_v1` and its kin end as soon as no read is under way to their pages: what was not begun is False."""
+        """Meanwhile `batch_get_v1` and its kin end as soon as no read is under way to their pages:
+        what was not begun is False.
+        """
         self._cut_short = True
         try:
             for job in list(self._reading.values()):
@@ -326,7 +389,9 @@ class KVTierStorage(HiCacheStorage):
             self._seen.extend(names[: _leading(there)])
         return there
 
-    def _read(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
+    def _read(
+        self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str
+    ) -> list[bool]:
         store = self._store
         if store is None:
             return [False] * len(keys)
@@ -353,20 +418,35 @@ class KVTierStorage(HiCacheStorage):
             job.end_rest(ReadOutcome.MISS)
         return job
 
-    def _write(self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str) -> list[bool]:
+    def _write(
+        self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str
+    ) -> list[bool]:
         store = self._store
         if store is None:
             return [False] * len(keys)
         started = time.perf_counter()
         tag = self._tag(pool)
-        outcomes = store.put([PageWrite(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        outcomes = store.put(
+            [PageWrite(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)]
+        )
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
-        self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), time.perf_counter() - started)
+        self._note(
+            self._write_batches,
+            sum(stored),
+            nbytes_of(parts, stored),
+            time.perf_counter() - started,
+        )
         if self._seen is not None and pool == KV:
-            self._seen.extend(page_key(k) for k, o in zip(keys, outcomes, strict=True) if o is not PutOutcome.REFUSED)
+            self._seen.extend(
+                page_key(k)
+                for k, o in zip(keys, outcomes, strict=True)
+                if o is not PutOutcome.REFUSED
+            )
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
-    def _note(self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float) -> None:
+    def _note(
+        self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float
+    ) -> None:
         if self._metrics is not None and pages:
             batches.append((pages, nbytes / max(seconds, 1e-9) / 1e9))
 
@@ -379,11 +459,17 @@ class KVTierStorage(HiCacheStorage):
         per_page = getattr(pool, "page_size", 1) or 1
         slots = transfer.host_indices
         if pool is None or slots is None or slots.numel() != len(keys) * per_page:
-            logger.error("kvtier: pool %s: %d keys do not fit its slots; nothing moved", transfer.name, len(keys))
+            logger.error(
+                "kvtier: pool %s: %d keys do not fit its slots; nothing moved",
+                transfer.name,
+                len(keys),
+            )
             return [False] * len(keys)
         return list(move(str(transfer.name), pool, keys, slots, per_page))
 
-    def _get_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
+    def _get_side_pages(
+        self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int
+    ) -> list[bool]:
         if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
             return self._read(keys, parts_of(pool, len(keys), slots), name)
         pages = [pool.get_dummy_flat_data_page() for _ in keys]
@@ -393,15 +479,22 @@ class KVTierStorage(HiCacheStorage):
                 pool.set_from_flat_data_page(slots[i * per_page].item(), pages[i])
         return read
 
-    def _set_side_pages(self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int) -> list[bool]:
+    def _set_side_pages(
+        self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int
+    ) -> list[bool]:
         if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
             return self._write(keys, parts_of(pool, len(keys), slots), name)
-        pages = [pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous() for i in range(len(keys))]
+        pages = [
+            pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous()
+            for i in range(len(keys))
+        ]
         return self._write(keys, [[bytes_of(page)] for page in pages], name)
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
-    """The store behind the faults and the slower device that the settings ask for, if they do, on this rank."""
+    """The store behind the faults and the slower device that the settings ask for, if they do, on
+    this rank.
+    """
     faulty = config.faults != FaultConfig(seed=config.faults.seed, rank=config.faults.rank)
     if faulty and config.faults.rank in (-1, tp_rank):
         logger.warning("kvtier: faults are injected on purpose: %s", config.faults)
@@ -420,7 +513,9 @@ def _leading(have: Sequence[bool]) -> int:
 
 
 def _restorable(have: Sequence[bool], window: int) -> list[int]:
-    """Prefix lengths in pages at which a pool suffices: all pages of it (window 0), or the last `window` of them."""
+    """Prefix lengths in pages at which a pool suffices: all pages of it (window 0), or the last
+    `window` of them.
+    """
     if window == 0:
         return list(range(1, _leading(have) + 1))
     return [n for n in range(1, len(have) + 1) if all(have[max(0, n - window) : n])]

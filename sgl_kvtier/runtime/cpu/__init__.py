@@ -1,1 +1,3 @@
-"""The CPU reference platform: what the real SGLang server needs to run where there is no accelerator."""
+"""The CPU reference platform: what the real SGLang server needs to run where there is no
+accelerator.
+"""

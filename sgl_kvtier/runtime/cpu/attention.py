@@ -1,9 +1,10 @@
 """Attention on a CPU whose prefill chunk costs O(chunk x sequence).
 
-SGLang's torch_native backend pads each chunk's queries to the whole sequence and asks for a square attention, so a chunk
-costs O(sequence^2) and a chunked prefill O(n^3). Here a chunk attends to its own tokens causally and to its prefix in
-full, and the two results are merged by their log-sum-exp: no mask, no padding, grouped KV heads are not repeated over the
-prefix. Float32, bfloat16 and float16; causal self-attention with equal head sizes of K and V. Sliding windows are refused.
+SGLang's torch_native backend pads each chunk's queries to the whole sequence and asks for a square
+attention, so a chunk costs O(sequence^2) and a chunked prefill O(n^3). Here a chunk attends to its
+own tokens causally and to its prefix in full, and the two results are merged by their log-sum-exp:
+no mask, no padding, grouped KV heads are not repeated over the prefix. Float32, bfloat16 and
+float16; causal self-attention with equal head sizes of K and V. Sliding windows are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+from sglang.srt.layers.attention.attention_registry import (
+    ATTENTION_BACKENDS,
+    register_attention_backend,
+)
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sgl_kvtier.errors import ConfigError
@@ -23,8 +27,8 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 def gather_pages(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
     """K or V rows of one request in order, [tokens, heads, head_dim], copied page by page.
 
-    `cache` is [slots, heads, head_dim]; `slots` are the request's token slots, of which every run of `page_size` from the
-    start is one page of the pool (SGLang's paged allocator guarantees it).
+    `cache` is [slots, heads, head_dim]; `slots` are the request's token slots, of which every run
+    of `page_size` from the start is one page of the pool (SGLang's paged allocator guarantees it).
     """
     tokens, whole = slots.shape[0], slots.shape[0] // page_size
     if page_size == 1 or whole == 0:
@@ -32,18 +36,23 @@ def gather_pages(cache: torch.Tensor, slots: torch.Tensor, page_size: int) -> to
     rows = cache.view(cache.shape[0] // page_size, -1)
     out = cache.new_empty((tokens, *cache.shape[1:]))
     torch.index_select(
-        rows, 0, slots[: whole * page_size : page_size] // page_size, out=out[: whole * page_size].view(whole, -1)
+        rows,
+        0,
+        slots[: whole * page_size : page_size] // page_size,
+        out=out[: whole * page_size].view(whole, -1),
     )
     if whole * page_size < tokens:
         out[whole * page_size :] = cache.index_select(0, slots[whole * page_size :])
     return out
 
 
-def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def chunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
     """Causal attention of the last `n` tokens of a sequence over all of it.
 
-    q is [q_heads, n, head_dim]; k and v are [kv_heads, s, head_dim] with s >= n, and query i stands at position s - n + i.
-    Returns [q_heads, n, head_dim] in q's dtype.
+    q is [q_heads, n, head_dim]; k and v are [kv_heads, s, head_dim] with s >= n, and query i stands
+    at position s - n + i. Returns [q_heads, n, head_dim] in q's dtype.
     """
     q_heads, n, _ = q.shape
     kv_heads, s, _ = k.shape
@@ -55,15 +64,21 @@ def chunk_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
     if prefix == 0:
         return own[0]
     folded = q.reshape(1, kv_heads, group * n, q.shape[2])
-    past, past_lse = _flash(folded, k[None, :, :prefix], v[None, :, :prefix], 0.0, False, scale=scale)
+    past, past_lse = _flash(
+        folded, k[None, :, :prefix], v[None, :, :prefix], 0.0, False, scale=scale
+    )
     past = past.reshape(q.shape)
     past_lse = past_lse.reshape(q_heads, n)
     weight = torch.sigmoid(past_lse.float() - own_lse[0].float()).unsqueeze(-1)
     return torch.lerp(own[0].float(), past.float(), weight).to(q.dtype)
 
 
-def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of one token over its whole sequence: q is [q_heads, head_dim], k and v [kv_heads, s, head_dim]."""
+def decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of one token over its whole sequence: q is [q_heads, head_dim], k and v [kv_heads,
+    s, head_dim].
+    """
     kv_heads = k.shape[0]
     folded = q.reshape(1, kv_heads, q.shape[0] // kv_heads, q.shape[1])
     out, _ = _flash(folded, k[None], v[None], 0.0, False, scale=scale)
@@ -71,7 +86,9 @@ def decode_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 
 
 class ChunkAttentionBackend(TorchNativeAttnBackend):
-    """SGLang's torch_native backend with both inner loops replaced; cross-attention and unequal head sizes fall back."""
+    """SGLang's torch_native backend with both inner loops replaced; cross-attention and unequal
+    head sizes fall back.
+    """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -138,7 +155,9 @@ class ChunkAttentionBackend(TorchNativeAttnBackend):
             )  # fmt: skip
         _refuse_window(sliding_window_size)
         scale = _scale(scaling, query)
-        for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
+        for i, (row, length) in enumerate(
+            zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+        ):
             k, v = self._sequence(req_to_token[row, :length], k_cache, v_cache, query.dtype)
             output[i] = decode_attention(query[i], k, v, scale)
         return output
@@ -154,7 +173,10 @@ class ChunkAttentionBackend(TorchNativeAttnBackend):
 
 def register() -> None:
     """Makes `--attention-backend kvtier_cpu` known in this process. Idempotent."""
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
 
     if ATTENTION not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([ATTENTION])
@@ -168,4 +190,6 @@ def _scale(scaling: float | None, query: torch.Tensor) -> float:
 
 def _refuse_window(window: int | None) -> None:
     if window is not None and window > -1:
-        raise ConfigError(f"a layer attends within a sliding window of {window} tokens; use --attention-backend torch_native")
+        raise ConfigError(
+            f"a layer attends within a sliding window of {window} tokens; use --attention-backend torch_native"
+        )

@@ -1,8 +1,10 @@
-"""HiCache's three `direct` page copies written with torch indexing, for tensors that all live in host memory.
+"""HiCache's three `direct` page copies written with torch indexing, for tensors that all live in
+host memory.
 
-They stand in for the functions of the same names in sgl_kernel.kvcacheio (SGLang 0.5.23), which exist as CUDA code only.
-Indices are int64 token slots; a page is `page_size` consecutive slots starting at a multiple of it. Copies are done when
-the function returns. "lf" is [token, ...] per layer; "pf" is [page, layer, token in page, ...] for all layers.
+They stand in for the functions of the same names in sgl_kernel.kvcacheio (SGLang 0.5.23), which
+exist as CUDA code only. Indices are int64 token slots; a page is `page_size` consecutive slots
+starting at a multiple of it. Copies are done when the function returns. "lf" is [token, ...] per
+layer; "pf" is [page, layer, token in page, ...] for all layers.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def transfer_kv_all_layer_direct_lf_pf(
 ) -> None:
     """Whole pages of all layers, from per-layer token rows into page-first host buffers.
 
-    `src_ptrs` holds the layers of the first destination (K), then those of the second (V) where there is one.
+    `src_ptrs` holds the layers of the first destination (K), then those of the second (V) where
+    there is one.
     """
     src_pages = src_indices[::page_size] // page_size
     dst_pages = dst_indices[::page_size] // page_size

@@ -1,4 +1,6 @@
-"""Makes SGLang's host pools and slot bookkeeping work in a worker on a CPU host: copies, allocation, no pinned memory."""
+"""Makes SGLang's host pools and slot bookkeeping work in a worker on a CPU host: copies,
+allocation, no pinned memory.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,26 @@ from sgl_kvtier.runtime.cpu import attention, copies
 logger = logging.getLogger(__name__)
 
 _POOL_MODULES = ("mha", "mla", "mamba", "dsa", "unified")
-_COPIES = ("transfer_kv_direct", "transfer_kv_per_layer_direct_pf_lf", "transfer_kv_all_layer_direct_lf_pf")
+_COPIES = (
+    "transfer_kv_direct",
+    "transfer_kv_per_layer_direct_pf_lf",
+    "transfer_kv_all_layer_direct_lf_pf",
+)
 _POOLS = "sglang.srt.mem_cache.pool_host."
 UNPINNED = (
     _POOLS + "base.HostKVCache.__init__",
     _POOLS + "dsa.DSAIndexerPoolHost.__init__",
     _POOLS + "mamba.MambaPoolHost.__init__",
 )
-"""Pools after whose building nothing is pinned any more. The last two do not call the base class's."""
+"""Pools after whose building nothing is pinned any more. The last two do not call the base class's.
+"""
 _installed = False
 
 
 def install() -> None:
-    """Installs everything once in this process. Called on the worker's main thread before any pool is built."""
+    """Installs everything once in this process. Called on the worker's main thread before any pool
+    is built.
+    """
     global _installed
     if _installed:
         return
@@ -40,7 +49,11 @@ def install() -> None:
             if not hasattr(module, function):
                 setattr(module, function, getattr(copies, function))
     # get_last_loc picks a Triton kernel unless the backend is literally called torch_native.
-    HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", allocation.get_last_loc_torch, HookType.REPLACE)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocation.get_last_loc",
+        allocation.get_last_loc_torch,
+        HookType.REPLACE,
+    )
     for target in UNPINNED:
         HookRegistry.register(target, _forget_pinning, HookType.AFTER)
     HookRegistry.apply_hooks()
@@ -54,12 +67,16 @@ def _allocate(
     allocator: Any,
     registration_granularity_bytes: int | None = None,
 ) -> Any:
-    """Plain host memory from the pool's own allocator, page aligned; nothing is registered with a driver."""
+    """Plain host memory from the pool's own allocator, page aligned; nothing is registered with a
+    driver.
+    """
     del pin_memory, registration_granularity_bytes
     return allocator.allocate(dims, dtype=dtype, device=device)
 
 
 def _forget_pinning(result: Any, pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Pools are asked for pinned staging pages later; without a driver that would fail inside an I/O thread."""
+    """Pools are asked for pinned staging pages later; without a driver that would fail inside an
+    I/O thread.
+    """
     del result, args, kwargs
     pool.pin_memory = False

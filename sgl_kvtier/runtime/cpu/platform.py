@@ -1,8 +1,9 @@
 """An out-of-tree SGLang platform for hosts without an accelerator.
 
-Found by SGLang through the entry point group `sglang.srt.platforms` (name `kvtier_cpu`). It offers itself only where no
-accelerator is present, or when chosen with SGLANG_PLATFORM=kvtier_cpu. With it `sglang serve` runs with its usual flags:
-the user's choices stay, and what cannot work on a CPU is defaulted or refused with a message.
+Found by SGLang through the entry point group `sglang.srt.platforms` (name `kvtier_cpu`). It offers
+itself only where no accelerator is present, or when chosen with SGLANG_PLATFORM=kvtier_cpu. With it
+`sglang serve` runs with its usual flags: the user's choices stay, and what cannot work on a CPU is
+defaulted or refused with a message.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "accel/accel[0-9]*")
 
 
 def activate() -> str | None:
-    """The platform's class path when this host should run on its CPU, else None. Called by SGLang before any import."""
+    """The platform's class path when this host should run on its CPU, else None. Called by SGLang
+    before any import.
+    """
     if os.environ.get("SGLANG_PLATFORM") == NAME:
         return f"{__name__}_class.CpuPlatform"
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or accelerators():
@@ -28,7 +31,9 @@ def activate() -> str | None:
 
 
 def accelerators() -> list[str]:
-    """What looks like an accelerator on this host: device files, else what torch can use. Empty on a plain CPU host."""
+    """What looks like an accelerator on this host: device files, else what torch can use. Empty on
+    a plain CPU host.
+    """
     sure = [str(path) for pattern in _DEVICE_FILES for path in sorted(Path("/dev").glob(pattern))]
     if sure:
         return sure
@@ -43,7 +48,8 @@ def _available(torch: Any, name: str) -> bool:
 
 
 def threads_per_rank(ranks: int, cores: list[int]) -> str:
-    """SGLANG_CPU_OMP_THREADS_BIND for `ranks` processes on `cores`: equal runs of cores, shared when there are too few.
+    """SGLANG_CPU_OMP_THREADS_BIND for `ranks` processes on `cores`: equal runs of cores, shared
+    when there are too few.
 
     >>> threads_per_rank(2, [0, 1, 2, 3])
     '0-1|2-3'

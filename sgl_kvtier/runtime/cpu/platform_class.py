@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """SGLang on a plain CPU with torch's own operators: no sgl_kernel, no Triton, no pinned memory, gloo collectives."""
+    """SGLang on a plain CPU with torch's own operators: no sgl_kernel, no Triton, no pinned memory,
+    gloo collectives.
+    """
 
     _enum = PlatformEnum.OOT
     device_name = "cpu"
@@ -46,7 +48,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "gloo"
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Replaces defaults that need a GPU. Runs in the launching process, so the environment reaches the workers."""
+        """Replaces defaults that need a GPU. Runs in the launching process, so the environment
+        reaches the workers.
+        """
         chosen = getattr(server_args, "_raw_input", None) or {}
         if chosen.get("attention_backend") is None:
             server_args.attention_backend = ATTENTION
@@ -69,20 +73,29 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         self._bind_threads(server_args)
 
     def init_backend(self) -> None:
-        """Makes HiCache's host pools and our attention work in this worker; once per worker process."""
+        """Makes HiCache's host pools and our attention work in this worker; once per worker
+        process.
+        """
         from sgl_kvtier.runtime.cpu import hicache
 
         hicache.install()
 
     @staticmethod
     def _bind_threads(server_args: Any) -> None:
-        """One group of cores per rank (SGLang's own default needs a NUMA node for each), and no spinning OpenMP threads.
+        """One group of cores per rank (SGLang's own default needs a NUMA node for each), and no
+        spinning OpenMP threads.
 
-        With the default wait policy one busy neighbour slows two torch threads by ten times and more.
+        With the default wait policy one busy neighbour slows two torch threads by ten times and
+        more.
         """
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
         if ranks > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
             cores = sorted(os.sched_getaffinity(0))
             os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = threads_per_rank(ranks, cores)
-            logger.info("%d ranks on %d cores: %s", ranks, len(cores), os.environ["SGLANG_CPU_OMP_THREADS_BIND"])
+            logger.info(
+                "%d ranks on %d cores: %s",
+                ranks,
+                len(cores),
+                os.environ["SGLANG_CPU_OMP_THREADS_BIND"],
+            )

@@ -1,9 +1,11 @@
-"""A client's hint as JSON: what may stand in it, and the form in which it goes from the HTTP server to the schedulers.
+"""A client's hint as JSON: what may stand in it, and the form in which it goes from the HTTP server
+to the schedulers.
 
     {"session": "agent-7", "expected_delay_s": 12.5, "priority": 1, "ttl_s": 600, "tool": "pytest"}
     {"tokens": [1, 2, 3, ...], "expected_delay_s": 3}          the session whose prompts begin so; also as "text"
 
-Pure functions. Everything a client may do wrong raises HintError with a sentence that says what to do.
+Pure functions. Everything a client may do wrong raises HintError with a sentence that says what to
+do.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ MARK = "kvtier.hint:"
 MOST_TOKENS = 1 << 20
 """Of a prefix given as tokens: the longest contexts there are."""
 MOST_BYTES = 8 * MOST_TOKENS + 1024
-"""Of a request's body with tokens: six digits, a comma and a space each, as JSON writers put them."""
+"""Of a request's body with tokens: six digits, a comma and a space each, as JSON writers put them.
+"""
 MOST_TEXT_BYTES = 1 << 20
 """Of any other body: a text is taken apart into tokens here, which takes about a second per MiB."""
 _COMMAS = 100
@@ -55,7 +58,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Sent:
-    """A hint on its way to the schedulers: for a session by name, or for those whose prompts have the page `page`.
+    """A hint on its way to the schedulers: for a session by name, or for those whose prompts have
+    the page `page`.
 
     `at` is the HTTP server's monotonic clock, in seconds: one time for all ranks.
     """
@@ -67,11 +71,15 @@ class Sent:
 
 
 def read(body: bytes) -> Asked:
-    """What the body of a request asks for. Raises HintError. Takes long for a long one: not for the HTTP server's event loop."""
+    """What the body of a request asks for. Raises HintError. Takes long for a long one: not for the
+    HTTP server's event loop.
+    """
     given = _given(body)
     who = [name for name in _WHO if name in given]
     if len(who) != 1:
-        raise HintError(f"a hint needs exactly one of {', '.join(_WHO)} to say whose it is; it has {len(who)}. Send {_EXAMPLE}")
+        raise HintError(
+            f"a hint needs exactly one of {', '.join(_WHO)} to say whose it is; it has {len(who)}. Send {_EXAMPLE}"
+        )
     if len(body) > MOST_TEXT_BYTES and "tokens" not in given:
         raise HintError(
             f"the hint has {len(body)} bytes, without tokens at most {MOST_TEXT_BYTES} are read: name the session instead of its "
@@ -100,7 +108,9 @@ def read(body: bytes) -> Asked:
 def pack(sent: Sent) -> str:
     """The form that travels inside one of SGLang's control messages."""
     page = None if sent.page is None else sent.page.hex()
-    return MARK + json.dumps({"hint": asdict(sent.hint), "at": sent.at, "session": sent.session, "page": page})
+    return MARK + json.dumps(
+        {"hint": asdict(sent.hint), "at": sent.at, "session": sent.session, "page": page}
+    )
 
 
 def unpack(text: str) -> Sent:
@@ -112,7 +122,8 @@ def unpack(text: str) -> Sent:
 
 def _given(body: bytes) -> dict[str, Any]:
     """The fields of a body that say something."""
-    # Before it is parsed: a list of millions of numbers, which takes parsing long, has as many commas.
+    # Before it is parsed: a list of millions of numbers, which takes parsing long, has as many
+    # commas.
     if len(body) > MOST_BYTES or body.count(b",") > MOST_TOKENS + _COMMAS:
         raise HintError(
             f"the hint has {len(body)} bytes, at most {MOST_BYTES} and {MOST_TOKENS} tokens are read: name the session instead, or "
@@ -126,7 +137,9 @@ def _given(body: bytes) -> dict[str, Any]:
         raise HintError(f"a hint is an object, not {shown(data)}. Send {_EXAMPLE}")
     unknown = [name for name in data if name not in _FIELDS]
     if unknown:
-        named = ", ".join(map(shown, unknown[:_MOST_NAMED])) + (" and more" if len(unknown) > _MOST_NAMED else "")
+        named = ", ".join(map(shown, unknown[:_MOST_NAMED])) + (
+            " and more" if len(unknown) > _MOST_NAMED else ""
+        )
         raise HintError(f"unknown: {named}. A hint may have {', '.join(_FIELDS)}")
     return {name: value for name, value in data.items() if value is not None}
 
@@ -148,7 +161,9 @@ def _seconds(given: Mapping[str, Any], name: str) -> float | None:
 def _whole(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     if value is not None and not is_whole(value, -(1 << 31), 1 << 31):
-        raise HintError(refusal(name, value, "a whole number; above 0 keeps pages longer, below 0 shorter"))
+        raise HintError(
+            refusal(name, value, "a whole number; above 0 keeps pages longer, below 0 shorter")
+        )
     return value
 
 
@@ -163,7 +178,17 @@ def _tokens(given: Mapping[str, Any]) -> tuple[int, ...] | None:
     value = given.get("tokens")
     if value is None:
         return None
-    good = isinstance(value, list) and 0 < len(value) <= MOST_TOKENS and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+    good = (
+        isinstance(value, list)
+        and 0 < len(value) <= MOST_TOKENS
+        and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+    )
     if not good:
-        raise HintError(refusal("tokens", value, f"a list of at most {MOST_TOKENS} token ids, the beginning of the session's prompts"))
+        raise HintError(
+            refusal(
+                "tokens",
+                value,
+                f"a list of at most {MOST_TOKENS} token ids, the beginning of the session's prompts",
+            )
+        )
     return tuple(value)

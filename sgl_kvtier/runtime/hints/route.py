@@ -1,8 +1,9 @@
 """POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back.
 
-The route is put beside SGLang's own when the tokenizer manager gets its channels to the schedulers, and has the same
-protection as its admin routes (docs/manual/lookahead.md). A hint travels as SGLang's own question for the internal state, which goes
-to every scheduler process between two steps. With several tokenizer workers there is no route.
+The route is put beside SGLang's own when the tokenizer manager gets its channels to the schedulers,
+and has the same protection as its admin routes (docs/manual/lookahead.md). A hint travels as
+SGLang's own question for the internal state, which goes to every scheduler process between two
+steps. With several tokenizer workers there is no route.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ def add_route(result: None, manager: Any) -> None:
 
     # The framework reads annotations to know what to pass; as text they could not be resolved here.
     kvtier_hint.__annotations__ = {"request": Request}
-    app.add_api_route(PATH, auth_level(AuthLevel.ADMIN_OPTIONAL)(kvtier_hint), methods=["POST"], response_model=None)
+    app.add_api_route(
+        PATH,
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(kvtier_hint),
+        methods=["POST"],
+        response_model=None,
+    )
 
 
 async def ask(manager: Any, body: bytes) -> dict[str, Any]:
@@ -68,13 +74,16 @@ NOT_ANSWERED = {
 
 
 def best(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the data-parallel replicas' answers the one that took it: a session is known where its requests ran."""
+    """Of the data-parallel replicas' answers the one that took it: a session is known where its
+    requests ran.
+    """
     return next((answer for answer in answers if answer["result"] != "refused"), answers[0])
 
 
 async def _body(request: Any) -> bytes:
-    """The body, kept no further than what a hint may have: of a longer one the rest is passed over, so that who is still sending it
-    gets an answer, up to where nobody does by mistake."""
+    """The body, kept no further than what a hint may have: of a longer one the rest is passed over,
+    so that who is still sending it gets an answer, up to where nobody does by mistake.
+    """
     parts, size = [], 0
     async for part in request.stream():
         if size <= MOST_BYTES:
@@ -86,7 +95,9 @@ async def _body(request: Any) -> bytes:
 
 
 def _address(manager: Any, asked: Asked) -> Sent:
-    """Whose hint it is: the session's name, or the last whole page of the prefix, hashed as SGLang hashes pages."""
+    """Whose hint it is: the session's name, or the last whole page of the prefix, hashed as SGLang
+    hashes pages.
+    """
     now = time.monotonic()
     if asked.session is not None:
         return Sent(asked.hint, now, session=asked.session)
@@ -95,12 +106,16 @@ def _address(manager: Any, asked: Asked) -> Sent:
     tokens = asked.tokens
     if tokens is None:
         if manager.tokenizer is None:
-            raise HintError("this server has no tokenizer (--skip-tokenizer-init): send tokens instead of text")
+            raise HintError(
+                "this server has no tokenizer (--skip-tokenizer-init): send tokens instead of text"
+            )
         tokens = tuple(manager.tokenizer.encode(asked.text))
     page = int(manager.config_value("page_size"))
     whole = len(tokens) // page * page
     if not whole:
-        raise HintError(f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of the prompt, or the session")
+        raise HintError(
+            f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of the prompt, or the session"
+        )
     seed = storage_namespace_seed(asked.extra_key, asked.cache_salt)
     hashes = get_hash_str(array("q", tokens[:whole]), seed, page_size=page)
     return Sent(asked.hint, now, page=PageKey(bytes.fromhex(hashes[-1])))

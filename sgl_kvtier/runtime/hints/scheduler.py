@@ -1,7 +1,9 @@
-"""Clients' hints in the scheduler: handed to the planner between two steps, answered with what came of them.
+"""Clients' hints in the scheduler: handed to the planner between two steps, answered with what came
+of them.
 
-Every rank gets the same message in the same step with the same time in it, so all planners take the same note of it. Hands
-only: whether a hint is taken, cut or refused is decided in policy/sessions/sessions.py.
+Every rank gets the same message in the same step with the same time in it, so all planners take the
+same note of it. Hands only: whether a hint is taken, cut or refused is decided in
+policy/sessions/sessions.py.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ def get_internal_state(original: Callable[..., Any], controller: Any, message: A
 
 
 def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
-    """What became of a hint: `result` (accepted, clipped, refused), `reason`, `sessions` it was for, and `expected_in_s`,
-    when the idle one among them that comes back first is expected. Scheduler's thread."""
+    """What became of a hint: `result` (accepted, clipped, refused), `reason`, `sessions` it was
+    for, and `expected_in_s`, when the idle one among them that comes back first is expected.
+    Scheduler's thread.
+    """
     tick: Any = getattr(scheduler.tree_cache, "tick", None)
     why = unable(scheduler.tree_cache, tick)
     if why is not None:
@@ -56,7 +60,9 @@ def unable(tree: Any, tick: Any) -> str | None:
     """Why this server can do nothing with any hint, or None."""
     if tick is None or tick.notes is None:
         if store_of(getattr(tree, "cache_controller", None)) is None:
-            return "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
+            return (
+                "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
+            )
         return "this server restores prefixes SGLang's own way, so nothing is planned ahead: see policy.restore and its log"
     if tick.ahead is None:
         return "this server does not look ahead: name policy.prefetch or policy.eviction in kvtier.json, or see its log for why not"
@@ -77,21 +83,38 @@ def _meant(ahead: Any, sent: Sent) -> list[str] | str:
     return sessions
 
 
-def _answer(answers: list[HintAnswer], sessions: int, expected_in_s: float | None) -> dict[str, Any]:
+def _answer(
+    answers: list[HintAnswer], sessions: int, expected_in_s: float | None
+) -> dict[str, Any]:
     taken = [answer for answer in answers if answer.accepted]
-    result = "refused" if not taken else "clipped" if any(answer.reason for answer in answers) else "accepted"
+    result = (
+        "refused"
+        if not taken
+        else "clipped"
+        if any(answer.reason for answer in answers)
+        else "accepted"
+    )
     reasons = list(dict.fromkeys(answer.reason for answer in answers if answer.reason))
-    return {"result": result, "reason": "; ".join(reasons), "sessions": sessions, "expected_in_s": expected_in_s}
+    return {
+        "result": result,
+        "reason": "; ".join(reasons),
+        "sessions": sessions,
+        "expected_in_s": expected_in_s,
+    }
 
 
 def _one_host(scheduler: Any) -> bool:
-    """Whether the HTTP server's clock is the one facts are told in: else the last step's time has to do."""
+    """Whether the HTTP server's clock is the one facts are told in: else the last step's time has
+    to do.
+    """
     args = getattr(scheduler, "server_args", None)
     return getattr(args, "nnodes", 1) == 1 or getattr(args, "dp_size", 1) == 1
 
 
 def _count(scheduler: Any, result: str) -> None:
-    """kvtier:lookahead_hints_total{result}, on one rank of a replica: all of them get the same hints."""
+    """kvtier:lookahead_hints_total{result}, on one rank of a replica: all of them get the same
+    hints.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

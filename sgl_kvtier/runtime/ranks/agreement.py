@@ -1,10 +1,11 @@
 """What all ranks know: one reduction per scheduler tick, only while something is being restored.
 
-Of page states the smallest counts (`OPEN` < lost < `LANDED`). Of times, those of the first rank count. The
-ranks call with vectors of the same length, because what they hold follows from the same plans.
+Of page states the smallest counts (`OPEN` < lost < `LANDED`). Of times, those of the first rank
+count. The ranks call with vectors of the same length, because what they hold follows from the same
+plans.
 
-Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes with the reduction that
-SGLang makes in every tick anyway (`Riding`), and none is added.
+Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes
+with the reduction that SGLang makes in every tick anyway (`Riding`), and none is added.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ _LARGEST = (1 << 63) - 1
 
 
 class Agreement:
-    """Reduces over the TP ranks and hands the first pipeline stage's result down. `reductions` counts the collectives."""
+    """Reduces over the TP ranks and hands the first pipeline stage's result down. `reductions`
+    counts the collectives.
+    """
 
-    def __init__(self, tree: Any, ranks: int, first: bool, reports: StageReports | None = None) -> None:
-        """`ranks` is the number of processes that have to agree; `first` says whether this one's clock counts. `reports`
-        are needed with several pipeline stages, since a reduction knows of the first stage's ranks only."""
+    def __init__(
+        self, tree: Any, ranks: int, first: bool, reports: StageReports | None = None
+    ) -> None:
+        """`ranks` is the number of processes that have to agree; `first` says whether this one's
+        clock counts. `reports` are needed with several pipeline stages, since a reduction knows of
+        the first stage's ranks only.
+        """
         self._tree = tree
         self._ranks = ranks
         self._first = first
@@ -46,11 +53,16 @@ class Agreement:
         return self._ranks == 1
 
     def first_says(self, values: Sequence[float]) -> list[float]:
-        """The first rank's values, none of them negative. A collective of its own, for the start; not counted."""
+        """The first rank's values, none of them negative. A collective of its own, for the start;
+        not counted.
+        """
         if self.alone:
             return list(values)
         # Doubles that are not negative are ordered as their bits are.
-        bits = [struct.unpack(">q", struct.pack(">d", v))[0] if self._first else _LARGEST for v in values]
+        bits = [
+            struct.unpack(">q", struct.pack(">d", v))[0] if self._first else _LARGEST
+            for v in values
+        ]
         data = torch.tensor(bits, dtype=torch.int64)
         self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
         return [struct.unpack(">d", struct.pack(">q", v))[0] for v in data.tolist()]
@@ -61,18 +73,26 @@ class Agreement:
         if not self.alone:
             self._tree._all_reduce_attn_groups(data, torch.distributed.ReduceOp.MIN)
             if self._reports is not None:
-                torch.distributed.all_reduce(data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group)
+                torch.distributed.all_reduce(
+                    data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group
+                )
         return int(data.item())
 
     def same(self, value: int) -> bool:
-        """Whether all ranks have the same value. Collectives of their own, for the start; not counted."""
+        """Whether all ranks have the same value. Collectives of their own, for the start; not
+        counted.
+        """
         return self.least(value) == -self.least(-value)
 
     def local(self, polls: Sequence[Poll]) -> tuple[bytes, list[float]]:
-        """The states of all pages of these polls as far as this rank may speak for them, and when the last page of
-        each that has ended did so. What a later stage returns is of no interest: it is told."""
+        """The states of all pages of these polls as far as this rank may speak for them, and when
+        the last page of each that has ended did so. What a later stage returns is of no interest:
+        it is told.
+        """
         if self._reports is None:
-            states = b"".join(poll.local for poll in polls)  # before the times: a page's time is noted before its state
+            states = b"".join(
+                poll.local for poll in polls
+            )  # before the times: a page's time is noted before its state
             return states, [max(poll.ended_at) for poll in polls]
         self._reports.exchange(polls)
         states = b"".join(self._reports.state(poll) for poll in polls)
@@ -112,18 +132,25 @@ class _Asked:
 
 
 class Riding:
-    """What ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's thread: it is asked, answered, and
-    what it heard is taken, in this order."""
+    """What ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's
+    thread: it is asked, answered, and what it heard is taken, in this order.
+    """
 
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._asked: _Asked | None = None
         self._heard: tuple[list[float], bytes] | None = None
         self.apart = False
-        """The ranks' maps differ, or one is not kept any more: known to all ranks in the same step, and for good."""
+        """The ranks' maps differ, or one is not kept any more: known to all ranks in the same step,
+        and for good.
+        """
 
-    def ask(self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int) -> list[int]:
-        """What this rank gives in. `own_times` are those in facts, `check` is the fingerprint of its map."""
+    def ask(
+        self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int
+    ) -> list[int]:
+        """What this rank gives in. `own_times` are those in facts, `check` is the fingerprint of
+        its map.
+        """
         states, ends = self._agreement.local([*loads, *polls])
         clock = [time.monotonic(), *ends[: len(loads)], *own_times, *ends[len(loads) :]]
         self._asked = _Asked(loads, polls, len(clock), len(own_times))
@@ -147,9 +174,15 @@ class Riding:
         agree(polls, states[begin:], times[len(times) - len(polls) :])
 
     def taken(self, loads: int, own_times: int) -> tuple[list[float], bytes]:
-        """The agreed times and states, once. Raises KVTierError where they are not about what is known now."""
+        """The agreed times and states, once. Raises KVTierError where they are not about what is
+        known now.
+        """
         asked, self._asked = self._asked, None
         heard, self._heard = self._heard, None
-        if asked is None or heard is None or (len(asked.loads), asked.own_times) != (loads, own_times):
+        if (
+            asked is None
+            or heard is None
+            or (len(asked.loads), asked.own_times) != (loads, own_times)
+        ):
             raise KVTierError("what the ranks agreed on is not what there is to agree on")
         return heard

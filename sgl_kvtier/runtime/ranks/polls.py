@@ -1,7 +1,9 @@
 """What each rank finds out by itself, and all ranks have to know before any of them acts on it.
 
-A poll goes with the loads of restorations into the agreement of a step: of every page's states on the ranks the smallest
-counts, so it has ended when it has on every rank, and well only where it has on all of them (`OPEN` < lost < `LANDED`). Ranks make the same polls in the same steps with the same numbers.
+A poll goes with the loads of restorations into the agreement of a step: of every page's states on
+the ranks the smallest counts, so it has ended when it has on every rank, and well only where it has
+on all of them (`OPEN` < lost < `LANDED`). Ranks make the same polls in the same steps with the same
+numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from sgl_kvtier.store.base import ReadOutcome
 
 OPEN = 0
 LANDED = 100
-"""A page's state is one byte; of two ranks' states the smaller one counts: open before lost, lost before landed."""
+"""A page's state is one byte; of two ranks' states the smaller one counts: open before lost, lost
+before landed.
+"""
 
 LOST = {
     ReadOutcome.CANCELLED: 1,
@@ -25,9 +29,11 @@ REASON = {code: outcome.value for outcome, code in LOST.items()}
 
 
 class Poll:
-    """Pages that are waited for. `local` is what this rank knows, `seen` what all of them do; any thread may mark.
+    """Pages that are waited for. `local` is what this rank knows, `seen` what all of them do; any
+    thread may mark.
 
-    `ended_at` are this rank's times per page, `seen_at` is when the last page that has ended did so on the first rank.
+    `ended_at` are this rank's times per page, `seen_at` is when the last page that has ended did so
+    on the first rank.
     """
 
     def __init__(self, number: int, pages: int) -> None:
@@ -54,7 +60,9 @@ class Poll:
     @property
     def well(self) -> int:
         """So many pages, from the first on, have ended well on every rank."""
-        return next((page for page, state in enumerate(self.seen) if state != LANDED), len(self.seen))
+        return next(
+            (page for page, state in enumerate(self.seen) if state != LANDED), len(self.seen)
+        )
 
 
 def fresh_runs(seen: bytearray, state: bytes) -> list[tuple[int, int]]:
@@ -84,8 +92,12 @@ def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple
 
 
 def agree(polls: Sequence[Poll], states: bytes, ended_at: Sequence[float]) -> None:
-    """Tells polls what all ranks know of them: the states of all their pages, and a time for each poll."""
-    for poll, state, ended in zip(polls, cut(states, [len(poll.local) for poll in polls]), ended_at, strict=True):
+    """Tells polls what all ranks know of them: the states of all their pages, and a time for each
+    poll.
+    """
+    for poll, state, ended in zip(
+        polls, cut(states, [len(poll.local) for poll in polls]), ended_at, strict=True
+    ):
         poll.agreed(state, ended)
 
 

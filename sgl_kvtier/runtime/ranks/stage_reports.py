@@ -1,12 +1,13 @@
 """What later pipeline stages tell the first one: which pages of which polls have ended on them.
 
-Agreed values travel down the pipeline, from the first stage to the last, behind the batches: SGLang's stages run one after the
-other, so the first cannot wait for the last without stopping the pipeline. What the last knows therefore travels up by
-messages that nobody waits for. A page's state changes once, so a report that comes late is late, never wrong: until it
-is there the first stage counts the page as open.
+Agreed values travel down the pipeline, from the first stage to the last, behind the batches:
+SGLang's stages run one after the other, so the first cannot wait for the last without stopping the
+pipeline. What the last knows therefore travels up by messages that nobody waits for. A page's state
+changes once, so a report that comes late is late, never wrong: until it is there the first stage
+counts the page as open.
 
-Each TP rank's stages have their own pipe, a Unix socket in a folder that only this user can enter and that is removed as soon
-as all have come. Scheduler's thread.
+Each TP rank's stages have their own pipe, a Unix socket in a folder that only this user can enter
+and that is removed as soon as all have come. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _COME_S = 120.0
 
 
 class StageReports:
-    """One end of the pipe of this rank's pipeline stages. All stages build it at the same time: the address is passed down.
-    Raises KVTierError when a stage does not come."""
+    """One end of the pipe of this rank's pipeline stages. All stages build it at the same time: the
+    address is passed down. Raises KVTierError when a stage does not come.
+    """
 
     def __init__(self, tree: Any) -> None:
         self._stage, self._stages = int(tree.pp_rank), int(tree.pp_size)
@@ -84,7 +86,9 @@ class StageReports:
         end = time.monotonic() + _COME_S
         for _ in range(self._stages - 1):
             if not self._socket.poll(int(max(0.0, end - time.monotonic()) * 1e3)):
-                raise KVTierError(f"a pipeline stage has not come within {_COME_S:.0f} s; its log says why")
+                raise KVTierError(
+                    f"a pipeline stage has not come within {_COME_S:.0f} s; its log says why"
+                )
             self._socket.recv()
 
     def _send(self, polls: Sequence[Poll]) -> None:
@@ -110,6 +114,9 @@ class StageReports:
             stage, number = _HEAD.unpack_from(message)
             self._reports.setdefault(number, {})[stage] = message[_HEAD.size :]
             self._came[number] = time.monotonic()
-        # A load begins on the first stage before it does on a later one, so one that is not known here is over.
-        self._reports = {number: reports for number, reports in self._reports.items() if number in numbers}
+        # A load begins on the first stage before it does on a later one, so one that is not known
+        # here is over.
+        self._reports = {
+            number: reports for number, reports in self._reports.items() if number in numbers
+        }
         self._came = {number: at for number, at in self._came.items() if number in numbers}

@@ -1,10 +1,11 @@
-"""What a server has learned of its prefill and its links, kept beside the store so that the next start begins with it.
+"""What a server has learned of its prefill and its links, kept beside the store so that the next
+start begins with it.
 
     <store.path>/<identity>/restore-profile.json
 
-One file per identity, replaced in one step. It says under which conditions it was measured (device, threads, chunk,
-throttle); a server under other conditions passes it over and learns anew. Reading never raises: a missing, torn or foreign
-file is no profile.
+One file per identity, replaced in one step. It says under which conditions it was measured (device,
+threads, chunk, throttle); a server under other conditions passes it over and learns anew. Reading
+never raises: a missing, torn or foreign file is no profile.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ PERIOD_S = 5.0
 """Least time between two writes."""
 
 LEAST_CHUNKS = 4
-"""Prefill chunks that must have been timed before anything is kept: before, the cost is little more than a guess."""
+"""Prefill chunks that must have been timed before anything is kept: before, the cost is little more
+than a guess.
+"""
 
 _PREFILL = ("fixed_s", "per_token_s", "per_token_position_s")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A learned profile. `prefill` are the coefficients of `policy.cost.PrefillCost`, `links` bytes per second by link."""
+    """A learned profile. `prefill` are the coefficients of `policy.cost.PrefillCost`, `links` bytes
+    per second by link.
+    """
 
     conditions: dict[str, Any]
     prefill: dict[str, float]
@@ -76,9 +81,15 @@ def read(path: Path) -> Profile | None:
             return None
         if not all(is_number(rate, _LEAST_RATE, _MOST_RATE) for rate in profile.links.values()):
             return None
-        if not all(is_whole(n, 0) for n in counts) or not is_number(profile.written) or not isinstance(profile.conditions, dict):
+        if (
+            not all(is_whole(n, 0) for n in counts)
+            or not is_number(profile.written)
+            or not isinstance(profile.conditions, dict)
+        ):
             return None
-        if set(profile.prefill) != set(_PREFILL) or not set(profile.links) <= {link.value for link in Link}:
+        if set(profile.prefill) != set(_PREFILL) or not set(profile.links) <= {
+            link.value for link in Link
+        }:
             return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -103,10 +114,16 @@ def fitting(profile: Profile | None, conditions: Mapping[str, Any]) -> Profile |
 
 
 def as_numbers(profile: Profile | None) -> list[float]:
-    """A profile as numbers in a fixed order, 0 for what it does not have: what ranks can agree on. `taken` is its reverse."""
+    """A profile as numbers in a fixed order, 0 for what it does not have: what ranks can agree on.
+    `taken` is its reverse.
+    """
     if profile is None:
         return [0.0] * (len(_PREFILL) + len(Link) + 1)
-    return [1.0, *(profile.prefill[n] for n in _PREFILL), *(profile.links.get(link.value, 0.0) for link in Link)]
+    return [
+        1.0,
+        *(profile.prefill[n] for n in _PREFILL),
+        *(profile.links.get(link.value, 0.0) for link in Link),
+    ]
 
 
 def taken(numbers: list[float]) -> dict[str, Any] | None:
@@ -122,13 +139,20 @@ def taken(numbers: list[float]) -> dict[str, Any] | None:
 
 
 class Learning:
-    """The planner inside, whose profile is kept as it learns. Scheduler's thread; seconds are of the facts' clock."""
+    """The planner inside, whose profile is kept as it learns. Scheduler's thread; seconds are of
+    the facts' clock.
+    """
 
     def __init__(
-        self, inner: Configurable, learned: Callable[[], dict[str, Any]], keeper: ProfileKeeper | None, known: Profile
+        self,
+        inner: Configurable,
+        learned: Callable[[], dict[str, Any]],
+        keeper: ProfileKeeper | None,
+        known: Profile,
     ) -> None:
-        """`learned` gives the present profile; `known` is what the planner began with, counts included. Without a keeper
-        nothing is kept: only one rank writes."""
+        """`learned` gives the present profile; `known` is what the planner began with, counts
+        included. Without a keeper nothing is kept: only one rank writes.
+        """
         self._inner = inner
         self._learned = learned
         self._keeper = keeper
@@ -138,7 +162,9 @@ class Learning:
         self._keep_at = 0.0
 
     def observe(self, fact: Fact) -> None:
-        """Passes the fact on; what can be learned from is counted, and what was learned is kept now and then."""
+        """Passes the fact on; what can be learned from is counted, and what was learned is kept now
+        and then.
+        """
         self._inner.observe(fact)
         if isinstance(fact, ChunkDone) and not fact.shared_tokens:
             self._chunks += 1
@@ -148,7 +174,14 @@ class Learning:
             return
         if self._keeper is not None and self._chunks >= LEAST_CHUNKS and fact.now >= self._keep_at:
             self._keep_at = fact.now + PERIOD_S
-            self._keeper.keep(Profile(self._conditions, **self._learned(), chunks=self._chunks, transfers=dict(self._transfers)))
+            self._keeper.keep(
+                Profile(
+                    self._conditions,
+                    **self._learned(),
+                    chunks=self._chunks,
+                    transfers=dict(self._transfers),
+                )
+            )
 
     def step(self, view: StepView) -> StepPlan:
         """The inner planner's plan."""
@@ -193,7 +226,9 @@ class Configurable(Planner, Protocol):
 
 
 class ProfileKeeper:
-    """Writes the latest profile from a thread of its own, at most every few seconds. `keep` never blocks."""
+    """Writes the latest profile from a thread of its own, at most every few seconds. `keep` never
+    blocks.
+    """
 
     def __init__(self, path: Path, *, period_s: float = PERIOD_S) -> None:
         self._path = path
@@ -231,4 +266,6 @@ class ProfileKeeper:
             write(self._path, Profile(**{**asdict(profile), "written": time.time()}))
         except OSError as error:
             # Purged beside us, a full disk: the next start learns anew.
-            logger.warning("kvtier: what was learned cannot be kept in %s: %s", self._path, error.strerror)
+            logger.warning(
+                "kvtier: what was learned cannot be kept in %s: %s", self._path, error.strerror
+            )

@@ -1,8 +1,10 @@
-"""The decision log of a running server: a planner that writes down what it is told and answers, and the file it goes to.
+"""The decision log of a running server: a planner that writes down what it is told and answers, and
+the file it goes to.
 
-The scheduler's thread only queues records; a thread of the file's own turns them into lines and writes them. When it is
-so far behind that the queue is full, records are dropped, counted, and the file says where: such a log cannot be replayed
-behind that place. Files are 0600: they hold request ids, page counts and times, no tokens.
+The scheduler's thread only queues records; a thread of the file's own turns them into lines and
+writes them. When it is so far behind that the queue is full, records are dropped, counted, and the
+file says where: such a log cannot be replayed behind that place. Files are 0600: they hold request
+ids, page counts and times, no tokens.
 """
 
 from __future__ import annotations
@@ -42,10 +44,14 @@ _PERIOD_S = 0.2
 
 
 class DecisionFile:
-    """An open log. `write` never blocks on the disk; a disk that fails ends the log, not the server."""
+    """An open log. `write` never blocks on the disk; a disk that fails ends the log, not the
+    server.
+    """
 
     def __init__(self, path: Path, header: Header, *, most_queued: int = MOST_QUEUED) -> None:
-        """Begins a new file; one that is there is kept as PATH.old. Raises ConfigError when it cannot be written."""
+        """Begins a new file; one that is there is kept as PATH.old. Raises ConfigError when it
+        cannot be written.
+        """
         self._path = path
         self._most = most_queued
         self._queue: deque[Record] = deque()
@@ -101,7 +107,9 @@ class DecisionFile:
 
 
 class Recorded:
-    """The planner inside, with everything it is given and answers written down in order. Scheduler's thread."""
+    """The planner inside, with everything it is given and answers written down in order.
+    Scheduler's thread.
+    """
 
     def __init__(self, inner: Planner, write: Callable[[Record], None]) -> None:
         self._inner = inner
@@ -167,7 +175,9 @@ def _begin(path: Path, header: str) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             path.replace(path.with_name(path.name + ".old"))
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8")
+        file = os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        )
         file.write(header + "\n")
         file.flush()
     except OSError as error:

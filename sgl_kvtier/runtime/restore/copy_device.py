@@ -1,8 +1,9 @@
 """Copies from host pages into device slots, apart from those that HiCache does for the tree.
 
-On an accelerator they run on streams of their own and wait on the device for what was launched before the slots were
-allocated, since a slot that was just freed may still be read or written by it. On a CPU a copy is done when `begin`
-returns. Both go through HiCache's own transfer descriptions, so layouts and layer mappings are SGLang's.
+On an accelerator they run on streams of their own and wait on the device for what was launched
+before the slots were allocated, since a slot that was just freed may still be read or written by
+it. On a CPU a copy is done when `begin` returns. Both go through HiCache's own transfer
+descriptions, so layouts and layer mappings are SGLang's.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class _Submitted:
 
 
 class StreamCopies:
-    """Copies on a transfer engine of our own, so that HiCache's layer counters and acknowledgements are not involved."""
+    """Copies on a transfer engine of our own, so that HiCache's layer counters and acknowledgements
+    are not involved.
+    """
 
     def __init__(self, controller: Any) -> None:
         from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
@@ -93,4 +96,8 @@ class StreamCopies:
 
 def copies_for(controller: Any) -> CopyDevice:
     """The copies of the device that this HiCache controller serves."""
-    return CpuCopies(controller) if torch.device(controller.device).type == "cpu" else StreamCopies(controller)
+    return (
+        CpuCopies(controller)
+        if torch.device(controller.device).type == "cpu"
+        else StreamCopies(controller)
+    )

@@ -1,4 +1,6 @@
-"""What restorations did since the server started: plain counters, written by the scheduler's thread."""
+"""What restorations did since the server started: plain counters, written by the scheduler's
+thread.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class RestoreCounters:
     lost_pages: Counter[str] = field(default_factory=Counter)
     """Pages asked for that did not come, by reason."""
     turn_reads: Counter[str] = field(default_factory=Counter)
-    """Stored prefixes of waiting requests that SGLang did not read on arrival, or read again, by what was done."""
+    """Stored prefixes of waiting requests that SGLang did not read on arrival, or read again, by
+    what was done.
+    """
     bytes_loaded: Counter[Link] = field(default_factory=Counter)
     spliced_pages: Counter[Tier] = field(default_factory=Counter)
     computed_pages: int = 0
@@ -43,7 +47,9 @@ class RestoreCounters:
     """From the offer to the meeting, summed."""
     planner_failures: int = 0
     meetings: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_MEETINGS))
-    """Where front and loads met since this was last emptied: computed pages over all pages restored."""
+    """Where front and loads met since this was last emptied: computed pages over all pages
+    restored.
+    """
 
     def park(self, r: Restoration) -> None:
         """The request in the slot waits for what is under way."""
@@ -78,7 +84,9 @@ class RestoreCounters:
             self.restoring_s += time.monotonic() - r.offered_at
 
     def counts(self, page_tokens: int) -> Iterator[Sample]:
-        """Everything but `meetings`, for /metrics. Any thread: counters are copied before they are gone through."""
+        """Everything but `meetings`, for /metrics. Any thread: counters are copied before they are
+        gone through.
+        """
         for start, count in dict(self.starts).items():
             mode, _, reason = start.partition(": ")
             yield "started", {"mode": mode, "reason": reason}, count
@@ -99,4 +107,12 @@ class RestoreCounters:
             yield name, {}, getattr(self, name)
 
 
-_PLAIN = ("unused_pages", "jumps", "parks", "parked_s", "meeting_wait_s", "restoring_s", "planner_failures")
+_PLAIN = (
+    "unused_pages",
+    "jumps",
+    "parks",
+    "parked_s",
+    "meeting_wait_s",
+    "restoring_s",
+    "planner_failures",
+)

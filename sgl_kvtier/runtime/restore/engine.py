@@ -1,10 +1,13 @@
-"""The hands of restorations in SGLang: device slots, loads, splices, and their end on every path. It decides nothing.
+"""The hands of restorations in SGLang: device slots, loads, splices, and their end on every path.
+It decides nothing.
 
-One per scheduler process. Everything runs on the scheduler's thread; the mover's thread only marks pages of loads. What
-to do comes from the planner through the tick; the prefill adder asks what a request may do in this pass.
+One per scheduler process. Everything runs on the scheduler's thread; the mover's thread only marks
+pages of loads. What to do comes from the planner through the tick; the prefill adder asks what a
+request may do in this pass.
 
-A load is kept until every page of it has ended on every rank, also when its request is long gone: until then its device
-slots and bounce pages are nobody else's. Splicing gives slots to the request's row, which is then their owner.
+A load is kept until every page of it has ended on every rank, also when its request is long gone:
+until then its device slots and bounce pages are nobody else's. Splicing gives slots to the
+request's row, which is then their owner.
 """
 
 from __future__ import annotations
@@ -70,8 +73,16 @@ class RestoreEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a tick has anything to do: a restoration, a load that has not ended, or pages to be freed."""
-        return bool(self.restorations or self.loads or self.context.slots.waiting or self._looking or self._again)
+        """Whether a tick has anything to do: a restoration, a load that has not ended, or pages to
+        be freed.
+        """
+        return bool(
+            self.restorations
+            or self.loads
+            or self.context.slots.waiting
+            or self._looking
+            or self._again
+        )
 
     @property
     def holds_memory(self) -> bool:
@@ -88,7 +99,9 @@ class RestoreEngine:
         return self.restorations.get(rid)
 
     def admissible(self, handle: Any) -> bool | None:
-        """Whether a waiting request may be admitted in this pass; None when that is SGLang's to say."""
+        """Whether a waiting request may be admitted in this pass; None when that is SGLang's to
+        say.
+        """
         if handle.rid in self.restorations:
             return handle.rid in self.computes
         if handle in self._again:
@@ -96,8 +109,13 @@ class RestoreEngine:
         if not self.taking:
             return None
         operation = getattr(self.context.tree.ongoing_prefetch.get(handle), "operation", None)
-        if operation is not None and operation.host_indices is None and not operation.is_terminated():
-            # Storage answers from memory: waiting for it costs a step or two, whatever the prefetch policy is.
+        if (
+            operation is not None
+            and operation.host_indices is None
+            and not operation.is_terminated()
+        ):
+            # Storage answers from memory: waiting for it costs a step or two, whatever the prefetch
+            # policy is.
             return False
         return None
 
@@ -108,14 +126,18 @@ class RestoreEngine:
     def forget(self, rid: str) -> None:
         """A request is gone: finished, aborted or retracted."""
         if self._again:
-            self._again = {handle: offer for handle, offer in self._again.items() if handle.rid != rid}
+            self._again = {
+                handle: offer for handle, offer in self._again.items() if handle.rid != rid
+            }
         r = self.restorations.get(rid)
         if r is not None:
             self.abandon(r, "aborted")
 
     def give_room(self, tokens: int, but_for: str | None = None) -> bool:
-        """Device memory is short and nothing is left to evict: the youngest waiting restorations give up what they hold,
-        and what of the tree they keep from eviction. Returns whether any did."""
+        """Device memory is short and nothing is left to evict: the youngest waiting restorations
+        give up what they hold, and what of the tree they keep from eviction. Returns whether any
+        did.
+        """
         before = len(self.restorations)
         if self.context.slots.claiming:
             return False
@@ -140,12 +162,20 @@ class RestoreEngine:
         end = time.monotonic() + _RESET_S
         while any(OPEN in load.poll.local for load in self.loads) and time.monotonic() < end:
             self.mover.wait_news(0.01)
-        # Without a reduction, ranks know of each other only what they agreed on before: whatever was open then is lost.
-        over = [bytes(load.poll.seen) if OPEN in load.poll.local else bytes(s or _CANCELLED for s in load.poll.seen) for load in self.loads]
+        # Without a reduction, ranks know of each other only what they agreed on before: whatever
+        # was open then is lost.
+        over = [
+            bytes(load.poll.seen)
+            if OPEN in load.poll.local
+            else bytes(s or _CANCELLED for s in load.poll.seen)
+            for load in self.loads
+        ]
         self.settle(over, [0.0] * len(over))
         self.context.slots.free()
         if self.loads:
-            logger.error("kvtier: %d loads are still under way after %.0f s", len(self.loads), _RESET_S)
+            logger.error(
+                "kvtier: %d loads are still under way after %.0f s", len(self.loads), _RESET_S
+            )
 
     def close(self) -> None:
         """Ends the mover's thread. Idempotent."""
@@ -156,56 +186,91 @@ class RestoreEngine:
     # --- offers -----------------------------------------------------------------------------------------------------
 
     def offer_hit(self, operation: Any, hit_tokens: int) -> bool:
-        """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is restored by us."""
-        keys = tuple(PageKey(bytes.fromhex(h)) for h in operation.hash_value[: hit_tokens // self.context.page])
+        """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is
+        restored by us.
+        """
+        keys = tuple(
+            PageKey(bytes.fromhex(h))
+            for h in operation.hash_value[: hit_tokens // self.context.page]
+        )
         req = self.context.waiting(operation.handle)
         if req is not None and store_of(self.context.tree.cache_controller) is None:
             self.counters.declined["another backend"] += 1
             return False
-        return req is not None and self._offer(req, operation.storage_start // self.context.page, keys)
+        return req is not None and self._offer(
+            req, operation.storage_start // self.context.page, keys
+        )
 
     def look_at(self, handle: Any) -> None:
-        """A waiting request for which storage has nothing: its host pages may be offered in the next tick."""
+        """A waiting request for which storage has nothing: its host pages may be offered in the
+        next tick.
+        """
         if self.taking:
             self._looking[handle] = None
 
     def offer_again(self, r: Restoration) -> None:
-        """The tree holds more of its prefix than when it was offered: what is left is a new restoration."""
+        """The tree holds more of its prefix than when it was offered: what is left is a new
+        restoration.
+        """
         self.abandon(r, "grown")
         self._offer(r.req, r.pages - len(r.keys), r.keys, taken=True)
 
     def look_for_offers(self) -> None:
-        """Offers the host pages of requests that were queued, or whose storage lookup ended, since the last tick."""
+        """Offers the host pages of requests that were queued, or whose storage lookup ended, since
+        the last tick.
+        """
         looking, self._looking = self._looking, {}
         again, self._again = self._again, {}
         for req, storage_start, keys in again.values():
             self._offer(req, storage_start, keys, taken=True)
         for handle in looking:
             req = self.context.waiting(handle)
-            if req is None or handle.rid in self.restorations or handle in self.context.tree.ongoing_prefetch:
+            if (
+                req is None
+                or handle.rid in self.restorations
+                or handle in self.context.tree.ongoing_prefetch
+            ):
                 continue
             if req.host_hit_length >= self.min_tokens:
                 self._offer(req, None, ())
 
-    def _offer(self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False) -> bool:
-        """`taken`: SGLang has dropped its own transfer from storage already, so that those pages are not left to it."""
-        reason = "again" if req.rid in self.restorations else offers.refusal(req) if self.taking else "switched off"
+    def _offer(
+        self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False
+    ) -> bool:
+        """`taken`: SGLang has dropped its own transfer from storage already, so that those pages
+        are not left to it.
+        """
+        reason = (
+            "again"
+            if req.rid in self.restorations
+            else offers.refusal(req)
+            if self.taking
+            else "switched off"
+        )
         found = reason or offers.find(self.context.tree, req, storage_start, keys)
-        if isinstance(found, Restoration) and (found.pages - found.resident) * self.context.page < max(1, self.min_tokens):
+        if isinstance(found, Restoration) and (
+            found.pages - found.resident
+        ) * self.context.page < max(1, self.min_tokens):
             found = "short"
         if isinstance(found, Restoration):
-            offer = RestoreOffered(req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources)
+            offer = RestoreOffered(
+                req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources
+            )
             found = found if taken and found.keys else self.leave(offer) or found
         if isinstance(found, str):
             self.counters.declined[found] += 1
             return False
         if any(load.restoration.rid == req.rid and not load.written_off for load in self.loads):
-            # Loads of an earlier restoration of it are still under way; what they report must not be taken for this one's.
+            # Loads of an earlier restoration of it are still under way; what they report must not
+            # be taken for this one's.
             self._again[req.cache_request_handle] = (req, storage_start, keys)
             return True
         found.node_lock = self.context.tree.lock(req.last_node)
         if len(found.host_slots):
-            found.host_pin = (req.best_match_node, self.context.tree.inc_host_lock_ref(req.best_match_node).to_dec_params())
+            found.host_pin = (
+                req.best_match_node,
+                self.context.tree.inc_host_lock_ref(req.best_match_node).to_dec_params(),
+            )
         self.restorations[req.rid] = found
         self.context.facts.append(offer)
         return True
@@ -228,7 +293,9 @@ class RestoreEngine:
             return
         owns_host = command.source > Tier.DRAM
         slots = self._claim(r, span, owns_host) if r is not None else None
-        if r is None or r.closed:  # ended by a load of the same plan: the planner counts this one as under way
+        if (
+            r is None or r.closed
+        ):  # ended by a load of the same plan: the planner counts this one as under way
             self.context.facts.append(PagesLost(command.rid, span, "failed", _LATER))
             return
         if slots is None:
@@ -236,7 +303,17 @@ class RestoreEngine:
             return
         device, host = slots
         due = self.context.now + 2 * command.deadline_s
-        load = Load(r, span, command.link, device, host, owns_host, self.context.now, due, Poll(self.context.next_number(), len(span)))
+        load = Load(
+            r,
+            span,
+            command.link,
+            device,
+            host,
+            owns_host,
+            self.context.now,
+            due,
+            Poll(self.context.next_number(), len(span)),
+        )
         r.loads.append(load)
         r.moved_at = self.context.now
         self.loads.append(load)
@@ -244,9 +321,12 @@ class RestoreEngine:
             r.owner[page] = (load, offset)
         self.mover.submit(load, store_of(self.context.tree.cache_controller), command.deadline_s)
 
-    def _claim(self, r: Restoration, span: Span, owns_host: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Device and host slots of these pages, both or none. A pool that fails where it should hand out pages, or say that
-        it has none, costs this restoration; it is computed instead."""
+    def _claim(
+        self, r: Restoration, span: Span, owns_host: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Device and host slots of these pages, both or none. A pool that fails where it should
+        hand out pages, or say that it has none, costs this restoration; it is computed instead.
+        """
         device = host = None
         try:
             device = self.context.slots.claim_device(len(span) * self.context.page)
@@ -262,7 +342,11 @@ class RestoreEngine:
         """Takes loads back that lie in the span, as far as they were not begun."""
         r = self.restorations.get(command.rid)
         for load in r.loads if r is not None else ():
-            if not load.ended and command.span.start <= load.span.start and load.span.stop <= command.span.stop:
+            if (
+                not load.ended
+                and command.span.start <= load.span.start
+                and load.span.stop <= command.span.stop
+            ):
                 load.cancel()
 
     def splice(self, r: Restoration, span: Span) -> torch.Tensor:
@@ -281,16 +365,24 @@ class RestoreEngine:
         return torch.cat(pieces)
 
     def trusted(self, r: Restoration, span: Span) -> bool:
-        """Whether these pages have landed. If not, plan and hands have come apart, and the restoration is given up: what
-        is in the slots of a page that has not landed is never used."""
+        """Whether these pages have landed. If not, plan and hands have come apart, and the
+        restoration is given up: what is in the slots of a page that has not landed is never used.
+        """
         if all(r.is_landed(page) for page in range(span.start, span.stop)):
             return True
-        logger.error("kvtier: %s: pages [%d, %d) were to be used before they landed", r.rid, span.start, span.stop)
+        logger.error(
+            "kvtier: %s: pages [%d, %d) were to be used before they landed",
+            r.rid,
+            span.start,
+            span.stop,
+        )
         self.abandon(r, "mismatch")
         return False
 
     def admitted(self, r: Restoration, prefix: torch.Tensor | None, end: int) -> None:
-        """A waiting request was admitted with these slots spliced behind the tree's, and prefills up to token `end`."""
+        """A waiting request was admitted with these slots spliced behind the tree's, and prefills
+        up to token `end`.
+        """
         r.admitted = True
         if prefix is not None:
             self._prefixes[r.rid] = prefix
@@ -306,7 +398,9 @@ class RestoreEngine:
     # --- what ended -------------------------------------------------------------------------------------------------
 
     def settle(self, states: list[bytes], ended_at: list[float]) -> None:
-        """Takes the agreed states of `loads`, in their order: notes what landed and what was lost, ends what has ended."""
+        """Takes the agreed states of `loads`, in their order: notes what landed and what was lost,
+        ends what has ended.
+        """
         under_way = []
         for load, state, ended in zip(self.loads, states, ended_at, strict=True):
             if OPEN in state and self.context.now > load.due and not load.written_off:
@@ -332,14 +426,20 @@ class RestoreEngine:
             nbytes = len(span) * self.context.page_bytes
             self.counters.bytes_loaded[load.link] += nbytes
             agreed = len(span) * self.context.agreed_page_bytes
-            self.context.facts.append(TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER))
+            self.context.facts.append(
+                TransferDone(
+                    r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER
+                )
+            )
             return
         for page in range(span.start, span.stop):
             r.owner.pop(page, None)
         self._lose(r, span, REASON[load.poll.seen[first]])
 
     def _write_off(self, load: Load, state: bytes) -> None:
-        """A device hangs: what is open is the front's now. The slots stay the load's until every page has ended."""
+        """A device hangs: what is open is the front's now. The slots stay the load's until every
+        page has ended.
+        """
         for first, stop in runs_of(bytearray(state), OPEN, 0, len(state)):
             span = Span(load.span.start + first, load.span.start + stop)
             for page in range(span.start, span.stop):
@@ -352,7 +452,9 @@ class RestoreEngine:
         load.written_off = True
 
     def _busy_seconds(self, load: Load, ended: float) -> float:
-        """The time the link was busy with what has just ended: since the load began, or the page before it landed."""
+        """The time the link was busy with what has just ended: since the load began, or the page
+        before it landed.
+        """
         before = max(load.begun_at, self._link_ended.get(load.link, 0.0))
         self._link_ended[load.link] = max(ended, before)
         return max(ended - before, 0.0)
@@ -379,12 +481,18 @@ class RestoreEngine:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def abandon(self, r: Restoration, how: str) -> None:
-        """Ends a restoration that has not met, and lets the planner know. Its request is computed as usual, if it lives."""
+        """Ends a restoration that has not met, and lets the planner know. Its request is computed
+        as usual, if it lives.
+        """
         self._close(r, how)
-        self.context.facts.append(RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True))
+        self.context.facts.append(
+            RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True)
+        )
 
     def _close(self, r: Restoration, how: str) -> None:
-        """Ends a restoration: what landed and is not spliced is freed, what is under way when it has ended."""
+        """Ends a restoration: what landed and is not spliced is freed, what is under way when it
+        has ended.
+        """
         del self.restorations[r.rid]
         self.ending = True
         self.computes.pop(r.rid, None)
@@ -411,4 +519,8 @@ class RestoreEngine:
 
     def _host_slots(self, r: Restoration, span: Span, bounce: bool) -> torch.Tensor | None:
         tokens, first = len(span) * self.context.page, (span.start - r.resident) * self.context.page
-        return self.context.slots.claim_host(tokens) if bounce else r.host_slots[first : first + tokens]
+        return (
+            self.context.slots.claim_host(tokens)
+            if bounce
+            else r.host_slots[first : first + tokens]
+        )

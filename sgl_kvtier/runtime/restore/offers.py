@@ -1,7 +1,7 @@
 """Which requests may be restored, and what of their prefix lies where when they are offered.
 
-Whatever is refused here goes SGLang's own way and is counted under the reason. Scheduler's thread; no side effects but
-a fresh match of the request's prefix.
+Whatever is refused here goes SGLang's own way and is counted under the reason. Scheduler's thread;
+no side effects but a fresh match of the request's prefix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from sgl_kvtier.types import PageKey, Span, Tier
 
 
 def refusal(req: Any) -> str | None:
-    """Why this request is left to SGLang, or None. What needs the outputs of prefix tokens cannot skip them."""
+    """Why this request is left to SGLang, or None. What needs the outputs of prefix tokens cannot
+    skip them.
+    """
     if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
         return "input log-probs"
     if req.return_hidden_states:
@@ -33,11 +35,13 @@ def refusal(req: Any) -> str | None:
     return None
 
 
-def find(tree: Any, req: Any, storage_start: int | None, keys: tuple[PageKey, ...]) -> Restoration | str:
+def find(
+    tree: Any, req: Any, storage_start: int | None, keys: tuple[PageKey, ...]
+) -> Restoration | str:
     """A waiting request's restoration by a fresh match, or why there is none.
 
-    `keys` are pages in storage from page `storage_start` of the prompt on. Between the tree's pages and those there must
-    be no gap; pages that are in both count as the tree's.
+    `keys` are pages in storage from page `storage_start` of the prompt on. Between the tree's pages
+    and those there must be no gap; pages that are in both count as the tree's.
     """
     page = tree.page_size
     req.init_next_round_input(tree)

@@ -1,9 +1,11 @@
-"""Moves pages of running loads: the store's reads into host pages, and copies from host pages into device slots.
+"""Moves pages of running loads: the store's reads into host pages, and copies from host pages into
+device slots.
 
-One thread beside the scheduler's. Pages that the store has read are copied when their load has none left to read, or after
-`_GATHER_S`: a load's last page lands a copy later than it was read. Every copy begun takes time of the interpreter that a forward's
-launches need too, about as long for a load as for a page. The scheduler never waits for a copy: it reads `Load.poll` in its tick,
-and what it does with it is the engine's business.
+One thread beside the scheduler's. Pages that the store has read are copied when their load has none
+left to read, or after `_GATHER_S`: a load's last page lands a copy later than it was read. Every
+copy begun takes time of the interpreter that a forward's launches need too, about as long for a
+load as for a page. The scheduler never waits for a copy: it reads `Load.poll` in its tick, and what
+it does with it is the engine's business.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ class CopyDevice(Protocol):
     """What copies host pages into device slots, all layers."""
 
     def fence(self) -> Any:
-        """Scheduler's thread, after slots were allocated: a mark behind everything that may still use them."""
+        """Scheduler's thread, after slots were allocated: a mark behind everything that may still
+        use them.
+        """
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
-        """Mover's thread: begins a copy that waits for the fence on the device, and for the copies begun before it."""
+        """Mover's thread: begins a copy that waits for the fence on the device, and for the copies
+        begun before it.
+        """
 
 
 class PageMover:
@@ -66,7 +72,8 @@ class PageMover:
         try:
             self._submit(load, storage, deadline_s)
         except Exception:
-            # Whatever a driver or a store raises: the load is known to the scheduler, so it has to end.
+            # Whatever a driver or a store raises: the load is known to the scheduler, so it has to
+            # end.
             logger.exception("kvtier: a load could not be begun")
             if load.unread == before:
                 self._put([(load, None, offset, ReadOutcome.FAILED) for offset in range(pages)])
@@ -81,10 +88,16 @@ class PageMover:
             self._put([(load, fence, pages - 1 - index, outcome)])
 
         order = load.host_slots.view(pages, self._page).flip(0).flatten()
-        job = storage.begin_read(load.restoration.keys_of(load.span), order, deadline_s, on_page) if storage else None
+        job = (
+            storage.begin_read(load.restoration.keys_of(load.span), order, deadline_s, on_page)
+            if storage
+            else None
+        )
         load.job = job
         if job is None:
-            self._put([(load, fence, offset, ReadOutcome.MISS) for offset in reversed(range(pages))])
+            self._put(
+                [(load, fence, offset, ReadOutcome.MISS) for offset in reversed(range(pages))]
+            )
         elif load.cancelled:
             job.cancel()
 
@@ -101,7 +114,9 @@ class PageMover:
         self._thread.join()
 
     def _put(self, ended: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
-        """Any thread. Wakes the mover when it has to watch the time from now on, when a load is read, or pages are lost: not for every page."""
+        """Any thread. Wakes the mover when it has to watch the time from now on, when a load is
+        read, or pages are lost: not for every page.
+        """
         with self._changed:
             begins = not self._ended
             if begins:
@@ -118,7 +133,11 @@ class PageMover:
         """Locked. Whether there are pages to be copied now."""
         if not self._ended:
             return False
-        return self._load_is_read or self._closing or time.monotonic() >= self._gathering_since + _GATHER_S
+        return (
+            self._load_is_read
+            or self._closing
+            or time.monotonic() >= self._gathering_since + _GATHER_S
+        )
 
     def _gathered(self) -> list[tuple[Load, Any, int, ReadOutcome]]:
         """Locked. The pages to be copied now."""
@@ -132,7 +151,9 @@ class PageMover:
         """Locked. How long there is nothing to do but for news."""
         if self._copies:
             return _POLL_S
-        return max(0.0, self._gathering_since + _GATHER_S - time.monotonic()) if self._ended else None
+        return (
+            max(0.0, self._gathering_since + _GATHER_S - time.monotonic()) if self._ended else None
+        )
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
@@ -147,7 +168,8 @@ class PageMover:
                 self._begin_copies(batch)
                 self._reap()
             except Exception:
-                # Whatever a driver or a pool raises must not end the thread: these pages are lost, the others go on.
+                # Whatever a driver or a pool raises must not end the thread: these pages are lost,
+                # the others go on.
                 logger.exception("kvtier: a copy to the device failed")
                 self._fail(batch)
 
@@ -162,9 +184,15 @@ class PageMover:
                 ready.setdefault(id(load), (load, fence, []))[2].append(offset)
         for load, fence, offsets in ready.values():
             for first, stop in _runs(offsets):
-                # Slices only: on an accelerator the slots may not be there before the fence, so nothing may read them here.
-                host, device = (slots[first * self._page : stop * self._page] for slots in (load.host_slots, load.device_slots))
-                self._copies.append((self._device.begin(host, device, fence), load, list(range(first, stop))))
+                # Slices only: on an accelerator the slots may not be there before the fence, so
+                # nothing may read them here.
+                host, device = (
+                    slots[first * self._page : stop * self._page]
+                    for slots in (load.host_slots, load.device_slots)
+                )
+                self._copies.append(
+                    (self._device.begin(host, device, fence), load, list(range(first, stop)))
+                )
 
     def _reap(self) -> None:
         """Copies end in the order in which they were begun."""

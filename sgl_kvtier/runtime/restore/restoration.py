@@ -1,4 +1,5 @@
-"""What is being restored, on the hands' side: one request's restoration, and the loads that serve it.
+"""What is being restored, on the hands' side: one request's restoration, and the loads that serve
+it.
 
 Ownership of a load's device pages, page by page:
     open     the store or the copier may write them: nobody else touches them, also after a cancel
@@ -23,7 +24,9 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 @dataclass(eq=False)
 class Load:
-    """One load under way or ended. `device_slots` and `host_slots` are token slots of its pages in ascending order."""
+    """One load under way or ended. `device_slots` and `host_slots` are token slots of its pages in
+    ascending order.
+    """
 
     restoration: Restoration
     span: Span
@@ -31,16 +34,21 @@ class Load:
     device_slots: torch.Tensor
     host_slots: torch.Tensor
     owns_host: bool
-    """The host slots are a bounce buffer of this load's own; otherwise the tree's, pinned by the restoration."""
+    """The host slots are a bounce buffer of this load's own; otherwise the tree's, pinned by the
+    restoration.
+    """
     begun_at: float
     due: float
     """A page that has not ended by then is written off."""
     poll: Poll
-    """Its pages, the lowest first: the mover's thread marks them, the scheduler's takes what ranks agreed on."""
+    """Its pages, the lowest first: the mover's thread marks them, the scheduler's takes what ranks
+    agreed on.
+    """
     job: Any = None
     cancelled: bool = False
     written_off: bool = False
-    """It hung: its restoration goes on without it, and what it reports is of no interest any more."""
+    """It hung: its restoration goes on without it, and what it reports is of no interest any more.
+    """
     unread: int = 0
     """Pages whose reading has not ended; the mover's."""
     held: bytearray = field(default_factory=bytearray)
@@ -68,7 +76,9 @@ class Load:
 
 @dataclass(eq=False)
 class Restoration:
-    """One request's restoration of the pages [resident, pages) of its prompt, the lowest in the tree's device memory."""
+    """One request's restoration of the pages [resident, pages) of its prompt, the lowest in the
+    tree's device memory.
+    """
 
     rid: str
     req: Any
@@ -90,8 +100,9 @@ class Restoration:
     """Pages [0, front) are computed, being computed or spliced."""
     loads: list[Load] = field(default_factory=list)
     owner: dict[int, tuple[Load, int]] = field(default_factory=dict)
-    """Which load, and which page of it, will be or is this page. Slots that a load still holds for pages it has lost are not
-    among them: what is computed instead needs others."""
+    """Which load, and which page of it, will be or is this page. Slots that a load still holds for
+    pages it has lost are not among them: what is computed instead needs others.
+    """
     prefix: torch.Tensor | None = None
     """Slots spliced at admission, behind the tree's, before the request has a row."""
     spliced: dict[Tier, int] = field(default_factory=dict)
@@ -127,7 +138,9 @@ class Restoration:
         return next((page for page in range(start, self.pages) if page in self.owner), self.pages)
 
     def landed_runs(self, span: Span) -> Iterator[tuple[Load, int, int]]:
-        """The landed pages of `span` as runs (load, first, stop) of neighbours in one load, ascending."""
+        """The landed pages of `span` as runs (load, first, stop) of neighbours in one load,
+        ascending.
+        """
         run: tuple[Load, int, int] | None = None
         for page in range(span.start, span.stop):
             load, offset = self.owner[page]

@@ -1,4 +1,6 @@
-"""Where restoration hangs in SGLang: the hooks of scheduler processes. Each is SGLang's own without our radix cache."""
+"""Where restoration hangs in SGLang: the hooks of scheduler processes. Each is SGLang's own without
+our radix cache.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ _NAP_S = 0.001
 
 
 def build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
-    """Around SGLang's choice of a cache: ours where the settings ask for it and the server can do it."""
+    """Around SGLang's choice of a cache: ours where the settings ask for it and the server can do
+    it.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(ctx.server_args)
-    config = restore_setup.wanted(args) if ctx.enable_hierarchical_cache and cache_class is None else None
+    config = (
+        restore_setup.wanted(args)
+        if ctx.enable_hierarchical_cache and cache_class is None
+        else None
+    )
     if config is None:
         return original(ctx, cache_class=cache_class)
     line = restore_setup.own_way(args, ctx, config.policy)
@@ -53,24 +61,34 @@ def adder_class(result: Any, scheduler: Any) -> Any:
 
 
 def repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not in the batch, and
-    would take its first output token for that of a chunk before the last."""
+    """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not
+    in the batch, and would take its first output token for that of a chunk before the last.
+    """
     del args, kwargs
     batch, parked = result[0], scheduler.chunked_req
-    if batch is None or parked is None or _engine(scheduler) is None or any(req is parked for req in batch.reqs):
+    if (
+        batch is None
+        or parked is None
+        or _engine(scheduler) is None
+        or any(req is parked for req in batch.reqs)
+    ):
         return
     parked.inflight_middle_chunks -= 1
     batch.contains_last_prefill_chunk = True
 
 
 def read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
-    """Around SGLang's look at whether a request has lost pages since it was queued: what was read for it since counts too."""
+    """Around SGLang's look at whether a request has lost pages since it was queued: what was read
+    for it since counts too.
+    """
     turns = getattr(scheduler.tree_cache, "turns", None)
     return (turns is not None and turns.at_turn(scheduler, req)) or original(scheduler, req)
 
 
 def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """With nothing to run and pages under way it waits until one lands, so that the threads that land it get the interpreter."""
+    """With nothing to run and pages under way it waits until one lands, so that the threads that
+    land it get the interpreter.
+    """
     del args, kwargs
     engine, turns = _engine(scheduler), getattr(scheduler.tree_cache, "turns", None)
     if turns is not None:
@@ -79,19 +97,25 @@ def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         engine.mover.wait_news(_NAP_S)
 
 
-def time_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def time_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     tick = getattr(scheduler.tree_cache, "tick", None)
     if tick is None or not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **kwargs)
     clock: ChunkClock = tick.clock
-    timed = clock.launch(batch, None if str(scheduler.device) == "cpu" else _forward_stream(scheduler))
+    timed = clock.launch(
+        batch, None if str(scheduler.device) == "cpu" else _forward_stream(scheduler)
+    )
     result = original(scheduler, batch, *args, **kwargs)
     clock.launched(timed, batch)
     return result
 
 
 def _forward_stream(scheduler: Any) -> Any:
-    """Where SGLang runs forwards: beside its own work, or with the overlap loop off in the same stream."""
+    """Where SGLang runs forwards: beside its own work, or with the overlap loop off in the same
+    stream.
+    """
     apart = scheduler.enable_overlap or scheduler.tree_cache.pp_size > 1
     return scheduler.forward_stream if apart else scheduler.schedule_stream
 
@@ -104,7 +128,9 @@ def time_result(result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: 
 
 
 def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    """A server is not idle while transfers or slots of ours are in its pools; a paused one ends them for a flush."""
+    """A server is not idle while transfers or slots of ours are in its pools; a paused one ends
+    them for a flush.
+    """
     idle = original(scheduler, *args, **kwargs)
     engine = _engine(scheduler)
     if not idle or engine is None or kwargs.get("for_health_check") or (args and args[0]):
@@ -115,7 +141,9 @@ def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **k
             engine.reset()
         if ahead is not None and ahead.promotions.hangs:
             ahead.promotions.reset()
-    hangs = (ahead is not None and ahead.promotions.hangs) or (scheduler.tree_cache.tick.agreement.alone and engine.context.reads_hang)
+    hangs = (ahead is not None and ahead.promotions.hangs) or (
+        scheduler.tree_cache.tick.agreement.alone and engine.context.reads_hang
+    )
     return not engine.holds_memory and not hangs
 
 

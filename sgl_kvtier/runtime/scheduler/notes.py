@@ -1,4 +1,6 @@
-"""What a restoring server keeps beside its restorations: settings in force, decision log, learned profile, metrics."""
+"""What a restoring server keeps beside its restorations: settings in force, decision log, learned
+profile, metrics.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ class RestoreNotes:
         self._log = log
 
     def configure(self, config: PolicyConfig) -> None:
-        """Other settings from the next request on. Restorations under way go on in the mode they were given."""
+        """Other settings from the next request on. Restorations under way go on in the mode they
+        were given.
+        """
         self.config = config
         self._engine.taking = config.restore != "off"
         self._engine.min_tokens = config.min_restore_tokens
         self._planner.configure(config)
 
     def forget_links(self) -> None:
-        """The bandwidth was changed on purpose: what is learned from now on says nothing about the next start."""
+        """The bandwidth was changed on purpose: what is learned from now on says nothing about the
+        next start.
+        """
         self._planner.stop_keeping()
 
     def samples(self) -> Iterator[Sample]:

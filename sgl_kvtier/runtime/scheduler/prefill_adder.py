@@ -1,6 +1,8 @@
-"""What restoring requests do in a prefill pass: they are admitted while they load, jump over what has landed, or wait.
+"""What restoring requests do in a prefill pass: they are admitted while they load, jump over what
+has landed, or wait.
 
-SGLang builds one adder per pass. It first asks for the request in the one slot for chunked prefill, then for waiting ones.
+SGLang builds one adder per pass. It first asks for the request in the one slot for chunked prefill,
+then for waiting ones.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ _CLIP = 4096
 
 
 class KVTierPrefillAdder(PrefillAdder):
-    """SGLang's adder with the planner's word on restoring requests. `tree_cache` is a `KVTierRadixCache`."""
+    """SGLang's adder with the planner's word on restoring requests. `tree_cache` is a
+    `KVTierRadixCache`.
+    """
 
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
@@ -26,7 +30,9 @@ class KVTierPrefillAdder(PrefillAdder):
     # --- the request in the slot ------------------------------------------------------------------------------------
 
     def add_chunked_req(self, req: Any) -> Any:
-        """Splices what has landed, then adds the granted chunk. Returning the request without adding it parks it."""
+        """Splices what has landed, then adds the granted chunk. Returning the request without
+        adding it parks it.
+        """
         engine = self.tree_cache.engine
         r = engine.of(req.rid)
         if r is None:
@@ -34,7 +40,8 @@ class KVTierPrefillAdder(PrefillAdder):
         compute = engine.computes.get(req.rid)
         if compute is None:
             return self._park(r, req)
-        # A splice of a pass in which no chunk was added is not repeated: the planner learns of it with the next chunk.
+        # A splice of a pass in which no chunk was added is not repeated: the planner learns of it
+        # with the next chunk.
         span = Span(max(compute.splice.start, r.front), max(compute.splice.stop, r.front))
         if span and span.start * self.page_size != req.prefix_len:
             engine.abandon(r, "unaligned")
@@ -43,7 +50,9 @@ class KVTierPrefillAdder(PrefillAdder):
         if span:
             self._splice_into_row(r, req, span)
         if compute.tokens is not None:
-            tokens = self._whole_pages(min(compute.tokens, (r.barrier(r.front) - r.front) * self.page_size))
+            tokens = self._whole_pages(
+                min(compute.tokens, (r.barrier(r.front) - r.front) * self.page_size)
+            )
             if tokens <= 0:
                 return self._park(r, req)
             self.chunked_req_limit = min(self.chunked_req_limit or tokens, tokens)
@@ -57,9 +66,15 @@ class KVTierPrefillAdder(PrefillAdder):
         return left
 
     def _add_what_fits(self, req: Any) -> Any:
-        """The next chunk. SGLang takes room for it for granted; what restorations hold can make that untrue, for a while."""
+        """The next chunk. SGLang takes room for it for granted; what restorations hold can make
+        that untrue, for a while.
+        """
         engine, most = self.tree_cache.engine, len(req.full_untruncated_fill_ids) - req.prefix_len
-        limits = [limit for limit in (most, self.rem_chunk_tokens, self.chunked_req_limit) if limit is not None]
+        limits = [
+            limit
+            for limit in (most, self.rem_chunk_tokens, self.chunked_req_limit)
+            if limit is not None
+        ]
         room = self._room_for(min(limits))
         if room < min(limits) and (engine.holds_memory or self.running_batch.reqs):
             room = room // self.page_size * self.page_size
@@ -69,7 +84,9 @@ class KVTierPrefillAdder(PrefillAdder):
         return super().add_chunked_req(req)
 
     def _room_for(self, tokens: int) -> int:
-        """How many of so many tokens can be allocated now, after waiting restorations have given up what they hold."""
+        """How many of so many tokens can be allocated now, after waiting restorations have given up
+        what they hold.
+        """
         budget = self.memory_budget
         short = tokens + self.page_size - budget._available_and_evictable()
         if short > 0:
@@ -77,27 +94,36 @@ class KVTierPrefillAdder(PrefillAdder):
         return min(tokens, budget._available_and_evictable() - self.page_size)
 
     def _whole_pages(self, tokens: int) -> int:
-        """As much of a chunk as there is room for now, in whole pages. SGLang would cut it anywhere, or fail."""
+        """As much of a chunk as there is room for now, in whole pages. SGLang would cut it
+        anywhere, or fail.
+        """
         room = self._room_for(tokens)
         chunk = self.memory_budget.available_chunk_tokens(self.rem_chunk_tokens) or 0
         return max(0, min(chunk, room)) // self.page_size * self.page_size
 
     def _splice_into_row(self, r: Restoration, req: Any, span: Span) -> None:
-        """The jump: the row gets the loaded slots, and the prefix ends behind them. [front, stop) is the request's own."""
+        """The jump: the row gets the loaded slots, and the prefix ends behind them. [front, stop)
+        is the request's own.
+        """
         assert span.start * self.page_size == req.prefix_len, (req.rid, span, req.prefix_len)
         tiers = dict(r.spliced)
         slots = self.tree_cache.engine.splice(r, span)
         stop = span.stop * self.page_size
         pool = self.tree_cache.req_to_token_pool
-        pool.write((req.kv.req_pool_idx, slice(req.prefix_len, stop)), slots.to(pool.req_to_token.dtype))
+        pool.write(
+            (req.kv.req_pool_idx, slice(req.prefix_len, stop)), slots.to(pool.req_to_token.dtype)
+        )
         req.prefix_len = stop
         req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
         self._count_cached(req, r, tiers)
 
     def _count_cached(self, req: Any, r: Restoration, before: dict[Tier, int]) -> None:
-        """SGLang splits a prompt's cached tokens by tier once, at the first chunk: what is spliced later is added here."""
+        """SGLang splits a prompt's cached tokens by tier once, at the first chunk: what is spliced
+        later is added here.
+        """
         host, storage = (
-            (r.spliced.get(tier, 0) - before.get(tier, 0)) * self.page_size for tier in (Tier.DRAM, Tier.SSD)
+            (r.spliced.get(tier, 0) - before.get(tier, 0)) * self.page_size
+            for tier in (Tier.DRAM, Tier.SSD)
         )
         self.log_hit_tokens += host + storage
         self.log_host_hit_tokens += host
@@ -112,7 +138,9 @@ class KVTierPrefillAdder(PrefillAdder):
         return req
 
     def _reserve(self, r: Restoration, req: Any, end: int) -> None:
-        """Others are admitted beside a small chunk, or none: what this request still needs behind `end` is not theirs."""
+        """Others are admitted beside a small chunk, or none: what this request still needs behind
+        `end` is not theirs.
+        """
         held = len(r.owner) * self.page_size
         left = len(req.full_untruncated_fill_ids) - end
         if left > 0:
@@ -121,20 +149,32 @@ class KVTierPrefillAdder(PrefillAdder):
 
     # --- waiting requests -------------------------------------------------------------------------------------------
 
-    def add_one_req(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:
-        """Admits a waiting request; a restoring one with the chunk it was granted and what has landed as its prefix."""
+    def add_one_req(
+        self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+    ) -> Any:
+        """Admits a waiting request; a restoring one with the chunk it was granted and what has
+        landed as its prefix.
+        """
         engine = self.tree_cache.engine
         r = engine.of(req.rid)
         if r is None:
             verdict = super().add_one_req(req, has_chunked_req, truncation_align_size)
         else:
             verdict = self._add_restoring(r, req, has_chunked_req, truncation_align_size)
-        if verdict is AddReqResult.NO_TOKEN and not has_chunked_req and not self.can_run_list and not self.running_batch.reqs:
-            # Nothing runs that could free room: what waiting restorations hold is all there is to give.
+        if (
+            verdict is AddReqResult.NO_TOKEN
+            and not has_chunked_req
+            and not self.can_run_list
+            and not self.running_batch.reqs
+        ):
+            # Nothing runs that could free room: what waiting restorations hold is all there is to
+            # give.
             engine.give_room(self.tree_cache.token_to_kv_pool_allocator.size, but_for=req.rid)
         return verdict
 
-    def _add_restoring(self, r: Restoration, req: Any, has_chunked_req: bool, align: int | None) -> Any:
+    def _add_restoring(
+        self, r: Restoration, req: Any, has_chunked_req: bool, align: int | None
+    ) -> Any:
         engine, compute = self.tree_cache.engine, self.tree_cache.engine.computes[req.rid]
         if req.prefix_len != r.resident * self.page_size:
             engine.offer_again(r)
@@ -144,10 +184,13 @@ class KVTierPrefillAdder(PrefillAdder):
             return AddReqResult.CONTINUE
         if not engine.trusted(r, compute.splice):
             return AddReqResult.CONTINUE
-        if compute.tokens is not None and (has_chunked_req or self.new_chunked_req is not None or not compute.tokens):
+        if compute.tokens is not None and (
+            has_chunked_req or self.new_chunked_req is not None or not compute.tokens
+        ):
             return AddReqResult.CONTINUE
         found = (req.prefix_len, req.host_hit_length)
-        # It is about to be charged for all its tokens behind the splice: those that have a slot of a load cost nothing.
+        # It is about to be charged for all its tokens behind the splice: those that have a slot of
+        # a load cost nothing.
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
         req.prefix_len, req.host_hit_length = compute.splice.stop * self.page_size, 0
@@ -163,8 +206,12 @@ class KVTierPrefillAdder(PrefillAdder):
         engine.admitted(r, prefix, req.extend_end)
         return self.budget_state()
 
-    def _add_with_limit(self, req: Any, has_chunked_req: bool, align: int | None, compute: Compute) -> Any:
-        """A chunk of `compute.tokens`, although more would fit: SGLang cuts a prompt where the pass's tokens end."""
+    def _add_with_limit(
+        self, req: Any, has_chunked_req: bool, align: int | None, compute: Compute
+    ) -> Any:
+        """A chunk of `compute.tokens`, although more would fit: SGLang cuts a prompt where the
+        pass's tokens end.
+        """
         if compute.tokens is None:
             return super().add_one_req(req, has_chunked_req, align)
         whole = self.rem_chunk_tokens
@@ -173,10 +220,14 @@ class KVTierPrefillAdder(PrefillAdder):
         try:
             return super().add_one_req(req, has_chunked_req, align)
         finally:
-            self.rem_chunk_tokens = None if whole is None else whole - (limit - (self.rem_chunk_tokens or 0))
+            self.rem_chunk_tokens = (
+                None if whole is None else whole - (limit - (self.rem_chunk_tokens or 0))
+            )
 
     def _count_admitted(self, req: Any, r: Restoration, resident: int) -> None:
-        """The split by tier of a prefix that SGLang would take, and has just logged, for the device's."""
+        """The split by tier of a prefix that SGLang would take, and has just logged, for the
+        device's.
+        """
         if req.retracted_stain:
             return
         host, storage = (r.spliced.get(tier, 0) * self.page_size for tier in (Tier.DRAM, Tier.SSD))
@@ -188,12 +239,15 @@ class KVTierPrefillAdder(PrefillAdder):
         req.cached_tokens_storage = storage
         req._cache_breakdown_computed = True
 
-    def _select_prefill_admission(self, req: Any, *, has_chunked_req: bool = False, **how: Any) -> Any:
-        """One request can be mid-prefill. A chunk of SGLang's own leaves no tokens for a second one in its pass; beside one
-        of ours, or a parked request, there are some left, and a second would take the first one's place."""
+    def _select_prefill_admission(
+        self, req: Any, *, has_chunked_req: bool = False, **how: Any
+    ) -> Any:
+        """One request can be mid-prefill. A chunk of SGLang's own leaves no tokens for a second one
+        in its pass; beside one of ours, or a parked request, there are some left, and a second
+        would take the first one's place.
+        """
         admission = super()._select_prefill_admission(req, has_chunked_req=has_chunked_req, **how)
         taken = has_chunked_req or self.new_chunked_req is not None
         if taken and not isinstance(admission, AddReqResult) and admission.is_chunked:
             return AddReqResult.OTHER
         return admission
-

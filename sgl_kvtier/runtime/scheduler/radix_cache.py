@@ -1,7 +1,9 @@
-"""SGLang's radix cache with restorations and lookahead beside it: what the tree has to ask or tell their hands.
+"""SGLang's radix cache with restorations and lookahead beside it: what the tree has to ask or tell
+their hands.
 
-A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. It adds no state to the tree. Every override
-runs on the scheduler's thread, and without an engine, or without `ahead`, each is SGLang's own method.
+A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. It adds no state to the
+tree. Every override runs on the scheduler's thread, and without an engine, or without `ahead`, each
+is SGLang's own method.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class KVTierRadixCache(UnifiedRadixCache):
     _riding = False
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
-        """After SGLang built host pools and the storage backend: storage hits are offered to the engine from now on."""
+        """After SGLang built host pools and the storage backend: storage hits are offered to the
+        engine from now on.
+        """
         super().init_hicache(server_args, params)
         line = restore_setup.lacks(self, server_args)
         if line is not None:
@@ -50,7 +54,9 @@ class KVTierRadixCache(UnifiedRadixCache):
         self.turns = self.tick.turns
 
     def check_hicache_events(self) -> None:
-        """SGLang's own events. It would ask storage again for what it dropped in favour of a restoration."""
+        """SGLang's own events. It would ask storage again for what it dropped in favour of a
+        restoration.
+        """
         super().check_hicache_events()
         if self.engine is not None:
             for rid in self.engine.owned:
@@ -76,19 +82,28 @@ class KVTierRadixCache(UnifiedRadixCache):
         data.copy_(whole[: len(data)])
         self.tick.answer(whole[len(data) :].tolist())
 
-    def _offer_or_allocate(self, operation: Any, hit_tokens: int, **how: Any) -> tuple[torch.Tensor | None, int]:
-        """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer of what we restore, and of
-        what is read later."""
-        self._tell_ahead(lambda ahead: ahead.found(operation.hash_value[: hit_tokens // self.page_size]))
+    def _offer_or_allocate(
+        self, operation: Any, hit_tokens: int, **how: Any
+    ) -> tuple[torch.Tensor | None, int]:
+        """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer
+        of what we restore, and of what is read later.
+        """
+        self._tell_ahead(
+            lambda ahead: ahead.found(operation.hash_value[: hit_tokens // self.page_size])
+        )
         offered = self.engine is not None and self.engine.offer_hit(operation, hit_tokens)
         if offered or (self.turns is not None and self.turns.hit(operation, hit_tokens)):
-            self.discard_storage_prefetch_accounting(operation.handle)  # neither fulfilled nor dropped: it is ours now
+            self.discard_storage_prefetch_accounting(
+                operation.handle
+            )  # neither fulfilled nor dropped: it is ours now
             self._taken_over = True
             return None, hit_tokens
         return self._allocate(operation, hit_tokens, **how)
 
     def _log_storage_prefetch_deferred(self, num_tokens: int, reason: str) -> None:
-        """The last thing SGLang does with a transfer it dropped for us; nothing was deferred, and nothing is retried."""
+        """The last thing SGLang does with a transfer it dropped for us; nothing was deferred, and
+        nothing is retried.
+        """
         if self._taken_over:
             self._taken_over = False
             return
@@ -104,9 +119,13 @@ class KVTierRadixCache(UnifiedRadixCache):
             there = len(kwargs.get("matched_prefix_tokens") or ())
             if self.turns.declines(request, len(new_input_tokens), there):
                 return None
-        answer = super().prefetch_from_storage(request, last_host_node_id, new_input_tokens, *args, **kwargs)
+        answer = super().prefetch_from_storage(
+            request, last_host_node_id, new_input_tokens, *args, **kwargs
+        )
         if self.engine is not None and request not in self.ongoing_prefetch:
-            self.engine.look_at(request)  # storage was not asked: what is in host memory may still be worth restoring
+            self.engine.look_at(
+                request
+            )  # storage was not asked: what is in host memory may still be worth restoring
         return answer
 
     def revoke_pending_prefetch(self, request: Any) -> None:
@@ -132,11 +151,15 @@ class KVTierRadixCache(UnifiedRadixCache):
         return super().check_prefetch_progress(request)
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
-        """A new request's prefix: the tree's slots, and behind them those that were spliced at its admission."""
+        """A new request's prefix: the tree's slots, and behind them those that were spliced at its
+        admission.
+        """
         spliced = None if self.engine is None else self.engine.take_prefix(req.rid)
         if spliced is None:
             return super().prefix_device_indices(req)
-        path = self.tree_core.collect_full_device_indices(req.last_node, self.root_node_handle(req.extra_key))
+        path = self.tree_core.collect_full_device_indices(
+            req.last_node, self.root_node_handle(req.extra_key)
+        )
         resident = req.prefix_len - len(spliced)
         assert len(path) >= resident, (req.rid, len(path), resident)
         return torch.cat([path[:resident], spliced])
@@ -160,7 +183,9 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
-        """Room is needed: what waiting restorations hold is given up after everything that can be evicted."""
+        """Room is needed: what waiting restorations hold is given up after everything that can be
+        evicted.
+        """
         before = self.token_to_kv_pool_allocator.available_size()
         result = super().evict_for_alloc(params, **how)
         if self.engine is not None:
@@ -191,8 +216,12 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         self._tell_ahead(lambda ahead: ahead.checkpointed(req, before))
 
-    def _evict_components(self, request_by_type: Any, tracker: Any, *args: Any, **kwargs: Any) -> None:
-        """Room is made on the device: by the planner's order first, then by SGLang's own as far as it is not enough."""
+    def _evict_components(
+        self, request_by_type: Any, tracker: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Room is made on the device: by the planner's order first, then by SGLang's own as far as
+        it is not enough.
+        """
         if self.ahead is not None:
             self.ahead.evict(request_by_type[BASE_COMPONENT_TYPE], tracker)
         super()._evict_components(request_by_type, tracker, *args, **kwargs)
@@ -213,11 +242,14 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def _demote(self, node_id: int, tracker: Any) -> None:
         super()._demote(node_id, tracker)
-        self._tell_ahead(lambda ahead: ahead.facts.dropped(ahead.facts.node_keys(node_id), Tier.HBM))
+        self._tell_ahead(
+            lambda ahead: ahead.facts.dropped(ahead.facts.node_keys(node_id), Tier.HBM)
+        )
 
     def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Room is made in host memory: what was read for waiting requests, and paths of sessions that return soon, are held back
-        while there are others."""
+        """Room is made in host memory: what was read for waiting requests, and paths of sessions
+        that return soon, are held back while there are others.
+        """
         if self.turns is None or component_type != BASE_COMPONENT_TYPE:
             return super().evict_host(num_tokens, component_type)
         nodes, least = self.turns.nodes(), True
@@ -231,12 +263,15 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def _drain_host_frees(self, host_frees: Any) -> None:
         """Host pages of the tree are given back."""
-        self._tell_ahead(lambda ahead: ahead.facts.host_freed(host_frees.get(BASE_COMPONENT_TYPE, ())))
+        self._tell_ahead(
+            lambda ahead: ahead.facts.host_freed(host_frees.get(BASE_COMPONENT_TYPE, ()))
+        )
         super()._drain_host_frees(host_frees)
 
     def ready_to_load_host_cache(self) -> int:
-        """The layer counter the batch being built has to heed. Promotions under way may be of its prefix; the newest of two
-        covers the older one, because copies run in order on one stream."""
+        """The layer counter the batch being built has to heed. Promotions under way may be of its
+        prefix; the newest of two covers the older one, because copies run in order on one stream.
+        """
         own = super().ready_to_load_host_cache()
         return self.ahead.promotions.consumer if own < 0 and self.ahead is not None else own
 
@@ -254,7 +289,9 @@ class KVTierRadixCache(UnifiedRadixCache):
                 self.ahead.broken = True  # until then it gives its numbers into every reduction
 
     def release_host_resources(self) -> None:
-        """At a graceful end SGLang unmaps host memory: nothing may be read into it then, and what was learned is written."""
+        """At a graceful end SGLang unmaps host memory: nothing may be read into it then, and what
+        was learned is written.
+        """
         try:
             self._close_ours()
             backend = None if self.cache_controller is None else store_of(self.cache_controller)

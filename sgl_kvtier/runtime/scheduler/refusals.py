@@ -1,7 +1,8 @@
 """What a server cannot restore or look ahead for, and which flag or setting mends it.
 
-Arguments are SGLang's resolved ones: what a user wrote may be in another field by then, as `--enable-dp-attention` is
-in `attn_dp_size`. So tests/runtime/test_refusals.py asks for each refusal by a real command line. Pure.
+Arguments are SGLang's resolved ones: what a user wrote may be in another field by then, as
+`--enable-dp-attention` is in `attn_dp_size`. So tests/runtime/test_refusals.py asks for each
+refusal by a real command line. Pure.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ OF_MODEL = (
         lambda ctx: ctx.is_hybrid_swa,
     ),
     Refusal(
-        "state pages: linear layers keep states beside the KV pages", _NO_FLAG, lambda ctx: ctx.is_hybrid_ssm
+        "state pages: linear layers keep states beside the KV pages",
+        _NO_FLAG,
+        lambda ctx: ctx.is_hybrid_ssm,
     ),
     Refusal(
-        "index keys: sparse attention (DSA) keeps them beside the KV pages", _NO_FLAG, lambda ctx: ctx.is_dsa
+        "index keys: sparse attention (DSA) keeps them beside the KV pages",
+        _NO_FLAG,
+        lambda ctx: ctx.is_dsa,
     ),
 )
 """Asked with the context that SGLang builds its cache in."""
@@ -81,7 +86,9 @@ OF_ARGUMENTS = (
         "leave --speculative-algorithm away",
         lambda args: args.speculative_algorithm is not None,
     ),
-    Refusal("mixed chunks", "leave --enable-mixed-chunk away", lambda args: args.enable_mixed_chunk),
+    Refusal(
+        "mixed chunks", "leave --enable-mixed-chunk away", lambda args: args.enable_mixed_chunk
+    ),
     Refusal(
         "data-parallel attention",
         "leave --attn-dp-size, --enable-dp-attention, --dwdp-size and --elastic-ep-join-mode away",
@@ -97,7 +104,9 @@ OF_ARGUMENTS = (
         "--nnodes 1, or --pp-size 1",
         lambda args: args.pp_size > 1 and args.nnodes > 1,
     ),
-    Refusal("context parallelism of attention", "--attn-cp-size 1", lambda args: args.attn_cp_size > 1),
+    Refusal(
+        "context parallelism of attention", "--attn-cp-size 1", lambda args: args.attn_cp_size > 1
+    ),
     Refusal("context parallelism of decoding", "--dcp-size 1", lambda args: args.dcp_size > 1),
 )
 """Asked with the resolved arguments."""
@@ -136,10 +145,11 @@ def unsupported(args: Any, ctx: Any) -> str | None:
 
 
 def unproven(args: Any, policy: PolicyConfig) -> str | None:
-    """Why a server whose policy.restore was left at auto restores SGLang's own way though it could try, or None.
+    """Why a server whose policy.restore was left at auto restores SGLang's own way though it could
+    try, or None.
 
-    Restoration under stress was shown equal to computing on one CPU rank, with both event loops. Elsewhere it has to
-    be asked for by naming a mode: both, load or compute.
+    Restoration under stress was shown equal to computing on one CPU rank, with both event loops.
+    Elsewhere it has to be asked for by naming a mode: both, load or compute.
     """
     if policy.restore != "auto":
         return None

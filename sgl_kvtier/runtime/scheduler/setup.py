@@ -1,4 +1,6 @@
-"""Whether a server can restore, and what it restores with: the parts put together when the cache is built."""
+"""Whether a server can restore, and what it restores with: the parts put together when the cache is
+built.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from sgl_kvtier.runtime.restore.copy_device import copies_for
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
-from sgl_kvtier.runtime.scheduler.refusals import STAGES, UNEVEN, WRITE_BACK, lacking, unproven, unsupported
+from sgl_kvtier.runtime.scheduler.refusals import (
+    STAGES,
+    UNEVEN,
+    WRITE_BACK,
+    lacking,
+    unproven,
+    unsupported,
+)
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.settings import looks_ahead
 from sgl_kvtier.runtime.sglang.attached import backend_of
@@ -43,7 +52,9 @@ def wanted(args: Any) -> KVTierConfig | None:
 
 
 def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
-    """The line by which a server says that all of it is SGLang's own way although its settings ask for more, or None."""
+    """The line by which a server says that all of it is SGLang's own way although its settings ask
+    for more, or None.
+    """
     reason = unsupported(args, ctx) or nothing_to_do(args, policy)
     return None if reason is None else _told(policy, reason)
 
@@ -53,11 +64,17 @@ def lacks(tree: Any, server_args: Any) -> str | None:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     reason = lacking(tree)
-    return None if reason is None else _told(settings.of_server(resolving_view(server_args)).policy, reason)
+    return (
+        None
+        if reason is None
+        else _told(settings.of_server(resolving_view(server_args)).policy, reason)
+    )
 
 
 def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
-    """A line for each part of these settings that this server leaves to SGLang, though it follows the rest."""
+    """A line for each part of these settings that this server leaves to SGLang, though it follows
+    the rest.
+    """
     followed, lines = in_force(args, policy), []
     if looks_ahead(policy) and not looks_ahead(followed):
         lines.append(f"kvtier: {STAGES}. Prefetching and eviction are SGLang's own")
@@ -67,7 +84,9 @@ def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
 
 
 def _told(policy: PolicyConfig, reason: str) -> str:
-    asked = ["prefixes are restored"] * (policy.restore != "off") + ["pages are prefetched and evicted"] * looks_ahead(policy)
+    asked = ["prefixes are restored"] * (policy.restore != "off") + [
+        "pages are prefetched and evicted"
+    ] * looks_ahead(policy)
     return f"kvtier: {' and '.join(asked)} SGLang's own way: {reason}"
 
 
@@ -92,8 +111,9 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
 
 
 def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
-    """The engine and its tick for a tree whose host pools and storage backend are there. Raises SeamError, and ConfigError
-    when the decision log cannot be written."""
+    """The engine and its tick for a tree whose host pools and storage backend are there. Raises
+    SeamError, and ConfigError when the decision log cannot be written.
+    """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.runtime_context import get_parallel
 
@@ -102,10 +122,14 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     policy = in_force(args, config.policy)
     controller = tree.cache_controller
     context = StepContext(tree)
-    engine = RestoreEngine(context, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens)
+    engine = RestoreEngine(
+        context, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens
+    )
     engine.taking = policy.restore != "off"
     ranks = tree.tp_world_size * tree.pp_size
-    first = tree.pp_rank == 0 and (tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0)
+    first = tree.pp_rank == 0 and (
+        tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0
+    )
     agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
     context.agreed_page_bytes = int(agreement.first_says([context.page_bytes])[0])
     shape = EngineShape(
@@ -122,7 +146,8 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     path = _profile_path(controller)
     here = conditions(args, config, shape)
     known = cost_profile.fitting(cost_profile.read(path), here) if path is not None else None
-    # Ranks that planned with different costs would come apart: all begin with what the first one has.
+    # Ranks that planned with different costs would come apart: all begin with what the first one
+    # has.
     profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
     planner = make_planner(policy, shape, profile)
     recorded: Planner | Recorded = planner
@@ -135,11 +160,15 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     tick.left_to_engine, tick.turns.decide = recorded.left_to_engine, recorded.reads_due
     tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
     if args.enable_metrics:
-        rank = "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
+        rank = (
+            "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
+        )
         labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
         notes.metrics = PUBLISHER.add("restore_", notes.samples, labels)
     if looks_ahead(policy):
-        tick.ahead = _look_ahead(engine, planner, policy, labels if args.enable_metrics else None, agreement.alone)
+        tick.ahead = _look_ahead(
+            engine, planner, policy, labels if args.enable_metrics else None, agreement.alone
+        )
     elif unlike:
         logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", UNEVEN)
     for line in not_followed(args, config.policy):
@@ -152,22 +181,38 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
 
 
 def _look_ahead(
-    engine: RestoreEngine, planner: Planner, policy: PolicyConfig, labels: dict[str, str] | None, alone: bool
+    engine: RestoreEngine,
+    planner: Planner,
+    policy: PolicyConfig,
+    labels: dict[str, str] | None,
+    alone: bool,
 ) -> LookaheadEngine:
     write_back = engine.context.tree.cache_controller.write_policy == "write_back"
     if write_back and policy.eviction != "lru":
         logger.warning("kvtier: %s", WRITE_BACK)
     hands = LookaheadEngine(
-        engine.context, engine, planner.ahead, policy, orders_evictions=policy.eviction != "lru" and not write_back, alone=alone
+        engine.context,
+        engine,
+        planner.ahead,
+        policy,
+        orders_evictions=policy.eviction != "lru" and not write_back,
+        alone=alone,
     )
     if labels is not None:
         hands.metrics = PUBLISHER.add("lookahead_", hands.samples, labels)
-    logger.info("kvtier: looking ahead, prefetch %s, eviction %s, sessions %s", policy.prefetch, policy.eviction, policy.sessions)
+    logger.info(
+        "kvtier: looking ahead, prefetch %s, eviction %s, sessions %s",
+        policy.prefetch,
+        policy.eviction,
+        policy.sessions,
+    )
     return hands
 
 
 def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:
-    """What a learned profile depends on beside the identity: under other conditions it is passed over."""
+    """What a learned profile depends on beside the identity: under other conditions it is passed
+    over.
+    """
     cuda = args.device == "cuda" and torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else str(args.device),
@@ -186,7 +231,9 @@ def _profile_path(controller: Any) -> Path | None:
     return None if folder is None else Path(folder) / cost_profile.NAME
 
 
-def _decision_file(policy: PolicyConfig, shape: EngineShape, profile: dict[str, Any] | None, replica: int) -> DecisionFile:
+def _decision_file(
+    policy: PolicyConfig, shape: EngineShape, profile: dict[str, Any] | None, replica: int
+) -> DecisionFile:
     path = Path(policy.decision_log)
     if replica:
         path = path.with_name(f"{path.stem}-dp{replica}{path.suffix}")

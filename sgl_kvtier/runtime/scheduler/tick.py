@@ -1,7 +1,9 @@
-"""The loop decide - do - observe, once per scheduler step: what happened goes to the planner, its plan to the hands.
+"""The loop decide - do - observe, once per scheduler step: what happened goes to the planner, its
+plan to the hands.
 
-Runs right after SGLang's own cache events, so that loads are under way and the next chunk is decided before a batch is
-built. Chunks and cut-offs that follow from the plan are asked for by the prefill adder in the same step.
+Runs right after SGLang's own cache events, so that loads are under way and the next chunk is
+decided before a batch is built. Chunks and cut-offs that follow from the plan are asked for by the
+prefill adder in the same step.
 """
 
 from __future__ import annotations
@@ -45,9 +47,13 @@ _STARVED_S = 5.0
 
 
 class RestoreTick:
-    """Feeds the planner and carries its plans out. A planner that raises loses its restorations, not the server."""
+    """Feeds the planner and carries its plans out. A planner that raises loses its restorations,
+    not the server.
+    """
 
-    def __init__(self, engine: RestoreEngine, planner: Planner, agreement: Agreement, chunk_tokens: int) -> None:
+    def __init__(
+        self, engine: RestoreEngine, planner: Planner, agreement: Agreement, chunk_tokens: int
+    ) -> None:
         self.engine = engine
         self.context = engine.context
         self.planner = planner
@@ -59,18 +65,29 @@ class RestoreTick:
         self.riding = Riding(agreement)
         self._not_begun: list[Load] = []
         """Loads of a plan that is being carried out."""
-        self.turns = TurnReads(engine.context, engine, engine.counters.turn_reads, lambda: time.monotonic() if agreement.alone else self.context.now)
+        self.turns = TurnReads(
+            engine.context,
+            engine,
+            engine.counters.turn_reads,
+            lambda: time.monotonic() if agreement.alone else self.context.now,
+        )
         self.clock = ChunkClock(self.note_chunk)
-        self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = lambda _offer, _view: None
+        self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = (
+            lambda _offer, _view: None
+        )
         engine.leave = self.leave
         # Pipeline stages with fewer layers may have room for more tokens.
-        host = agreement.least(self.context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size)
+        host = agreement.least(
+            self.context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
+        )
         self.views = Views(engine, chunk_tokens, host)
 
     def note_chunk(self, chunk: Chunk, follows: bool = False) -> bool:
-        """A prefill was launched, or has ended; `follows` where its launch was noted. Returns whether it is told to the planner:
-        several ranks have to agree on what they tell, so only while something is restored. What ended a restoration in this
-        step may be the very chunk that is launched now."""
+        """A prefill was launched, or has ended; `follows` where its launch was noted. Returns
+        whether it is told to the planner: several ranks have to agree on what they tell, so only
+        while something is restored. What ended a restoration in this step may be the very chunk
+        that is launched now.
+        """
         engine = self.engine
         told = self.agreement.alone or self.rides or engine.busy or engine.ending or follows
         if told:
@@ -87,12 +104,15 @@ class RestoreTick:
         return self.ahead is not None and not self.agreement.alone
 
     def ask(self) -> list[int]:
-        """What this rank gives into SGLang's reduction by MIN: as many numbers on every rank. What is noted later in the same
-        tick has no times and needs no agreement."""
+        """What this rank gives into SGLang's reduction by MIN: as many numbers on every rank. What
+        is noted later in the same tick has no times and needs no agreement.
+        """
         ahead = self.ahead
         assert ahead is not None, "only who looks ahead is asked"
         own = [t for fact in self.context.facts for t in _own_times(fact)]
-        return self.riding.ask([load.poll for load in self.engine.loads], ahead.polls(), own, ahead.fingerprint())
+        return self.riding.ask(
+            [load.poll for load in self.engine.loads], ahead.polls(), own, ahead.fingerprint()
+        )
 
     def answer(self, values: Sequence[int]) -> None:
         """What came of it."""
@@ -109,15 +129,20 @@ class RestoreTick:
             self.riding.tell_polls()
 
     def leave(self, offer: RestoreOffered) -> str | None:
-        """The planner's word on whether a prefix is better left to SGLang, at this moment or, with several ranks, at the last
-        one they agreed on."""
+        """The planner's word on whether a prefix is better left to SGLang, at this moment or, with
+        several ranks, at the last one they agreed on.
+        """
         engine = self.engine
         now = time.monotonic() if self.agreement.alone else self.context.now
         try:
             view = self.views.of(self.context.scheduler, now, self._empty_pages())
             in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
-            own = offer.prompt_tokens - (offer.resident + in_dram) * self.context.page  # what the view counts of it as fresh
-            return self.left_to_engine(offer, replace(view, fresh_tokens=max(0, view.fresh_tokens - own)))
+            own = (
+                offer.prompt_tokens - (offer.resident + in_dram) * self.context.page
+            )  # what the view counts of it as fresh
+            return self.left_to_engine(
+                offer, replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
+            )
         except Exception:
             logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
             engine.counters.planner_failures += 1
@@ -130,12 +155,19 @@ class RestoreTick:
         try:
             self._run(scheduler)
         except Exception:
-            # What a wrong decision leaves behind is known and can be ended; the requests are computed as usual.
-            logger.exception("kvtier: the restore planner failed; restorations under way are given up")
+            # What a wrong decision leaves behind is known and can be ended; the requests are
+            # computed as usual.
+            logger.exception(
+                "kvtier: the restore planner failed; restorations under way are given up"
+            )
             self.engine.counters.planner_failures += 1
             # It counts these among what is under way: they end as well.
-            self.context.facts[:] = [fact for fact in self.context.facts if isinstance(fact, PagesLost)]
-            self.context.facts += [PagesLost(load.rid, load.span, "failed", _LATER) for load in self._not_begun]
+            self.context.facts[:] = [
+                fact for fact in self.context.facts if isinstance(fact, PagesLost)
+            ]
+            self.context.facts += [
+                PagesLost(load.rid, load.span, "failed", _LATER) for load in self._not_begun
+            ]
             self._not_begun = []
             self.engine.abandon_all("planner failed")
             self.stop_looking_ahead()
@@ -150,11 +182,20 @@ class RestoreTick:
             self.ahead.look(scheduler)
         self.turns.look(scheduler)
         self._note_reads()
-        if not engine.busy and not self.context.facts and (self.ahead is None or not self.ahead.due(scheduler)):
+        if (
+            not engine.busy
+            and not self.context.facts
+            and (self.ahead is None or not self.ahead.due(scheduler))
+        ):
             return
         self.context.slots.free()
         engine.look_for_offers()
-        if not engine.busy and not self.context.facts and not self.agreement.alone and not self.rides:
+        if (
+            not engine.busy
+            and not self.context.facts
+            and not self.agreement.alone
+            and not self.rides
+        ):
             return
         self._step(scheduler)
 
@@ -169,14 +210,17 @@ class RestoreTick:
             logger.exception("kvtier: what looking ahead has under way could not be ended")
 
     def _note_reads(self) -> None:
-        """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was on the way at the time:
-        otherwise a disk that has become slower would never be noticed while all is left to SGLang. Clocks of several ranks
-        differ, so only one that is alone does."""
+        """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was
+        on the way at the time: otherwise a disk that has become slower would never be noticed while
+        all is left to SGLang. Clocks of several ranks differ, so only one that is alone does.
+        """
         reads = getattr(store_of(self.context.tree.cache_controller), "own_reads", None)
         while reads:
             nbytes, seconds = reads.popleft()
             if self.agreement.alone and not self.engine.loads:
-                self.context.facts.append(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER))
+                self.context.facts.append(
+                    TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER)
+                )
 
     def _step(self, scheduler: Any) -> None:
         engine = self.engine
@@ -198,7 +242,9 @@ class RestoreTick:
             del self._not_begun[0]
         for r in [r for r in engine.restorations.values() if r.mode is None]:
             engine.abandon(r, "unanswered")  # held back for an answer, it would wait for ever
-        engine.computes = {compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations}
+        engine.computes = {
+            compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations
+        }
         if self.ahead is not None:
             self.ahead.carry_out(plan, view)
         self._unblock(scheduler)
@@ -208,11 +254,16 @@ class RestoreTick:
         return self.ahead.empty_pages() if self.ahead is not None else {}
 
     def _unblock(self, scheduler: Any) -> None:
-        """With nothing running, nothing loading and nothing granted, waiting restorations stand in each other's way: the
-        youngest is given up, one per step."""
+        """With nothing running, nothing loading and nothing granted, waiting restorations stand in
+        each other's way: the youngest is given up, one per step.
+        """
         engine = self.engine
         granted = any(compute.tokens != 0 for compute in engine.computes.values())
-        running = scheduler.running_batch.reqs or scheduler.last_batch is not None or scheduler.chunked_req is not None
+        running = (
+            scheduler.running_batch.reqs
+            or scheduler.last_batch is not None
+            or scheduler.chunked_req is not None
+        )
         if granted or running or engine.loads or not engine.restorations:
             self._idle = 0
             return
@@ -221,10 +272,16 @@ class RestoreTick:
             engine.abandon(list(engine.restorations.values())[-1], "in the way")
 
     def _end_starved(self) -> None:
-        """Requests that wait for their pages let others pass, and those may take all room there is: not for ever."""
+        """Requests that wait for their pages let others pass, and those may take all room there is:
+        not for ever.
+        """
         engine = self.engine
         for r in list(engine.restorations.values()):
-            waits = not r.admitted and r.rid not in engine.computes and all(load.ended for load in r.loads)
+            waits = (
+                not r.admitted
+                and r.rid not in engine.computes
+                and all(load.ended for load in r.loads)
+            )
             if waits and r.mode is Mode.LOAD and self.context.now - r.moved_at > _STARVED_S:
                 engine.abandon(r, "starved")
 

@@ -1,4 +1,6 @@
-"""What the planner is shown of a step: the queue, the slot for chunked prefill, and how many pages may be claimed."""
+"""What the planner is shown of a step: the queue, the slot for chunked prefill, and how many pages
+may be claimed.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,18 @@ class Views:
         self._host_tokens = host_tokens
 
     def of(self, scheduler: Any, now: float, empty_pages: dict[Tier, int]) -> StepView:
-        """The view of this step. `now` is the agreed time in seconds; `empty_pages` are told to the planner as they are."""
+        """The view of this step. `now` is the agreed time in seconds; `empty_pages` are told to the
+        planner as they are.
+        """
         engine, chunked = self._engine, scheduler.chunked_req
         waiting = scheduler.waiting_queue
         running = scheduler.running_batch
         holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
-        open_ = chunked is None and not running.batch_is_full and self._context.tree.req_to_token_pool.available_size() > 0
+        open_ = (
+            chunked is None
+            and not running.batch_is_full
+            and self._context.tree.req_to_token_pool.available_size() > 0
+        )
         fresh = sum(
             max(0, len(req.origin_input_ids) - req.prefix_len - req.host_hit_length)
             for req in waiting[:_WAITING]
@@ -48,11 +56,15 @@ class Views:
             decoding=len(running.reqs),
             free_pages=self.free_pages(_decoding(scheduler), chunked),
             empty_pages=empty_pages,
-            owed_pages=0 if chunked is None or holder is not None else _rest_tokens(chunked) // self._context.page,
+            owed_pages=0
+            if chunked is None or holder is not None
+            else _rest_tokens(chunked) // self._context.page,
         )
 
     def free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
-        """What loads may claim: on the device, what is left when everything running gets the room it will need."""
+        """What loads may claim: on the device, what is left when everything running gets the room
+        it will need.
+        """
         tree, page = self._context.tree, self._context.page
         pool = tree.token_to_kv_pool_allocator
         tokens = pool.available_size() + tree.evictable_size()
@@ -63,8 +75,11 @@ class Views:
             tokens -= _output_room(chunked, page)
             r = self._engine.of(chunked.rid)
             if r is not None:
-                # Its loads take from the room it needs anyway; where others load as well, what it has not asked for is still its own.
-                tokens += (r.pages - r.front if len(self._engine.restorations) == 1 else len(r.owner)) * page
+                # Its loads take from the room it needs anyway; where others load as well, what it
+                # has not asked for is still its own.
+                tokens += (
+                    r.pages - r.front if len(self._engine.restorations) == 1 else len(r.owner)
+                ) * page
         bounce = self._host_tokens // _HOST_SHARE - self._context.slots.host_tokens
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
 

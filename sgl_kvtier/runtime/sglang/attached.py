@@ -1,6 +1,8 @@
-"""The storage backend a HiCache controller has now: none, ours, or another one that was attached while the server runs.
+"""The storage backend a HiCache controller has now: none, ours, or another one that was attached
+while the server runs.
 
-SGLang's fault injector, where it is switched on, stands around the backend and keeps it as `_backend`.
+SGLang's fault injector, where it is switched on, stands around the backend and keeps it as
+`_backend`.
 """
 
 from __future__ import annotations
@@ -9,12 +11,16 @@ from typing import Any
 
 
 def backend_of(controller: Any) -> Any:
-    """The backend itself, whoever wrote it; None where there is no controller or nothing is attached."""
+    """The backend itself, whoever wrote it; None where there is no controller or nothing is
+    attached.
+    """
     backend = getattr(controller, "storage_backend", None)
     return getattr(backend, "_backend", backend)
 
 
 def store_of(controller: Any) -> Any:
-    """Our backend (`storage.KVTierStorage`), or None: known by what it can do, as its module is imported only where it is used."""
+    """Our backend (`storage.KVTierStorage`), or None: known by what it can do, as its module is
+    imported only where it is used.
+    """
     backend = backend_of(controller)
     return backend if hasattr(backend, "begin_read") else None

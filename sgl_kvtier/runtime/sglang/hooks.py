@@ -1,7 +1,9 @@
-"""Every hook that this package has on a symbol of SGLang, as data: registered, verified and documented from this one table.
+"""Every hook that this package has on a symbol of SGLang, as data: registered, verified and
+documented from this one table.
 
-Not among them are the hooks of the CPU reference platform (`cpu/hicache.py`): SGLang applies ours at the start of each process,
-those are applied at once by a worker that has just found that it runs on a CPU.
+Not among them are the hooks of the CPU reference platform (`cpu/hicache.py`): SGLang applies ours
+at the start of each process, those are applied at once by a worker that has just found that it runs
+on a CPU.
 
     python -m sgl_kvtier.runtime.sglang.hooks     # prints the table in patches/README.md
 """
@@ -25,7 +27,9 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class Hook:
-    """One hook. `kind` names SGLang's hook type (after, around, replace); `function` is `module:name` below sgl_kvtier.runtime."""
+    """One hook. `kind` names SGLang's hook type (after, around, replace); `function` is
+    `module:name` below sgl_kvtier.runtime.
+    """
 
     feature: str
     target: str
@@ -94,7 +98,11 @@ _IN_HTTP = (
 
 HOOKS = tuple(
     Hook(feature, target, kind, function, where, why)
-    for where, rows in ((Where.EVERY, _EVERYWHERE), (Where.SCHEDULER, _IN_SCHEDULERS), (Where.HTTP, _IN_HTTP))
+    for where, rows in (
+        (Where.EVERY, _EVERYWHERE),
+        (Where.SCHEDULER, _IN_SCHEDULERS),
+        (Where.HTTP, _IN_HTTP),
+    )
     for feature, target, kind, function, why in rows
 )
 
@@ -115,7 +123,10 @@ def register(*places: Where) -> None:
 
 def table() -> str:
     """The hooks as a table in markdown."""
-    rows = (f"| `{h.target.removeprefix(_ROOT)}` | {h.kind} | {h.why} | {h.where.value} |" for h in HOOKS)
+    rows = (
+        f"| `{h.target.removeprefix(_ROOT)}` | {h.kind} | {h.why} | {h.where.value} |"
+        for h in HOOKS
+    )
     return "\n".join(("| hook on | kind | what for | process |", "|---|---|---|---|", *rows))
 
 

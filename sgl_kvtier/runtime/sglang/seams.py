@@ -1,8 +1,9 @@
 """Every symbol of SGLang this package relies on, checked before serving.
 
-SGLang swallows exceptions of plugins, so a hook that no longer fits would silently leave a stock server behind. The
-manifest beside this file names each symbol with the feature that needs it, its signature and a digest of its source, as
-found in the one SGLang release this package is written for. Checking reads source files only: nothing is imported.
+SGLang swallows exceptions of plugins, so a hook that no longer fits would silently leave a stock
+server behind. The manifest beside this file names each symbol with the feature that needs it, its
+signature and a digest of its source, as found in the one SGLang release this package is written
+for. Checking reads source files only: nothing is imported.
 
     python -m sgl_kvtier.runtime.sglang.seams --refresh     # after reading what changed in a new SGLang release
 """
@@ -41,7 +42,9 @@ class Seam:
 
 @dataclass(frozen=True)
 class SeamStatus:
-    """What became of one seam in the SGLang that is installed. `problem` is empty when it is as expected."""
+    """What became of one seam in the SGLang that is installed. `problem` is empty when it is as
+    expected.
+    """
 
     seam: Seam
     problem: str = ""
@@ -62,13 +65,19 @@ def installed_version() -> str | None:
 
 
 def check(features: Iterable[str] = ()) -> list[SeamStatus]:
-    """The state of every seam, or of those of some features. Reads files; imports nothing; never raises."""
+    """The state of every seam, or of those of some features. Reads files; imports nothing; never
+    raises.
+    """
     wanted = set(features)
-    return [SeamStatus(s, _problem(s)) for s in load_manifest() if not wanted or s.feature in wanted]
+    return [
+        SeamStatus(s, _problem(s)) for s in load_manifest() if not wanted or s.feature in wanted
+    ]
 
 
 def require(*features: str) -> None:
-    """Raises SeamError unless SGLang is the expected release and every seam of these features is in place."""
+    """Raises SeamError unless SGLang is the expected release and every seam of these features is in
+    place.
+    """
     version = installed_version()
     if version != SGLANG_VERSION:
         found = f"SGLang {version} is installed" if version else "SGLang is not installed"
@@ -90,7 +99,11 @@ def require_hooks(targets: Iterable[str]) -> None:
     """Raises SeamError unless our hooks on these symbols are applied in this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [t for t in targets if t not in HookRegistry._patched or not _ours(HookRegistry._hooks.get(t, ()))]
+    missing = [
+        t
+        for t in targets
+        if t not in HookRegistry._patched or not _ours(HookRegistry._hooks.get(t, ()))
+    ]
     if missing:
         raise SeamError(
             f"the plugin of sgl_kvtier is not active in this process: no hook on {', '.join(missing)}. "
@@ -105,10 +118,18 @@ def refresh() -> None:
     for seam in load_manifest():
         found = _find(seam.symbol)
         if found is None:
-            raise SeamError(f"{seam.symbol} is not in SGLang {installed_version()}: find what replaced it first")
+            raise SeamError(
+                f"{seam.symbol} is not in SGLang {installed_version()}: find what replaced it first"
+            )
         signature, digest = found
         entries.append(
-            {"feature": seam.feature, "symbol": seam.symbol, "why": seam.why, "signature": signature, "digest": digest}
+            {
+                "feature": seam.feature,
+                "symbol": seam.symbol,
+                "why": seam.why,
+                "signature": signature,
+                "digest": digest,
+            }
         )
     data = {"sglang": installed_version(), "seams": entries}
     MANIFEST.write_text(json.dumps(data, indent=1) + "\n")
@@ -170,9 +191,14 @@ def _parse(module: str) -> tuple[ast.Module | None, str]:
 
 def _child(node: ast.AST, name: str) -> ast.AST | None:
     for child in ast.walk(node) if isinstance(node, ast.Module) else ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == name:
+        if (
+            isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and child.name == name
+        ):
             return child
-        targets = child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+        targets = (
+            child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
+        )
         if any(isinstance(t, ast.Name) and t.id == name for t in targets):
             return child
     return None
@@ -186,8 +212,12 @@ def _digest(source: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--refresh", action="store_true", help="rewrite the manifest from the installed SGLang")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--refresh", action="store_true", help="rewrite the manifest from the installed SGLang"
+    )
     if parser.parse_args().refresh:
         refresh()
     for status in check():

@@ -1,7 +1,8 @@
 """How long prefill batches take: from launch to the end of the forward, per batch.
 
-On a CPU a forward has ended when SGLang's `run_batch` returns. On an accelerator its ends are events on the forward
-stream, read when the batch's result is processed, which waits for them anyway. Scheduler's thread.
+On a CPU a forward has ended when SGLang's `run_batch` returns. On an accelerator its ends are
+events on the forward stream, read when the batch's result is processed, which waits for them
+anyway. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from sgl_kvtier.types import Span
 
 @dataclass(frozen=True)
 class Chunk:
-    """One request's share of a prefill batch, launched at `started` and over at `ended`; None while it runs."""
+    """One request's share of a prefill batch, launched at `started` and over at `ended`; None while
+    it runs.
+    """
 
     rid: str
     tokens: Span
@@ -49,7 +52,9 @@ class ChunkClock:
     """Notes chunks as they start and end."""
 
     def __init__(self, note: Callable[[Chunk, bool], bool]) -> None:
-        """`note` takes a chunk and, at its end, whether its launch was noted; it returns whether it notes this one."""
+        """`note` takes a chunk and, at its end, whether its launch was noted; it returns whether it
+        notes this one.
+        """
         self._note = note
         self._under_way: dict[int, _Timed] = {}
 
@@ -58,7 +63,9 @@ class ChunkClock:
         tokens = int(batch.extend_num_tokens)
         chunks = [
             (req.rid, Span(prefix, prefix + length), tokens - length)
-            for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False)
+            for req, prefix, length in zip(
+                batch.reqs, batch.prefix_lens, batch.extend_lens, strict=False
+            )
         ]
         timed = _Timed(chunks)
         if stream is not None:
@@ -82,10 +89,13 @@ class ChunkClock:
         """After a batch's result was processed: its forward has ended."""
         timed = self._under_way.pop(batch.forward_iter, None)
         if timed is not None and timed.events is not None:
-            # A stage that does not wait for the result of a chunk in the middle has not waited for its forward either. The end is told
-            # all the same, since ranks tell equally much; nothing is learned of 0 seconds.
+            # A stage that does not wait for the result of a chunk in the middle has not waited for
+            # its forward either. The end is told all the same, since ranks tell equally much;
+            # nothing is learned of 0 seconds.
             begin, end = timed.events
-            self._end(timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if end.query() else 0.0)
+            self._end(
+                timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if end.query() else 0.0
+            )
 
     def _end(self, timed: _Timed, now: float, seconds: float) -> None:
         for rid, span, shared in timed.chunks:

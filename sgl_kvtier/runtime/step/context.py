@@ -1,4 +1,5 @@
-"""What everything that works in a scheduler's step shares: the tree, the step's clock, pages of ours, and what to tell the planner.
+"""What everything that works in a scheduler's step shares: the tree, the step's clock, pages of
+ours, and what to tell the planner.
 
 One per scheduler process. Scheduler's thread.
 """
@@ -23,14 +24,18 @@ class StepContext:
         self.page = int(tree.page_size)
         self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
         self.agreed_page_bytes = self.page_bytes
-        """What the planner takes a page to have: pipeline stages with other numbers of layers have other pages, and plan the same."""
+        """What the planner takes a page to have: pipeline stages with other numbers of layers have
+        other pages, and plan the same.
+        """
         self.now = 0.0
         """The time of this tick in seconds, the same on every rank."""
         self.scheduler: Any = None
         """SGLang's, from the first tick on."""
         self.facts: list[Fact | Chunk] = []
         self.hung_reads: list[Any] = []
-        """Jobs of reads ahead that did not end in time: their host pages were given up, and are read into all the same."""
+        """Jobs of reads ahead that did not end in time: their host pages were given up, and are
+        read into all the same.
+        """
         self._numbered = 0
 
     def next_number(self) -> int:

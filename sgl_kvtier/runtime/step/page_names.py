@@ -1,4 +1,6 @@
-"""Names of pages: SGLang's chained page hashes of a request's tokens, and the session a request belongs to."""
+"""Names of pages: SGLang's chained page hashes of a request's tokens, and the session a request
+belongs to.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ _DIGEST_HEX = 64
 _MOST_SESSIONS = 10_000
 
 
-def keys_of(tokens: Any, req: Any, page: int, known: tuple[PageKey, ...] = ()) -> tuple[PageKey, ...]:
-    """Names of the full pages of `tokens` (SGLang's array of ids) in the namespace of `req`, or as many of `known`, the
-    names of their first pages. About 0.4 microseconds per page that is not known."""
+def keys_of(
+    tokens: Any, req: Any, page: int, known: tuple[PageKey, ...] = ()
+) -> tuple[PageKey, ...]:
+    """Names of the full pages of `tokens` (SGLang's array of ids) in the namespace of `req`, or as
+    many of `known`, the names of their first pages. About 0.4 microseconds per page that is not
+    known.
+    """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
@@ -23,7 +29,11 @@ def keys_of(tokens: Any, req: Any, page: int, known: tuple[PageKey, ...] = ()) -
     if stop <= start:
         return known[: stop // page]
     prior = known[-1].hex() if known else None
-    fresh = get_storage_hash_str(RadixKey(tokens[start:stop], req.extra_key, cache_salt=req.cache_salt), prior, page_size=page)
+    fresh = get_storage_hash_str(
+        RadixKey(tokens[start:stop], req.extra_key, cache_salt=req.cache_salt),
+        prior,
+        page_size=page,
+    )
     return known + from_hex(fresh)
 
 
@@ -43,7 +53,9 @@ def page_key(name: str) -> PageKey:
 
 
 def compact(tokens: Any) -> array[int]:
-    """Token ids in 4 bytes each; in 8 where images have names of their own among them, which are longer."""
+    """Token ids in 4 bytes each; in 8 where images have names of their own among them, which are
+    longer.
+    """
     try:
         return array("i", tokens)
     except OverflowError:
@@ -51,10 +63,12 @@ def compact(tokens: Any) -> array[int]:
 
 
 class SessionNames:
-    """Which session a request belongs to: the one its client names, or the one whose last turn its prompt begins with.
+    """Which session a request belongs to: the one its client names, or the one whose last turn its
+    prompt begins with.
 
     Clients name sessions as `hints_session` says. Without a name, the last full page of each
-    finished request is remembered; a prompt that has that page goes on where the request ended. Bounded; scheduler's thread.
+    finished request is remembered; a prompt that has that page goes on where the request ended.
+    Bounded; scheduler's thread.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Device and host pages that belong to restorations: neither free, nor the tree's, nor in a request's row.
+"""Device and host pages that belong to restorations: neither free, nor the tree's, nor in a
+request's row.
 
-SGLang's memory checks add up every device page, so these are counted until they are freed or given to a row. Scheduler's
-thread only; every rank claims and frees in the same order.
+SGLang's memory checks add up every device page, so these are counted until they are freed or given
+to a row. Scheduler's thread only; every rank claims and frees in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class PrivateSlots:
         """Device tokens held or waiting to be freed."""
         self.host_tokens = 0
         self.claiming = False
-        """While true, an eviction is for a claim of ours: nobody else has to give anything up for it."""
+        """While true, an eviction is for a claim of ours: nobody else has to give anything up for
+        it.
+        """
 
     @property
     def waiting(self) -> bool:

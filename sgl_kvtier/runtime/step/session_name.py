@@ -1,4 +1,5 @@
-"""Which session a request belongs to: the name its client gave it, by the fields SGLang has for that.
+"""Which session a request belongs to: the name its client gave it, by the fields SGLang has for
+that.
 
     session_id          a field of /generate and of the OpenAI routes: "stable identity shared by requests in the same
                         session"; it changes nothing else. The one to use.
@@ -18,9 +19,15 @@ MOST_CHARACTERS = 256
 
 
 def session_of(req: Any) -> str | None:
-    """The name of the session a scheduler's `Req` belongs to; None where its client gave none. Never raises."""
+    """The name of the session a scheduler's `Req` belongs to; None where its client gave none.
+    Never raises.
+    """
     own = getattr(req, "session", None)
-    for name in (getattr(req, "session_id", None), getattr(own, "session_id", None), getattr(req, "routing_key", None)):
+    for name in (
+        getattr(req, "session_id", None),
+        getattr(own, "session_id", None),
+        getattr(req, "routing_key", None),
+    ):
         if name:
             return known_as(str(name))
     return None

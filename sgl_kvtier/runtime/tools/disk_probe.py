@@ -1,4 +1,6 @@
-"""What a folder's disk is and roughly how fast: filesystem, free bytes, direct I/O, a short sequential test."""
+"""What a folder's disk is and roughly how fast: filesystem, free bytes, direct I/O, a short
+sequential test.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _TEST_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class DiskProbe:
-    """A folder's filesystem: type, free bytes for this user, and whether files can be opened with O_DIRECT."""
+    """A folder's filesystem: type, free bytes for this user, and whether files can be opened with
+    O_DIRECT.
+    """
 
     filesystem: str
     free_bytes: int
@@ -25,7 +29,9 @@ class DiskProbe:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Sequential bandwidth of one thread with 1 MiB requests, in MB/s (10^6 bytes); writes include fdatasync."""
+    """Sequential bandwidth of one thread with 1 MiB requests, in MB/s (10^6 bytes); writes include
+    fdatasync.
+    """
 
     write_mbps: float
     read_mbps: float
@@ -33,7 +39,9 @@ class DiskSpeed:
 
 
 def look(folder: Path) -> DiskProbe:
-    """Makes the folder if it is missing and looks at it. Raises OSError when it cannot be made or written."""
+    """Makes the folder if it is missing and looks at it. Raises OSError when it cannot be made or
+    written.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stats = os.statvfs(folder)
     return DiskProbe(_filesystem(folder), stats.f_bavail * stats.f_frsize, _opens_direct(folder))
@@ -93,7 +101,10 @@ def _filesystem(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     path, best, kind = str(folder.resolve()), "", "unknown"
     for line in mounts.read_text(errors="replace").splitlines() if mounts.exists() else ():
         # Blanks in a folder's name are written as octal numbers (proc(5)).
-        point, fstype = (re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field) for field in line.split(" ")[1:3])
+        point, fstype = (
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+            for field in line.split(" ")[1:3]
+        )
         inside = path == point or path.startswith(point.rstrip("/") + "/")
         if inside and len(point) >= len(best):
             best, kind = point, fstype

@@ -1,4 +1,6 @@
-"""`kvtier doctor`: is this machine ready, and if not, what to do. Imports no SGLang, and torch only to look for accelerators."""
+"""`kvtier doctor`: is this machine ready, and if not, what to do. Imports no SGLang, and torch only
+to look for accelerators.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from pathlib import Path
 
 from sgl_kvtier import __version__
 from sgl_kvtier.config import KVTierConfig, describe_config, load_config
-from sgl_kvtier.console import Column, Table, check_target, envelope, format_bytes, print_table, write_json
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    format_bytes,
+    print_table,
+    write_json,
+)
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import KVTierError, StoreError
 from sgl_kvtier.runtime.cpu import platform
@@ -31,7 +41,9 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `state` is ok, warn or fail; `advice` says what to do and is empty when nothing is."""
+    """One thing looked at. `state` is ok, warn or fail; `advice` says what to do and is empty when
+    nothing is.
+    """
 
     check: str
     state: str
@@ -41,9 +53,15 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `kvtier doctor`."""
-    parser.add_argument("--config", metavar="FILE", help="also check this kvtier.json and the folder it names")
-    parser.add_argument("--store", metavar="FOLDER", help="folder for pages, when no --config is given")
-    parser.add_argument("--settings", action="store_true", help="list every setting of kvtier.json and leave")
+    parser.add_argument(
+        "--config", metavar="FILE", help="also check this kvtier.json and the folder it names"
+    )
+    parser.add_argument(
+        "--store", metavar="FOLDER", help="folder for pages, when no --config is given"
+    )
+    parser.add_argument(
+        "--settings", action="store_true", help="list every setting of kvtier.json and leave"
+    )
     parser.add_argument("--no-disk", action="store_true", help="do not write and read test files")
     parser.add_argument("--json", metavar="FILE", help="results as JSON; - for standard output")
 
@@ -54,9 +72,22 @@ def run(args: argparse.Namespace) -> int:
         return _list_settings(args.json)
     if args.json:
         check_target(args.json)
-    findings = [*_versions(), *_seams(), *_platform(), *_settings(args), *_memory(), *_huge_pages(), *_open_files()]
+    findings = [
+        *_versions(),
+        *_seams(),
+        *_platform(),
+        *_settings(args),
+        *_memory(),
+        *_huge_pages(),
+        *_open_files(),
+    ]
     if args.json != "-":
-        columns = (Column("check", "check"), Column("state", ""), Column("found", "found"), Column("advice", "what to do"))
+        columns = (
+            Column("check", "check"),
+            Column("state", ""),
+            Column("found", "found"),
+            Column("advice", "what to do"),
+        )
         print_table(Table("kvtier doctor", columns, [asdict(f) for f in findings]))
     if args.json:
         symbols = [{**asdict(s.seam), "problem": s.problem} for s in seams.check()]
@@ -92,7 +123,9 @@ def _versions() -> Iterator[Finding]:
         yield Finding("I/O threads", "warn", "Python", "pip install . with a C compiler")
     version = seams.installed_version()
     if version is None:
-        yield Finding("sglang", "fail", "not installed", "pip install 'sgl-kvtier[sglang]' (about 10 GB)")
+        yield Finding(
+            "sglang", "fail", "not installed", "pip install 'sgl-kvtier[sglang]' (about 10 GB)"
+        )
     elif version != seams.SGLANG_VERSION:
         yield Finding("sglang", "fail", version, f"pip install 'sglang=={seams.SGLANG_VERSION}'")
     else:
@@ -113,7 +146,9 @@ def _seams() -> Iterator[Finding]:
         broken = [s for s in mine if s.problem]
         if broken:
             found = "; ".join(f"{s.seam.symbol.rsplit('.', 1)[1]}: {s.problem}" for s in broken)
-            yield Finding(f"seams: {feature}", "fail", found, f"reinstall sglang=={seams.SGLANG_VERSION}")
+            yield Finding(
+                f"seams: {feature}", "fail", found, f"reinstall sglang=={seams.SGLANG_VERSION}"
+            )
         else:
             yield Finding(f"seams: {feature}", "ok", f"{len(mine)} symbols as expected")
 
@@ -126,13 +161,23 @@ def _platform() -> Iterator[Finding]:
     if found:
         yield Finding("platform", "ok", f"accelerator: {', '.join(found[:4])}")
     else:
-        yield Finding("platform", "ok", f"no accelerator: the CPU platform {platform.NAME} will run the server")
+        yield Finding(
+            "platform",
+            "ok",
+            f"no accelerator: the CPU platform {platform.NAME} will run the server",
+        )
     names = {ep.name for ep in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     if "kvtier" not in names:
-        yield Finding("plugin", "fail", "SGLang does not find it", "reinstall: pip install sgl-kvtier")
-    chosen = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+        yield Finding(
+            "plugin", "fail", "SGLang does not find it", "reinstall: pip install sgl-kvtier"
+        )
+    chosen = [
+        name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()
+    ]
     if chosen and not {"kvtier", platform.NAME} <= set(chosen):
-        yield Finding("SGLANG_PLUGINS", "fail", ",".join(chosen), f"unset it, or add kvtier,{platform.NAME}")
+        yield Finding(
+            "SGLANG_PLUGINS", "fail", ",".join(chosen), f"unset it, or add kvtier,{platform.NAME}"
+        )
     other = os.environ.get("SGLANG_PLATFORM", "")
     if other and other != platform.NAME:
         advice = "SGLang skips this plugin then; use the dynamic form (docs/manual/store.md)"
@@ -148,12 +193,16 @@ def _settings(args: argparse.Namespace) -> Iterator[Finding]:
             yield Finding("settings", "fail", args.config, str(error))
             return
         if not config.store.path:
-            yield Finding("settings", "fail", args.config, "set store.path to a folder on a local disk")
+            yield Finding(
+                "settings", "fail", args.config, "set store.path to a folder on a local disk"
+            )
             return
         yield Finding("settings", "ok", args.config)
     folder = config.store.path or args.store
     if folder is None:
-        yield Finding("disk", "warn", "no folder given", "kvtier doctor --store FOLDER measures the disk")
+        yield Finding(
+            "disk", "warn", "no folder given", "kvtier doctor --store FOLDER measures the disk"
+        )
         return
     made = not Path(folder).exists()
     try:
@@ -176,12 +225,24 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         yield Finding("store.path", "fail", str(folder), str(error))
     wanted = config.store.min_free_bytes
     state = "ok" if probe.free_bytes > wanted else "fail"
-    advice = "" if state == "ok" else f"writes stop below store.min_free_bytes = {format_bytes(wanted)}"
-    yield Finding("disk", state, f"{folder} ({probe.filesystem}), {format_bytes(probe.free_bytes)} free", advice)
+    advice = (
+        "" if state == "ok" else f"writes stop below store.min_free_bytes = {format_bytes(wanted)}"
+    )
+    yield Finding(
+        "disk",
+        state,
+        f"{folder} ({probe.filesystem}), {format_bytes(probe.free_bytes)} free",
+        advice,
+    )
     if probe.direct_io:
         yield Finding("direct I/O", "ok", "works here")
     else:
-        yield Finding("direct I/O", "warn", "not on this filesystem", "reads go through the page cache; use a local ext4 or xfs")
+        yield Finding(
+            "direct I/O",
+            "warn",
+            "not on this filesystem",
+            "reads go through the page cache; use a local ext4 or xfs",
+        )
     if measure:
         speed = disk_probe.measure(folder, direct=probe.direct_io)
         found = f"write {speed.write_mbps:,.0f} MB/s, read {speed.read_mbps:,.0f} MB/s ({format_bytes(speed.nbytes)}, one thread)"
@@ -200,13 +261,17 @@ def _memory(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
 
 
 def _huge_pages(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
-    """SGLang takes its host pools from huge pages when SGLANG_HUGEPAGE_SIZE says so and the system has reserved some."""
+    """SGLang takes its host pools from huge pages when SGLANG_HUGEPAGE_SIZE says so and the system
+    has reserved some.
+    """
     asked = os.environ.get("SGLANG_HUGEPAGE_SIZE", "").strip().upper()
     fields = _meminfo(meminfo)
     free = fields.get("HugePages_Free", 0) * fields.get("Hugepagesize", 0) << 10
     found = f"{asked or 'not used'}, {format_bytes(free)} reserved and free"
     if asked in ("2MB", "1GB"):
-        advice = "" if free else "reserve them: sysctl vm.nr_hugepages=N, as many as the host pool needs"
+        advice = (
+            "" if free else "reserve them: sysctl vm.nr_hugepages=N, as many as the host pool needs"
+        )
         yield Finding("huge pages", "ok" if free else "fail", found, advice)
     elif asked:
         yield Finding("huge pages", "warn", found, "SGLANG_HUGEPAGE_SIZE knows 2MB and 1GB")
@@ -218,10 +283,19 @@ def _huge_pages(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     state = "ok" if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES else "warn"
-    yield Finding("open files", state, f"{soft} (hard limit {hard})", "" if state == "ok" else f"ulimit -n {_OPEN_FILES}")
+    yield Finding(
+        "open files",
+        state,
+        f"{soft} (hard limit {hard})",
+        "" if state == "ok" else f"ulimit -n {_OPEN_FILES}",
+    )
 
 
 def _meminfo(path: Path) -> dict[str, int]:
     """The kernel's account of memory by name: KiB, or a count of pages. Empty where there is none."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines) if value}
+    return {
+        name: int(value.split()[0])
+        for name, _, value in (line.partition(":") for line in lines)
+        if value
+    }

@@ -1,7 +1,8 @@
-"""`kvtier profile`: what servers learned of their prefill and their links, and what it means for restoring prefixes.
+"""`kvtier profile`: what servers learned of their prefill and their links, and what it means for
+restoring prefixes.
 
-A server learns while it serves, and keeps what it learned beside the store. With --measure a running server on this machine is sent
-prompts to learn from first.
+A server learns while it serves, and keeps what it learned beside the store. With --measure a
+running server on this machine is sent prompts to learn from first.
 """
 
 from __future__ import annotations
@@ -38,12 +39,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the store's folder and options."""
     parser.add_argument("store", metavar="STORE", type=Path, help="folder that store.path names")
     parser.add_argument(
-        "--lengths", type=_lengths, default=_LENGTHS, metavar="N,N", help="prefix lengths to predict, in tokens; 4k = 4096 (default 2k,4k,8k,16k)"
+        "--lengths",
+        type=_lengths,
+        default=_LENGTHS,
+        metavar="N,N",
+        help="prefix lengths to predict, in tokens; 4k = 4096 (default 2k,4k,8k,16k)",
     )
-    parser.add_argument("--measure", metavar="URL", help="first send a running, idle server on this store prompts to learn from; its caches are emptied")
+    parser.add_argument(
+        "--measure",
+        metavar="URL",
+        help="first send a running, idle server on this store prompts to learn from; its caches are emptied",
+    )
     parser.add_argument("--admin-api-key", metavar="KEY", help="of that server, where it has one")
-    parser.add_argument("--repeats", type=int, choices=range(1, 21), default=2, metavar="N", help="prompts of each length to measure with (1 to 20, default 2)")
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        choices=range(1, 21),
+        default=2,
+        metavar="N",
+        help="prompts of each length to measure with (1 to 20, default 2)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         raise KVTierError(f"no store at {args.store}: give the folder that store.path names")
     if args.measure:
         _measure(args)
-    found = {path.parent.name: cost_profile.read(path) for path in sorted(args.store.glob(f"*/{NAME}"))}
+    found = {
+        path.parent.name: cost_profile.read(path) for path in sorted(args.store.glob(f"*/{NAME}"))
+    }
     profiles = {name: profile for name, profile in found.items() if profile is not None}
     if not profiles:
         damaged = f" ({len(found)} files cannot be read)" if found else ""
@@ -64,7 +84,12 @@ def run(args: argparse.Namespace) -> int:
         )
     rows = [described(name, profile, args.lengths) for name, profile in profiles.items()]
     if args.json:
-        write_json(envelope(SCHEMA, ["kvtier", *sys.argv[1:]], {"path": str(args.store), "profiles": rows}), args.json)
+        write_json(
+            envelope(
+                SCHEMA, ["kvtier", *sys.argv[1:]], {"path": str(args.store), "profiles": rows}
+            ),
+            args.json,
+        )
     if args.json != "-":
         for row in rows:
             _print(row)
@@ -74,11 +99,18 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> None:
     """Prompts, then a wait until the server has written what it learned. Raises KVTierError."""
     with progress("measuring", 2.0 * args.repeats * len(args.lengths), "prompts") as shown:
-        run = LearningRun(args.measure, args.admin_api_key, lambda note: shown.advance(1, note), seed=time.time_ns())
+        run = LearningRun(
+            args.measure,
+            args.admin_api_key,
+            lambda note: shown.advance(1, note),
+            seed=time.time_ns(),
+        )
         shown.describe("computing")
         answered = run.run(args.lengths, args.repeats)
         if not any(one.cached for one in answered):
-            raise KVTierError("no prompt came back from storage: were its pages stored (kvtier stat), and is policy.restore other than off (and than auto, on an accelerator or with several ranks)?")
+            raise KVTierError(
+                "no prompt came back from storage: were its pages stored (kvtier stat), and is policy.restore other than off (and than auto, on an accelerator or with several ranks)?"
+            )
         shown.describe("waiting until the server has written it")
         time.sleep(PERIOD_S)
         before = _written(args.store)
@@ -98,7 +130,9 @@ def _written(store: Path) -> dict[Path, int]:
 
 
 def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """One profile, with predictions for prefixes of these lengths that lie in storage and in host memory."""
+    """One profile, with predictions for prefixes of these lengths that lie in storage and in host
+    memory.
+    """
     cost = PrefillCost(**profile.prefill)
     return {
         "name": name,
@@ -120,7 +154,11 @@ def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str
 def predicted(cost: PrefillCost, profile: Profile, link: Link, tokens: int) -> dict[str, Any]:
     """Seconds to compute a prefix, to load it, and to do both from its ends on an idle server."""
     chunk = int(profile.conditions["chunk_tokens"])
-    per_token_s = profile.conditions["page_bytes"] / profile.conditions["page_tokens"] / profile.links[link.value]
+    per_token_s = (
+        profile.conditions["page_bytes"]
+        / profile.conditions["page_tokens"]
+        / profile.links[link.value]
+    )
     compute_s, load_s = cost.range_seconds(0, tokens, chunk), tokens * per_token_s
     page = int(profile.conditions["page_tokens"])
 
@@ -142,7 +180,9 @@ def predicted(cost: PrefillCost, profile: Profile, link: Link, tokens: int) -> d
 
 def _print(row: dict[str, Any]) -> None:
     conditions = row["conditions"]
-    rates = ", ".join(f"{link} {format_bytes(int(rate))}/s" for link, rate in row["links_bytes_per_s"].items())
+    rates = ", ".join(
+        f"{link} {format_bytes(int(rate))}/s" for link, rate in row["links_bytes_per_s"].items()
+    )
     prefill = row["prefill"]
     columns = [
         Column("link", "From"),
@@ -165,9 +205,14 @@ def _print(row: dict[str, Any]) -> None:
 
 def _lengths(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part[:-1]) * 1024 if part[-1:] in "kK" and part else int(part) for part in text.split(","))
+        found = tuple(
+            int(part[:-1]) * 1024 if part[-1:] in "kK" and part else int(part)
+            for part in text.split(",")
+        )
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: whole numbers with commas between, such as 2k,4k") from None
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: whole numbers with commas between, such as 2k,4k"
+        ) from None
     if not all(is_whole(tokens, 1) for tokens in found):
         raise argparse.ArgumentTypeError(f"{shown(text)}: each must be at least 1")
     return found

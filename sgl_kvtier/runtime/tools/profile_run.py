@@ -1,8 +1,8 @@
 """Prompts for a running server to learn from: what `kvtier profile --measure URL` sends. HTTP only.
 
-The server learns from the chunks and loads that these cause, exactly as from any others, and keeps what it learned beside its
-store. For each length a prompt nobody has seen is computed, alone; then the caches are emptied and it is sent again, so that
-its prefix comes back from storage.
+The server learns from the chunks and loads that these cause, exactly as from any others, and keeps
+what it learned beside its store. For each length a prompt nobody has seen is computed, alone; then
+the caches are emptied and it is sent again, so that its prefix comes back from storage.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ class Answered:
 class LearningRun:
     """Sends the prompts. `advance` is called after each with what comes next."""
 
-    def __init__(self, url: str, admin_key: str | None, advance: Callable[[str], None], seed: int = 0) -> None:
+    def __init__(
+        self, url: str, admin_key: str | None, advance: Callable[[str], None], seed: int = 0
+    ) -> None:
         self._url = url.rstrip("/")
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._advance = advance
         self._random = random.Random(seed)
 
     def run(self, lengths: Sequence[int], repeats: int) -> list[Answered]:
-        """Prompts of all lengths, each twice; what came of the second time. Raises KVTierError with what to do."""
+        """Prompts of all lengths, each twice; what came of the second time. Raises KVTierError with
+        what to do.
+        """
         found = []
         for tokens in [length for _ in range(repeats) for length in lengths]:
             ids = self._random.choices(_TOKENS, k=tokens)
@@ -68,9 +72,15 @@ class LearningRun:
         try:
             cached = parse_json(answer)["meta_info"].get("cached_tokens", 0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise KVTierError(f"{self._url}/generate answered {shown(answer)}, which no SGLang server does") from error
+            raise KVTierError(
+                f"{self._url}/generate answered {shown(answer)}, which no SGLang server does"
+            ) from error
         if not is_whole(cached, 0):
-            raise KVTierError(refusal(f"cached_tokens of {self._url}/generate", cached, "a whole number of at least 0"))
+            raise KVTierError(
+                refusal(
+                    f"cached_tokens of {self._url}/generate", cached, "a whole number of at least 0"
+                )
+            )
         return cached
 
     def _wait_stored(self) -> None:
@@ -84,7 +94,11 @@ class LearningRun:
 
     def _stored_pages(self) -> float:
         text = self._call("GET", "/metrics")
-        lines = [line.rsplit(" ", 1)[-1] for line in text.splitlines() if line.startswith("kvtier:store_pages")]
+        lines = [
+            line.rsplit(" ", 1)[-1]
+            for line in text.splitlines()
+            if line.startswith("kvtier:store_pages")
+        ]
         try:
             values = [float(value) for value in lines]
         except ValueError:
@@ -95,17 +109,24 @@ class LearningRun:
             )
         return sum(values)
 
-    def _call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> str:
+    def _call(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> str:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self._url + path, data=data, method=method, headers={"Content-Type": "application/json", **(headers or {})}
+            self._url + path,
+            data=data,
+            method=method,
+            headers={"Content-Type": "application/json", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(request, timeout=_LONGEST_S) as response:
                 return str(response.read(_MOST_ANSWER_BYTES).decode(errors="replace"))
         except urllib.error.HTTPError as error:
             said = shown(error.read(1000).decode(errors="replace"))
-            hint = "give --admin-api-key" if error.code in (401, 403) else "the server's log says more"
+            hint = (
+                "give --admin-api-key" if error.code in (401, 403) else "the server's log says more"
+            )
             raise KVTierError(f"{method} {path}: {error.code} {said}. {hint}") from error
         except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
             raise KVTierError(f"no server answers at {self._url}: {str(error)[:200]}") from error

@@ -1,4 +1,6 @@
-"""docs/manual/settings.md from the settings: python -m sgl_kvtier.runtime.tools.settings_page > docs/manual/settings.md"""
+"""docs/manual/settings.md from the settings: python -m sgl_kvtier.runtime.tools.settings_page >
+docs/manual/settings.md
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def page() -> str:
 
 
 def _summary(section: str) -> str:
-    return str(type(getattr(KVTierConfig(), section)).__doc__)
+    return " ".join(str(type(getattr(KVTierConfig(), section)).__doc__).split())
 
 
 def _row(row: dict[str, str]) -> str:

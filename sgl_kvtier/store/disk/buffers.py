@@ -1,4 +1,6 @@
-"""Page-aligned memory for direct I/O: headers always, payloads when the caller's own memory is not aligned."""
+"""Page-aligned memory for direct I/O: headers always, payloads when the caller's own memory is not
+aligned.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Every operating-system call of the store, behind one object, so that a test can make call number N fail.
+"""Every operating-system call of the store, behind one object, so that a test can make call number
+N fail.
 
-No other module of this room opens a file, moves bytes, asks for the time or takes a lock on a directory.
-Methods raise OSError as the system does; `read_fully` and `write_fully` hide short transfers, EINTR and EAGAIN.
+No other module of this room opens a file, moves bytes, asks for the time or takes a lock on a
+directory. Methods raise OSError as the system does; `read_fully` and `write_fully` hide short
+transfers, EINTR and EAGAIN.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _RETRIES = 100
 
 
 class NotOursError(OSError):
-    """A file or folder that another user owns, or a folder that others may write. `advice` is one line with what to do."""
+    """A file or folder that another user owns, or a folder that others may write. `advice` is one
+    line with what to do.
+    """
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -37,20 +41,24 @@ class NotOursError(OSError):
 
 
 class Env:
-    """The operating system as the store uses it. Stateless, any thread. Subclass it to inject faults.
+    """The operating system as the store uses it. Stateless, any thread. Subclass it to inject
+    faults.
 
-    Paths are never followed through a symbolic link in their last part, and files are closed on exec.
+    Paths are never followed through a symbolic link in their last part, and files are closed on
+    exec.
     """
 
     native = True
-    """Whether the native lanes may bypass this object. False in subclasses that want to see every call."""
+    """Whether the native lanes may bypass this object. False in subclasses that want to see every
+    call.
+    """
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of a regular file, or with O_DIRECTORY of a folder; anything else is refused at once, whatever opening it
-        would wait for.
+        """A descriptor of a regular file, or with O_DIRECTORY of a folder; anything else is refused
+        at once, whatever opening it would wait for.
 
-        What is opened for writing belongs to this user and has mode 0600 afterwards, whatever the umask says: raises NotOursError
-        where it belongs to somebody else.
+        What is opened for writing belongs to this user and has mode 0600 afterwards, whatever the
+        umask says: raises NotOursError where it belongs to somebody else.
         """
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
         try:
@@ -80,7 +88,9 @@ class Env:
         return os.pwritev(fd, list(buffers), offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserves disk space for a file of `nbytes`; only sets its length where the filesystem cannot reserve."""
+        """Reserves disk space for a file of `nbytes`; only sets its length where the filesystem
+        cannot reserve.
+        """
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -135,7 +145,9 @@ class Env:
             os.mkdir(path, DIRECTORY_MODE)
 
     def make_private(self, path: str) -> None:
-        """Takes a directory from other users' eyes: mode 0700. Raises NotOursError where others own it or may write it."""
+        """Takes a directory from other users' eyes: mode 0700. Raises NotOursError where others own
+        it or may write it.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
@@ -160,11 +172,15 @@ class Env:
         return info.f_bavail * info.f_frsize
 
     def lock(self, fd: int) -> None:
-        """Takes the exclusive lock of an open file, or raises BlockingIOError at once. Ends with the descriptor."""
+        """Takes the exclusive lock of an open file, or raises BlockingIOError at once. Ends with
+        the descriptor.
+        """
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def lock_shared(self, fd: int) -> None:
-        """Takes a lock that keeps only the exclusive one away, or raises BlockingIOError at once. Ends with the descriptor."""
+        """Takes a lock that keeps only the exclusive one away, or raises BlockingIOError at once.
+        Ends with the descriptor.
+        """
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def process_exists(self, pid: int) -> bool:
@@ -190,7 +206,9 @@ class Env:
 
 
 def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills the buffers from `offset` on; returns the bytes read, fewer only where the file ends. Raises OSError."""
+    """Fills the buffers from `offset` on; returns the bytes read, fewer only where the file ends.
+    Raises OSError.
+    """
     done = 0
     rest = list(buffers)
     for _ in _attempts():
@@ -210,7 +228,9 @@ def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) ->
 
 
 def write_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Writes the buffers from `offset` on. Raises OSError, after which any part of the range may have been written."""
+    """Writes the buffers from `offset` on. Raises OSError, after which any part of the range may
+    have been written.
+    """
     done = 0
     rest = list(buffers)
     for _ in _attempts():
@@ -233,7 +253,9 @@ def read_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> bytes
 
 
 def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> memoryview:
-    """The whole of a file of at most so many bytes, not copied once more. Raises OSError, with EFBIG where it is longer."""
+    """The whole of a file of at most so many bytes, not copied once more. Raises OSError, with
+    EFBIG where it is longer.
+    """
     fd = env.open(path, flags)
     try:
         nbytes = env.size(fd)
@@ -246,7 +268,9 @@ def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) ->
 
 
 def create_file(env: Env, path: str, flags: int) -> int:
-    """A new file in the place of one that an earlier run left there, which is never opened nor cut. Raises OSError."""
+    """A new file in the place of one that an earlier run left there, which is never opened nor cut.
+    Raises OSError.
+    """
     flags |= os.O_CREAT | os.O_EXCL
     try:
         return env.open(path, flags)
@@ -268,7 +292,9 @@ def write_file(env: Env, path: str, data: bytes) -> None:
 
 
 def check_private(path: str, found: os.stat_result) -> None:
-    """Raises NotOursError where others own a directory or may write it. What `ssh` asks of its own, and for the same reason."""
+    """Raises NotOursError where others own a directory or may write it. What `ssh` asks of its own,
+    and for the same reason.
+    """
     check_owned(path, found)
     if found.st_mode & _OTHERS_WRITE:
         raise NotOursError(

@@ -1,7 +1,7 @@
 """Folders that this process owns, so that a process forked from it lets go of them.
 
-A folder's lock is held as long as any process has its descriptor: a child that kept it would hold the folder for as long as it
-lives, and only the thread that forked goes on in it.
+A folder's lock is held as long as any process has its descriptor: a child that kept it would hold
+the folder for as long as it lives, and only the thread that forked goes on in it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import RankFolder
 
 _owned: dict[int, weakref.WeakMethod[Callable[[], None]] | None] = {}
-"""By the descriptor of its lock each folder that was not released; None while its store is being opened."""
+"""By the descriptor of its lock each folder that was not released; None while its store is being
+opened.
+"""
 
 
 def owns(folder: RankFolder, leave: Callable[[], None] | None = None) -> None:
-    """From now on a forked child closes this folder's lock and calls `leave`, a method of the store that is open there."""
+    """From now on a forked child closes this folder's lock and calls `leave`, a method of the store
+    that is open there.
+    """
     _owned[folder.lock_fd] = weakref.WeakMethod(leave) if leave is not None else None
 
 

@@ -1,7 +1,9 @@
-"""Where every byte of the store's files is: the only module that knows offsets. docs/design/store-format.md in code.
+"""Where every byte of the store's files is: the only module that knows offsets.
+docs/design/store-format.md in code.
 
-A segment file is one 4 KiB head and then slots of one size; a slot is a 4 KiB header and a payload padded to 4 KiB.
-The index log is a 64-byte head and then frames of fixed-size records. Integers are little-endian.
+A segment file is one 4 KiB head and then slots of one size; a slot is a 4 KiB header and a payload
+padded to 4 KiB. The index log is a 64-byte head and then frames of fixed-size records. Integers are
+little-endian.
 """
 
 from __future__ import annotations
@@ -46,10 +48,13 @@ RECORD = np.dtype(
         ("kind", "<u4"),
     ]
 )
-"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP); or nothing was written that is not in the lines
-before (SETTLED)."""
+"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP); or nothing was
+written that is not in the lines before (SETTLED).
+"""
 
-FIRST_WORD = np.dtype({"names": ["word"], "formats": ["<u8"], "offsets": [0], "itemsize": RECORD.itemsize})
+FIRST_WORD = np.dtype(
+    {"names": ["word"], "formats": ["<u8"], "offsets": [0], "itemsize": RECORD.itemsize}
+)
 """The same line, of which only the first 64 bits of the key are of interest."""
 
 HEAD = np.dtype(
@@ -78,7 +83,9 @@ _ZEROS = bytes(BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class SlotHead:
-    """What a slot says about its page. `sequence` is unique to one write, so a stale slot never passes for a new one."""
+    """What a slot says about its page. `sequence` is unique to one write, so a stale slot never
+    passes for a new one.
+    """
 
     identity: bytes
     key: bytes
@@ -111,7 +118,9 @@ class SlotHead:
     @classmethod
     def unpack(cls, block: bytes | memoryview) -> SlotHead | None:
         """What a header block says, its checksum not looked at; None when it is not a header."""
-        magic, version, size, identity, key, pool, sequence, length, segment, slot, _ = _SLOT.unpack_from(block)
+        magic, version, size, identity, key, pool, sequence, length, segment, slot, _ = (
+            _SLOT.unpack_from(block)
+        )
         if magic != _SLOT_MAGIC or version != VERSION or size != BLOCK:
             return None
         try:
@@ -131,14 +140,17 @@ def heads_of(
     slots: np.ndarray,
 ) -> np.ndarray:
     """The fields of many slots' headers, as `SlotHead.fields` makes one."""
-    # Repeated bytes rather than a column of text at a time: numpy lets go of Python's lock for each of those.
+    # Repeated bytes rather than a column of text at a time: numpy lets go of Python's lock for each
+    # of those.
     pools = np.asarray(pools, f"S{POOL_BYTES}")
     alike = bytes(pools[0]) if len(pools) else b""
     one = SlotHead(identity, bytes(KEY_BYTES), alike.decode(), 0, 0, 0, 0).fields()
     heads = np.frombuffer(bytearray(one * len(keys)), HEAD)
     as_words = heads.view("<u8").reshape(-1, HEAD.itemsize // 8)
     first = HEAD.fields["key"][1] // 8  # type: ignore[index]
-    for word in range(KEY_BYTES // 8):  # one column at a time: numpy keeps the lock for fewer than 500 items
+    for word in range(
+        KEY_BYTES // 8
+    ):  # one column at a time: numpy keeps the lock for fewer than 500 items
         as_words[:, first + word] = keys[:, word]
     if pools.tobytes() != alike.ljust(POOL_BYTES, b"\0") * len(keys):
         heads["pool"] = pools
@@ -163,7 +175,9 @@ def seal(head: bytes, digest: bytes) -> bytes:
 
 
 def matches(block: memoryview, head: bytes, payload: Iterable[memoryview]) -> bool:
-    """Whether a header block read from disk is the one expected and its checksum fits the payload read with it."""
+    """Whether a header block read from disk is the one expected and its checksum fits the payload
+    read with it.
+    """
     found = bytes(block)  # a memoryview compares byte by byte, bytes compare at memory speed
     if found[:_SUM_AT] != head[:_SUM_AT] or found[_SUM_AT + 16 :] != head[_SUM_AT + 16 :]:
         return False
@@ -204,7 +218,9 @@ def pack_segment_head(identity: bytes, segment: int, nbytes: int, slots: int) ->
 
 
 def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] | None:
-    """(segment number, slot size, slots) from the first block of a segment; None when it is not ours or damaged."""
+    """(segment number, slot size, slots) from the first block of a segment; None when it is not
+    ours or damaged.
+    """
     if len(block) < BLOCK:
         return None
     magic, version, segment, owner, nbytes, slots, _ = _SEGMENT.unpack_from(block)
@@ -216,21 +232,28 @@ def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] |
 
 
 def spoiled_segment_head() -> bytes:
-    """The first block of a segment that was given up: nothing but the magic, so that it can be told from a stranger's file."""
+    """The first block of a segment that was given up: nothing but the magic, so that it can be told
+    from a stranger's file.
+    """
     return _SEGMENT_MAGIC + _ZEROS[len(_SEGMENT_MAGIC) :]
 
 
 def may_begin_a_segment(blocks: bytes) -> bool:
-    """Whether the first two blocks of a file, or the one or none that it has, are those of a segment, be it damaged, given up
-    or never finished (all zero)."""
+    """Whether the first two blocks of a file, or the one or none that it has, are those of a
+    segment, be it damaged, given up or never finished (all zero).
+    """
     if blocks[:BLOCK].startswith(_SEGMENT_MAGIC) or blocks[BLOCK:].startswith(_SLOT_MAGIC):
         return True
     return not any(blocks)
 
 
 def settled(sequence: int) -> np.ndarray:
-    """The line that says: whatever was written up to this sequence number and is not in the lines before is gone."""
-    return np.array([(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD)  # segments are counted from 1: it is about no slot
+    """The line that says: whatever was written up to this sequence number and is not in the lines
+    before is gone.
+    """
+    return np.array(
+        [(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD
+    )  # segments are counted from 1: it is about no slot
 
 
 def pack_log_head(identity: bytes) -> bytes:
@@ -245,7 +268,9 @@ def pack_frame(records: np.ndarray) -> bytes:
 
 
 def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, bool]:
-    """(records in the order written, whether the log is whole). Reading stops at the first frame that does not fit."""
+    """(records in the order written, whether the log is whole). Reading stops at the first frame
+    that does not fit.
+    """
     nothing = np.empty(0, RECORD)
     if data[:LOG_HEAD_BYTES] != pack_log_head(identity):
         return nothing, False
@@ -261,4 +286,6 @@ def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, b
         frames.append(body)
         at += FRAME_HEAD_BYTES + len(body)
     # A log that was rewritten is one frame: that is not copied.
-    return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at == len(data)
+    return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at == len(
+        data
+    )

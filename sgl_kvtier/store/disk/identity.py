@@ -1,4 +1,6 @@
-"""Whose pages these are: everything that must be equal for a page to mean the same thing, and its fingerprint."""
+"""Whose pages these are: everything that must be equal for a page to mean the same thing, and its
+fingerprint.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class Identity:
-    """What a store's pages were computed with: model, weights digest, dtype, page size, layout, ranks, rope, ...
+    """What a store's pages were computed with: model, weights digest, dtype, page size, layout,
+    ranks, rope, ...
 
-    `fields` is plain data (text, numbers, booleans, None, and lists and objects of them). Two servers share pages if and
-    only if all fields are equal. Raises StoreError for anything that JSON cannot say exactly.
+    `fields` is plain data (text, numbers, booleans, None, and lists and objects of them). Two
+    servers share pages if and only if all fields are equal. Raises StoreError for anything that
+    JSON cannot say exactly.
     """
 
     fields: Mapping[str, Any]
@@ -33,13 +37,17 @@ class Identity:
             if json.loads(self.canonical())["fields"] != self.fields:
                 raise ValueError("it changes on its way through JSON")
         except (TypeError, ValueError) as error:
-            raise StoreError(f"a store's identity must be plain JSON data with text keys: {error}") from error
+            raise StoreError(
+                f"a store's identity must be plain JSON data with text keys: {error}"
+            ) from error
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
     def canonical(self) -> str:
-        """The fields and the store's format as JSON with sorted keys: equal texts, equal identities."""
+        """The fields and the store's format as JSON with sorted keys: equal texts, equal
+        identities.
+        """
         data = {"fields": dict(self.fields), "store_format": VERSION}
         return _canonical(data)
 

@@ -1,7 +1,9 @@
-"""The index on disk: an append-only log of which slot holds which page. A hint: every page read is checked anyway.
+"""The index on disk: an append-only log of which slot holds which page. A hint: every page read is
+checked anyway.
 
-A log of our own rather than a database, because all its I/O can then be made to fail, torn and reordered by the same
-tests as the pages', it opens a million entries with two numpy calls, and it never syncs behind our back.
+A log of our own rather than a database, because all its I/O can then be made to fail, torn and
+reordered by the same tests as the pages', it opens a million entries with two numpy calls, and it
+never syncs behind our back.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from collections.abc import Callable
 import numpy as np
 
 from sgl_kvtier.store.disk.env import Env, create_file, read_large_file, write_fully
-from sgl_kvtier.store.disk.format import FRAME_HEAD_BYTES, RECORD, pack_frame, pack_log_head, unpack_log
+from sgl_kvtier.store.disk.format import (
+    FRAME_HEAD_BYTES,
+    RECORD,
+    pack_frame,
+    pack_log_head,
+    unpack_log,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +32,21 @@ NAME = "index.log"
 _SLACK = 512
 """Records more than this over twice the live ones make the log worth writing anew."""
 _AGAIN_S = 10.0
-"""A log that could not be written anew, or misses records again at once, is not tried again before this: each time takes a pass
-over all pages."""
+"""A log that could not be written anew, or misses records again at once, is not tried again before
+this: each time takes a pass over all pages.
+"""
 INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
-"""What the log may take per slot: two records, and one in the new log while it replaces the old one."""
+"""What the log may take per slot: two records, and one in the new log while it replaces the old
+one.
+"""
 _READ_BYTES_PER_SLOT = 4 * (RECORD.itemsize + FRAME_HEAD_BYTES)
 _READ_FIXED_BYTES = 1 << 20
 
 
 def most_bytes(slots: int) -> int:
-    """The longest log that is read for so many slots: twice what is ever kept. A longer one is damaged."""
+    """The longest log that is read for so many slots: twice what is ever kept. A longer one is
+    damaged.
+    """
     return _READ_FIXED_BYTES + slots * _READ_BYTES_PER_SLOT
 
 
@@ -46,18 +59,26 @@ class Frame:
 
 
 class IndexLog:
-    """The log of one rank's folder. Any thread; its own lock is held while it writes. Of reads only those wait for it whose
-    pages turned out to be damaged.
+    """The log of one rank's folder. Any thread; its own lock is held while it writes. Of reads only
+    those wait for it whose pages turned out to be damaged.
 
-    An append that fails loses hints, never pages: `append` and `rewrite` return False and go on. A log that misses records is
-    given a torn end, so that nobody takes it for whole, until `rewrite` has made another. With `durable` a new log is synced
-    before it takes the old one's place.
+    An append that fails loses hints, never pages: `append` and `rewrite` return False and go on. A
+    log that misses records is given a torn end, so that nobody takes it for whole, until `rewrite`
+    has made another. With `durable` a new log is synced before it takes the old one's place.
     """
 
     def __init__(
-        self, env: Env, folder: str, identity: bytes, check_owner: Callable[[], None] = lambda: None, *, durable: bool = False
+        self,
+        env: Env,
+        folder: str,
+        identity: bytes,
+        check_owner: Callable[[], None] = lambda: None,
+        *,
+        durable: bool = False,
     ) -> None:
-        """`check_owner` raises OSError once the folder is no longer this process's: then nothing in it is made, replaced or removed."""
+        """`check_owner` raises OSError once the folder is no longer this process's: then nothing in
+        it is made, replaced or removed.
+        """
         self._env = env
         self._check_owner = check_owner
         self._path = os.path.join(folder, NAME)
@@ -80,11 +101,15 @@ class IndexLog:
 
     @property
     def lost(self) -> bool:
-        """Whether records are missing on disk, so that the next opening would have to read the slots' headers."""
+        """Whether records are missing on disk, so that the next opening would have to read the
+        slots' headers.
+        """
         return self._lost != 0
 
     def load(self, slots: int) -> tuple[np.ndarray, bool]:
-        """(records as written, whether they can be relied on to be complete) of a folder with so many slots. Does not raise."""
+        """(records as written, whether they can be relied on to be complete) of a folder with so
+        many slots. Does not raise.
+        """
         try:
             # As if to be written: a log that another user made is none.
             data = read_large_file(self._env, self._path, most_bytes(slots), os.O_RDWR)
@@ -108,7 +133,8 @@ class IndexLog:
             return True
 
     def rewrite(self, snapshot: Callable[[], np.ndarray]) -> bool:
-        """Replaces the log by one that says only what `snapshot` returns; the old one stays if that fails, or after `close`.
+        """Replaces the log by one that says only what `snapshot` returns; the old one stays if that
+        fails, or after `close`.
 
         `snapshot` is called while no append can happen, so nothing falls between the two logs.
         """
@@ -168,11 +194,17 @@ class IndexLog:
             return True
 
     def worth_rewriting(self, live: int) -> bool:
-        """Whether most of the log is about pages that are gone, or it misses some, unless that was tried in vain just now."""
-        return (self.lost or self._records > 2 * live + _SLACK) and self._env.now() >= self._again_at
+        """Whether most of the log is about pages that are gone, or it misses some, unless that was
+        tried in vain just now.
+        """
+        return (
+            self.lost or self._records > 2 * live + _SLACK
+        ) and self._env.now() >= self._again_at
 
     def sync(self) -> None:
-        """Makes what was appended survive a power loss. Raises OSError, also when some of it could not be appended."""
+        """Makes what was appended survive a power loss. Raises OSError, also when some of it could
+        not be appended.
+        """
         with self._lock:
             if self._lost:
                 raise OSError(self._lost, "index records were lost")
@@ -191,11 +223,15 @@ class IndexLog:
         self.close()
 
     def _lose(self, error: OSError) -> None:
-        """Locked. Makes a log that misses records end in the middle of a frame, or takes it away. What it says stays true of the
-        time before. Also a full disk lets a file grow by nothing, or go."""
+        """Locked. Makes a log that misses records end in the middle of a frame, or takes it away.
+        What it says stays true of the time before. Also a full disk lets a file grow by nothing, or
+        go.
+        """
         logger.debug("index records were lost: %s", error)
         self._lost = error.errno or errno.EIO
-        self._again_at = max(self._again_at, self._mended_at + _AGAIN_S)  # a disk that is full again at once
+        self._again_at = max(
+            self._again_at, self._mended_at + _AGAIN_S
+        )  # a disk that is full again at once
         try:
             if self._fd < 0:
                 raise OSError(errno.EBADF, "the index log could not be opened")

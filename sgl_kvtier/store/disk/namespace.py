@@ -1,4 +1,5 @@
-"""Folders: one per identity with a readable config.json, one per rank below it, each with one owner.
+"""Folders: one per identity with a readable config.json, one per rank below it, each with one
+owner.
 
     <path>/<name>-<fingerprint>/config.json
                                /<rank>/lock  index.log  seg-00000001 ...
@@ -31,7 +32,9 @@ PROFILE = "restore-profile.json"
 """What a server has learned of costs and links; the store only makes room for it."""
 ABOUT = "sgl_kvtier page store"
 PATIENT = 50
-"""Times that a lock is tried again before it counts as another process's: somebody may only be looking (`is_open`)."""
+"""Times that a lock is tried again before it counts as another process's: somebody may only be
+looking (`is_open`).
+"""
 _PAUSE_S = 0.02
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_LOCK_BYTES = 64
@@ -50,7 +53,9 @@ class RankFolder:
     lock_fd: int
 
     def check(self, env: Env) -> None:
-        """Raises OSError, with ESTALE once the lock at this path is not the one held: the folder was removed or replaced."""
+        """Raises OSError, with ESTALE once the lock at this path is not the one held: the folder
+        was removed or replaced.
+        """
         if not env.same_file(self.lock_fd, os.path.join(self.path, LOCK)):
             raise OSError(errno.ESTALE, "the folder is no longer this process's", self.path)
 
@@ -59,7 +64,9 @@ class RankFolder:
 
 
 def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankFolder:
-    """Makes and locks the folder of a rank. Raises StoreError, StoreBusyError or StoreFormatError with what to do."""
+    """Makes and locks the folder of a rank. Raises StoreError, StoreBusyError or StoreFormatError
+    with what to do.
+    """
     if not root:
         raise StoreError("store.path is not set: give the folder that pages are kept in")
     if not _RANK.match(rank) or ".." in rank:
@@ -73,7 +80,9 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
     except NotOursError as error:
         raise StoreError(error.advice) from error
     except OSError as error:
-        raise StoreError(f"cannot use {root} for pages: {error}. Choose a store.path that this user can write") from error
+        raise StoreError(
+            f"cannot use {root} for pages: {error}. Choose a store.path that this user can write"
+        ) from error
     try:
         _settle_config(env, namespace, identity)
     except NotOursError as error:
@@ -81,7 +90,9 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
         raise StoreError(error.advice) from error
     except OSError as error:
         env.close(lock_fd)
-        raise StoreError(f"cannot use {namespace}/{CONFIG}: {error}. Mend that, or choose another store.path") from error
+        raise StoreError(
+            f"cannot use {namespace}/{CONFIG}: {error}. Mend that, or choose another store.path"
+        ) from error
     except BaseException:
         env.close(lock_fd)
         raise
@@ -89,9 +100,13 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
 
 
 def check_root(root: str) -> None:
-    """Raises StoreError where other users may put folders of theirs in the place of a store's below `root`. May raise OSError."""
+    """Raises StoreError where other users may put folders of theirs in the place of a store's below
+    `root`. May raise OSError.
+    """
     found = os.stat(root)
-    shared = found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _has_only_this_user(found.st_gid))
+    shared = found.st_mode & stat.S_IWOTH or (
+        found.st_mode & stat.S_IWGRP and not _has_only_this_user(found.st_gid)
+    )
     # As in /tmp: there everybody may add, and each can rename and remove only what is theirs.
     if shared and not found.st_mode & stat.S_ISVTX:
         raise StoreError(
@@ -101,7 +116,9 @@ def check_root(root: str) -> None:
 
 
 def lock_folder(env: Env, path: str, tries: int = 1) -> int:
-    """The descriptor that holds a rank folder's lock. Raises StoreBusyError when another process has it, or OSError."""
+    """The descriptor that holds a rank folder's lock. Raises StoreBusyError when another process
+    has it, or OSError.
+    """
     name = os.path.join(path, LOCK)
     for tried in range(tries):
         if tried:
@@ -109,7 +126,8 @@ def lock_folder(env: Env, path: str, tries: int = 1) -> int:
         fd = env.open(name, os.O_RDWR | os.O_CREAT)
         try:
             env.lock(fd)
-            # Who removes a folder removes its lock while he holds it: what was opened before that is nobody's lock.
+            # Who removes a folder removes its lock while he holds it: what was opened before that
+            # is nobody's lock.
             if env.same_file(fd, name):
                 _sign(env, fd)
                 return fd
@@ -126,7 +144,9 @@ def lock_folder(env: Env, path: str, tries: int = 1) -> int:
 
 
 def is_open(env: Env, rank: str) -> bool:
-    """Whether a running process owns this rank's folder. Changes nothing in it. Raises PermissionError where it may not look."""
+    """Whether a running process owns this rank's folder. Changes nothing in it. Raises
+    PermissionError where it may not look.
+    """
     try:
         fd = env.open(os.path.join(rank, LOCK), os.O_RDONLY)
     except PermissionError:
@@ -134,7 +154,9 @@ def is_open(env: Env, rank: str) -> bool:
     except OSError:
         return False
     try:
-        env.lock_shared(fd)  # others who look do not see this one, and a server that starts now tries again
+        env.lock_shared(
+            fd
+        )  # others who look do not see this one, and a server that starts now tries again
     except BlockingIOError:
         return True
     finally:
@@ -143,24 +165,33 @@ def is_open(env: Env, rank: str) -> bool:
 
 
 def read_identity(env: Env, namespace: str) -> dict[str, Any]:
-    """What the config.json of an identity's folder says: `fields` and `store_format`. Raises StoreFormatError where it is no
-    folder of a store."""
+    """What the config.json of an identity's folder says: `fields` and `store_format`. Raises
+    StoreFormatError where it is no folder of a store.
+    """
     path = os.path.join(namespace, CONFIG)
     try:
         data = json.loads(read_file(env, path, _MOST_CONFIG_BYTES))
         identity = dict(data["identity"])
-        fits = fingerprint_of(identity).hex()[:_FINGERPRINT_DIGITS] == namespace[-_FINGERPRINT_DIGITS:]
+        fits = (
+            fingerprint_of(identity).hex()[:_FINGERPRINT_DIGITS] == namespace[-_FINGERPRINT_DIGITS:]
+        )
         if data["about"] != ABOUT or not fits or not isinstance(identity["fields"], dict):
             raise ValueError("it is about something else")
     except FileNotFoundError as error:
-        raise StoreFormatError(f"{namespace} has no {CONFIG} of a page store: move it away, or remove it yourself") from error
+        raise StoreFormatError(
+            f"{namespace} has no {CONFIG} of a page store: move it away, or remove it yourself"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StoreFormatError(f"{path} is damaged, or not a page store's ({error}): move {namespace} away, or remove it yourself") from error
+        raise StoreFormatError(
+            f"{path} is damaged, or not a page store's ({error}): move {namespace} away, or remove it yourself"
+        ) from error
     return identity
 
 
 def list_namespaces(env: Env, root: str) -> list[str]:
-    """Folders below a root that are named as those of identities. Whether one is, `read_identity` says. Links are left out."""
+    """Folders below a root that are named as those of identities. Whether one is, `read_identity`
+    says. Links are left out.
+    """
     try:
         names = [name for name in env.list(root) if _NAMESPACE.match(name)]
     except OSError:
@@ -209,17 +240,23 @@ def namespace_bytes(env: Env, namespace: str) -> int:
 
 def _make_and_lock(env: Env, namespace: str, path: str) -> int:
     for _ in range(PATIENT):
-        with contextlib.suppress(FileNotFoundError):  # another server or a purge removed the folder at this moment
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another server or a purge removed the folder at this moment
             _make_folder(env, namespace)
             _make_folder(env, path)
             return lock_folder(env, path, PATIENT)
-    raise StoreBusyError(f"{path} is removed again and again by another process. Stop it, or choose another store.path")
+    raise StoreBusyError(
+        f"{path} is removed again and again by another process. Stop it, or choose another store.path"
+    )
 
 
 def _make_folder(env: Env, path: str) -> None:
     env.make_directory(path)
     if env.exists(path) and not env.is_directory(path):
-        raise StoreError(f"{path} is not a folder, or is a symbolic link. Remove it or choose another store.path")
+        raise StoreError(
+            f"{path} is not a folder, or is a symbolic link. Remove it or choose another store.path"
+        )
     env.make_private(path)
 
 
@@ -230,9 +267,13 @@ def _settle_config(env: Env, namespace: str, identity: Identity) -> None:
         try:
             found = json.loads(read_file(env, path, _MOST_CONFIG_BYTES, os.O_RDWR))["identity"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise StoreFormatError(f"{path} is damaged ({error}). Remove the folder {namespace} to start anew") from error
+            raise StoreFormatError(
+                f"{path} is damaged ({error}). Remove the folder {namespace} to start anew"
+            ) from error
         if found != json.loads(wanted):
-            raise StoreFormatError(f"{path} describes other pages. Remove the folder {namespace} or choose another store.path")
+            raise StoreFormatError(
+                f"{path} describes other pages. Remove the folder {namespace} or choose another store.path"
+            )
         with contextlib.suppress(OSError):
             env.touch(path)
         return
@@ -247,7 +288,9 @@ def _sign(env: Env, fd: int) -> None:
 
 
 def _owner(env: Env, lock: str) -> str:
-    """Who signed a lock, if he lives: the signature of one that has ended stands there until the next owner's."""
+    """Who signed a lock, if he lives: the signature of one that has ended stands there until the
+    next owner's.
+    """
     with contextlib.suppress(OSError, ValueError):
         pid = int(read_file(env, lock, _MOST_LOCK_BYTES))
         if pid > 0 and env.process_exists(pid):
@@ -256,7 +299,9 @@ def _owner(env: Env, lock: str) -> str:
 
 
 def _has_only_this_user(group: int) -> bool:
-    """Whether a group is the one that some systems make for each user, so that what it may write only this user may."""
+    """Whether a group is the one that some systems make for each user, so that what it may write
+    only this user may.
+    """
     try:
         name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)
     except KeyError:

@@ -1,6 +1,8 @@
-"""Removing an identity's folder that nobody has open: looked through first, and only if everything in it is the store's.
+"""Removing an identity's folder that nobody has open: looked through first, and only if everything
+in it is the store's.
 
-A folder counts as a store's by what is in it, not by its name. One that holds anything else stays as it is, whole.
+A folder counts as a store's by what is in it, not by its name. One that holds anything else stays
+as it is, whole.
 """
 
 from __future__ import annotations
@@ -31,17 +33,22 @@ from sgl_kvtier.store.disk.segment import is_segment, segment_number
 
 logger = logging.getLogger(__name__)
 
-_NAMESPACE_FILE = re.compile(rf"^({re.escape(CONFIG)}|{re.escape(PROFILE)})(\.[0-9]+\.new)?$|^\.{re.escape(PROFILE)}\.[0-9]+$")
+_NAMESPACE_FILE = re.compile(
+    rf"^({re.escape(CONFIG)}|{re.escape(PROFILE)})(\.[0-9]+\.new)?$|^\.{re.escape(PROFILE)}\.[0-9]+$"
+)
 
 
 def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
-    """Removes an identity's folder; returns the bytes freed, 0 when it is in use, or somebody else has removed it or is about to.
+    """Removes an identity's folder; returns the bytes freed, 0 when it is in use, or somebody else
+    has removed it or is about to.
 
-    Raises StoreError, with nothing removed, where it holds something that no store made or is another user's. May raise OSError.
+    Raises StoreError, with nothing removed, where it holds something that no store made or is
+    another user's. May raise OSError.
     """
     locks: dict[str, int] = {}
     try:
-        # Before anything is looked at in earnest: a server that needs room asks often, and a folder in use stays so for long.
+        # Before anything is looked at in earnest: a server that needs room asks often, and a folder
+        # in use stays so for long.
         with contextlib.suppress(PermissionError):
             if any(is_open(env, rank) for rank in list_ranks(env, namespace)):
                 return 0
@@ -69,7 +76,9 @@ def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
 
 
 def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
-    """(folder, bytes) of the other identities below the same root that are this user's, the one opened longest ago first."""
+    """(folder, bytes) of the other identities below the same root that are this user's, the one
+    opened longest ago first.
+    """
     found = []
     for path in list_namespaces(env, os.path.dirname(own)):
         if path == own:
@@ -96,7 +105,9 @@ def check_namespace(env: Env, namespace: str) -> None:
 
 
 def look_through(env: Env, namespace: str) -> dict[str, list[str]]:
-    """The files of each rank, by its folder. Raises StoreError for anything that the store does not make, and OSError."""
+    """The files of each rank, by its folder. Raises StoreError for anything that the store does not
+    make, and OSError.
+    """
     check_root(os.path.dirname(namespace))
     check_namespace(env, namespace)
     ranks = {}
@@ -134,14 +145,20 @@ def _check_file(env: Env, path: str, named_as_ours: bool) -> None:
 
 
 def _remove_config(env: Env, namespace: str) -> None:
-    """The end of a folder whose ranks are gone, unless somebody has put something there meanwhile: a server, another rank."""
+    """The end of a folder whose ranks are gone, unless somebody has put something there meanwhile:
+    a server, another rank.
+    """
     names = env.list(namespace)
     if not all(map(_NAMESPACE_FILE.match, names)):
         return
-    for name in sorted(names, key=lambda name: name == CONFIG):  # last: until then the folder can be told for what it is
+    for name in sorted(
+        names, key=lambda name: name == CONFIG
+    ):  # last: until then the folder can be told for what it is
         env.unlink(os.path.join(namespace, name))
     env.remove_directory(namespace)
 
 
 def _foreign(path: str) -> StoreFormatError:
-    return StoreFormatError(f"{path} was not made by a page store. Move it away, or remove it yourself")
+    return StoreFormatError(
+        f"{path} was not made by a page store. Move it away, or remove it yourself"
+    )

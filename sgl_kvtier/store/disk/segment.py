@@ -20,13 +20,16 @@ from sgl_kvtier.store.disk.format import (
 
 PROBE = "probe"
 MOST_SEGMENT_NUMBER = 1 << 20
-"""Tables by segment number stay small. After this number they begin anew with those that are free."""
+"""Tables by segment number stay small. After this number they begin anew with those that are free.
+"""
 _PREFIX = "seg-"
 
 
 @dataclass(frozen=True, slots=True)
 class DirectIO:
-    """How files are opened for page I/O. `alignment` is what O_DIRECT asks of addresses and lengths; 1 = page cache."""
+    """How files are opened for page I/O. `alignment` is what O_DIRECT asks of addresses and
+    lengths; 1 = page cache.
+    """
 
     flags: int
     alignment: int
@@ -43,7 +46,9 @@ BUFFERED = DirectIO(0, 1)
 
 @dataclass(slots=True)
 class Segment:
-    """An open segment. Slot n begins at `offset(n)`; the slot table's rows [base, base + slots) are its slots."""
+    """An open segment. Slot n begins at `offset(n)`; the slot table's rows [base, base + slots) are
+    its slots.
+    """
 
     number: int
     slot_bytes: int
@@ -68,7 +73,9 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """The number in a segment's file name; None for any other name, also for numbers that no segment gets."""
+    """The number in a segment's file name; None for any other name, also for numbers that no
+    segment gets.
+    """
     digits = name.removeprefix(_PREFIX)
     if digits == name or len(digits) != 8 or any(c not in "0123456789abcdef" for c in digits):
         return None
@@ -76,8 +83,12 @@ def segment_number(name: str) -> int | None:
     return number if 0 < number <= MOST_SEGMENT_NUMBER else None
 
 
-def create_segment(env: Env, folder: str, number: int, slot_bytes: int, slots: int, identity: bytes, io: DirectIO) -> Segment:
-    """A new file with its disk space reserved. Raises OSError and leaves nothing behind when there is no room."""
+def create_segment(
+    env: Env, folder: str, number: int, slot_bytes: int, slots: int, identity: bytes, io: DirectIO
+) -> Segment:
+    """A new file with its disk space reserved. Raises OSError and leaves nothing behind when there
+    is no room.
+    """
     path = os.path.join(folder, segment_name(number))
     fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags)
     segment = Segment(number, slot_bytes, slots, path, fd)
@@ -100,8 +111,11 @@ class NotASegmentError(OSError):
         super().__init__(errno.EINVAL, "holds something else than a segment: move it away", path)
 
 
-def open_segment(env: Env, folder: str, number: int, identity: bytes, io: DirectIO) -> Segment | None:
-    """A segment that an earlier run made; None where that one made a segment that holds no page of this identity.
+def open_segment(
+    env: Env, folder: str, number: int, identity: bytes, io: DirectIO
+) -> Segment | None:
+    """A segment that an earlier run made; None where that one made a segment that holds no page of
+    this identity.
 
     Raises NotASegmentError for any other content, and OSError.
     """
@@ -130,12 +144,16 @@ def is_segment(env: Env, path: str) -> bool:
 
 
 def spoil_segment(env: Env, segment: Segment) -> None:
-    """Overwrites the head of a file that cannot be removed: whoever opens it again finds no segment. Raises OSError."""
+    """Overwrites the head of a file that cannot be removed: whoever opens it again finds no
+    segment. Raises OSError.
+    """
     write_fully(env, segment.fd, [_aligned(spoiled_segment_head())], 0)
 
 
 def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
-    """What O_DIRECT is good for in this folder. Raises OSError when it was insisted on (`on`) and does not work."""
+    """What O_DIRECT is good for in this folder. Raises OSError when it was insisted on (`on`) and
+    does not work.
+    """
     if setting == "off":
         return BUFFERED
     path = os.path.join(folder, PROBE)

@@ -1,4 +1,6 @@
-"""A link of limited bandwidth that read jobs share: what makes a fast disk look like a slower device."""
+"""A link of limited bandwidth that read jobs share: what makes a fast disk look like a slower
+device.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,13 @@ from sgl_kvtier.store.io.jobs import OrderedJob
 logger = logging.getLogger(__name__)
 
 _AHEAD_S = 0.01
-"""Pages are asked of the store so long before the link delivers them, that the disk's own latency is hidden."""
+"""Pages are asked of the store so long before the link delivers them, that the disk's own latency
+is hidden.
+"""
 _AGAIN_S = _AHEAD_S / 2
-"""More are asked for when no more than this is left of it: several at once, for each request costs the processor that a device spares."""
+"""More are asked for when no more than this is left of it: several at once, for each request costs
+the processor that a device spares.
+"""
 _AHEAD_PAGES = 64
 
 
@@ -49,7 +55,8 @@ class LinkJob(OrderedJob):
 
 
 class Link:
-    """Serves one page after the other, jobs of a lower priority number first. One thread of its own.
+    """Serves one page after the other, jobs of a lower priority number first. One thread of its
+    own.
 
     Times are read from the system's clock: this models a device, so it has to take real time.
     """
@@ -80,12 +87,18 @@ class Link:
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
     ) -> LinkJob:
-        """Queues a read; after `close` it is CANCELLED at once, and in a forked process, which has no link, a MISS."""
+        """Queues a read; after `close` it is CANCELLED at once, and in a forked process, which has
+        no link, a MISS.
+        """
         job = LinkJob(pages, deadline, on_page, time.monotonic() + self._latency_s)
         if os.getpid() != self._process:
             job.end_rest(ReadOutcome.MISS)
             return job
-        entry = (operator.index(priority), next(self._order), job)  # what cannot be compared would stay in the queue
+        entry = (
+            operator.index(priority),
+            next(self._order),
+            job,
+        )  # what cannot be compared would stay in the queue
         with self._changed:
             closing = self._closing
             if not closing:
@@ -131,7 +144,9 @@ class Link:
             return begun
         self._queue = [entry for entry in self._queue if not entry[2].exhausted]
         heapq.heapify(self._queue)
-        for _, _, job in sorted(entry for entry in self._queue if entry[2].ready_at <= now and not entry[2].late(now)):
+        for _, _, job in sorted(
+            entry for entry in self._queue if entry[2].ready_at <= now and not entry[2].late(now)
+        ):
             indexes: list[int] = []
             while self._free_at < now + _AHEAD_S and len(self._under_way) < _AHEAD_PAGES:
                 run = job.begin()
@@ -159,7 +174,8 @@ class Link:
         try:
             self._store.read([job.pages[i] for i in indexes], on_page=landed)
         except Exception:
-            # Memory that cannot be read into, or somebody else's store: these pages fail, the link lives on.
+            # Memory that cannot be read into, or somebody else's store: these pages fail, the link
+            # lives on.
             logger.exception("reading pages over a link failed")
             for position in range(len(indexes)):
                 landed(position, ReadOutcome.FAILED)
@@ -180,11 +196,19 @@ class Link:
             job.finish([(index, outcome)])
 
     def _until_next(self) -> float | None:
-        """Locked. Seconds until something is due by the clock alone; None when only an event can bring it."""
+        """Locked. Seconds until something is due by the clock alone; None when only an event can
+        bring it.
+        """
         now = time.monotonic()
-        times = [job.deadline for _, _, job in self._queue if job.deadline is not None and not job.exhausted]
+        times = [
+            job.deadline
+            for _, _, job in self._queue
+            if job.deadline is not None and not job.exhausted
+        ]
         if self._queue and len(self._under_way) < _AHEAD_PAGES:
-            times.append(max(self._free_at - _AGAIN_S, min(job.ready_at for _, _, job in self._queue)))
+            times.append(
+                max(self._free_at - _AGAIN_S, min(job.ready_at for _, _, job in self._queue))
+            )
         if self._under_way and (self._under_way[0][2] > now or self._deliverable()):
             times.append(self._under_way[0][2])
         return min(max(1e-4, min(times) - now), threading.TIMEOUT_MAX) if times else None

@@ -1,7 +1,9 @@
-"""Reading a known list of pages piece by piece: what comes next is under way while the present piece is waited for.
+"""Reading a known list of pages piece by piece: what comes next is under way while the present
+piece is waited for.
 
-A caller in Python that reads 128 pages, waits, and only then asks for the next 128 leaves the device without work in between:
-half a millisecond, and 5 ms and more beside a busy Python thread. Pages handed over ahead hide that.
+A caller in Python that reads 128 pages, waits, and only then asks for the next 128 leaves the
+device without work in between: half a millisecond, and 5 ms and more beside a busy Python thread.
+Pages handed over ahead hide that.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from collections.abc import Callable
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
 
 AHEAD_BYTES = 32 << 20
-"""How much is handed over beyond the pages waited for: what a device with 6.4 GB/s reads in 5 ms. Other reads wait for that much more."""
+"""How much is handed over beyond the pages waited for: what a device with 6.4 GB/s reads in 5 ms.
+Other reads wait for that much more.
+"""
 
 
 class ReadAhead:
     """The pages [0, count) of one read, collected in their order. One thread, but for `cancel`.
 
-    `begin(first, last)` begins reading the pages [first, last). Destinations of pages that were begun belong to the store until
-    `collect` has returned them or `close` has returned; `close` must be called.
+    `begin(first, last)` begins reading the pages [first, last). Destinations of pages that were
+    begun belong to the store until `collect` has returned them or `close` has returned; `close`
+    must be called.
     """
 
     def __init__(self, begin: Callable[[int, int], ReadJob], count: int, page_bytes: int) -> None:
@@ -38,11 +43,14 @@ class ReadAhead:
         return self._collected
 
     def collect(self, count: int) -> list[ReadOutcome | None]:
-        """How the next `count` pages ended, once they have. What follows is under way before that is waited for."""
+        """How the next `count` pages ended, once they have. What follows is under way before that
+        is waited for.
+        """
         first, last = self._collected, min(self._collected + count, self._count)
         until = min(last + self._ahead, self._count)
         while self._begun < until:
-            # In pieces as they will be asked for, so that no piece is waited for because of its end.
+            # In pieces as they will be asked for, so that no piece is waited for because of its
+            # end.
             stop = last if self._begun < last else min(until, self._begun + count)
             self._jobs.append(self._begin(self._begun, stop))
             self._begun = stop
@@ -63,7 +71,9 @@ class ReadAhead:
             job.cancel()
 
     def close(self) -> None:
-        """Ends what was begun and not collected. Blocks until no destination is written to any more. Idempotent."""
+        """Ends what was begun and not collected. Blocks until no destination is written to any
+        more. Idempotent.
+        """
         self.cancel()
         while self._jobs:
             self._jobs[0].wait()

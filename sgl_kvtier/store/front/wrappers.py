@@ -1,4 +1,6 @@
-"""Stores in front of a store: `Throttled` is a slower device, `Faulty` an unreliable one. Same interface."""
+"""Stores in front of a store: `Throttled` is a slower device, `Faulty` an unreliable one. Same
+interface.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,9 @@ class _InFront:
 class Throttled(_InFront):
     """A store as it would be on a slower device: one link for all reads and one for all writes.
 
-    A page occupies the read link for its bytes at `read_gbps`; each job, or each put, first waits `latency_ms`, during
-    which the link serves others. Pages end one by one in the order of their jobs' priorities and of the pages in a job.
+    A page occupies the read link for its bytes at `read_gbps`; each job, or each put, first waits
+    `latency_ms`, during which the link serves others. Pages end one by one in the order of their
+    jobs' priorities and of the pages in a job.
     """
 
     def __init__(self, store: PageStore, config: ThrottleConfig) -> None:
@@ -96,7 +99,9 @@ class Throttled(_InFront):
         return outcomes
 
     def set_read_gbps(self, gbps: float) -> None:
-        """Changes the bandwidth for pages that have not begun; 0 = as fast as the disk. ValueError when negative."""
+        """Changes the bandwidth for pages that have not begun; 0 = as fast as the disk. ValueError
+        when negative.
+        """
         if gbps < 0:
             raise ValueError("a bandwidth cannot be negative")
         self._link.set_gbps(gbps)
@@ -113,10 +118,12 @@ class Throttled(_InFront):
 
 
 class Faulty(_InFront):
-    """A store whose device fails on purpose, by seed: FAILED reads, REFUSED writes, flipped bits on disk, slow reads.
+    """A store whose device fails on purpose, by seed: FAILED reads, REFUSED writes, flipped bits on
+    disk, slow reads.
 
-    Which pages are hit depends only on the seed and the order of calls. Flipped bits are written to the disk by the store
-    behind, so its own checks have to find them; a store that cannot do that raises StoreError here.
+    Which pages are hit depends only on the seed and the order of calls. Flipped bits are written to
+    the disk by the store behind, so its own checks have to find them; a store that cannot do that
+    raises StoreError here.
     """
 
     def __init__(self, store: PageStore, config: FaultConfig) -> None:
@@ -124,7 +131,9 @@ class Faulty(_InFront):
         self._config = config
         self._damage: Callable[..., bool] | None = getattr(store, "damage", None)
         if config.corrupt_rate and self._damage is None:
-            raise StoreError(f"{type(store).__name__} cannot damage its pages: put Faulty directly around the disk store")
+            raise StoreError(
+                f"{type(store).__name__} cannot damage its pages: put Faulty directly around the disk store"
+            )
         self._random = random.Random(config.seed)
         self._lock = threading.Lock()
 
@@ -137,11 +146,28 @@ class Faulty(_InFront):
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob:
         with self._lock:
-            failing = {i for i in range(len(pages)) if self._random.random() < self._config.read_error_rate}
-            stalled = {i for i in range(len(pages)) if self._config.stall_ms and self._random.random() < 0.01}
+            failing = {
+                i for i in range(len(pages)) if self._random.random() < self._config.read_error_rate
+            }
+            stalled = {
+                i
+                for i in range(len(pages))
+                if self._config.stall_ms and self._random.random() < 0.01
+            }
         if not failing and not stalled:
-            return self._store.read(pages, priority=priority, deadline_s=deadline_s, on_page=on_page)
-        return _FaultyJob(self._store, pages, priority, deadline_s, on_page, failing, stalled, self._config.stall_ms / 1e3)
+            return self._store.read(
+                pages, priority=priority, deadline_s=deadline_s, on_page=on_page
+            )
+        return _FaultyJob(
+            self._store,
+            pages,
+            priority,
+            deadline_s,
+            on_page,
+            failing,
+            stalled,
+            self._config.stall_ms / 1e3,
+        )
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
         with self._lock:
@@ -175,7 +201,9 @@ class _FaultyJob:
         self._stalled = stalled
         self._stall_s = stall_s
         self._on_page = on_page
-        self._job = store.read(pages, priority=priority, deadline_s=deadline_s, on_page=self._page_ended)
+        self._job = store.read(
+            pages, priority=priority, deadline_s=deadline_s, on_page=self._page_ended
+        )
 
     def _page_ended(self, index: int, outcome: ReadOutcome) -> None:
         if index in self._stalled:
@@ -184,7 +212,9 @@ class _FaultyJob:
             self._on_page(index, self._seen(index, outcome))
 
     def _seen(self, index: int, outcome: ReadOutcome) -> ReadOutcome:
-        return ReadOutcome.FAILED if index in self._failing and outcome is ReadOutcome.OK else outcome
+        return (
+            ReadOutcome.FAILED if index in self._failing and outcome is ReadOutcome.OK else outcome
+        )
 
     @property
     def outcomes(self) -> list[ReadOutcome | None]:

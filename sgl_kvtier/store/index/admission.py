@@ -1,4 +1,6 @@
-"""Which new pages are worth a write: all, those offered a second time, or those dear to compute. Flash wears by bytes written."""
+"""Which new pages are worth a write: all, those offered a second time, or those dear to compute.
+Flash wears by bytes written.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ class Admission(Protocol):
 
 
 class RecomputeCost:
-    """Lets a page in when computing it again would take as long as a threshold or longer, or when nobody knows.
+    """Lets a page in when computing it again would take as long as a threshold or longer, or when
+    nobody knows.
 
-    A late page of a long context costs more than an early one (attention grows with what lies before it), so with a
-    threshold the flash keeps what the accelerator would be busiest with.
+    A late page of a long context costs more than an early one (attention grows with what lies
+    before it), so with a threshold the flash keeps what the accelerator would be busiest with.
     """
 
     def __init__(self, least_s: float) -> None:
@@ -36,8 +39,9 @@ class RecomputeCost:
 class SecondHit:
     """Lets a page in when it is offered for the second time. The core's lock guards it.
 
-    Memory is bounded: the keys of the last one to two generations of first offers are remembered, older ones forgotten.
-    Two keys that share 8 bytes let each other in, which costs a write and nothing else.
+    Memory is bounded: the keys of the last one to two generations of first offers are remembered,
+    older ones forgotten. Two keys that share 8 bytes let each other in, which costs a write and
+    nothing else.
     """
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:

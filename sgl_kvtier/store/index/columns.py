@@ -1,4 +1,6 @@
-"""The pages of one batch as columns instead of objects: keys, lengths and pools in arrays, buffers in one list."""
+"""The pages of one batch as columns instead of objects: keys, lengths and pools in arrays, buffers
+in one list.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ except ImportError:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One entry per page asked for or offered; `buffers` has `parts` entries per page, in their order."""
+    """One entry per page asked for or offered; `buffers` has `parts` entries per page, in their
+    order.
+    """
 
     keys: NDArray[np.uint64]
     lengths: NDArray[np.int64]
@@ -34,11 +38,17 @@ class Columns:
     def buffers_of(self, pages: Rows) -> list[Any]:
         """The buffers of some pages, in the order given."""
         ends = np.cumsum(self.parts).tolist()
-        return [part for i in pages.tolist() for part in self.buffers[ends[i] - int(self.parts[i]) : ends[i]]]
+        return [
+            part
+            for i in pages.tolist()
+            for part in self.buffers[ends[i] - int(self.parts[i]) : ends[i]]
+        ]
 
 
 def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
-    """Raises ValueError for keys that are not 32 bytes and TypeError or BufferError for what is not contiguous memory."""
+    """Raises ValueError for keys that are not 32 bytes and TypeError or BufferError for what is not
+    contiguous memory.
+    """
     if _native is not None:
         keys, parts, lengths, buffers, pool = _native.columns(pages)
         return Columns(

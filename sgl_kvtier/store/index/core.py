@@ -63,12 +63,18 @@ class Complaints:
             return
         self._said.add((doing, number))
         advice = _ADVICE.get(number, os.strerror(number))
-        logger.warning("%s failed below %s: %s. Serving goes on without (said once)", doing, self._folder, advice)
+        logger.warning(
+            "%s failed below %s: %s. Serving goes on without (said once)",
+            doing,
+            self._folder,
+            advice,
+        )
 
 
 @dataclass(slots=True)
 class Core:
-    """The shared part of an open store. `lock` guards the table, the room's books, the counters and the sequence; no I/O under it.
+    """The shared part of an open store. `lock` guards the table, the room's books, the counters and
+    the sequence; no I/O under it.
 
     `log`'s own lock is taken before `lock`, never inside it.
     """
@@ -81,7 +87,9 @@ class Core:
     log: IndexLog
     complaints: Complaints
     check_owner: Callable[[], None] = lambda: None
-    """Raises OSError with ESTALE once the folder is no longer this process's: then no file in it is made or removed."""
+    """Raises OSError with ESTALE once the folder is no longer this process's: then no file in it is
+    made or removed.
+    """
     table: SlotTable = field(default_factory=SlotTable)
     counters: Counters = field(default_factory=Counters)
     lock: threading.Condition = field(default_factory=threading.Condition)

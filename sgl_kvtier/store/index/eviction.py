@@ -1,4 +1,6 @@
-"""Which page goes first when there is no room: the one used longest ago, or a whole segment of another slot size."""
+"""Which page goes first when there is no room: the one used longest ago, or a whole segment of
+another slot size.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ _AT_LEAST = 256
 
 
 class LeastRecentlyUsed:
-    """Victims among the segments of one slot size, exactly in the order of last use. The engine's lock guards it.
+    """Victims among the segments of one slot size, exactly in the order of last use. The engine's
+    lock guards it.
 
-    The oldest few rows are found at once and kept in order. A row used since then is passed over: everything used or
-    written later than the rest of the queue is younger than all of it.
+    The oldest few rows are found at once and kept in order. A row used since then is passed over:
+    everything used or written later than the rest of the queue is younger than all of it.
     """
 
     def __init__(self, table: SlotTable) -> None:
@@ -62,18 +65,25 @@ class LeastRecentlyUsed:
         want = max(count, _AT_LEAST, len(rows) // _SHARE)
         if want < len(rows):
             rows = rows[np.argpartition(table.used[rows], want)[:want]]
-        # Among pages of one batch the lower slot goes first, so that neighbours are freed together and written in one go.
+        # Among pages of one batch the lower slot goes first, so that neighbours are freed together
+        # and written in one go.
         rows = rows[np.lexsort((rows, table.used[rows]))]
         self._queue.extend(zip(rows.tolist(), table.used[rows].tolist(), strict=True))
 
 
 def coldest_segment(table: SlotTable, segments: Iterable[Segment]) -> tuple[Segment, int] | None:
-    """(segment, when any of its pages was last used) for the one longest unused that nobody reads or writes."""
+    """(segment, when any of its pages was last used) for the one longest unused that nobody reads
+    or writes.
+    """
     best: tuple[Segment, int] | None = None
     for segment in segments:
         rows = slice(segment.base, segment.base + segment.slots)
         state = table.state[rows]
-        if table.pins[rows].any() or (state == State.WRITING).any() or (state == State.DOOMED).any():
+        if (
+            table.pins[rows].any()
+            or (state == State.WRITING).any()
+            or (state == State.DOOMED).any()
+        ):
             continue
         live = table.used[rows][state == State.LIVE]
         used = int(live.max()) if len(live) else -1

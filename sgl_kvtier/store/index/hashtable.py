@@ -1,4 +1,6 @@
-"""Which row holds a key: open addressing in two numpy arrays, about 10 bytes a page, whole batches at a time."""
+"""Which row holds a key: open addressing in two numpy arrays, about 10 bytes a page, whole batches
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ except ImportError:
 EMPTY = -1
 _GONE = -2
 _MIX = np.array(
-    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63], dtype=np.uint64
+    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63],
+    dtype=np.uint64,
 )
 _POOL_MIX = np.uint64(0x27D4EB2F165667C5)
 _SHIFT = np.uint64(32)
@@ -25,7 +28,8 @@ Rows = NDArray[np.int64]
 
 
 class HashTable:
-    """Maps (key, pool) to a row of the arrays it was given. Not thread-safe: the slot table's lock guards it.
+    """Maps (key, pool) to a row of the arrays it was given. Not thread-safe: the slot table's lock
+    guards it.
 
     Keys are four 64-bit words. The full key is compared, so a lookup is exact.
     """
@@ -42,7 +46,13 @@ class HashTable:
     def __len__(self) -> int:
         return self._live
 
-    def find(self, wanted: NDArray[np.uint64], pool: int, keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> Rows:
+    def find(
+        self,
+        wanted: NDArray[np.uint64],
+        pool: int,
+        keys: NDArray[np.uint64],
+        pools: NDArray[np.uint16],
+    ) -> Rows:
         """The row of each wanted key, EMPTY where there is none."""
         rows = np.full(len(wanted), EMPTY, np.int64)
         if not self._live:
@@ -93,7 +103,8 @@ class HashTable:
         at = key_hash(keys[rows], pools[rows]) & mask
         while len(rows):
             free = self._buckets[at] == EMPTY
-            # Of several rows that want one bucket the last one written stays; the others go on to the next.
+            # Of several rows that want one bucket the last one written stays; the others go on to
+            # the next.
             self._buckets[at[free]] = rows[free]
             rest = self._buckets[at] != rows
             rows = rows[rest]

@@ -1,4 +1,6 @@
-"""Where the pages of one read or write lie and what their slots must say, as columns: no object per page."""
+"""Where the pages of one read or write lie and what their slots must say, as columns: no object per
+page.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One entry per page asked for, with row EMPTY where there is no such page. Rows found are pinned until they are read,
-    or claimed until they are written."""
+    """One entry per page asked for, with row EMPTY where there is no such page. Rows found are
+    pinned until they are read, or claimed until they are written.
+    """
 
     identity: bytes
     rows: Rows
@@ -34,8 +37,15 @@ class Located:
         """None of `count` pages is there."""
         none = np.zeros(count, np.int64)
         return cls(
-            identity, none + EMPTY, np.zeros((count, 4), np.uint64), np.zeros(count, "S32"), none.astype(np.uint64),
-            none.astype(np.uint32), none, none.astype(np.uint32), {},
+            identity,
+            none + EMPTY,
+            np.zeros((count, 4), np.uint64),
+            np.zeros(count, "S32"),
+            none.astype(np.uint64),
+            none.astype(np.uint32),
+            none,
+            none.astype(np.uint32),
+            {},
         )
 
     def found(self, index: int) -> bool:
@@ -90,5 +100,11 @@ class Located:
     def heads(self) -> np.ndarray:
         """The same for all pages at once; meaningless where a page was not found."""
         return heads_of(
-            self.identity, self.keys, self.pools, self.sequences, self.lengths, self.segment, self.slots
+            self.identity,
+            self.keys,
+            self.pools,
+            self.sequences,
+            self.lengths,
+            self.segment,
+            self.slots,
         )

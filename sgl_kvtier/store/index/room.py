@@ -1,4 +1,6 @@
-"""Where a new page may go: free slots, new segments while the budget lasts, and whose place is taken after that."""
+"""Where a new page may go: free slots, new segments while the budget lasts, and whose place is
+taken after that.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,16 @@ _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can live side by side."""
 _NAMES_TRIED = 10_000
 _INDEX_FIXED_BYTES = 128 << 10
-"""Left for the index log's head, its slack, and the small files beside it (an eighth of the capacity where that is less)."""
+"""Left for the index log's head, its slack, and the small files beside it (an eighth of the
+capacity where that is less).
+"""
 
 
 class Room:
     """The segments of one open store and the bytes they may take.
 
-    Methods marked "locked" are called with the core's lock held and do no I/O; the others take it themselves.
+    Methods marked "locked" are called with the core's lock held and do no I/O; the others take it
+    themselves.
     """
 
     def __init__(self, core: Core, namespace: str, ranks: int) -> None:
@@ -49,7 +54,9 @@ class Room:
         self._namespace = namespace
         self._ranks = ranks
         self.changing = threading.Lock()
-        """Held while segments are made, removed or closed. Taken before the index log's lock and the core's."""
+        """Held while segments are made, removed or closed. Taken before the index log's lock and
+        the core's.
+        """
         self._syncing = threading.Lock()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lru: dict[int, LeastRecentlyUsed] = {}
@@ -68,21 +75,29 @@ class Room:
     @property
     def charged_bytes(self) -> int:
         """The same with what the index log can grow to for their slots."""
-        return self.bytes_used + INDEX_BYTES_PER_SLOT * sum(s.slots for s in list(self.segments.values()))
+        return self.bytes_used + INDEX_BYTES_PER_SLOT * sum(
+            s.slots for s in list(self.segments.values())
+        )
 
     @property
     def allowance(self) -> int:
-        """Bytes this rank may take now: its share of the capacity less what other identities occupy."""
+        """Bytes this rank may take now: its share of the capacity less what other identities
+        occupy.
+        """
         others = sum(nbytes for _, nbytes in self._others)
         share = max(0, self._core.config.capacity_bytes - others) // self._ranks
         return share - min(_INDEX_FIXED_BYTES, share // 8)
 
     def adopt(self, segments: list[Segment], aside: list[int]) -> None:
-        """Takes over the segments found when opening; files set aside only count. Before any other thread runs."""
+        """Takes over the segments found when opening; files set aside only count. Before any other
+        thread runs.
+        """
         for number in aside:
             self._next_number = max(self._next_number, number + 1)
             with contextlib.suppress(OSError):
-                self._stuck_bytes += self._core.env.bytes_on_disk(os.path.join(self._core.folder, segment_name(number)))
+                self._stuck_bytes += self._core.env.bytes_on_disk(
+                    os.path.join(self._core.folder, segment_name(number))
+                )
         self._core.table.reserve(sum(segment.slots for segment in segments))
         for segment in segments:
             segment.base = self._core.table.add_rows(segment.slots, segment.number)
@@ -90,18 +105,24 @@ class Room:
             self._next_number = max(self._next_number, segment.number + 1)
 
     def settle(self, highest_number: int) -> None:
-        """After the rows were filled: lists the free ones, and shrinks to the budget. Before any other thread runs."""
+        """After the rows were filled: lists the free ones, and shrinks to the budget. Before any
+        other thread runs.
+        """
         self._next_number = max(self._next_number, highest_number + 1)
         for segment in self.segments.values():
             rows = np.arange(segment.base, segment.base + segment.slots)
-            self._free[segment.slot_bytes].extend(rows[self._core.table.state[rows] == State.FREE].tolist())
+            self._free[segment.slot_bytes].extend(
+                rows[self._core.table.state[rows] == State.FREE].tolist()
+            )
         self._others = others_by_age(self._core.env, self._namespace)
         self._evict_others(self.charged_bytes)
         while self.charged_bytes > self.allowance and self._retire_coldest(None):
             pass
 
     def release(self, rows: Rows) -> None:
-        """Locked. Rows that are free now can be used again; those of removed segments are passed over."""
+        """Locked. Rows that are free now can be used again; those of removed segments are passed
+        over.
+        """
         for row in rows.tolist():
             segment = self.segments.get(int(self._core.table.segment[row]))
             if segment is not None:
@@ -110,14 +131,19 @@ class Room:
     def slots_of(
         self, rows: Rows, numbers: NDArray[np.uint32], which: NDArray[np.bool_]
     ) -> tuple[Rows, NDArray[np.uint32], dict[int, Segment]]:
-        """Locked. (slot of each row, its segment's number, those segments by number); only `which` entries mean anything."""
+        """Locked. (slot of each row, its segment's number, those segments by number); only `which`
+        entries mean anything.
+        """
         known = numbers[which]
         if len(known) and (known == known[0]).all():
             segment = self.segments[int(known[0])]
             return rows - segment.base, numbers, {segment.number: segment}
-        # Not np.unique: it sorts, and sorting lets go of Python's lock, which costs 5 ms beside a busy thread.
+        # Not np.unique: it sorts, and sorting lets go of Python's lock, which costs 5 ms beside a
+        # busy thread.
         segments = {n: self.segments[n] for n in set(known.tolist())}
-        bases = np.array([segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64)
+        bases = np.array(
+            [segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64
+        )
         return rows - bases, numbers, segments
 
     def records(self, rows: Rows, kind: int) -> NDArray[np.void]:
@@ -128,7 +154,9 @@ class Room:
             bases[number] = segment.base
         records = np.zeros(len(rows), RECORD)
         records["key"] = table.keys[rows].view("V32").reshape(-1)
-        records["pool"] = np.array([name.encode() for name in table.pools] or [b""], "S32")[table.pool[rows]]
+        records["pool"] = np.array([name.encode() for name in table.pools] or [b""], "S32")[
+            table.pool[rows]
+        ]
         records["sequence"] = table.sequence[rows]
         records["segment"] = table.segment[rows]
         records["slot"] = rows - bases[table.segment[rows]]
@@ -141,7 +169,9 @@ class Room:
         return len(self._free[slot_bytes]) >= count
 
     def take(self, slot_bytes: int, count: int) -> Rows:
-        """Locked. Up to `count` free rows, evicting the pages used longest ago where needed; neighbours stay together."""
+        """Locked. Up to `count` free rows, evicting the pages used longest ago where needed;
+        neighbours stay together.
+        """
         free = self._free[slot_bytes]
         missing = count - len(free)
         if missing > 0:
@@ -153,7 +183,9 @@ class Room:
         return np.sort(taken)
 
     def make(self, slot_bytes: int, count: int) -> None:
-        """Adds segments until `count` rows are free, as far as budget and disk allow. Does I/O; never raises OSError."""
+        """Adds segments until `count` rows are free, as far as budget and disk allow. Does I/O;
+        never raises OSError.
+        """
         with self.changing:
             while True:
                 with self._core.lock:
@@ -163,7 +195,9 @@ class Room:
                     return
 
     def remove(self, segment: Segment) -> None:
-        """Deletes and closes a segment whose rows were removed under the lock. Does I/O; never raises OSError."""
+        """Deletes and closes a segment whose rows were removed under the lock. Does I/O; never
+        raises OSError.
+        """
         env = self._core.env
         try:
             self._core.check_owner()
@@ -178,12 +212,18 @@ class Room:
             env.close(segment.fd)
 
     def _disown(self, segment: Segment) -> None:
-        """A segment that stays on disk: whatever the log or its slots say, its pages must not come back at the next opening."""
+        """A segment that stays on disk: whatever the log or its slots say, its pages must not come
+        back at the next opening.
+        """
         try:
             spoil_segment(self._core.env, segment)
         except OSError:
             dropped = np.zeros(segment.slots, RECORD)
-            dropped["segment"], dropped["slot"], dropped["kind"] = segment.number, np.arange(segment.slots), DROP
+            dropped["segment"], dropped["slot"], dropped["kind"] = (
+                segment.number,
+                np.arange(segment.slots),
+                DROP,
+            )
             dropped["sequence"] = self._core.sequence
             self._core.log.append(dropped)
 
@@ -192,10 +232,14 @@ class Room:
         self._core.table.remove_rows(segment.base, segment.slots)
         del self.segments[segment.number]
         span = range(segment.base, segment.base + segment.slots)
-        self._free[segment.slot_bytes] = [row for row in self._free[segment.slot_bytes] if row not in span]
+        self._free[segment.slot_bytes] = [
+            row for row in self._free[segment.slot_bytes] if row not in span
+        ]
 
     def give_back_idle(self) -> int:
-        """Deletes segments that nobody reads or writes, and their pages; returns how many. Never raises OSError."""
+        """Deletes segments that nobody reads or writes, and their pages; returns how many. Never
+        raises OSError.
+        """
         with self.changing:
             idle = []
             with self._core.lock:
@@ -222,7 +266,8 @@ class Room:
 
     def sync(self) -> None:
         """Makes everything written so far survive a power loss. Raises OSError."""
-        # One at a time: what another thread has taken upon itself to sync is not safe before it is done.
+        # One at a time: what another thread has taken upon itself to sync is not safe before it is
+        # done.
         with self._syncing:
             for segment in list(self.segments.values()):
                 if segment.dirty:
@@ -271,7 +316,9 @@ class Room:
         return True
 
     def _create(self, slot_bytes: int, slots: int) -> Segment:
-        """A segment under the next number whose name stands for nothing in the folder. Raises OSError."""
+        """A segment under the next number whose name stands for nothing in the folder. Raises
+        OSError.
+        """
         core = self._core
         for _ in range(_NAMES_TRIED):
             number = self._next_number if self._next_number <= MOST_SEGMENT_NUMBER else 1
@@ -279,7 +326,9 @@ class Room:
             if number in self.segments:
                 continue
             with contextlib.suppress(FileExistsError):
-                return create_segment(core.env, core.folder, number, slot_bytes, slots, core.identity, core.io)
+                return create_segment(
+                    core.env, core.folder, number, slot_bytes, slots, core.identity, core.io
+                )
         raise OSError(errno.EEXIST, "every name of a segment is taken")
 
     def _slots_of_new(self, slot_bytes: int) -> int:
@@ -291,20 +340,26 @@ class Room:
         cost = slot_bytes + INDEX_BYTES_PER_SLOT
         self._evict_others(self.charged_bytes + BLOCK + full * cost)
         slots = min(full, (self.allowance - self.charged_bytes - BLOCK) // cost)
-        # A remainder much smaller than a segment is not worth a file, unless pages of this size have no place at all.
+        # A remainder much smaller than a segment is not worth a file, unless pages of this size
+        # have no place at all.
         if slots < 1 or (slots < full // 8 and self._of_size(slot_bytes)):
             return 0
         return slots if self._fits_filesystem(BLOCK + slots * slot_bytes) else 0
 
     def _fits_filesystem(self, nbytes: int) -> bool:
         try:
-            return self._core.env.free_bytes(self._core.folder) - nbytes >= self._core.config.min_free_bytes
+            return (
+                self._core.env.free_bytes(self._core.folder) - nbytes
+                >= self._core.config.min_free_bytes
+            )
         except OSError as error:
             self._core.complaints.about("asking for free space", error)
             return False
 
     def _take_from_others(self, slot_bytes: int) -> bool:
-        """Gives back the coldest segment of another slot size when all its pages are older than what we would evict."""
+        """Gives back the coldest segment of another slot size when all its pages are older than
+        what we would evict.
+        """
         with self._core.lock:
             own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
         if self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance:
@@ -326,7 +381,9 @@ class Room:
         return True
 
     def _evict_others(self, wanted: int) -> None:
-        """Removes other identities that nobody has open, the one opened longest ago first, until `wanted` bytes fit."""
+        """Removes other identities that nobody has open, the one opened longest ago first, until
+        `wanted` bytes fit.
+        """
         env = self._core.env
         for path, nbytes in list(self._others):
             if wanted <= self.allowance:
@@ -336,8 +393,13 @@ class Room:
                 if path not in self._left_alone:
                     freed = remove_namespace(env, path)
             except StoreError as error:
-                self._left_alone.add(path)  # looking through it again and again would cost every put
-                logger.warning("%s. This server needs the room, and tries again when it is started again", error)
+                self._left_alone.add(
+                    path
+                )  # looking through it again and again would cost every put
+                logger.warning(
+                    "%s. This server needs the room, and tries again when it is started again",
+                    error,
+                )
                 continue
             except OSError as error:
                 self._core.complaints.about("removing pages of another model", error)

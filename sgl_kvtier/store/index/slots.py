@@ -1,4 +1,5 @@
-"""Every slot of a store as one row of numpy arrays: which page it holds, when it was used, who reads it.
+"""Every slot of a store as one row of numpy arrays: which page it holds, when it was used, who
+reads it.
 
 About 75 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
 """
@@ -17,7 +18,9 @@ from sgl_kvtier.types import PageKey
 
 
 class State(enum.IntEnum):
-    """What a row is. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while somebody still reads the slot."""
+    """What a row is. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while somebody
+    still reads the slot.
+    """
 
     NONE = 0
     """No slot: a gap left by a segment that was given back."""
@@ -28,7 +31,9 @@ class State(enum.IntEnum):
 
 
 class SlotTable:
-    """Rows of slots, and the row of a key. A row number means the same slot until its segment is removed."""
+    """Rows of slots, and the row of a key. A row number means the same slot until its segment is
+    removed.
+    """
 
     def __init__(self) -> None:
         self.keys: NDArray[np.uint64] = np.zeros((0, 4), np.uint64)
@@ -88,7 +93,9 @@ class SlotTable:
         self._gaps.append((start, start + count))
 
     def find(self, keys: Sequence[PageKey], pool: str) -> Rows:
-        """The row of each key, EMPTY where there is none. Raises ValueError for keys that are not 32 bytes."""
+        """The row of each key, EMPTY where there is none. Raises ValueError for keys that are not
+        32 bytes.
+        """
         return self.find_words(words(keys), pool)
 
     def find_words(self, keys: NDArray[np.uint64], pool: str) -> Rows:
@@ -105,7 +112,14 @@ class SlotTable:
         self.used[rows] = self._clock + 1 + np.arange(len(rows), dtype=np.uint64)
         self._clock += len(rows)
 
-    def enter(self, rows: Rows, keys: NDArray[np.uint64], pools: Rows, lengths: Rows, sequences: NDArray[np.uint64]) -> None:
+    def enter(
+        self,
+        rows: Rows,
+        keys: NDArray[np.uint64],
+        pools: Rows,
+        lengths: Rows,
+        sequences: NDArray[np.uint64],
+    ) -> None:
         """Makes free rows WRITING rows of new, distinct keys."""
         assert (self.state[rows] == State.FREE).all()
         self.keys[rows] = keys
@@ -113,7 +127,9 @@ class SlotTable:
         self.length[rows] = lengths
         self.sequence[rows] = sequences
         self._table.insert(rows, self.keys, self.pool)
-        self.state[rows] = State.WRITING  # not before they can be found: `drop` takes them out again
+        self.state[rows] = (
+            State.WRITING
+        )  # not before they can be found: `drop` takes them out again
         self.touch(rows)
 
     def publish(self, rows: Rows) -> None:
@@ -121,7 +137,9 @@ class SlotTable:
         self.state[rows] = State.LIVE
 
     def drop(self, rows: Rows) -> Rows:
-        """Forgets pages; returns the rows that are free now. Pinned ones become free with their last `unpin`."""
+        """Forgets pages; returns the rows that are free now. Pinned ones become free with their
+        last `unpin`.
+        """
         self._table.remove(rows, self.keys, self.pool)
         pinned = self.pins[rows] > 0
         self.state[rows[pinned]] = State.DOOMED
@@ -145,7 +163,8 @@ class SlotTable:
         if len(set(rows.tolist())) == len(rows):
             self.pins[rows] += np.uint16(step % (1 << 16))
         else:
-            # Counts a row that is there twice twice, but lets go of Python's lock, which costs 5 ms beside a busy thread.
+            # Counts a row that is there twice twice, but lets go of Python's lock, which costs 5 ms
+            # beside a busy thread.
             np.add.at(self.pins, rows, np.uint16(step % (1 << 16)))
 
     def key_of(self, row: int) -> bytes:
@@ -167,7 +186,8 @@ class SlotTable:
     def _grow(self, rows: int) -> None:
         if rows <= len(self.state):
             return
-        # A quarter more than asked for, so that a store that grows segment by segment is not copied each time.
+        # A quarter more than asked for, so that a store that grows segment by segment is not copied
+        # each time.
         rows = max(rows, len(self.state) * 5 // 4)
         for name, column in self._columns().items():
             wider = np.zeros((rows, *column.shape[1:]), column.dtype)

@@ -1,4 +1,6 @@
-"""Read jobs: the pages somebody asked for in an order, which of them have begun, and how each ended."""
+"""Read jobs: the pages somebody asked for in an order, which of them have begun, and how each
+ended.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,15 @@ Ended = list[tuple[int, ReadOutcome]]
 
 
 class OrderedJob:
-    """A `ReadJob` whose pages are begun in order by whoever serves it. Any thread. Every page ends exactly once.
+    """A `ReadJob` whose pages are begun in order by whoever serves it. Any thread. Every page ends
+    exactly once.
 
-    Of `count` pages, [0, next) were begun, by `begin` or by `end_rest`; those given out by `begin` are in flight until `finish`.
+    Of `count` pages, [0, next) were begun, by `begin` or by `end_rest`; those given out by `begin`
+    are in flight until `finish`.
     """
 
     def __init__(
-        self,
-        count: int,
-        deadline: float | None,
-        on_page: Callable[[int, ReadOutcome], None] | None,
+        self, count: int, deadline: float | None, on_page: Callable[[int, ReadOutcome], None] | None
     ) -> None:
         self.count = count
         self.deadline = deadline
@@ -121,7 +122,9 @@ class OrderedJob:
 
 
 def settled_or_failed(settle: Callable[[], Ended], ended: Ended) -> Ended:
-    """What `settle` makes of pages that ended; FAILED where it raises, so that whoever waits for them is not left waiting."""
+    """What `settle` makes of pages that ended; FAILED where it raises, so that whoever waits for
+    them is not left waiting.
+    """
     try:
         return settle()
     except Exception:
@@ -131,7 +134,9 @@ def settled_or_failed(settle: Callable[[], Ended], ended: Ended) -> Ended:
 
 
 Settle = Callable[[Located, Ended], Ended]
-"""What the engine does with pages that ended, before anybody sees it: drop the damaged, unpin, count."""
+"""What the engine does with pages that ended, before anybody sees it: drop the damaged, unpin,
+count.
+"""
 
 
 class DiskReadJob(OrderedJob):

@@ -1,7 +1,9 @@
-"""The same lanes in C (native/): I/O, checksums, order, deadlines and cancellation without Python's lock.
+"""The same lanes in C (native/): I/O, checksums, order, deadlines and cancellation without Python's
+lock.
 
-A Python thread is needed to settle pages that ended. That is the one who waits for the job or asks about it; a thread of
-our own does it only for jobs with callbacks, and from time to time for jobs that nobody asks about any more.
+A Python thread is needed to settle pages that ended. That is the one who waits for the job or asks
+about it; a thread of our own does it only for jobs with callbacks, and from time to time for jobs
+that nobody asks about any more.
 """
 
 from __future__ import annotations
@@ -56,26 +58,34 @@ _DEADLINE_POLL_S = 0.01
 
 _RING_RUNS = 16
 _RING_BYTES = 2 << 20
-"""How much each ring has under way: with 8 lanes 128 runs, and 16 MiB where no run is larger than its share."""
+"""How much each ring has under way: with 8 lanes 128 runs, and 16 MiB where no run is larger than
+its share.
+"""
 
 
 @functools.cache
 def io_uring_error() -> int:
-    """0 where this process may use io_uring, else the errno that says why not. Asked of the kernel once."""
+    """0 where this process may use io_uring, else the errno that says why not. Asked of the kernel
+    once.
+    """
     return int(_native.probe_io_uring()) if NATIVE else errno.ENOSYS
 
 
 def ring_lanes(setting: str, direct: bool, threads: int) -> int:
     """How many lanes read through a ring of their own; 0 = plain threads read.
 
-    Without O_DIRECT the kernel reads in threads of its own what is not in memory, so a ring gains nothing there.
+    Without O_DIRECT the kernel reads in threads of its own what is not in memory, so a ring gains
+    nothing there.
     """
     if setting == "threads" or (setting == "auto" and not direct):
         return 0
     error = io_uring_error()
     if error:
         if setting == "io_uring":
-            logger.warning("store.io is io_uring, but this process may not use it (%s): threads read", os.strerror(error))
+            logger.warning(
+                "store.io is io_uring, but this process may not use it (%s): threads read",
+                os.strerror(error),
+            )
         return 0
     return threads
 
@@ -131,7 +141,9 @@ class NativeReadJob:
     def wait(self, timeout_s: float | None = None) -> bool:
         if not self._job.wait(-1.0 if timeout_s is None else max(0.0, timeout_s)):
             self._reap()
-            return self._unsettled == 0  # all may have ended just now, or before this process was forked
+            return (
+                self._unsettled == 0
+            )  # all may have ended just now, or before this process was forked
         self._reap()
         with self._settling:
             return self._settled.wait_for(lambda: self._unsettled == 0, timeout_s)
@@ -140,15 +152,20 @@ class NativeReadJob:
         self._job.cancel()  # who waits, asks, or sweeps settles: that may take I/O
 
     def settle_ended(self) -> bool:
-        """Settles what ended since the last call; True when nothing is left. For the lanes' own thread."""
+        """Settles what ended since the last call; True when nothing is left. For the lanes' own
+        thread.
+        """
         with self._settling:
             ended: Ended = self._job.take(_OUTCOMES)
             if ended:
-                ended = settled_or_failed(functools.partial(self._settle, self.located, ended), ended)
+                ended = settled_or_failed(
+                    functools.partial(self._settle, self.located, ended), ended
+                )
             if self.on_page is None:
                 self._record(ended)
         if self.on_page is not None:
-            # One thread alone settles jobs with callbacks, so this keeps their order without holding the lock.
+            # One thread alone settles jobs with callbacks, so this keeps their order without
+            # holding the lock.
             self._call_back(self.on_page, ended)
             with self._settling:
                 self._record(ended)
@@ -181,7 +198,14 @@ class NativeLanes:
 
     def __init__(self, threads: int, verify: bool, alignment: int, rings: int) -> None:
         self._pool = _native.Pool(
-            threads, verify, alignment, _READ_RUN_BYTES, WRITE_RUN_BYTES, rings, _RING_RUNS, _RING_BYTES
+            threads,
+            verify,
+            alignment,
+            _READ_RUN_BYTES,
+            WRITE_RUN_BYTES,
+            rings,
+            _RING_RUNS,
+            _RING_BYTES,
         )
         self._jobs: dict[int, NativeReadJob] = {}
         self._lock = threading.Lock()
@@ -231,7 +255,9 @@ class NativeLanes:
         self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
         meanwhile: Callable[[], None],
     ) -> Rows:  # fmt: skip
-        job = self._pool.submit(True, False, 0, 0.0, *_places(located), located.lengths, located.heads(), parts, buffers)
+        job = self._pool.submit(
+            True, False, 0, 0.0, *_places(located), located.lengths, located.heads(), parts, buffers
+        )
         try:
             meanwhile()
         finally:
@@ -265,7 +291,8 @@ class NativeLanes:
             try:
                 ended = job.settle_ended()
             except Exception:
-                # Out of memory, or a mistake of ours: tried again, and the thread that does it lives on.
+                # Out of memory, or a mistake of ours: tried again, and the thread that does it
+                # lives on.
                 logger.exception("settling pages failed")
                 continue
             if ended:
@@ -279,7 +306,11 @@ def _places(located: Located) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if len(located.segments) == 1 and (located.rows != EMPTY).all():
         (segment,) = located.segments.values()
         offsets = (BLOCK + located.slots * segment.slot_bytes).view(np.uint64)
-        return np.full(count, segment.fd, np.int32), np.full(count, segment.slot_bytes, np.uint32), offsets
+        return (
+            np.full(count, segment.fd, np.int32),
+            np.full(count, segment.slot_bytes, np.uint32),
+            offsets,
+        )
     fds = np.full(count, -1, np.int32)
     sizes = np.zeros(count, np.uint32)
     offsets = np.zeros(count, np.uint64)

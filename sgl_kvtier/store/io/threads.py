@@ -50,7 +50,11 @@ class Lanes(Protocol):
         """Begins reading and returns at once. After `close` every page is CANCELLED."""
 
     def write(
-        self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
+        self,
+        located: Located,
+        parts: NDArray[np.uint32],
+        buffers: list[Any],
+        failed: Callable[[OSError], None],
         meanwhile: Callable[[], None],
     ) -> Rows:
         """Writes pages given in the order of their slots, `parts[i]` buffers each; returns which were, in that order.
@@ -81,12 +85,16 @@ class ThreadLanes:
         self.busy_s = 0.0
         """Seconds that threads spent reading and checking, added up over threads."""
         self._threads = [
-            threading.Thread(target=self._serve, args=(movers(),), name=f"kvtier-read-{i}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(movers(),), name=f"kvtier-read-{i}", daemon=True
+            )
             for i in range(threads)
         ]
         self._new_mover = movers
         self._movers: list[Mover] = []
-        self._watch = threading.Thread(target=self._watch_deadlines, name="kvtier-deadlines", daemon=True)
+        self._watch = threading.Thread(
+            target=self._watch_deadlines, name="kvtier-deadlines", daemon=True
+        )
         self._watch_changed = threading.Condition()
         for thread in [*self._threads, self._watch]:
             thread.start()
@@ -105,7 +113,11 @@ class ThreadLanes:
         parts = iter([memoryview(part).cast("B") for part in pages.buffers])
         into = [list(itertools.islice(parts, count)) for count in pages.parts.tolist()]
         job = DiskReadJob(into, located, deadline, on_page, settle)
-        entry = (operator.index(priority), next(self._order), job)  # what cannot be compared would stay in the queue
+        entry = (
+            operator.index(priority),
+            next(self._order),
+            job,
+        )  # what cannot be compared would stay in the queue
         with self._changed:
             closing = self._closing
             if not closing:
@@ -119,7 +131,9 @@ class ThreadLanes:
                     heapq.heappush(self._deadlines, (deadline, entry[1], job))
                     self._watch_changed.notify()
             except MemoryError:
-                job.end_rest(ReadOutcome.LATE)  # it is under way: whoever gets an exception believes that it is not
+                job.end_rest(
+                    ReadOutcome.LATE
+                )  # it is under way: whoever gets an exception believes that it is not
         return job
 
     def write(
@@ -137,7 +151,11 @@ class ThreadLanes:
                 if self._queue:
                     self._idle.wait_for(lambda: not self._queue, _GIVE_WAY_S)
             try:
-                mover.write(located.segment_of(run[0]), [located.head(i) for i in run], [data[i] for i in run])
+                mover.write(
+                    located.segment_of(run[0]),
+                    [located.head(i) for i in run],
+                    [data[i] for i in run],
+                )
             except OSError as error:
                 failed(error)
                 continue
@@ -223,7 +241,11 @@ def _runs(located: Located, data: Sequence[Sequence[memoryview]]) -> Iterator[li
     nbytes = buffers = 0
     for i, parts in enumerate(data):
         size, more = located.segment_of(i).slot_bytes, len(parts) + 2
-        joined = run and located.segment[i - 1] == located.segment[i] and located.slots[i - 1] + 1 == located.slots[i]
+        joined = (
+            run
+            and located.segment[i - 1] == located.segment[i]
+            and located.slots[i - 1] + 1 == located.slots[i]
+        )
         if run and (not joined or nbytes + size > WRITE_RUN_BYTES or buffers + more > MOST_BUFFERS):
             yield run
             run, nbytes, buffers = [], 0, 0

@@ -1,4 +1,6 @@
-"""Moves runs of neighbouring slots between a segment and memory, checking or making their checksums on the way."""
+"""Moves runs of neighbouring slots between a segment and memory, checking or making their checksums
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ class Mover:
         self._verify = verify
         self._scratch = Scratch()
 
-    def read(self, segment: Segment, heads: list[SlotHead], into: list[Sequence[memoryview]]) -> list[ReadOutcome]:
-        """Reads neighbouring slots, lowest first. One outcome each: OK, CORRUPT or, for all, FAILED. Never raises OSError."""
+    def read(
+        self, segment: Segment, heads: list[SlotHead], into: list[Sequence[memoryview]]
+    ) -> list[ReadOutcome]:
+        """Reads neighbouring slots, lowest first. One outcome each: OK, CORRUPT or, for all,
+        FAILED. Never raises OSError.
+        """
         blocks = self._scratch.heads(len(heads))
         parts = self._parts(blocks, heads, into)
         flat = [buffer for part in parts for buffer in part]
@@ -32,7 +38,10 @@ class Mover:
         bounce = None if direct else self._scratch.bounce(len(heads) * segment.slot_bytes)
         try:
             got = read_fully(
-                self._env, segment.fd, flat if bounce is None else [bounce], segment.offset(heads[0].slot)
+                self._env,
+                segment.fd,
+                flat if bounce is None else [bounce],
+                segment.offset(heads[0].slot),
             )
         except OSError:
             return [ReadOutcome.FAILED] * len(heads)
@@ -43,11 +52,19 @@ class Mover:
             if whole and bounce is not None:
                 blocks[i][:] = bounce[start : start + BLOCK]
                 _scatter(bounce[start + BLOCK :], into[i])
-            outcomes.append(ReadOutcome.OK if whole and self._good(blocks[i], head, into[i]) else ReadOutcome.CORRUPT)
+            outcomes.append(
+                ReadOutcome.OK
+                if whole and self._good(blocks[i], head, into[i])
+                else ReadOutcome.CORRUPT
+            )
         return outcomes
 
-    def write(self, segment: Segment, heads: list[SlotHead], data: list[Sequence[memoryview]]) -> None:
-        """Writes neighbouring slots, lowest first, in one go. Raises OSError, after which any of them may be torn."""
+    def write(
+        self, segment: Segment, heads: list[SlotHead], data: list[Sequence[memoryview]]
+    ) -> None:
+        """Writes neighbouring slots, lowest first, in one go. Raises OSError, after which any of
+        them may be torn.
+        """
         blocks = self._scratch.heads(len(heads))
         for block, head, part in zip(blocks, heads, data, strict=True):
             packed = head.pack()
@@ -85,7 +102,8 @@ class Mover:
         for block, head, payload in zip(blocks, heads, payloads, strict=True):
             part = [block, *payload]
             if padded(head.length) > head.length:
-                # Every slot's padding may share one block of memory: nobody looks at what is read into it.
+                # Every slot's padding may share one block of memory: nobody looks at what is read
+                # into it.
                 part.append(self._scratch.padding()[: padded(head.length) - head.length])
             parts.append(part)
         return parts

@@ -1,4 +1,6 @@
-"""`kvtier stat`, `kvtier fsck` and `kvtier purge`: what is in a store, whether it is whole, and removing it."""
+"""`kvtier stat`, `kvtier fsck` and `kvtier purge`: what is in a store, whether it is whole, and
+removing it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SCHEMA_PURGE = "kvtier.purge/1"
 
 
 class Stat:
-    """`kvtier stat`: the identities in a store, their sizes, and who has them open. Safe beside a running server."""
+    """`kvtier stat`: the identities in a store, their sizes, and who has them open. Safe beside a
+    running server.
+    """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
@@ -49,7 +53,12 @@ class Stat:
             Column("in_use", "in use"),
         ]
         total = sum(row["nbytes"] for row in rows)
-        table = Table(f"Page store {args.path}", columns, rows, notes=[f"{format_bytes(total)} in all", *_left_out(found)])
+        table = Table(
+            f"Page store {args.path}",
+            columns,
+            rows,
+            notes=[f"{format_bytes(total)} in all", *_left_out(found)],
+        )
         _show(args, table, SCHEMA_STAT, {"path": args.path, "namespaces": rows})
         return 0
 
@@ -59,10 +68,16 @@ class Fsck:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         _add_common(parser)
-        parser.add_argument("--repair", action="store_true", help="erase damaged pages and segments that hold none (default: only report)")
+        parser.add_argument(
+            "--repair",
+            action="store_true",
+            help="erase damaged pages and segments that hold none (default: only report)",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Prints one row per rank; 1 when something is damaged and was not repaired. Raises KVTierError."""
+        """Prints one row per rank; 1 when something is damaged and was not repaired. Raises
+        KVTierError.
+        """
         env, found = _find(args)
         ranks = [(namespace, rank) for namespace in found for rank in namespace.ranks]
         for namespace, rank in ranks:
@@ -80,10 +95,16 @@ class Fsck:
                 check = check_rank(env, namespace, rank, repair=args.repair, step=shown.advance)
                 rows.append({"rank": os.path.relpath(rank, args.path), **dataclasses.asdict(check)})
         names = ("pages", "good", "corrupt", "unreadable", "not_indexed", "stale", "erased")
-        columns = [Column("rank", "rank"), *(Column(n, n.replace("_", " "), decimals=0) for n in names)]
+        columns = [
+            Column("rank", "rank"),
+            *(Column(n, n.replace("_", " "), decimals=0) for n in names),
+        ]
         bad = sum(row["corrupt"] + row["unreadable"] - row["erased"] for row in rows)
         if bad:
-            print(f"{bad} pages are damaged. They are never served; --repair gives their room back", file=sys.stderr)
+            print(
+                f"{bad} pages are damaged. They are never served; --repair gives their room back",
+                file=sys.stderr,
+            )
         table = Table(f"Page store {args.path}", columns, rows, notes=_left_out(found))
         _show(args, table, SCHEMA_FSCK, {"path": args.path, "ranks": rows, "damaged": bad})
         return 1 if bad else 0
@@ -100,14 +121,20 @@ class Purge:
     def run(self, args: argparse.Namespace) -> int:
         """Prints what was removed; 1 when an identity was in use. Raises KVTierError."""
         if not args.match and not args.all:
-            raise StoreError("say which pages: --match NAME=VALUE (see kvtier stat --json -), or --all")
+            raise StoreError(
+                "say which pages: --match NAME=VALUE (see kvtier stat --json -), or --all"
+            )
         env, found = _find(args)
         rows = []
         for namespace in found:
             row = _row(env, namespace)
             row["removed"] = _removed(env, namespace, dry_run=args.dry_run)
             rows.append(row)
-        columns = [Column("name", "pages of"), Column("nbytes", "on disk", format=_size), Column("removed", "removed")]
+        columns = [
+            Column("name", "pages of"),
+            Column("nbytes", "on disk", format=_size),
+            Column("removed", "removed"),
+        ]
         table = Table(f"Page store {args.path}", columns, rows)
         _show(args, table, SCHEMA_PURGE, {"path": args.path, "namespaces": rows})
         return 1 if any(row["removed"].startswith("no") for row in rows) else 0
@@ -128,7 +155,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="only identities with this field, as kvtier stat --json shows it, dots for nesting (model.dtype=bfloat16), or with "
         "this model's name (name=Qwen3-8B); repeatable",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
 
 
 def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
@@ -143,15 +172,23 @@ def _find(args: argparse.Namespace) -> tuple[Env, list[Namespace]]:
     env = Env()
     found = namespaces(env, args.path)
     described = [_flat(n) for n in found]
-    matching = [n for n, flat in zip(found, described, strict=True) if all(flat.get(k) == v for k, v in wanted)]
+    matching = [
+        n
+        for n, flat in zip(found, described, strict=True)
+        if all(flat.get(k) == v for k, v in wanted)
+    ]
     if wanted and found and not matching:
         known = sorted({name for flat in described for name in flat})
-        raise StoreError(f"no identity has {' and '.join(args.match)}. The fields there are: {', '.join(known)}")
+        raise StoreError(
+            f"no identity has {' and '.join(args.match)}. The fields there are: {', '.join(known)}"
+        )
     return env, matching
 
 
 def _flat(namespace: Namespace) -> dict[str, str]:
-    """An identity's fields as texts, nested ones under dotted names; `name` is the readable part of its folder."""
+    """An identity's fields as texts, nested ones under dotted names; `name` is the readable part of
+    its folder.
+    """
     flat = {"name": os.path.basename(namespace.path).rsplit("-", 1)[0]}
     todo: list[tuple[str, Any]] = list(namespace.fields.items())
     while todo:
@@ -195,7 +232,9 @@ def _removed(env: Env, namespace: Namespace, *, dry_run: bool) -> str:
         freed = remove_namespace(env, namespace.path, PATIENT)
     except (StoreError, OSError) as error:
         return f"no: {error}"
-    return "yes" if freed or not env.exists(namespace.path) else "no: in use. Stop that server first"
+    return (
+        "yes" if freed or not env.exists(namespace.path) else "no: in use. Stop that server first"
+    )
 
 
 def _size(value: object) -> str:

@@ -1,4 +1,6 @@
-"""Looking at a store that no server has open: its identities, ranks and slots, and whether each page is whole."""
+"""Looking at a store that no server has open: its identities, ranks and slots, and whether each
+page is whole.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, sc
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A folder that is named as an identity's. `fields` is empty and `fingerprint` None where it is not one, and `problem` says why."""
+    """A folder that is named as an identity's. `fields` is empty and `fingerprint` None where it is
+    not one, and `problem` says why.
+    """
 
     path: str
     fields: dict[str, Any]
@@ -53,7 +57,9 @@ class Check:
     corrupt: int = 0
     unreadable: int = 0
     not_indexed: int = 0
-    """Whole pages that the index does not know: a restart does not find them, they cost room until they are overwritten."""
+    """Whole pages that the index does not know: a restart does not find them, they cost room until
+    they are overwritten.
+    """
     stale: int = 0
     """Index entries whose slot holds something else."""
     erased: int = 0
@@ -73,15 +79,21 @@ def namespaces(env: Env, root: str) -> list[Namespace]:
             found.append(Namespace(path, {}, None, list_ranks(env, path), 0, 0, str(error)))
             continue
         ranks, nbytes = list_ranks(env, path), namespace_bytes(env, path)
-        found.append(Namespace(path, identity["fields"], fingerprint_of(identity), ranks, nbytes, opened))
+        found.append(
+            Namespace(path, identity["fields"], fingerprint_of(identity), ranks, nbytes, opened)
+        )
     return found
 
 
 def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
-    """Pages that the index of a rank lists; safe beside a running server, whose latest pages may be missing."""
+    """Pages that the index of a rank lists; safe beside a running server, whose latest pages may be
+    missing.
+    """
     if namespace.fingerprint is None:
         return 0
-    slots = folder_bytes(env, rank) // (2 * BLOCK)  # no slot is smaller, and only those written to are in the log
+    slots = folder_bytes(env, rank) // (
+        2 * BLOCK
+    )  # no slot is smaller, and only those written to are in the log
     try:
         log = read_large_file(env, os.path.join(rank, NAME), most_bytes(slots))
         records, _ = unpack_log(log, namespace.fingerprint)
@@ -95,11 +107,17 @@ def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
 
 
 def check_rank(
-    env: Env, namespace: Namespace, rank: str, *, repair: bool, step: Callable[[int], None] = lambda _: None
+    env: Env,
+    namespace: Namespace,
+    rank: str,
+    *,
+    repair: bool,
+    step: Callable[[int], None] = lambda _: None,
 ) -> Check:
     """Reads every page of a rank and compares its checksum; `repair` erases what is damaged.
 
-    Owns the folder while it works: raises StoreBusyError beside a running server. `step` is called with bytes read.
+    Owns the folder while it works: raises StoreBusyError beside a running server. `step` is called
+    with bytes read.
     """
     if namespace.fingerprint is None:
         raise StoreError(namespace.problem)
@@ -108,7 +126,9 @@ def check_rank(
     except NotOursError as error:
         raise StoreError(error.advice) from error
     except OSError as error:
-        raise StoreError(f"cannot lock {rank}: {error}. Run this as the user who owns the store") from error
+        raise StoreError(
+            f"cannot lock {rank}: {error}. Run this as the user who owns the store"
+        ) from error
     result = Check()
     try:
         segments, _ = open_segments(env, rank, namespace.fingerprint, BUFFERED, remove=repair)

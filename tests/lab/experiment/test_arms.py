@@ -14,7 +14,13 @@ from sgl_kvtier.lab.experiment.arms import ARMS, STORAGE_ARMS, Setup, prepare, s
 from sgl_kvtier.launch import serve_flags
 
 CPU = Setup(
-    model_path="/m", served_name="m", device="cpu", page_size=16, chunk_tokens=512, device_tokens=4096, storage_bytes=1 << 30
+    model_path="/m",
+    served_name="m",
+    device="cpu",
+    page_size=16,
+    chunk_tokens=512,
+    device_tokens=4096,
+    storage_bytes=1 << 30,
 )
 GPU = replace(CPU, device="cuda", page_size=64)
 
@@ -43,7 +49,9 @@ def test_all_arms_have_the_same_model_pools_and_chunks(tmp_path: Path) -> None:
         common = []
         for arm in ARMS:
             options = as_options(prepare(arm, setup, tmp_path / arm).arguments)
-            common.append({name: value for name, value in options.items() if name not in CACHE_FLAGS})
+            common.append(
+                {name: value for name, value in options.items() if name not in CACHE_FLAGS}
+            )
         assert all(options == common[0] for options in common)
 
 
@@ -65,7 +73,9 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
         settings[arm] = json.loads(Path(path[1:]).read_text())
         folders.add(storage_folder(tmp_path / arm))
         if arm == "hicache-file":
-            assert launch.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(storage_folder(tmp_path / arm))
+            assert launch.env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(
+                storage_folder(tmp_path / arm)
+            )
             assert launch.env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] == str(1 << 30)
     assert len(folders) == len(STORAGE_ARMS)
     assert len({one["prefetch_threshold"] for one in settings.values()}) == 1
@@ -80,14 +90,17 @@ def test_our_settings_file_is_one_the_server_accepts(tmp_path: Path) -> None:
 
 def test_a_gpu_uses_flashinfer_and_kernels_and_a_cpu_names_no_attention(tmp_path: Path) -> None:
     gpu = as_options(prepare("kvtier", GPU, tmp_path / "g").arguments)
-    assert (gpu["--attention-backend"], gpu["--hicache-io-backend"], gpu["--hicache-mem-layout"]) == (
-        "flashinfer",
-        "kernel",
-        "page_first",
-    )
+    assert (
+        gpu["--attention-backend"],
+        gpu["--hicache-io-backend"],
+        gpu["--hicache-mem-layout"],
+    ) == ("flashinfer", "kernel", "page_first")
     cpu = as_options(prepare("kvtier", CPU, tmp_path / "c").arguments)
     assert "--attention-backend" not in cpu
-    assert (cpu["--hicache-io-backend"], cpu["--hicache-mem-layout"]) == ("direct", "page_first_direct")
+    assert (cpu["--hicache-io-backend"], cpu["--hicache-mem-layout"]) == (
+        "direct",
+        "page_first_direct",
+    )
 
 
 def test_waiting_threads_do_not_spin_on_a_cpu(tmp_path: Path) -> None:
@@ -100,9 +113,14 @@ def test_waiting_threads_do_not_spin_on_a_cpu(tmp_path: Path) -> None:
 def test_added_arguments_come_last_so_that_they_win(tmp_path: Path) -> None:
     launch = prepare("recompute", replace(CPU, extra=("--pp-size", "2")), tmp_path)
     assert launch.arguments[-2:] == ("--pp-size", "2")
-    assert serve_flags("m", "cpu", tmp_path / "k.json", ["--page-size", "32"])[-2:] == ["--page-size", "32"]
+    assert serve_flags("m", "cpu", tmp_path / "k.json", ["--page-size", "32"])[-2:] == [
+        "--page-size",
+        "32",
+    ]
 
 
 def test_an_unknown_arm_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"no arm named lmcache.*recompute, hicache, hicache-file, kvtier"):
+    with pytest.raises(
+        BenchError, match=r"no arm named lmcache.*recompute, hicache, hicache-file, kvtier"
+    ):
         prepare("lmcache", CPU, tmp_path)

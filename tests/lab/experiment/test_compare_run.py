@@ -1,4 +1,6 @@
-"""Whole comparisons through the command line, with a stand-in where SGLang would be: processes, rounds, failures, files."""
+"""Whole comparisons through the command line, with a stand-in where SGLang would be: processes,
+rounds, failures, files.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,50 @@ import psutil
 import pytest
 
 SITE = Path(__file__).parents[1] / "fake_site"
-SMALL = ["--device", "cpu", "--lab-model", "tiny-qwen3", "--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--lab-model",
+    "tiny-qwen3",
+    "--trace",
+    "generated:swe-mini",
+    "--sessions",
+    "2",
+    "--turns",
+    "2",
+]
 SMALL += ["--divisor", "16", "--gap-scale", "0", "--servers", "together"]
 
 
 def environment(tmp_path: Path, task: str = "") -> dict[str, str]:
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "FAKE_SGLANG": task, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "FAKE_SGLANG": task,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
 
 
 def command(tmp_path: Path, *extra: str) -> list[str]:
-    # A shell's background job ignores SIGINT and so would this child: Ctrl-C is put back to what it is at a terminal.
+    # A shell's background job ignores SIGINT and so would this child: Ctrl-C is put back to what it
+    # is at a terminal.
     ctrl_c = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     start = f"{ctrl_c}; import sys; from sgl_kvtier.cli import main; sys.exit(main())"
     folder = ["--folder", str(tmp_path / "work"), "--json", str(tmp_path / "out.json")]
     return [sys.executable, "-c", start, "compare", *SMALL, *folder, *extra]
 
 
-def compare(tmp_path: Path, *extra: str, task: str = "") -> tuple[subprocess.CompletedProcess[str], dict]:
+def compare(
+    tmp_path: Path, *extra: str, task: str = ""
+) -> tuple[subprocess.CompletedProcess[str], dict]:
     done = subprocess.run(
-        command(tmp_path, *extra), env=environment(tmp_path, task), capture_output=True, text=True, timeout=300, check=False
+        command(tmp_path, *extra),
+        env=environment(tmp_path, task),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     path = tmp_path / "out.json"
     return done, json.loads(path.read_text()) if path.exists() else {}
@@ -63,7 +89,9 @@ def test_every_arm_replays_every_request_in_every_round(tmp_path: Path) -> None:
     assert result["arms"]["kvtier"]["cached_tokens"]["storage"] > 0
     assert result["arms"]["hicache"]["cached_tokens"]["storage"] == 0
     assert result["arms"]["kvtier"]["bytes"]["written"] > 0
-    assert not [note for note in result["notes"] if "not cold" in note or "did not come back" in note]
+    assert not [
+        note for note in result["notes"] if "not cold" in note or "did not come back" in note
+    ]
     assert "Time to first token" in done.stdout
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
     assert servers_left(tmp_path) == []
@@ -75,24 +103,37 @@ def test_the_order_of_arms_moves_on_from_round_to_round(tmp_path: Path) -> None:
     for sample in result["samples"]:
         if (sample["round"], sample["arm"]) not in order:
             order.append((sample["round"], sample["arm"]))
-    assert order == [(1, "recompute"), (1, "hicache"), (1, "kvtier"), (2, "hicache"), (2, "kvtier"), (2, "recompute")]
+    assert order == [
+        (1, "recompute"),
+        (1, "hicache"),
+        (1, "kvtier"),
+        (2, "hicache"),
+        (2, "kvtier"),
+        (2, "recompute"),
+    ]
 
 
 def test_every_request_of_every_arm_is_in_the_log_of_requests(tmp_path: Path) -> None:
     _, result = compare(tmp_path, "--rounds", "1", "--arms", "recompute,kvtier")
-    lines = [json.loads(line) for line in (tmp_path / "work" / "requests.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "work" / "requests.jsonl").read_text().splitlines()
+    ]
     assert len(lines) == len(result["samples"]) == 2 * 4
     assert {line["arm"] for line in lines} == {"recompute", "kvtier"}
 
 
 def test_other_tokens_than_recomputes_are_noticed(tmp_path: Path) -> None:
-    done, result = compare(tmp_path, "--rounds", "1", "--arms", "recompute,kvtier", task="kvtier:wrong")
+    done, result = compare(
+        tmp_path, "--rounds", "1", "--arms", "recompute,kvtier", task="kvtier:wrong"
+    )
     assert result["arms"]["kvtier"]["equal_tokens_fraction"] == 0.0
     assert done.returncode == 0
 
 
 def test_an_arm_that_does_not_start_is_shown_and_the_others_go_on(tmp_path: Path) -> None:
-    done, result = compare(tmp_path, "--rounds", "1", "--arms", "recompute,hicache,kvtier", task="hicache:refuse")
+    done, result = compare(
+        tmp_path, "--rounds", "1", "--arms", "recompute,hicache,kvtier", task="hicache:refuse"
+    )
     assert done.returncode == 1
     assert "no memory left for you" in done.stderr
     assert "Going on without hicache" in done.stderr
@@ -103,7 +144,9 @@ def test_an_arm_that_does_not_start_is_shown_and_the_others_go_on(tmp_path: Path
 
 
 def test_an_arm_that_dies_in_a_round_keeps_what_it_measured(tmp_path: Path) -> None:
-    done, result = compare(tmp_path, "--rounds", "2", "--arms", "recompute,kvtier", task="kvtier:die")
+    done, result = compare(
+        tmp_path, "--rounds", "2", "--arms", "recompute,kvtier", task="kvtier:die"
+    )
     assert done.returncode == 1
     assert "the end is near" in done.stderr
     assert "in round 1" in result["arms"]["kvtier"]["failure"]
@@ -123,21 +166,42 @@ def test_when_every_arm_fails_the_command_says_so(tmp_path: Path) -> None:
 
 
 def test_fresh_servers_per_round_measure_the_same_requests(tmp_path: Path) -> None:
-    done, result = compare(tmp_path, "--servers", "fresh", "--rounds", "2", "--arms", "recompute,kvtier")
+    done, result = compare(
+        tmp_path, "--servers", "fresh", "--rounds", "2", "--arms", "recompute,kvtier"
+    )
     assert done.returncode == 0, done.stderr
     assert all(arm["requests"] == 8 for arm in result["arms"].values())
     assert not [note for note in result["notes"] if "not cold" in note]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     log = tmp_path / "work" / "requests.jsonl"
-    extra = ["--gap-scale", "1000", "--gap-cap", "3600", "--rounds", "1", "--arms", "recompute,kvtier"]
+    extra = [
+        "--gap-scale",
+        "1000",
+        "--gap-cap",
+        "3600",
+        "--rounds",
+        "1",
+        "--arms",
+        "recompute,kvtier",
+    ]
     process = subprocess.Popen(
-        command(tmp_path, *extra), env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command(tmp_path, *extra),
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     deadline = time.monotonic() + 120
-    while not (log.exists() and log.read_text()) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not (log.exists() and log.read_text())
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
@@ -158,7 +222,9 @@ def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(tmp_path: 
         (["--rounds", "0"], "must be a whole number of at least 1"),
     ],
 )
-def test_a_mistake_is_told_before_any_server_starts(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_a_mistake_is_told_before_any_server_starts(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     done, _ = compare(tmp_path, *arguments)
     assert done.returncode in (1, 2)
     assert message in done.stderr

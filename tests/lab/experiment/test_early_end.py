@@ -1,4 +1,6 @@
-"""A bench that cannot go on reports what it had measured, and only then fails; and nothing interrupts a report."""
+"""A bench that cannot go on reports what it had measured, and only then fails; and nothing
+interrupts a report.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def restore_trials(log: RestoreLog, logprobs: tuple[float, ...] = (-0.5,)) -> No
         log.keep(Trial("tiny-qwen3", 512, GRID, arm, 1, 0.25, 1.0, 528, ttft_s=seconds, **answer))
 
 
-def restore(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, *extra: str) -> tuple[int, dict[str, Any]]:
+def restore(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, *extra: str
+) -> tuple[int, dict[str, Any]]:
     @contextlib.contextmanager
     def target(_: argparse.Namespace, model: str) -> Iterator[Target]:
         yield Target(model, "http://nowhere", None, None, 16, 512)
@@ -55,7 +59,19 @@ def restore(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, *extr
     monkeypatch.setattr(restore_command, "_target", target)
     monkeypatch.setattr(restore_command, "_measure", measure)
     out = tmp_path / "out.json"
-    command = ["compare", "restore", "--device", "cpu", "--models", "tiny-qwen3", "--lengths", "512", "--json", str(out), *extra]
+    command = [
+        "compare",
+        "restore",
+        "--device",
+        "cpu",
+        "--models",
+        "tiny-qwen3",
+        "--lengths",
+        "512",
+        "--json",
+        str(out),
+        *extra,
+    ]
     return main(command), json.loads(out.read_text()) if out.exists() else {}
 
 
@@ -74,7 +90,9 @@ def test_trials_are_reported_when_the_server_dies(
     assert "the end" in printed.err
 
 
-def test_nothing_is_written_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_is_written_where_nothing_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refusing(*_: object) -> None:
         raise BenchError(DEATH)
 
@@ -89,7 +107,11 @@ def test_log_probs_that_differ_end_with_status_1(
         restore_trials(log, logprobs)
 
     found, result = restore(monkeypatch, tmp_path, measure)
-    assert (found, result["summary"]["equal_tokens"], result["summary"]["equal_logprobs"]) == (status, True, status == 0)
+    assert (found, result["summary"]["equal_tokens"], result["summary"]["equal_logprobs"]) == (
+        status,
+        True,
+        status == 0,
+    )
 
 
 def test_a_log_gets_more_of_the_same_and_nothing_else(
@@ -104,7 +126,14 @@ def test_a_log_gets_more_of_the_same_and_nothing_else(
     assert restore(monkeypatch, tmp_path, measure, *log)[0] == 0
     more = ["--rounds", "9", "--load-over-compute", "4", "--arms", "compute,load", "--foreign", "2"]
     assert restore(monkeypatch, tmp_path, measure, *log, *more)[0] == 0
-    for other in (["--seed", "1"], ["--threads", "2"], ["--chunk", "128"], ["--server-arg=--x"], ["--url", "http://x"], ["--dtype", "bfloat16"]):
+    for other in (
+        ["--seed", "1"],
+        ["--threads", "2"],
+        ["--chunk", "128"],
+        ["--server-arg=--x"],
+        ["--url", "http://x"],
+        ["--dtype", "bfloat16"],
+    ):
         assert restore(monkeypatch, tmp_path, measure, *log, *other)[0] == 1
         assert "Name another --log" in capsys.readouterr().err
 
@@ -124,9 +153,19 @@ def test_rounds_are_reported_when_a_server_dies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Dying:
-        def __init__(self, options: Any, _setup: object, _folder: Path, rounds: list[OverheadRound], *_: object) -> None:
+        def __init__(
+            self,
+            options: Any,
+            _setup: object,
+            _folder: Path,
+            rounds: list[OverheadRound],
+            *_: object,
+        ) -> None:
             times = (0.1, 0.2, 0.3)
-            rounds += [OverheadRound(arm, 1, [Completion(0.0, 0.3, (1, 2, 3), times)]) for arm in options.arms]
+            rounds += [
+                OverheadRound(arm, 1, [Completion(0.0, 0.3, (1, 2, 3), times)])
+                for arm in options.arms
+            ]
 
         def run(self) -> None:
             raise BenchError(DEATH)
@@ -143,7 +182,14 @@ def test_rounds_are_reported_when_a_server_dies(
 def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fuzz(_args: object, _chaos: object, _setup: object, _sessions: Sequence[object], log: FuzzLog, _folder: Path) -> None:
+    def fuzz(
+        _args: object,
+        _chaos: object,
+        _setup: object,
+        _sessions: Sequence[object],
+        log: FuzzLog,
+        _folder: Path,
+    ) -> None:
         log.keep(Attempt("0", 0, "p", 100, "both", "answered", 1.0, tokens=(1,), complete=True))
         log.keep_ends({"met": 3, "aborted": 1})
         raise BenchError(DEATH)
@@ -151,13 +197,26 @@ def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     monkeypatch.setattr(fuzz_command, "_reference", lambda *_: None)
     monkeypatch.setattr(fuzz_command, "_fuzz", fuzz)
     out = tmp_path / "out.json"
-    small = ["--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16", "--device", "cpu"]
+    small = [
+        "--trace",
+        "generated:swe-mini",
+        "--sessions",
+        "2",
+        "--turns",
+        "2",
+        "--divisor",
+        "16",
+        "--device",
+        "cpu",
+    ]
     assert main(["bench", "restore-fuzz", *small, "--json", str(out)]) == 1
     result = json.loads(out.read_text())
     assert (result["counts"]["requests"], result["notes"]) == (1, [NOTE])
     printed = capsys.readouterr()
     assert "the end" in printed.err
-    assert any(line.split() == ["restored", "by", "kvtier", "3"] for line in printed.out.splitlines())
+    assert any(
+        line.split() == ["restored", "by", "kvtier", "3"] for line in printed.out.splitlines()
+    )
 
 
 def test_nothing_interrupts_a_report() -> None:
@@ -171,4 +230,6 @@ def test_nothing_interrupts_a_report() -> None:
 
 def test_without_a_failure_there_is_nothing_to_say() -> None:
     assert early_end(None) == []
-    assert early_end(BenchError("no server answers")) == ["Ended by a failure: no server answers. Figures are from what had been measured."]
+    assert early_end(BenchError("no server answers")) == [
+        "Ended by a failure: no server answers. Figures are from what had been measured."
+    ]

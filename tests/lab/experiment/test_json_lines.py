@@ -42,7 +42,9 @@ def fuzz_log(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("run", [restore_log, lookahead_log, fuzz_log])
-def test_runs_go_on_behind_a_line_that_was_torn(run: Callable[[Path], list[Any]], tmp_path: Path) -> None:
+def test_runs_go_on_behind_a_line_that_was_torn(
+    run: Callable[[Path], list[Any]], tmp_path: Path
+) -> None:
     path = tmp_path / "log.jsonl"
     run(path)
     run(path)
@@ -77,7 +79,9 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
 def test_what_is_not_known_is_refused_with_its_place_and_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk")
-    with pytest.raises(BenchError, match=r"notes\.txt:1: not a line of this bench.*Name another --log"):
+    with pytest.raises(
+        BenchError, match=r"notes\.txt:1: not a line of this bench.*Name another --log"
+    ):
         lines(path)
     for damage in ("[" * 200_000, "1" * 5000):
         path.write_text('{"a": 1}\n' + damage + '\n{"c": 3}\n')

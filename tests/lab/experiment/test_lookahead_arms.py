@@ -13,18 +13,36 @@ import pytest
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, has_storage, prepare
-from sgl_kvtier.lab.experiment.lookahead.arms import AUTO, LOOKAHEAD_ARMS, ORACLE, arm_names, arm_setup, pools
+from sgl_kvtier.lab.experiment.lookahead.arms import (
+    AUTO,
+    LOOKAHEAD_ARMS,
+    ORACLE,
+    arm_names,
+    arm_setup,
+    pools,
+)
 
 PAGE = 16
-SETUP = Setup("model", "m", "cpu", PAGE, 512, sections={"policy": {"min_restore_tokens": 64}, "throttle": {"read_gbps": 2.0}})
+SETUP = Setup(
+    "model",
+    "m",
+    "cpu",
+    PAGE,
+    512,
+    sections={"policy": {"min_restore_tokens": 64}, "throttle": {"read_gbps": 2.0}},
+)
 
 
 def load(contexts: int = 8, tokens: int = 1000) -> Any:
     rows = [{"output_tokens": 50, "longest_tokens": tokens} for _ in range(contexts)]
-    return SimpleNamespace(context_tokens=contexts * tokens, longest_tokens=tokens, rows=rows, sessions=rows)
+    return SimpleNamespace(
+        context_tokens=contexts * tokens, longest_tokens=tokens, rows=rows, sessions=rows
+    )
 
 
-def launched(folder: Path, lookahead: list[int], arms: list[str] | None = None) -> dict[str, tuple[tuple[str, ...], dict | None]]:
+def launched(
+    folder: Path, lookahead: list[int], arms: list[str] | None = None
+) -> dict[str, tuple[tuple[str, ...], dict | None]]:
     """Per arm its arguments, and its settings file without the store's own folder."""
     setup = arm_setup(SETUP, pools(load(), 3.0, PAGE), "auto", lookahead)
     found = {}
@@ -42,7 +60,15 @@ def launched(folder: Path, lookahead: list[int], arms: list[str] | None = None) 
 
 
 def test_the_arms_are_those_promised_in_their_order() -> None:
-    assert arm_names(None, [AUTO]) == ["recompute", "hicache-file", "restore", "lookahead", "next-use", "kvtier", "oracle"]
+    assert arm_names(None, [AUTO]) == [
+        "recompute",
+        "hicache-file",
+        "restore",
+        "lookahead",
+        "next-use",
+        "kvtier",
+        "oracle",
+    ]
     assert arm_names(["oracle", "restore"], [AUTO]) == ["restore", "oracle"]
 
 
@@ -50,7 +76,9 @@ def test_kvtier_arms_differ_in_the_policy_section_only(tmp_path: Path) -> None:
     arms = launched(tmp_path, [AUTO])
     ours = [arms[name] for name in ("restore", "lookahead", "next-use", OURS)]
     assert len({arguments for arguments, _ in ours}) == 1
-    rest = [{k: v for k, v in settings.items() if k != "policy"} for _, settings in ours if settings]
+    rest = [
+        {k: v for k, v in settings.items() if k != "policy"} for _, settings in ours if settings
+    ]
     assert all(one == rest[0] for one in rest)
     assert rest[0]["throttle"] == {"read_gbps": 2.0}
 
@@ -76,7 +104,9 @@ def test_the_oracle_is_recompute_with_a_device_pool_for_everything(tmp_path: Pat
 
 
 @pytest.mark.parametrize("over", [1.0, 1.5, 3.0, 5.0])
-def test_the_device_pool_is_the_share_asked_for_and_host_memory_has_half_of_the_rest(over: float) -> None:
+def test_the_device_pool_is_the_share_asked_for_and_host_memory_has_half_of_the_rest(
+    over: float,
+) -> None:
     sizes = pools(load(), over, PAGE)
     assert sizes.needed / over <= sizes.device < sizes.needed / over + PAGE
     rest = sizes.needed - sizes.device
@@ -92,17 +122,37 @@ def test_a_device_pool_that_cannot_hold_one_request_is_refused_with_what_is_poss
 
 def test_several_lookaheads_make_an_arm_each_and_auto_keeps_the_name(tmp_path: Path) -> None:
     names = arm_names(None, [0, 2, AUTO])
-    assert names == ["recompute", "hicache-file", "restore", "lookahead", "next-use", "kvtier-k0", "kvtier-k2", "kvtier", "oracle"]
+    assert names == [
+        "recompute",
+        "hicache-file",
+        "restore",
+        "lookahead",
+        "next-use",
+        "kvtier-k0",
+        "kvtier-k2",
+        "kvtier",
+        "oracle",
+    ]
     arms = launched(tmp_path, [0, 2, AUTO])
-    ks = {name: (arms[name][1] or {})["policy"]["lookahead"] for name in names if name.startswith(OURS) or name == "lookahead"}
+    ks = {
+        name: (arms[name][1] or {})["policy"]["lookahead"]
+        for name in names
+        if name.startswith(OURS) or name == "lookahead"
+    }
     assert ks == {"lookahead": -1, "kvtier-k0": 0, "kvtier-k2": 2, "kvtier": -1}
-    policies = [{k: v for k, v in (arms[name][1] or {})["policy"].items() if k != "lookahead"} for name in ("kvtier", "kvtier-k0")]
+    policies = [
+        {k: v for k, v in (arms[name][1] or {})["policy"].items() if k != "lookahead"}
+        for name in ("kvtier", "kvtier-k0")
+    ]
     assert policies[0] == policies[1]
 
 
 def test_one_lookahead_is_that_of_every_arm_that_moves_pages_ahead(tmp_path: Path) -> None:
     arms = launched(tmp_path, [4])
-    ks = [(arms[name][1] or {})["policy"]["lookahead"] for name in ("restore", "lookahead", "next-use", "kvtier")]
+    ks = [
+        (arms[name][1] or {})["policy"]["lookahead"]
+        for name in ("restore", "lookahead", "next-use", "kvtier")
+    ]
     assert ks == [-1, 4, 4, 4]
 
 

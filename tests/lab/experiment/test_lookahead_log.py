@@ -13,12 +13,22 @@ from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
 from sgl_kvtier.lab.outside.server import Usage
 
-ABOUT = {"workload": {"source": "generated:swe-mini", "requests": 3}, "page_size": 16, "extra": ("--x",)}
+ABOUT = {
+    "workload": {"source": "generated:swe-mini", "requests": 3},
+    "page_size": 16,
+    "extra": ("--x",),
+}
 
 
 def trial(arm: str, number: int) -> Trial:
-    one = round_of(arm, number, 0.2, counted(1000, 100, 30) if arm == "kvtier" else BEFORE, storage=20)
-    one.cpu, one.usage, one.disk_bytes = CpuShare(1.0, 0.5, 0.1, 0.0), Usage(1, 2, 3, 4.0, 5), (6, 7)
+    one = round_of(
+        arm, number, 0.2, counted(1000, 100, 30) if arm == "kvtier" else BEFORE, storage=20
+    )
+    one.cpu, one.usage, one.disk_bytes = (
+        CpuShare(1.0, 0.5, 0.1, 0.0),
+        Usage(1, 2, 3, 4.0, 5),
+        (6, 7),
+    )
     return Trial("3x, pause 0.5 s", arm, number, one, 30.0, ("python", "-m", "x"))
 
 
@@ -34,10 +44,15 @@ def test_figures_of_a_log_are_those_of_its_trials(tmp_path: Path) -> None:
     ]
     for arm in ("recompute", "kvtier"):
         before, after = ([one.one for one in trials] for trials in (made, read.trials))
-        assert arm_figures(arm, after, sample_rows(after)) == arm_figures(arm, before, sample_rows(before))
+        assert arm_figures(arm, after, sample_rows(after)) == arm_figures(
+            arm, before, sample_rows(before)
+        )
     assert read.trials[1].one.occupancy == made[1].one.occupancy
     assert read.find("3x, pause 0.5 s", "kvtier", 2) is not None
-    assert read.find("3x, pause 0.5 s", "kvtier", 3) is None and read.find("5x, pause 0.5 s", "kvtier", 2) is None
+    assert (
+        read.find("3x, pause 0.5 s", "kvtier", 3) is None
+        and read.find("5x, pause 0.5 s", "kvtier", 2) is None
+    )
 
 
 def test_a_torn_last_line_is_dropped_and_another_load_refused(tmp_path: Path) -> None:

@@ -30,8 +30,16 @@ def counted(moved: int, wasted: int, pages: int, *, second_rank: bool = False) -
         text += f'kvtier:lookahead_moved_bytes_total{{{own},link="storage-host"}} {moved}\n'
         text += f'kvtier:lookahead_moved_bytes_total{{{own},link="host-device"}} {moved}\n'
         text += f"kvtier:lookahead_wasted_bytes_total{{{own}}} {wasted}\nkvtier:pages_read_total{{{own}}} {pages}\n"
-        text += f"kvtier:lookahead_victims_total{{{own}}} 3\nkvtier:lookahead_drift_total{{{own}}} 0\n"
-        for how, turns in (("held", 4), ("failed", 2), ("held_right", 3), ("held_wrong", 1), ("failed_right", 2)):
+        text += (
+            f"kvtier:lookahead_victims_total{{{own}}} 3\nkvtier:lookahead_drift_total{{{own}}} 0\n"
+        )
+        for how, turns in (
+            ("held", 4),
+            ("failed", 2),
+            ("held_right", 3),
+            ("held_wrong", 1),
+            ("failed_right", 2),
+        ):
             text += f'kvtier:lookahead_overlap_total{{{own},result="{how}"}} {turns}\n'
         for tier, tokens in (("device", 60), ("host", 20), ("storage", 10), ("none", 10)):
             text += f'kvtier:lookahead_hit_tokens_total{{{own},tier="{tier}"}} {tokens}\n'
@@ -39,7 +47,14 @@ def counted(moved: int, wasted: int, pages: int, *, second_rank: bool = False) -
 
 
 def round_of(arm: str, number: int, ttft_s: float, after: str, storage: int = 0) -> Round:
-    one = Round(arm, number, before=Metrics.parse(BEFORE), after=Metrics.parse(after), wall_s=1.0, complete=True)
+    one = Round(
+        arm,
+        number,
+        before=Metrics.parse(BEFORE),
+        after=Metrics.parse(after),
+        wall_s=1.0,
+        complete=True,
+    )
     cached = Cached(device=40, storage=storage, total=40 + storage)
     for turn in (1, 2, 3):
         times = (ttft_s * turn, ttft_s * turn + 0.01)
@@ -53,7 +68,10 @@ def result(after: str, *, kvtier_s: float = 0.2, storage: int = 20, oracle: str 
     options = CompareOptions(ARMS, setup, ReplayOptions(), Path("folder"), rounds=1)
     cells = []
     for number, gap_s in ((1, 0.0), (2, 0.5)):
-        rounds = [round_of("recompute", number, 1.0, BEFORE), round_of("kvtier", number, kvtier_s, after, storage)]
+        rounds = [
+            round_of("recompute", number, 1.0, BEFORE),
+            round_of("kvtier", number, kvtier_s, after, storage),
+        ]
         rounds.append(round_of("oracle", number, 0.1, oracle))
         cells.append(Cell(3.0, gap_s, Pools(900, 300, 600, 1200), options, Outcome(rounds)))
     found = make_results(cells, ARMS)
@@ -68,12 +86,20 @@ def test_figures_are_of_one_rank_and_added_up_over_cells(second_rank: bool) -> N
     assert (ours["wasted_bytes"], ours["wasted_fraction"]) == (200, 0.05)
     assert ours["hit_tokens_at_schedule"] == {"device": 120, "host": 40, "storage": 20}
     assert ours["hit_tokens_counted_by"] == "server"
-    overlap = {"held": 8, "failed": 4, "held_right": 6, "held_wrong": 2, "failed_right": 4, "failed_wrong": 0}
+    overlap = {
+        "held": 8,
+        "failed": 4,
+        "held_right": 6,
+        "held_wrong": 2,
+        "failed_right": 4,
+        "failed_wrong": 0,
+    }
     assert ours["lookahead"] == {"victims": 6, "drift": 0, "hints": None, "overlap": overlap}
 
 
 def test_what_was_read_and_used_by_nobody_is_left_over() -> None:
-    # 30 pages of 16 tokens are 4,800 bytes; 3 requests used 20 tokens each, 600; 900 were moved ahead and not wasted.
+    # 30 pages of 16 tokens are 4,800 bytes; 3 requests used 20 tokens each, 600; 900 were moved
+    # ahead and not wasted.
     cell = result(counted(1000, 100, 30))["cells"][0]["arms"]["kvtier"]
     assert (cell["storage_read_bytes"], cell["surplus_read_bytes"]) == (4800, 4800 - 600 - 900)
     assert result(counted(1000, 100, 9))["cells"][0]["arms"]["kvtier"]["surplus_read_bytes"] == 0
@@ -95,13 +121,19 @@ def test_first_turns_of_sessions_are_told_from_later_ones() -> None:
 
 def test_an_arm_that_moved_nothing_and_one_that_counts_nothing_are_named() -> None:
     assert "kvtier: its server moved no page ahead." in result(counted(0, 0, 0))["notes"]
-    assert "kvtier: its server counts nothing of looking ahead, so nothing shows that it did." in result(BEFORE)["notes"]
+    assert (
+        "kvtier: its server counts nothing of looking ahead, so nothing shows that it did."
+        in result(BEFORE)["notes"]
+    )
     assert not [note for note in result(counted(1, 0, 0))["notes"] if note.startswith("kvtier")]
 
 
 def test_an_oracle_that_evicted_is_no_oracle() -> None:
     notes = result(counted(1, 0, 0), oracle="sglang:evicted_tokens_total 5\n")["notes"]
-    assert "3x, pause 0.5 s: the oracle's device pool was too small after all: 5 tokens were evicted." in notes
+    assert (
+        "3x, pause 0.5 s: the oracle's device pool was too small after all: 5 tokens were evicted."
+        in notes
+    )
     assert not [note for note in result(counted(1, 0, 0))["notes"] if "too small" in note]
 
 
@@ -119,7 +151,9 @@ def test_the_page_says_what_missed_its_aim_and_where_others_are_faster() -> None
 
 def test_tables_have_a_row_per_cell_and_arm_and_dashes_for_what_is_not_known() -> None:
     times, hits, moved, overlap, rounds = lookahead_tables(result(counted(1000, 100, 30)))
-    assert [row["share"] for row in overlap.rows] == [{"held": 2 / 3, "right": 0.75, "failed_right": 1.0}] * 2
+    assert [row["share"] for row in overlap.rows] == [
+        {"held": 2 / 3, "right": 0.75, "failed_right": 1.0}
+    ] * 2
     ratios = [(row["round"], row["arm"], row["over"]["oracle"]) for row in rounds.rows]
     assert [row[:2] for row in ratios] == [(number, arm) for number in (1, 2) for arm in ARMS]
     assert [row[2] for row in ratios] == [pytest.approx(ratio) for ratio in (10.0, 2.0, 1.0) * 2]

@@ -1,4 +1,6 @@
-"""Whole runs of `kvtier compare lookahead`, with a stand-in where SGLang would be: cells, fresh servers, figures, files."""
+"""Whole runs of `kvtier compare lookahead`, with a stand-in where SGLang would be: cells, fresh
+servers, figures, files.
+"""
 
 from __future__ import annotations
 
@@ -15,53 +17,110 @@ from sgl_kvtier.lab.outside.client import Metrics
 from sgl_kvtier.lab.pages.lookahead_html import losing, statements
 
 SITE = Path(__file__).parents[1] / "fake_site"
-SMALL = ["--device", "cpu", "--lab-model", "tiny-qwen3", "--trace", "generated:swe-mini", "--sessions", "4", "--turns", "2", "--divisor", "16"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--lab-model",
+    "tiny-qwen3",
+    "--trace",
+    "generated:swe-mini",
+    "--sessions",
+    "4",
+    "--turns",
+    "2",
+    "--divisor",
+    "16",
+]
 
 
-def compare(tmp_path: Path, *extra: str, task: str = "") -> tuple[subprocess.CompletedProcess[str], dict]:
+def compare(
+    tmp_path: Path, *extra: str, task: str = ""
+) -> tuple[subprocess.CompletedProcess[str], dict]:
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "FAKE_SGLANG": task, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "FAKE_SGLANG": task,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     target = tmp_path / "out.json"
     command = [sys.executable, "-m", "sgl_kvtier.cli", "compare", "lookahead", *SMALL]
     command += ["--folder", str(tmp_path / "work"), "--json", str(target), *extra]
     start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
     command[1:3] = ["-c", start]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     return done, json.loads(target.read_text()) if target.exists() else {}
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str]:
     folder = tmp_path_factory.mktemp("ahead")
-    extra = ("--gaps", "0,0.05", "--oversubscription", "1.5", "--rounds", "2", "--html", str(folder / "page.html"))
+    extra = (
+        "--gaps",
+        "0,0.05",
+        "--oversubscription",
+        "1.5",
+        "--rounds",
+        "2",
+        "--html",
+        str(folder / "page.html"),
+    )
     done, result = compare(folder, *extra, "--arms", "recompute,hicache-file,restore,kvtier,oracle")
     assert done.returncode == 0, done.stderr
     return result, folder, done.stdout
 
 
-def test_every_arm_replays_every_request_in_every_cell_and_round(measured: tuple[dict, Path, str]) -> None:
+def test_every_arm_replays_every_request_in_every_cell_and_round(
+    measured: tuple[dict, Path, str],
+) -> None:
     result, _, _ = measured
     assert result["schema"] == "kvtier.compare.lookahead/1"
-    assert [(cell["oversubscription"], cell["gap_s"]) for cell in result["cells"]] == [(1.5, 0.0), (1.5, 0.05)]
+    assert [(cell["oversubscription"], cell["gap_s"]) for cell in result["cells"]] == [
+        (1.5, 0.0),
+        (1.5, 0.05),
+    ]
     requests = result["workload"]["requests"]
     for cell in result["cells"]:
         assert list(cell["arms"]) == ["recompute", "hicache-file", "restore", "kvtier", "oracle"]
         assert {one["requests"] for one in cell["arms"].values()} == {2 * requests}
         assert {one["equal_tokens_fraction"] for one in cell["arms"].values()} == {1.0}
     assert {one["requests"] for one in result["arms"].values()} == {4 * requests}
-    assert {(s["round"], s["gap_s"]) for s in result["samples"]} == {(1, 0.0), (2, 0.0), (3, 0.05), (4, 0.05)}
+    assert {(s["round"], s["gap_s"]) for s in result["samples"]} == {
+        (1, 0.0),
+        (2, 0.0),
+        (3, 0.05),
+        (4, 0.05),
+    }
 
 
-def test_every_trial_has_a_server_of_its_own_and_arms_take_turns(measured: tuple[dict, Path, str]) -> None:
+def test_every_trial_has_a_server_of_its_own_and_arms_take_turns(
+    measured: tuple[dict, Path, str],
+) -> None:
     result, folder, _ = measured
     for cell in ("1.5x-0s", "1.5x-0.05s"):
         assert (folder / "work" / cell / "kvtier" / "server.log").read_text().count("ready") == 2
     order = list(dict.fromkeys((s["round"], s["arm"]) for s in result["samples"]))
-    assert [arm for number, arm in order if number == 1] == ["recompute", "hicache-file", "restore", "kvtier", "oracle"]
-    assert [arm for number, arm in order if number == 2] == ["hicache-file", "restore", "kvtier", "oracle", "recompute"]
+    assert [arm for number, arm in order if number == 1] == [
+        "recompute",
+        "hicache-file",
+        "restore",
+        "kvtier",
+        "oracle",
+    ]
+    assert [arm for number, arm in order if number == 2] == [
+        "hicache-file",
+        "restore",
+        "kvtier",
+        "oracle",
+        "recompute",
+    ]
 
 
-def test_requests_name_their_session_and_pauses_are_the_cells(measured: tuple[dict, Path, str]) -> None:
+def test_requests_name_their_session_and_pauses_are_the_cells(
+    measured: tuple[dict, Path, str],
+) -> None:
     result, _, _ = measured
     assert result["settings"]["arms"]["kvtier"]["policy"]["sessions"] is True
     assert not any("not cold" in note for note in result["notes"])
@@ -93,7 +152,18 @@ def test_the_page_has_tables_losing_cells_and_every_arm(measured: tuple[dict, Pa
 
 def test_a_failing_arm_spares_the_others(tmp_path: Path) -> None:
     arms = "recompute,hicache-file,oracle"
-    done, result = compare(tmp_path, "--gaps", "0", "--rounds", "1", "--arms", arms, "--oversubscription", "1.5", task="hicache-file:refuse")
+    done, result = compare(
+        tmp_path,
+        "--gaps",
+        "0",
+        "--rounds",
+        "1",
+        "--arms",
+        arms,
+        "--oversubscription",
+        "1.5",
+        task="hicache-file:refuse",
+    )
     assert done.returncode == 1
     assert "no memory left for you" in result["arms"]["hicache-file"]["failure"]
     assert result["arms"]["oracle"]["requests"] == result["workload"]["requests"]
@@ -110,13 +180,21 @@ def test_tiers_are_read_from_what_a_server_counts() -> None:
         'sglang:kv_used_tokens{a="1"} 16\nsglang:kv_evictable_tokens{a="1"} 100\nsglang:hicache_host_used_tokens 64\n'
         'kvtier:store_pages{tp_rank="0"} 5\nkvtier:store_pages{tp_rank="1"} 5\nsglang:backuped_tokens_total 999\n'
     )
-    assert occupancy(Metrics.parse(text), Metrics({}), 16) == {"device": 116.0, "host": 64.0, "storage": 80.0}
+    assert occupancy(Metrics.parse(text), Metrics({}), 16) == {
+        "device": 116.0,
+        "host": 64.0,
+        "storage": 80.0,
+    }
     file = Metrics.parse("sglang:backuped_tokens_total 999\n")
-    assert occupancy(file, Metrics.parse("sglang:backuped_tokens_total 900\n"), 16) == {"storage": 99.0}
+    assert occupancy(file, Metrics.parse("sglang:backuped_tokens_total 900\n"), 16) == {
+        "storage": 99.0
+    }
     assert occupancy(Metrics({}), Metrics({}), 16) == {}
 
 
-def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_per_pause(tmp_path: Path) -> None:
+def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_per_pause(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "log.jsonl"
     arms = ("--arms", "recompute,kvtier,oracle", "--gaps", "0", "--rounds", "1", "--log", str(log))
     first, none = compare(tmp_path, *arms, "--oversubscription", "1.5", "--minutes", "0")
@@ -127,11 +205,15 @@ def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_pe
     third, both = compare(tmp_path, *arms, "--oversubscription", "1.5,1.2")
     assert third.returncode == 0, third.stderr
     requests = one["workload"]["requests"]
-    assert [{arm: figures["requests"] for arm, figures in cell["arms"].items()} for cell in both["cells"]] == [
-        {"recompute": requests, "kvtier": requests, "oracle": requests}
-    ] * 2
+    assert [
+        {arm: figures["requests"] for arm, figures in cell["arms"].items()}
+        for cell in both["cells"]
+    ] == [{"recompute": requests, "kvtier": requests, "oracle": requests}] * 2
     assert both["cells"][0]["arms"] == one["cells"][0]["arms"]
-    assert both["cells"][1]["arms"]["oracle"]["ttft_ms"] == one["cells"][0]["arms"]["oracle"]["ttft_ms"]
+    assert (
+        both["cells"][1]["arms"]["oracle"]["ttft_ms"]
+        == one["cells"][0]["arms"]["oracle"]["ttft_ms"]
+    )
     made = [json.loads(line) for line in log.read_text().splitlines()][1:]
     assert [(trial["cell"], trial["arm"]) for trial in made] == [
         ("1.5x, pause 0 s", "recompute"), ("1.5x, pause 0 s", "kvtier"), ("pause 0 s", "oracle"),

@@ -26,9 +26,13 @@ def make_round(
             done = Completion(0.0, 1.0, error="HTTP 500")
         else:
             times = tuple(ttft + 0.01 * i for i in range(len(ids)))
-            done = Completion(0.0, times[-1], ids, times, prompt_tokens=100, cached=cached or Cached())
+            done = Completion(
+                0.0, times[-1], ids, times, prompt_tokens=100, cached=cached or Cached()
+            )
         samples.append(Sample("s", turn, done))
-    return Round(arm, number, samples, Metrics.parse(before), Metrics.parse(after), wall_s=2.0, complete=True)
+    return Round(
+        arm, number, samples, Metrics.parse(before), Metrics.parse(after), wall_s=2.0, complete=True
+    )
 
 
 def figures(arm: str, rounds: list[Round]) -> dict:
@@ -87,7 +91,10 @@ def test_storage_bytes_are_the_servers_tokens_times_its_bytes_per_token_within_t
 
 
 def test_an_arm_without_storage_moved_no_bytes_and_one_that_cannot_tell_says_so() -> None:
-    assert figures("hicache", [make_round("hicache", 1, [0.1])])["bytes"] == {"read": 0, "written": 0}
+    assert figures("hicache", [make_round("hicache", 1, [0.1])])["bytes"] == {
+        "read": 0,
+        "written": 0,
+    }
     unknown = make_round("kvtier", 1, [0.1], after="sglang:backuped_tokens_total 5\n")
     assert figures("kvtier", [unknown])["bytes"] == {"read": None, "written": None}
 
@@ -98,7 +105,7 @@ RANKS = 'tp_rank="0",pp_rank="0",dp_rank="0"'
 def test_restorations_are_what_one_ranks_counters_grew_by() -> None:
     before = f'kvtier:restore_computed_tokens_total{{{RANKS}}} 100\nkvtier:restore_ended_total{{{RANKS},how="met"}} 1\n'
     after = (
-        f'kvtier:restore_computed_tokens_total{{{RANKS}}} 400\n'
+        f"kvtier:restore_computed_tokens_total{{{RANKS}}} 400\n"
         f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="host"}} 300\n'
         f'kvtier:restore_loaded_tokens_total{{{RANKS},tier="storage"}} 600\n'
         f'kvtier:restore_loaded_bytes_total{{{RANKS},link="storage-device"}} 5000\n'
@@ -132,11 +139,17 @@ def test_ratios_pair_the_same_round_of_two_arms() -> None:
 
 
 def test_a_round_that_is_not_complete_makes_no_pair_and_is_named() -> None:
-    rounds = [make_round(arm, number, [seconds]) for number in (1, 2) for arm, seconds in (("kvtier", 0.1), ("hicache-file", 0.2))]
+    rounds = [
+        make_round(arm, number, [seconds])
+        for number in (1, 2)
+        for arm, seconds in (("kvtier", 0.1), ("hicache-file", 0.2))
+    ]
     torn = make_round("kvtier", 3, [0.9])
     torn.complete = False
     rounds += [torn, make_round("hicache-file", 3, [0.1])]
-    ratio = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])["kvtier/hicache-file"]["ttft_ms"]
+    ratio = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])["kvtier/hicache-file"][
+        "ttft_ms"
+    ]
     assert (ratio["n"], ratio["median"]) == (2, pytest.approx(0.5))
     assert left_out(rounds) == ["Not complete, and so in no ratio: round 3 of kvtier."]
     assert left_out(rounds[:2]) == []
@@ -144,7 +157,10 @@ def test_a_round_that_is_not_complete_makes_no_pair_and_is_named() -> None:
 
 
 def test_means_may_say_the_opposite_of_medians_and_stand_beside_them() -> None:
-    rounds = [make_round("kvtier", 1, [0.2, 0.2, 0.2]), make_round("hicache-file", 1, [0.1, 0.1, 1.0])]
+    rounds = [
+        make_round("kvtier", 1, [0.2, 0.2, 0.2]),
+        make_round("hicache-file", 1, [0.1, 0.1, 1.0]),
+    ]
     found = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])["kvtier/hicache-file"]
     assert found["ttft_ms"]["median"] == pytest.approx(2.0)
     assert found["ttft_ms_mean"]["median"] == pytest.approx(0.5)

@@ -1,4 +1,6 @@
-"""The bench against the real SGLang server with a kvtier storage tier: one server for the whole module."""
+"""The bench against the real SGLang server with a kvtier storage tier: one server for the whole
+module.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from sgl_kvtier.launch import detect_device, missing_packages
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(bool(missing_packages()), reason="sglang is not installed: pip install '.[sglang]'"),
+    pytest.mark.skipif(
+        bool(missing_packages()), reason="sglang is not installed: pip install '.[sglang]'"
+    ),
     pytest.mark.skipif(detect_device() != "cpu", reason="checks the CPU reference platform"),
 ]
 
@@ -107,10 +111,33 @@ def test_a_prompt_that_does_not_fit_is_an_error_of_that_request_alone(server: Se
     assert good.error is None
 
 
-def test_replay_command_reports_every_request(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_command_reports_every_request(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, log = tmp_path / "replay.json", tmp_path / "log.jsonl"
-    arguments = ["replay", server.url, "--trace", "generated:swe-mini", "--sessions", "3", "--turns", "3", "--divisor", "16"]
-    arguments += ["--gap-scale", "0", "--concurrency", "2", "--flush", "--json", str(out), "--log", str(log)]
+    arguments = [
+        "replay",
+        server.url,
+        "--trace",
+        "generated:swe-mini",
+        "--sessions",
+        "3",
+        "--turns",
+        "3",
+        "--divisor",
+        "16",
+    ]
+    arguments += [
+        "--gap-scale",
+        "0",
+        "--concurrency",
+        "2",
+        "--flush",
+        "--json",
+        str(out),
+        "--log",
+        str(log),
+    ]
     assert main(arguments) == 0
     result = json.loads(out.read_text())
     assert result["schema"] == "kvtier.replay/1"

@@ -62,20 +62,31 @@ def test_a_request_costs_what_is_left_of_one_page_after_a_decoding_step() -> Non
 
 
 def test_the_bound_of_the_link_leaves_out_what_loading_costs_beside_it() -> None:
-    # Loading alone took 2.6 s, 0.2 s of them after the prefix was there; the link needs 2 s of the 2.4 s between.
-    best = optimal_of_link(4096, 1, straight(4096, 2.0), load_only_s=2.6, resident_s=0.2, link_s=2.0)
+    # Loading alone took 2.6 s, 0.2 s of them after the prefix was there; the link needs 2 s of the
+    # 2.4 s between.
+    best = optimal_of_link(
+        4096, 1, straight(4096, 2.0), load_only_s=2.6, resident_s=0.2, link_s=2.0
+    )
     assert best.seconds == pytest.approx(1.0 + 0.2, rel=1e-3)
     assert best.computed_tokens == pytest.approx(2048, abs=1)
-    assert best.seconds < optimal(4096, 1, straight(4096, 2.0), load_only_s=2.6, resident_s=0.2).seconds
+    assert (
+        best.seconds
+        < optimal(4096, 1, straight(4096, 2.0), load_only_s=2.6, resident_s=0.2).seconds
+    )
 
 
 def test_the_bound_of_the_link_is_the_measured_one_where_the_link_is_all_there_is() -> None:
     measured = optimal(4096, 1, straight(4096, 2.0), load_only_s=2.2, resident_s=0.2)
-    assert optimal_of_link(4096, 1, straight(4096, 2.0), load_only_s=2.2, resident_s=0.2, link_s=2.0) == measured
+    assert (
+        optimal_of_link(4096, 1, straight(4096, 2.0), load_only_s=2.2, resident_s=0.2, link_s=2.0)
+        == measured
+    )
 
 
 def test_loading_that_was_faster_than_the_link_was_set_to_is_taken_as_it_was_measured() -> None:
-    found = optimal_of_link(4096, 1, straight(4096, 2.0), load_only_s=1.0, resident_s=0.2, link_s=5.0)
+    found = optimal_of_link(
+        4096, 1, straight(4096, 2.0), load_only_s=1.0, resident_s=0.2, link_s=5.0
+    )
     assert found.seconds == pytest.approx(t_star(2.0, 0.8), rel=1e-3)
 
 
@@ -88,5 +99,7 @@ def test_loading_that_was_faster_than_the_link_was_set_to_is_taken_as_it_was_mea
         (256, [256]),
     ],
 )
-def test_the_curve_is_measured_at_multiples_of_the_chunk_and_at_the_end(prefix: int, points: list[int]) -> None:
+def test_the_curve_is_measured_at_multiples_of_the_chunk_and_at_the_end(
+    prefix: int, points: list[int]
+) -> None:
     assert curve_points(prefix, 512) == points

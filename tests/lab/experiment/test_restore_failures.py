@@ -1,4 +1,6 @@
-"""Trials that fail, that are disturbed, and logs that are gone on from: nothing of what a server did is lost sight of."""
+"""Trials that fail, that are disturbed, and logs that are gone on from: nothing of what a server
+did is lost sight of.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.restore import trial as restore_trial
 from sgl_kvtier.lab.experiment.restore.cells import cells, curves
 from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
-from sgl_kvtier.lab.experiment.restore.log import CURVE, FIRST, GRID, PRIME, RESIDENT, RestoreLog, Scale
+from sgl_kvtier.lab.experiment.restore.log import (
+    CURVE,
+    FIRST,
+    GRID,
+    PRIME,
+    RESIDENT,
+    RestoreLog,
+    Scale,
+)
 from sgl_kvtier.lab.experiment.restore.result import is_sound, make_result, summary_of
 from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, UNWATCHED_S, ServerCpu, Trial, Trials
 from sgl_kvtier.lab.outside.client import Client
@@ -39,7 +49,9 @@ def result_of(log: RestoreLog) -> dict[str, Any]:
 
 
 def stock_in_the_round(server: RestoringServer) -> bool:
-    """SGLang's own way with its timeout, once the grid has begun: the warm-up has asked for it once before."""
+    """SGLang's own way with its timeout, once the grid has begun: the warm-up has asked for it once
+    before.
+    """
     asked = [state[:2] for state in server.states].count(("off", "timeout"))
     return (server.restore, server.prefetch) == ("off", "timeout") and asked > 0
 
@@ -56,7 +68,10 @@ def test_a_request_that_fails_is_counted_and_is_no_equal_answer() -> None:
     found = result_of(log)
     assert (found["summary"]["errors"], found["summary"]["equal_tokens"]) == (1, False)
     assert not is_sound(found["summary"])
-    assert any(note.startswith("1 requests failed") and "the prompt is too long" in note for note in found["notes"])
+    assert any(
+        note.startswith("1 requests failed") and "the prompt is too long" in note
+        for note in found["notes"]
+    )
 
 
 def test_a_cell_in_which_everything_failed_is_a_cell() -> None:
@@ -65,7 +80,11 @@ def test_a_cell_in_which_everything_failed_is_a_cell() -> None:
     log.keep(Trial("fake", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
     log.keep(Trial("fake", 512, GRID, "load", 1, 0.5, 1.0, LONG, error="HTTP 500"))
     row = cells(log)[0]
-    assert (row["errors"], row["equal_tokens_fraction"], row["foreign_cores"]) == ({"load": 1}, 0.0, None)
+    assert (row["errors"], row["equal_tokens_fraction"], row["foreign_cores"]) == (
+        {"load": 1},
+        0.0,
+        None,
+    )
     assert row["ttft_ms"] == {"load": None}
 
 
@@ -78,14 +97,20 @@ def test_of_a_trial_that_was_made_again_only_the_last_attempt_counts(tmp_path: P
     assert (sum(row["errors"].values()), row["rounds"]["stock_timeout"]) == (0, 1)
     assert row["equal_tokens_fraction"] == 1.0
     assert is_sound(result_of(again)["summary"])
-    assert sum(trial.error is not None for trial in again.trials) == 1, "the failure stays in the log"
+    assert sum(trial.error is not None for trial in again.trials) == 1, (
+        "the failure stays in the log"
+    )
 
 
-@pytest.mark.parametrize(("kind", "arm"), [(FIRST, "kvtier"), (RESIDENT, "compute"), (CURVE, "compute")])
+@pytest.mark.parametrize(
+    ("kind", "arm"), [(FIRST, "kvtier"), (RESIDENT, "compute"), (CURVE, "compute")]
+)
 def test_what_failed_beside_the_rounds_counts_and_is_made_again(kind: str, arm: str) -> None:
     log = RestoreLog()
     measure(RestoringServer(), ONE, log)
-    place = next(place for place, trial in enumerate(log.trials) if (trial.kind, trial.arm) == (kind, arm))
+    place = next(
+        place for place, trial in enumerate(log.trials) if (trial.kind, trial.arm) == (kind, arm)
+    )
     log.trials[place] = dataclasses.replace(log.trials[place], error="HTTP 500", ttft_s=None)
     assert result_of(log)["summary"]["errors"] == 1
     before = len(log.of("fake", 512, GRID))
@@ -94,7 +119,9 @@ def test_what_failed_beside_the_rounds_counts_and_is_made_again(kind: str, arm: 
     assert len(log.of("fake", 512, GRID)) == before
 
 
-def attempts(server: RestoringServer, shares: list[float], cpu: ServerCpu, monkeypatch: pytest.MonkeyPatch) -> tuple[Trial, list[Trial]]:
+def attempts(
+    server: RestoringServer, shares: list[float], cpu: ServerCpu, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Trial, list[Trial]]:
     """A trial beside which others use so many cores, attempt by attempt, and what was discarded."""
     left = iter(shares)
 
@@ -110,7 +137,14 @@ def attempts(server: RestoringServer, shares: list[float], cpu: ServerCpu, monke
 
     async def go() -> Trial:
         async with server.up(), Client(server.url, admin_key="secret") as client:
-            trials = Trials(client, cpu, look_every_s=0.0, unwatched_s=0.0, pace=lambda: 1.0, discard=discarded.append)
+            trials = Trials(
+                client,
+                cpu,
+                look_every_s=0.0,
+                unwatched_s=0.0,
+                pace=lambda: 1.0,
+                discard=discarded.append,
+            )
             return await trials.run(Trial("fake", 512, GRID, "compute", 1, 0.5, 1.0), [1] * LONG)
 
     return asyncio.run(go()), discarded
@@ -124,16 +158,27 @@ class Idle(ServerCpu):
         self.known = True
 
 
-def test_a_repeat_that_fails_is_the_trial_however_disturbed_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, discarded = attempts(failing(lambda server: len(server.requests) == 2), [1.0, 9.0], Idle(), monkeypatch)
+def test_a_repeat_that_fails_is_the_trial_however_disturbed_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, discarded = attempts(
+        failing(lambda server: len(server.requests) == 2), [1.0, 9.0], Idle(), monkeypatch
+    )
     assert kept.error is not None and (kept.repeats, kept.foreign_cores) == (1, 9.0)
-    assert [(one.kind, one.foreign_cores, one.error) for one in discarded] == [(DISCARDED, 1.0, None)]
+    assert [(one.kind, one.foreign_cores, one.error) for one in discarded] == [
+        (DISCARDED, 1.0, None)
+    ]
 
 
-def test_attempts_that_do_not_count_are_told_of_the_least_disturbed_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_that_do_not_count_are_told_of_the_least_disturbed_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept, discarded = attempts(RestoringServer(), [3.0, 1.0, 2.0], Idle(), monkeypatch)
     assert (kept.kind, kept.foreign_cores, kept.repeats) == (GRID, 1.0, 2)
-    assert [(one.kind, one.foreign_cores, one.load_over_compute) for one in discarded] == [(DISCARDED, 3.0, 1.0), (DISCARDED, 2.0, 1.0)]
+    assert [(one.kind, one.foreign_cores, one.load_over_compute) for one in discarded] == [
+        (DISCARDED, 3.0, 1.0),
+        (DISCARDED, 2.0, 1.0),
+    ]
 
 
 def test_a_discarded_answer_that_differs_is_seen_and_is_not_the_trial() -> None:
@@ -146,17 +191,24 @@ def test_a_discarded_answer_that_differs_is_seen_and_is_not_the_trial() -> None:
     assert not log.has(good)
     log.keep(good)
     worse = cells(log)[0]
-    assert (worse["compared"], worse["equal_tokens_fraction"]) == (row["compared"] + 1, pytest.approx(5 / 6))
+    assert (worse["compared"], worse["equal_tokens_fraction"]) == (
+        row["compared"] + 1,
+        pytest.approx(5 / 6),
+    )
     assert worse["ttft_ms"] == row["ttft_ms"]
 
 
-def test_without_a_process_others_are_not_known_and_nothing_is_repeated_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_process_others_are_not_known_and_nothing_is_repeated_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept, discarded = attempts(RestoringServer(), [5.0], ServerCpu(None), monkeypatch)
     assert (kept.foreign_cores, kept.repeats, discarded) == (None, 0, [])
     assert Trial.from_json(kept.to_json()) == kept
 
 
-def test_a_server_that_cannot_be_watched_is_left_alone_for_a_fixed_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_watched_is_left_alone_for_a_fixed_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waited: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -172,10 +224,14 @@ def test_a_log_made_with_other_settings_is_refused_and_names_them(tmp_path: Path
     about = {"seed": 0, "threads": 1, "server_args": ("--x",)}
     RestoreLog.open(path, about).keep(Trial("fake", 512, PRIME, "compute", 0, 0.0))
     assert len(RestoreLog.open(path, about).trials) == 1
-    with pytest.raises(BenchError, match=r"made with threads = 1, and now it is 2\. Name another --log"):
+    with pytest.raises(
+        BenchError, match=r"made with threads = 1, and now it is 2\. Name another --log"
+    ):
         RestoreLog.open(path, {**about, "threads": 2})
     path.write_text(path.read_text().split("\n", 1)[1])
-    with pytest.raises(BenchError, match=r"does not say what its trials were made with\. Name another --log"):
+    with pytest.raises(
+        BenchError, match=r"does not say what its trials were made with\. Name another --log"
+    ):
         RestoreLog.open(path, about)
 
 
@@ -186,7 +242,16 @@ def test_a_log_made_with_other_settings_is_refused_and_names_them(tmp_path: Path
 def test_a_trace_is_known_by_its_seed_and_its_rounds(changed: dict[str, int], known: bool) -> None:
     log, scale = RestoreLog(), Scale("fake", 512, PAGE, 32768, 1.0)
     log.keep_fluctuation(
-        {"model": "fake", "length": 512, "kind": "both", "trace": 0, "seed": 0, "rounds": 2, "over_fixed": 1.0, "errors": {"load": 0}}
+        {
+            "model": "fake",
+            "length": 512,
+            "kind": "both",
+            "trace": 0,
+            "seed": 0,
+            "rounds": 2,
+            "over_fixed": 1.0,
+            "errors": {"load": 0},
+        }
     )
     options = dataclasses.replace(FluctuationOptions(traces=1, rounds=2), **changed)  # type: ignore[arg-type]
     found = Fluctuation(options, Trials(Client("http://nowhere"), ServerCpu(None)), log, scale, [])
@@ -216,10 +281,24 @@ def test_failures_while_bandwidth_and_compute_change_are_in_the_summary() -> Non
 
 def test_tokens_log_probs_and_failures_of_every_part_decide() -> None:
     equal = {"equal_tokens_fraction": 1.0, "equal_logprobs_fraction": 1.0, "errors": {"load": 0}}
-    place = {"model": "fake", "length": 512, "load_over_compute": 8.0, "bound_fraction": None, "link_bound_fraction": None}
-    row = {**place, **equal, **dict.fromkeys(("speedup_vs_load", "speedup_vs_compute", "speedup_vs_best_single"))}
+    place = {
+        "model": "fake",
+        "length": 512,
+        "load_over_compute": 8.0,
+        "bound_fraction": None,
+        "link_bound_fraction": None,
+    }
+    row = {
+        **place,
+        **equal,
+        **dict.fromkeys(("speedup_vs_load", "speedup_vs_compute", "speedup_vs_best_single")),
+    }
     assert is_sound(summary_of([row], [equal], [{"errors": 0}]))
-    for worse in ({"equal_tokens_fraction": 0.9}, {"equal_logprobs_fraction": 0.9}, {"errors": {"load": 1}}):
+    for worse in (
+        {"equal_tokens_fraction": 0.9},
+        {"equal_logprobs_fraction": 0.9},
+        {"errors": {"load": 1}},
+    ):
         assert not is_sound(summary_of([{**row, **worse}], [equal], []))
         assert not is_sound(summary_of([row], [{**equal, **worse}], []))
     assert not is_sound(summary_of([row], [], [{"errors": 1}]))

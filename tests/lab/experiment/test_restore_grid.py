@@ -1,4 +1,6 @@
-"""The grid against a fake server: which arms, what order, what is stored, continued, refused, and what the cells say."""
+"""The grid against a fake server: which arms, what order, what is stored, continued, refused, and
+what the cells say.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.cells import cells, curves
 from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
-from sgl_kvtier.lab.experiment.restore.grid import Grid, GridOptions, curve_rounds, order, planned, prompt
+from sgl_kvtier.lab.experiment.restore.grid import (
+    Grid,
+    GridOptions,
+    curve_rounds,
+    order,
+    planned,
+    prompt,
+)
 from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.result import make_result, summary_of
 from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trial, Trials
@@ -23,10 +32,19 @@ from sgl_kvtier.lab.pages.restore_tables import restore_tables
 SMALL = GridOptions("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)
 
 
-def measure(server: RestoringServer, options: GridOptions, log: RestoreLog, traces: int = 0) -> None:
+def measure(
+    server: RestoringServer, options: GridOptions, log: RestoreLog, traces: int = 0
+) -> None:
     async def go() -> None:
         async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
-            trials = Trials(client, ServerCpu(None), quiet_foreign=1e9, unwatched_s=0.0, pace=lambda: 1.0, discard=log.keep)
+            trials = Trials(
+                client,
+                ServerCpu(None),
+                quiet_foreign=1e9,
+                unwatched_s=0.0,
+                pace=lambda: 1.0,
+                discard=log.keep,
+            )
             await Grid(options, trials, log).run()
             scale = log.scale("fake", options.lengths[0])
             if traces and scale is not None:
@@ -73,12 +91,19 @@ def test_the_cells_say_how_much_came_from_storage_in_which_arm() -> None:
     rows = cells(log)
     assert [row["load_over_compute"] for row in rows] == [0.5, 1.0]
     for row in rows:
-        assert row["loaded_tokens"] == {"compute": 0, "load": 512, "stock_timeout": 512, "kvtier": 256}
+        assert row["loaded_tokens"] == {
+            "compute": 0,
+            "load": 512,
+            "stock_timeout": 512,
+            "kvtier": 256,
+        }
         assert row["rounds"] == dict.fromkeys(row["loaded_tokens"], 2)
         assert row["equal_tokens_fraction"] == row["equal_logprobs_fraction"] == 1.0
         assert row["link_bound_ms"] <= row["bound_ms"]
         assert row["errors"] == dict.fromkeys(row["loaded_tokens"], 0)
-        assert row["speedup_vs_best_single"] <= max(row["speedup_vs_load"], row["speedup_vs_compute"])
+        assert row["speedup_vs_best_single"] <= max(
+            row["speedup_vs_load"], row["speedup_vs_compute"]
+        )
     assert [point["tokens"] for point in curves(log)[0]["points"]] == [256, 512]
 
 
@@ -87,16 +112,27 @@ def test_an_arm_that_estimates_the_bandwidth_restores_once_before_it_is_measured
     measure(RestoringServer(), SMALL, log)
     first = [(t.round, t.load_over_compute, t.arm) for t in log.of("fake", 512, "first")]
     assert first == [(1, 0.5, "kvtier"), (1, 1.0, "kvtier"), (2, 1.0, "kvtier"), (2, 0.5, "kvtier")]
-    assert all(row["first_ttft_ms"]["kvtier"] > 0 and row["first_ttft_ms"]["load"] is None for row in cells(log))
+    assert all(
+        row["first_ttft_ms"]["kvtier"] > 0 and row["first_ttft_ms"]["load"] is None
+        for row in cells(log)
+    )
 
 
 def test_a_trial_on_a_slow_machine_is_repeated_and_the_least_disturbed_kept() -> None:
-    paces = iter([1.0, 1.0, 3.0, 3.0, 4.0, 1.0, 1.1, 1.0])  # before and after: the second trial is disturbed twice
+    paces = iter(
+        [1.0, 1.0, 3.0, 3.0, 4.0, 1.0, 1.1, 1.0]
+    )  # before and after: the second trial is disturbed twice
 
     async def go() -> list[Trial]:
         server = RestoringServer()
         async with server.up(), Client(server.url, admin_key="secret") as client:
-            trials = Trials(client, ServerCpu(None), quiet_foreign=1e9, unwatched_s=0.0, pace=lambda: next(paces))
+            trials = Trials(
+                client,
+                ServerCpu(None),
+                quiet_foreign=1e9,
+                unwatched_s=0.0,
+                pace=lambda: next(paces),
+            )
             base = Trial("fake", 64, GRID, "compute", 1, 0.0)
             return [await trials.run(base, [1] * 64) for _ in range(2)]
 
@@ -109,7 +145,9 @@ def test_a_restored_answer_that_differs_is_counted() -> None:
     log = RestoreLog()
     measure(RestoringServer(wrong_when_loaded=True), SMALL, log)
     for row in cells(log):
-        assert row["equal_tokens_fraction"] == 0.2  # two of ten: only the arm that computes is right
+        assert (
+            row["equal_tokens_fraction"] == 0.2
+        )  # two of ten: only the arm that computes is right
         assert row["equal_logprobs_fraction"] == 0.2
     assert summary_of(cells(log))["equal_tokens"] is False
 
@@ -159,9 +197,15 @@ def test_slow_arms_are_measured_in_the_first_rounds_only() -> None:
             if not (slow and number == 2):
                 log.keep(one)
     grid = Grid(options, Trials(Client("http://nowhere"), ServerCpu(None)), log)
-    spared = [(r, a) for r, a in order(options, 3) if grid._is_spared(Trial("fake", 512, GRID, a, 3, 1.0, r))]
+    spared = [
+        (r, a)
+        for r, a in order(options, 3)
+        if grid._is_spared(Trial("fake", 512, GRID, a, 3, 1.0, r))
+    ]
     assert spared == [(1.0, "load")]
-    assert not any(grid._is_spared(Trial("fake", 512, GRID, a, 1, 1.0, r)) for r, a in order(options, 1))
+    assert not any(
+        grid._is_spared(Trial("fake", 512, GRID, a, 1, 1.0, r)) for r, a in order(options, 1)
+    )
 
 
 def test_a_server_that_refuses_a_setting_is_an_error_that_names_it() -> None:
@@ -190,16 +234,30 @@ def test_what_is_planned_is_what_is_made() -> None:
 def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
     server, log = RestoringServer(), RestoreLog()
     measure(server, SMALL, log, traces=1)
-    assert [(c["kind"], c["trace"]) for c in log.fluctuations] == [("bandwidth", 0), ("compute", 0), ("both", 0)]
+    assert [(c["kind"], c["trace"]) for c in log.fluctuations] == [
+        ("bandwidth", 0),
+        ("compute", 0),
+        ("both", 0),
+    ]
     for cell in log.fluctuations:
         assert len(cell["over_hindsight_each"]) == 2
         assert cell["hindsight_ms"] > 0
         assert cell["equal_tokens_fraction"] == 1.0
-        assert cell["over_fixed"] == pytest.approx(cell["kvtier_beside_fixed_ms"] / cell["fixed_ms"])
+        assert cell["over_fixed"] == pytest.approx(
+            cell["kvtier_beside_fixed_ms"] / cell["fixed_ms"]
+        )
         assert cell["fixed_ms"] == cell["fixed_splits_ms"][f"{cell['fixed_computed_share']:.4f}"]
         assert {f"{part / 8:.4f}" for part in range(9)} <= set(cell["fixed_splits_ms"])
-        assert {name: len(traces) for name, traces in cell["applied"].items()} == {"kvtier": 2, "kvtier_beside_fixed": 2, "fixed": 2}
-        assert all(one["starts_s"][0] == 0.0 and one["gbps"][0] == cell["gbps"][0] for each in cell["applied"].values() for one in each)
+        assert {name: len(traces) for name, traces in cell["applied"].items()} == {
+            "kvtier": 2,
+            "kvtier_beside_fixed": 2,
+            "fixed": 2,
+        }
+        assert all(
+            one["starts_s"][0] == 0.0 and one["gbps"][0] == cell["gbps"][0]
+            for each in cell["applied"].values()
+            for one in each
+        )
         assert cell["errors"] == {"compute": 0, "load": 0, "kvtier": 0, "both": 0}
     assert {part / 8 for part in range(9)} <= set(server.splits)
     assert server.splits[-1] == -1.0 or log.trials[-1].fixed_split == server.splits[-1]
@@ -212,9 +270,14 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
 def test_of_a_trace_measured_twice_the_log_gives_the_last(tmp_path: Path) -> None:
     log = RestoreLog.open(tmp_path / "log", {})
     for kind, ms in (("compute", 1.0), ("both", 2.0), ("compute", 3.0)):
-        log.keep_fluctuation({"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms})
+        log.keep_fluctuation(
+            {"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms}
+        )
     for one in (log, RestoreLog.open(log.path, {})):
-        assert [(cell["kind"], cell["hindsight_ms"]) for cell in one.fluctuations] == [("both", 2.0), ("compute", 3.0)]
+        assert [(cell["kind"], cell["hindsight_ms"]) for cell in one.fluctuations] == [
+            ("both", 2.0),
+            ("compute", 3.0),
+        ]
 
 
 def test_traces_of_an_earlier_version_are_measured_again_and_hide_nothing() -> None:
@@ -222,17 +285,31 @@ def test_traces_of_an_earlier_version_are_measured_again_and_hide_nothing() -> N
     measure(server, SMALL, log, traces=1)
     whole = log.fluctuations[1]
     log.fluctuations[1] = {key: value for key, value in whole.items() if "fixed" not in key}
-    result = make_result(log, {}, interrupted=False, notes=[], extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}})
+    result = make_result(
+        log,
+        {},
+        interrupted=False,
+        notes=[],
+        extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}},
+    )
     assert "in 2 of 3 traces" in restore_html(result)
     measure(server, SMALL, log, traces=1)
-    assert [(c["kind"], "over_fixed" in c) for c in log.fluctuations] == [("bandwidth", True), ("both", True), ("compute", True)]
+    assert [(c["kind"], "over_fixed" in c) for c in log.fluctuations] == [
+        ("bandwidth", True),
+        ("both", True),
+        ("compute", True),
+    ]
 
 
 def test_tables_and_page_are_made_from_the_result_alone() -> None:
     log = RestoreLog()
     measure(RestoringServer(), SMALL, log, traces=1)
     result = make_result(
-        log, {"slow_rounds": 2}, interrupted=False, notes=["a note"], extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}}
+        log,
+        {"slow_rounds": 2},
+        interrupted=False,
+        notes=["a note"],
+        extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}},
     )
     assert result["schema"] == "kvtier.restore/1"
     titles = [table.title for table in restore_tables(result)]

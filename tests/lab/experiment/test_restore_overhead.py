@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.lab.experiment.restore.overhead import AHEAD, OverheadOptions, new_prompts, overhead_figures
+from sgl_kvtier.lab.experiment.restore.overhead import (
+    AHEAD,
+    OverheadOptions,
+    new_prompts,
+    overhead_figures,
+)
 
 SITE = Path(__file__).parents[1] / "fake_site"
 
@@ -41,18 +46,45 @@ def test_what_looks_ahead_is_compared_with_stock_and_with_what_only_restores() -
         {"arm": arm, "round": 1, "tpot_ms": time, "ttft_ms": 1.0, "cached_tokens": 0}
         for arm, time in zip(arms, (10, 11, 22), strict=True)
     ]
-    ratios = {pair: metrics["tpot_ms"]["median"] for pair, metrics in overhead_figures(rounds, arms)["ratios"].items()}
-    assert ratios == {"kvtier/hicache-file": 1.1, f"{AHEAD}/hicache-file": 2.2, f"{AHEAD}/kvtier": 2.0}
+    ratios = {
+        pair: metrics["tpot_ms"]["median"]
+        for pair, metrics in overhead_figures(rounds, arms)["ratios"].items()
+    }
+    assert ratios == {
+        "kvtier/hicache-file": 1.1,
+        f"{AHEAD}/hicache-file": 2.2,
+        f"{AHEAD}/kvtier": 2.0,
+    }
 
 
 def test_the_command_measures_every_arm_in_every_round(tmp_path: Path) -> None:
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "FAKE_SGLANG": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "FAKE_SGLANG": "",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", start, "bench", "restore-overhead", "--lab-model", "tiny-qwen3", "--rounds", "2"]
+    command = [
+        sys.executable,
+        "-c",
+        start,
+        "bench",
+        "restore-overhead",
+        "--lab-model",
+        "tiny-qwen3",
+        "--rounds",
+        "2",
+    ]
     target = tmp_path / "out.json"
     done = subprocess.run(
-        [*command, "--output-tokens", "8", "--json", str(target)], env=env, capture_output=True, text=True, timeout=200, check=False
+        [*command, "--output-tokens", "8", "--json", str(target)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(target.read_text())

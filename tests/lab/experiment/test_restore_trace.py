@@ -27,7 +27,9 @@ def test_equal_seeds_give_equal_traces_and_others_do_not() -> None:
 
 
 def test_bytes_take_what_the_pieces_of_a_trace_allow() -> None:
-    trace = BandwidthTrace((0.0, 1.0, 2.0), (8e-9 * 100, 8e-9 * 10, 8e-9 * 50))  # 100, 10 and 50 bytes a second
+    trace = BandwidthTrace(
+        (0.0, 1.0, 2.0), (8e-9 * 100, 8e-9 * 10, 8e-9 * 50)
+    )  # 100, 10 and 50 bytes a second
     assert trace.seconds(50) == pytest.approx(0.5)
     assert trace.seconds(105) == pytest.approx(1.5)
     assert trace.seconds(160) == pytest.approx(3.0)
@@ -96,7 +98,11 @@ def test_only_what_changes_is_sent() -> None:
 
 @pytest.mark.parametrize(
     ("arms", "message"),
-    [(["compute", "load", "magic"], "no arm named magic"), (["kvtier"], "must be among them"), (["load", "load"], "each arm once")],
+    [
+        (["compute", "load", "magic"], "no arm named magic"),
+        (["kvtier"], "must be among them"),
+        (["load", "load"], "each arm once"),
+    ],
 )
 def test_arms_that_cannot_be_compared_are_refused(arms: list[str], message: str) -> None:
     with pytest.raises(BenchError, match=message):
@@ -104,4 +110,10 @@ def test_arms_that_cannot_be_compared_are_refused(arms: list[str], message: str)
 
 
 def test_a_choice_is_sent_as_its_place_in_the_settings() -> None:
-    assert [restore_choice(name) for name in ("auto", "both", "load", "compute", "off")] == [0, 1, 2, 3, 4]
+    assert [restore_choice(name) for name in ("auto", "both", "load", "compute", "off")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]

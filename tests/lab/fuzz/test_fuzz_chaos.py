@@ -1,4 +1,6 @@
-"""What a fuzz run does to a server is decided by its seed; what its server says and answers is judged."""
+"""What a fuzz run does to a server is decided by its seed; what its server says and answers is
+judged.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def test_equal_seeds_make_equal_trouble_and_others_do_not() -> None:
     assert [one.accident(n) for n in range(200)] == [same.accident(n) for n in range(200)]
     assert [one.accident(n) for n in range(200)] != [other.accident(n) for n in range(200)]
     assert [one.switch_at(n) for n in range(200)] == [same.switch_at(n) for n in range(200)]
-    assert one.order(list(range(20)), 0) == same.order(list(range(20)), 0) != one.order(list(range(20)), 1)
+    assert (
+        one.order(list(range(20)), 0)
+        == same.order(list(range(20)), 0)
+        != one.order(list(range(20)), 1)
+    )
 
 
 def test_all_kinds_of_trouble_come_up() -> None:
@@ -33,8 +39,18 @@ def test_all_kinds_of_trouble_come_up() -> None:
     assert fates == set(Fate)
     assert any(chaos.flushes_before(n) for n in range(300))
     assert [n for n in range(1000) if chaos.kills_at(n)] == [400, 800]
-    assert {mode for n in range(500) if (found := chaos.switch_at(n)) for mode in found[:1]} == {"auto", "both", "load"}
-    assert set(chaos.faults()) == {"seed", "read_error_rate", "write_error_rate", "corrupt_rate", "stall_ms"}
+    assert {mode for n in range(500) if (found := chaos.switch_at(n)) for mode in found[:1]} == {
+        "auto",
+        "both",
+        "load",
+    }
+    assert set(chaos.faults()) == {
+        "seed",
+        "read_error_rate",
+        "write_error_rate",
+        "corrupt_rate",
+        "stall_ms",
+    }
 
 
 def test_without_chaos_nothing_happens_but_the_first_setting() -> None:
@@ -88,15 +104,27 @@ def test_a_failure_is_what_nobody_asked_for() -> None:
     log.keep(attempt(complete=False, error="ClientError", killed=True))
     log.keep(attempt(complete=False, error="no end after 60 s", hung=True))
     found = counts(log)
-    assert (found["failed"], found["under_a_kill"], found["hangs"], found["aborted"]) == (1, 1, 1, 1)
+    assert (found["failed"], found["under_a_kill"], found["hangs"], found["aborted"]) == (
+        1,
+        1,
+        1,
+        1,
+    )
     assert found["error_messages"] == ["HTTP 500"]
 
 
 @pytest.mark.parametrize(
     ("fate", "error"),
-    [("aborted", "HTTP 500"), ("disconnected", "HTTP 500"), ("disconnected", "aborted by the server: x"), ("answered", "aborted by the server: x")],
+    [
+        ("aborted", "HTTP 500"),
+        ("disconnected", "HTTP 500"),
+        ("disconnected", "aborted by the server: x"),
+        ("answered", "aborted by the server: x"),
+    ],
 )
-def test_of_a_request_that_is_given_up_any_error_but_its_abort_is_a_failure(fate: str, error: str) -> None:
+def test_of_a_request_that_is_given_up_any_error_but_its_abort_is_a_failure(
+    fate: str, error: str
+) -> None:
     log = FuzzLog()
     log.keep(attempt(complete=False, tokens=(), logprobs=(), fate=fate, error=error))
     assert (counts(log)["failed"], counts(log)["error_messages"]) == (1, [error])
@@ -106,11 +134,18 @@ def test_a_whole_answer_without_tokens_is_a_failure_and_one_without_log_probs_is
     log = FuzzLog()
     log.keep_reference("p", Answer((1, 2), (-0.5, -0.25)))
     log.keep(attempt(tokens=(), logprobs=()))
-    assert (counts(log)["failed"], counts(log)["error_messages"]) == (1, ["an answer without tokens"])
+    assert (counts(log)["failed"], counts(log)["error_messages"]) == (
+        1,
+        ["an answer without tokens"],
+    )
     log.keep(attempt(logprobs=()))
     log.keep(attempt(logprobs=(-0.5,)))
     log.keep(attempt(logprobs=(), complete=False, fate="aborted"))
-    assert (counts(log)["failed"], counts(log)["unequal_tokens"], counts(log)["unequal_logprobs"]) == (1, 0, 2)
+    assert (
+        counts(log)["failed"],
+        counts(log)["unequal_tokens"],
+        counts(log)["unequal_logprobs"],
+    ) == (1, 0, 2)
 
 
 def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:

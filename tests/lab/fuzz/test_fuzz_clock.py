@@ -17,7 +17,9 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.fuzz import clock as fuzz_clock
 from sgl_kvtier.lab.fuzz.clock import OwnClock
 
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("cc") is None and shutil.which("gcc") is None, reason="needs a C compiler"
+)
 SAYS = """
 import sys, threading, time
 for line in sys.stdin:
@@ -30,7 +32,13 @@ for line in sys.stdin:
 @contextmanager
 def process(clock: OwnClock) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, **clock.env}
-    with subprocess.Popen([sys.executable, "-c", SAYS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as one:
+    with subprocess.Popen(
+        [sys.executable, "-c", SAYS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+    ) as one:
         yield one
         one.communicate()
 
@@ -50,11 +58,15 @@ def test_the_time_of_day_jumps_and_nothing_else(tmp_path: Path) -> None:
             begun, wall = time.monotonic(), time.time()
             of_day, before, after = said(one)
             ended = time.monotonic()
-            assert begun <= before <= after <= ended, "the clock that counts from the start is the machine's"
+            assert begun <= before <= after <= ended, (
+                "the clock that counts from the start is the machine's"
+            )
             assert wall + seconds <= of_day <= wall + seconds + (ended - begun) + 1
 
 
-def test_without_a_compiler_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fuzz_clock.shutil, "which", lambda _: None)
     with pytest.raises(BenchError, match="install gcc"):
         OwnClock(tmp_path)

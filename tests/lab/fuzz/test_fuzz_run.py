@@ -1,4 +1,6 @@
-"""Whole fuzz runs through the command line, with a stand-in where SGLang would be: what it must find, and must not."""
+"""Whole fuzz runs through the command line, with a stand-in where SGLang would be: what it must
+find, and must not.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,50 @@ from pathlib import Path
 import pytest
 
 SITE = Path(__file__).parents[1] / "fake_site"
-SMALL = ["--device", "cpu", "--trace", "generated:swe-mini", "--sessions", "3", "--turns", "3", "--divisor", "16"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--trace",
+    "generated:swe-mini",
+    "--sessions",
+    "3",
+    "--turns",
+    "3",
+    "--divisor",
+    "16",
+]
 SMALL += ["--concurrency", "3", "--deadline", "5"]
 
 
-def fuzz(tmp_path: Path, *extra: str, task: str = "") -> tuple[subprocess.CompletedProcess[str], dict]:
+def fuzz(
+    tmp_path: Path, *extra: str, task: str = ""
+) -> tuple[subprocess.CompletedProcess[str], dict]:
     path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "FAKE_SGLANG": task, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "FAKE_SGLANG": task,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
     start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
     target = tmp_path / "out.json"
-    command = [sys.executable, "-c", start, "bench", "restore-fuzz", *SMALL, "--folder", str(tmp_path / "work")]
+    command = [
+        sys.executable,
+        "-c",
+        start,
+        "bench",
+        "restore-fuzz",
+        *SMALL,
+        "--folder",
+        str(tmp_path / "work"),
+    ]
     done = subprocess.run(
-        [*command, "--json", str(target), *extra], env=env, capture_output=True, text=True, timeout=300, check=False
+        [*command, "--json", str(target), *extra],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     return done, json.loads(target.read_text()) if target.exists() else {}
 
@@ -47,7 +81,9 @@ def test_answers_are_compared_with_those_of_a_server_that_computes(tmp_path: Pat
     assert result["counts"]["unequal"][0]["mode"] in ("both", "auto", "load")
 
 
-@pytest.mark.parametrize(("task", "name"), [("hang", "hangs"), ("fail", "failed"), ("leak", "leaks")])
+@pytest.mark.parametrize(
+    ("task", "name"), [("hang", "hangs"), ("fail", "failed"), ("leak", "leaks")]
+)
 def test_what_a_server_must_not_do_is_counted(tmp_path: Path, task: str, name: str) -> None:
     done, result = fuzz(tmp_path, "--requests", "20", "--chaos", "none", task=f"kvtier:{task}")
     assert done.returncode == 1, done.stderr
@@ -62,7 +98,10 @@ def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     _, second = fuzz(tmp_path, "--requests", "12", "--overlap", "off", "--fault-rank", "1", *log)
     assert second["counts"]["requests"] == first["counts"]["requests"] + 12
     assert "--disable-overlap-schedule" in second["settings"]["extra"]
-    assert json.loads((tmp_path / "work" / "fuzzed" / "storage.json").read_text())["faults"]["rank"] == 1
+    assert (
+        json.loads((tmp_path / "work" / "fuzzed" / "storage.json").read_text())["faults"]["rank"]
+        == 1
+    )
 
 
 def test_a_run_ends_after_so_many_restored_requests(tmp_path: Path) -> None:
@@ -71,6 +110,8 @@ def test_a_run_ends_after_so_many_restored_requests(tmp_path: Path) -> None:
 
 
 def test_host_memory_in_use_that_holds_no_page_is_a_leak(tmp_path: Path) -> None:
-    done, result = fuzz(tmp_path, "--requests", "5", "--chaos", "none", "--lookahead", task="kvtier:hoard")
+    done, result = fuzz(
+        tmp_path, "--requests", "5", "--chaos", "none", "--lookahead", task="kvtier:hoard"
+    )
     assert done.returncode == 1, done.stderr
     assert result["findings"] == ["leak: 32 tokens of host memory are in use, and the map has 0"]

@@ -18,10 +18,14 @@ def test_scenes_are_named_on_the_command_line_and_played_in_their_own_order() ->
 
 
 def test_a_sound_server_is_found_sound_after_every_scene(tmp_path) -> None:
-    done, result = fuzz(tmp_path, "--scene", "storm,slow-disk,restarts", "--scale", "0.02", "--concurrency", "2")
+    done, result = fuzz(
+        tmp_path, "--scene", "storm,slow-disk,restarts", "--scale", "0.02", "--concurrency", "2"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [one["scene"] for one in result["scenes"]] == ["storm", "slow-disk", "restarts"]
-    assert [result["counts"][name] for name in result["must_be_zero"]] == [0] * len(result["must_be_zero"])
+    assert [result["counts"][name] for name in result["must_be_zero"]] == [0] * len(
+        result["must_be_zero"]
+    )
     storm, slow, restarts = result["scenes"]
     assert storm["given_up"] == storm["requests"] > 0
     assert slow["requests"] > 0
@@ -38,7 +42,9 @@ def test_a_sound_server_is_found_sound_after_every_scene(tmp_path) -> None:
     ],
 )
 def test_what_a_scene_finds_fails_the_run(tmp_path, task: str, scene: str, finding: str) -> None:
-    done, result = fuzz(tmp_path, "--scene", scene, "--scale", "0.02", "--concurrency", "2", task=f"kvtier:{task}")
+    done, result = fuzz(
+        tmp_path, "--scene", scene, "--scale", "0.02", "--concurrency", "2", task=f"kvtier:{task}"
+    )
     assert done.returncode == 1, done.stderr
     assert result["counts"]["scenes"] > 0
     assert any(finding in text for text in result["scenes"][0]["findings"])

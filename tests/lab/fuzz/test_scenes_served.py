@@ -1,4 +1,6 @@
-"""Scenes of trouble against the real SGLang server, each for seconds: one server for all of them, and one that is restarted."""
+"""Scenes of trouble against the real SGLang server, each for seconds: one server for all of them,
+and one that is restarted.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.slow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(bool(missing_packages()), reason="sglang is not installed: pip install '.[sglang]'"),
+    pytest.mark.skipif(
+        bool(missing_packages()), reason="sglang is not installed: pip install '.[sglang]'"
+    ),
     pytest.mark.skipif(detect_device() != "cpu", reason="checks the CPU reference platform"),
 ]
 OUTPUTS = 6
@@ -50,8 +54,12 @@ def sessions() -> list[list[Asked]]:
     return made
 
 
-def started(folder: Path, host_ratio: float, signals: tuple[signal.Signals, ...], clock: OwnClock | None) -> Iterator[Lab]:
-    """A server that is asked everything once while nothing is stored: those answers are what later ones are compared with."""
+def started(
+    folder: Path, host_ratio: float, signals: tuple[signal.Signals, ...], clock: OwnClock | None
+) -> Iterator[Lab]:
+    """A server that is asked everything once while nothing is stored: those answers are what later
+    ones are compared with.
+    """
     model = write_model("tiny-qwen3")
     setup = Setup(
         model_path=str(model), served_name="tiny", device="cpu", dtype="float32", page_size=16, chunk_tokens=256,
@@ -79,7 +87,9 @@ def started(folder: Path, host_ratio: float, signals: tuple[signal.Signals, ...]
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Small in every way that a scene needs: a host pool of few prompts, and a time of day that can be moved."""
+    """Small in every way that a scene needs: a host pool of few prompts, and a time of day that can
+    be moved.
+    """
     folder = tmp_path_factory.mktemp("scenes")
     yield from started(folder / "server", 0.5, (signal.SIGKILL,), OwnClock(folder / "clock"))
 
@@ -89,7 +99,9 @@ def play(lab: Lab, name: str) -> dict:
     played = asyncio.run(lab.stage.play(name, SCENES[name].scene))
     assert played["findings"] == []
     after = counts(lab.log)
-    assert {what: after[what] - before[what] for what in MUST_BE_ZERO} == dict.fromkeys(MUST_BE_ZERO, 0), after["error_messages"]
+    assert {what: after[what] - before[what] for what in MUST_BE_ZERO} == dict.fromkeys(
+        MUST_BE_ZERO, 0
+    ), after["error_messages"]
     assert played["restored_after"] > 0
     return played
 

@@ -11,7 +11,9 @@ from sgl_kvtier.cli import main
 from sgl_kvtier.config import load_config
 
 
-def test_model_writes_a_model_and_prints_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_writes_a_model_and_prints_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["model", "tiny-llama", "--folder", str(tmp_path)]) == 0
     folder = Path(capsys.readouterr().out.strip())
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
@@ -20,12 +22,33 @@ def test_model_writes_a_model_and_prints_its_folder(tmp_path: Path, capsys: pyte
 def test_model_without_a_name_lists_what_there_is(tmp_path: Path) -> None:
     out = tmp_path / "models.json"
     assert main(["model", "--json", str(out)]) == 0
-    assert [one["name"] for one in json.loads(out.read_text())["models"]][:2] == ["lab-mha", "lab-gqa"]
+    assert [one["name"] for one in json.loads(out.read_text())["models"]][:2] == [
+        "lab-mha",
+        "lab-gqa",
+    ]
 
 
-def test_serve_prints_a_command_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_prints_a_command_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = tmp_path / "pages"
-    assert main(["serve", "org/model", "--store", str(store), "--device", "cuda", "--print", "--", "--tp", "2"]) == 0
+    assert (
+        main(
+            [
+                "serve",
+                "org/model",
+                "--store",
+                str(store),
+                "--device",
+                "cuda",
+                "--print",
+                "--",
+                "--tp",
+                "2",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "-m sglang.launch_server --model-path org/model" in printed
     assert "--hicache-storage-backend kvtier" in printed
@@ -34,7 +57,9 @@ def test_serve_prints_a_command_and_writes_nothing(tmp_path: Path, capsys: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_serve_refuses_a_settings_file_with_a_wrong_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_refuses_a_settings_file_with_a_wrong_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tmp_path / "kvtier.json"
     config.write_text('{"store": {"pathh": "/x"}}')
     assert main(["serve", "m", "--config", str(config), "--print"]) == 1
@@ -49,19 +74,37 @@ def test_serve_refuses_a_settings_file_with_a_wrong_key(tmp_path: Path, capsys: 
         (["--config", "no_such_file.json"], "cannot read no_such_file.json"),
     ],
 )
-def test_serve_says_what_is_missing(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_says_what_is_missing(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["serve", "m", *arguments, "--print"]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_the_example_settings_shown_for_a_store_are_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["serve", "m", "--store", str(tmp_path / "pages"), "--capacity", "2GiB", "--device", "cpu", "--print"])
+def test_the_example_settings_shown_for_a_store_are_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(
+        [
+            "serve",
+            "m",
+            "--store",
+            str(tmp_path / "pages"),
+            "--capacity",
+            "2GiB",
+            "--device",
+            "cpu",
+            "--print",
+        ]
+    )
     comment = capsys.readouterr().out.splitlines()[0]
     path = tmp_path / "shown.json"
     path.write_text(comment[comment.index("{") :])
     assert load_config(path).store.capacity_bytes == 2 << 30
 
 
-def test_replay_of_a_server_that_is_not_there_says_how_to_start_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_a_server_that_is_not_there_says_how_to_start_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["replay", "http://127.0.0.1:9", "--trace", "generated:swe-mini"]) == 1
     assert "kvtier serve" in capsys.readouterr().err

@@ -150,7 +150,12 @@ def test_settings_aborts_and_policies_go_to_their_routes_with_the_admin_key() ->
             assert (await client.generate([1, 2], 1)).error is None
 
     asyncio.run(go())
-    assert (server.restore, server.gbps, server.prefetch, server.aborted) == ("compute", 0.5, "wait_complete", {"r1"})
+    assert (server.restore, server.gbps, server.prefetch, server.aborted) == (
+        "compute",
+        0.5,
+        "wait_complete",
+        {"r1"},
+    )
 
 
 def test_a_connection_that_its_server_may_be_closing_is_not_used_again(
@@ -186,7 +191,9 @@ def test_log_probs_are_kept_where_they_were_asked_for(incremental: bool) -> None
 
     async def go() -> tuple[Completion, Completion]:
         async with server.up(), Client(server.url) as client:
-            return await client.generate([1, 2], 3, logprobs=True), await client.generate([1, 2], 3, rid="named")
+            return await client.generate([1, 2], 3, logprobs=True), await client.generate(
+                [1, 2], 3, rid="named"
+            )
 
     asked, not_asked = asyncio.run(go())
     assert asked.logprobs == tuple(-token / 256 for token in asked.output_ids)
@@ -195,7 +202,9 @@ def test_log_probs_are_kept_where_they_were_asked_for(incremental: bool) -> None
 
 
 class HostileServer:
-    """Answers whatever it is asked with the same bytes; `endless` are sent after them until the client is gone."""
+    """Answers whatever it is asked with the same bytes; `endless` are sent after them until the
+    client is gone.
+    """
 
     def __init__(self, answer: bytes, endless: bytes | None = b"", close: bool = True) -> None:
         self._answer = answer
@@ -227,7 +236,9 @@ class HostileServer:
         writer.close()
 
 
-def http(body: bytes, head: bytes = b"content-type: text/event-stream", status: bytes = b"200 OK") -> bytes:
+def http(
+    body: bytes, head: bytes = b"content-type: text/event-stream", status: bytes = b"200 OK"
+) -> bytes:
     return b"HTTP/1.1 " + status + b"\r\n" + head + b"\r\nconnection: close\r\n\r\n" + body
 
 
@@ -237,25 +248,83 @@ def events(*events: Any) -> bytes:
 
 
 DONE = {"finish_reason": {"type": "length"}, "completion_tokens": 1}
-WRONG: list[Any] = [5, -1, "x", True, [1], {"a": 1}, [None], [[]], ["x"], math.nan, math.inf, 1e308, 10**400, [10**400], [-1], [1.5], [True]]
-FIELDS = ("prompt_tokens", "cached_tokens", "cached_tokens_details", "queue_time", "storage_prefetch_wait", "output_token_logprobs", "finish_reason")
-RIGHT = {"prompt_tokens": [5], "cached_tokens": [5], "cached_tokens_details": [{"a": 1}], "queue_time": [5, -1], "storage_prefetch_wait": [5, -1]}
+WRONG: list[Any] = [
+    5,
+    -1,
+    "x",
+    True,
+    [1],
+    {"a": 1},
+    [None],
+    [[]],
+    ["x"],
+    math.nan,
+    math.inf,
+    1e308,
+    10**400,
+    [10**400],
+    [-1],
+    [1.5],
+    [True],
+]
+FIELDS = (
+    "prompt_tokens",
+    "cached_tokens",
+    "cached_tokens_details",
+    "queue_time",
+    "storage_prefetch_wait",
+    "output_token_logprobs",
+    "finish_reason",
+)
+RIGHT = {
+    "prompt_tokens": [5],
+    "cached_tokens": [5],
+    "cached_tokens_details": [{"a": 1}],
+    "queue_time": [5, -1],
+    "storage_prefetch_wait": [5, -1],
+}
 MALFORMED: dict[str, HostileServer] = {
-    **{f"output_ids {n}": HostileServer(events({"output_ids": value, "meta_info": DONE})) for n, value in enumerate(WRONG) if value != [1]},
-    **{f"meta_info {n}": HostileServer(events({"output_ids": [1], "meta_info": value})) for n, value in enumerate(WRONG)},
     **{
-        f"{name} {n}": HostileServer(events({"output_ids": [1], "meta_info": {**DONE, name: value}}))
+        f"output_ids {n}": HostileServer(events({"output_ids": value, "meta_info": DONE}))
+        for n, value in enumerate(WRONG)
+        if value != [1]
+    },
+    **{
+        f"meta_info {n}": HostileServer(events({"output_ids": [1], "meta_info": value}))
+        for n, value in enumerate(WRONG)
+    },
+    **{
+        f"{name} {n}": HostileServer(
+            events({"output_ids": [1], "meta_info": {**DONE, name: value}})
+        )
         for name in FIELDS
         for n, value in enumerate(WRONG)
         if value not in RIGHT.get(name, [])
     },
-    **{f"event {n}": HostileServer(events(value)) for n, value in enumerate([*WRONG, None, [], {}])},
+    **{
+        f"event {n}": HostileServer(events(value)) for n, value in enumerate([*WRONG, None, [], {}])
+    },
     "error is a list": HostileServer(events({"error": []})),
     "error is deep": HostileServer(events({"error": {"message": [[["x" * 1_000_000]]]}})),
-    "tier is a text": HostileServer(events({"output_ids": [1], "meta_info": {**DONE, "cached_tokens": 1, "cached_tokens_details": {"host": "x"}}})),
-    "abort with a list": HostileServer(events({"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort", "message": []}}})),
-    "reason is deep": HostileServer(events({"output_ids": [1], "meta_info": {"finish_reason": {"type": [[]]}}})),
-    "more tokens than asked for": HostileServer(events({"output_ids": list(range(100_000)), "meta_info": DONE})),
+    "tier is a text": HostileServer(
+        events(
+            {
+                "output_ids": [1],
+                "meta_info": {**DONE, "cached_tokens": 1, "cached_tokens_details": {"host": "x"}},
+            }
+        )
+    ),
+    "abort with a list": HostileServer(
+        events(
+            {"output_ids": [1], "meta_info": {"finish_reason": {"type": "abort", "message": []}}}
+        )
+    ),
+    "reason is deep": HostileServer(
+        events({"output_ids": [1], "meta_info": {"finish_reason": {"type": [[]]}}})
+    ),
+    "more tokens than asked for": HostileServer(
+        events({"output_ids": list(range(100_000)), "meta_info": DONE})
+    ),
     "deep nesting": HostileServer(events(b"[" * 200_000)),
     "deep objects": HostileServer(events(b'{"a":' * 100_000)),
     "not UTF-8": HostileServer(events(b'{"error": "\xff\xfe"}')),
@@ -265,20 +334,30 @@ MALFORMED: dict[str, HostileServer] = {
     "nothing": HostileServer(http(b"")),
     "endless line": HostileServer(http(b"data: "), b"x" * 65536),
     "endless lines": HostileServer(http(b""), b"\n" * 65536),
-    "endless events": HostileServer(http(b""), b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 7}}\n\n'),
-    "a chunk that never ends": HostileServer(http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked"), close=False),
-    "a chunk that is cut off": HostileServer(http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked")),
+    "endless events": HostileServer(
+        http(b""), b'data: {"output_ids": [1], "meta_info": {"completion_tokens": 7}}\n\n'
+    ),
+    "a chunk that never ends": HostileServer(
+        http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked"), close=False
+    ),
+    "a chunk that is cut off": HostileServer(
+        http(b"ffffff\r\ndata: ", b"transfer-encoding: chunked")
+    ),
     "a chunk without a size": HostileServer(http(b"zz\r\n", b"transfer-encoding: chunked")),
     "less than announced": HostileServer(http(b"data: ", b"content-length: 100")),
     "a length that is none": HostileServer(http(b"data: ", b"content-length: -7")),
     "not packed": HostileServer(http(b"xxxxxxxx", b"content-encoding: gzip")),
-    "packed without end": HostileServer(http(gzip.compress(bytes(4 * MOST_LINE_BYTES), 1), b"content-encoding: gzip")),
+    "packed without end": HostileServer(
+        http(gzip.compress(bytes(4 * MOST_LINE_BYTES), 1), b"content-encoding: gzip")
+    ),
     "no HTTP": HostileServer(b"\0\xff" * 1000),
     "a head without end": HostileServer(b"HTTP/1.1 200 OK\r\nx: ", b"y" * 65536),
     "no answer": HostileServer(b""),
     "silence": HostileServer(b"", close=False),
     "refused at length": HostileServer(http(b"", status=b"400 Bad Request"), b"x" * 65536),
-    "refused in no charset": HostileServer(http(b"\xff", b"content-type: text/plain; charset=klingon", b"500 Oh")),
+    "refused in no charset": HostileServer(
+        http(b"\xff", b"content-type: text/plain; charset=klingon", b"500 Oh")
+    ),
     "sent away": HostileServer(http(b"", b"location: nowhere://", b"302 Found")),
 }
 
@@ -293,15 +372,29 @@ def test_whatever_a_server_answers_wrongly_is_an_error_of_that_request(kind: str
     assert done.error
     assert len(done.error) < 500
     assert "\n" not in done.error
-    json.dumps([done.prompt_tokens, done.server_queue_s, done.storage_wait_s, *done.output_ids, *done.logprobs], allow_nan=False)
+    json.dumps(
+        [
+            done.prompt_tokens,
+            done.server_queue_s,
+            done.storage_wait_s,
+            *done.output_ids,
+            *done.logprobs,
+        ],
+        allow_nan=False,
+    )
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"[]", b"5", b"{}", b'{"result": ' + b"[" * 100_000, b"\xff", b"x" * 100_000], ids=len
+    "body",
+    [b"", b"[]", b"5", b"{}", b'{"result": ' + b"[" * 100_000, b"\xff", b"x" * 100_000],
+    ids=len,
 )
 def test_what_other_routes_answer_wrongly_is_a_bench_error(body: bytes) -> None:
     async def run() -> None:
-        async with HostileServer(http(body)).up() as server, Client(server.url, timeout_s=1.0) as client:
+        async with (
+            HostileServer(http(body)).up() as server,
+            Client(server.url, timeout_s=1.0) as client,
+        ):
             with pytest.raises(BenchError):
                 await client.hint("a", {"ttl_s": 1})
             if body != b"{}":
@@ -312,10 +405,15 @@ def test_what_other_routes_answer_wrongly_is_a_bench_error(body: bytes) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("head", [b"content-type: text/plain; charset=klingon", b"content-encoding: gzip"])
+@pytest.mark.parametrize(
+    "head", [b"content-type: text/plain; charset=klingon", b"content-encoding: gzip"]
+)
 def test_metrics_that_cannot_be_read_are_none(head: bytes) -> None:
     async def run() -> Metrics:
-        async with HostileServer(http(b"up 1\n\xff", head)).up() as server, Client(server.url, timeout_s=1.0) as client:
+        async with (
+            HostileServer(http(b"up 1\n\xff", head)).up() as server,
+            Client(server.url, timeout_s=1.0) as client,
+        ):
             return await client.metrics()
 
     assert asyncio.run(run()).total("down") is None

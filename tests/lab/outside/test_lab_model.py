@@ -25,7 +25,9 @@ def test_another_seed_is_another_folder_with_other_weights(tmp_path: Path) -> No
     two = lab_model.write_model("tiny-llama", seed=1, folder=tmp_path)
     assert one != two
     key = "model.layers.0.self_attn.q_proj.weight"
-    assert (load_file(one / "model.safetensors")[key] != load_file(two / "model.safetensors")[key]).any()
+    assert (
+        load_file(one / "model.safetensors")[key] != load_file(two / "model.safetensors")[key]
+    ).any()
 
 
 def test_a_model_is_written_once_and_leaves_no_draft_behind(tmp_path: Path) -> None:
@@ -45,7 +47,9 @@ def test_a_folder_without_its_completion_mark_is_written_again(tmp_path: Path) -
     assert (first / "model.safetensors").read_bytes() == whole
 
 
-def test_the_cache_folder_follows_the_xdg_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_xdg_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert lab_model.models_dir() == tmp_path / "kvtier" / "models"
 
@@ -66,7 +70,11 @@ def test_the_weights_have_the_shapes_that_the_config_says(name: str, tmp_path: P
     folder = lab_model.write_model(name, folder=tmp_path)
     config = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
-    heads, kv_heads, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    heads, kv_heads, size = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+    )
     hidden = config["hidden_size"]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}.self_attn."
@@ -103,10 +111,16 @@ def test_the_tokenizers_library_reads_the_tokenizer_back_byte_for_byte(tmp_path:
     assert tokenizer.encode("<|im_start|>user").ids[0] == 257
 
 
-def test_a_shape_without_weights_is_a_folder_that_a_server_fills_with_random_ones(tmp_path: Path) -> None:
+def test_a_shape_without_weights_is_a_folder_that_a_server_fills_with_random_ones(
+    tmp_path: Path,
+) -> None:
     path = lab_model.write_unweighted("shape-8b", folder=tmp_path)
     assert lab_model.write_unweighted("shape-8b", folder=tmp_path) == path
     config = json.loads((path / "config.json").read_text())
-    assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (4096, 32, 128)
+    assert (config["hidden_size"], config["num_hidden_layers"], config["head_dim"]) == (
+        4096,
+        32,
+        128,
+    )
     assert not list(path.glob("*.safetensors"))
     assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in path.iterdir()}

@@ -22,12 +22,17 @@ def make_session(name: str, turns: int = 3, gap_s: float = 0.0) -> Session:
     events: list = []
     for turn in range(turns):
         events.append(Append(Message("tool", text=f"{name} result {turn} " * 5)))
-        events.append(Call(Message("assistant", text=f"{name} answer {turn}"), output_tokens=4, gap_s=gap_s))
+        events.append(
+            Call(Message("assistant", text=f"{name} answer {turn}"), output_tokens=4, gap_s=gap_s)
+        )
     return Session(name, "made up", tuple(events))
 
 
 def run(
-    server: FakeServer, sessions: Sequence[Session], options: ReplayOptions, path: Path | None = None
+    server: FakeServer,
+    sessions: Sequence[Session],
+    options: ReplayOptions,
+    path: Path | None = None,
 ) -> list[Sample]:
     samples: list[Sample] = []
 
@@ -48,7 +53,9 @@ def recorded_prompts(session: Session) -> list[list[int]]:
     return prompts
 
 
-def test_recorded_outputs_are_fed_back_so_that_prompts_do_not_depend_on_the_server(fake_server: FakeServer) -> None:
+def test_recorded_outputs_are_fed_back_so_that_prompts_do_not_depend_on_the_server(
+    fake_server: FakeServer,
+) -> None:
     session = make_session("s", 4)
     run(fake_server, [session], ReplayOptions())
     assert [body["input_ids"] for body in fake_server.requests] == recorded_prompts(session)
@@ -62,12 +69,16 @@ def test_the_servers_own_tokens_are_fed_back_when_asked_for(fake_server: FakeSer
 
 
 def test_no_more_sessions_run_at_once_than_asked_for(fake_server: FakeServer) -> None:
-    samples = run(fake_server, [make_session(f"s{i}") for i in range(6)], ReplayOptions(concurrency=2))
+    samples = run(
+        fake_server, [make_session(f"s{i}") for i in range(6)], ReplayOptions(concurrency=2)
+    )
     assert len(samples) == 18
     assert fake_server.most_running == 2
 
 
-def test_turns_of_a_session_come_in_order_and_are_numbered_from_one(fake_server: FakeServer) -> None:
+def test_turns_of_a_session_come_in_order_and_are_numbered_from_one(
+    fake_server: FakeServer,
+) -> None:
     samples = run(fake_server, [make_session("a"), make_session("b")], ReplayOptions())
     for name in "ab":
         assert [s.turn for s in samples if s.session == name] == [1, 2, 3]
@@ -82,7 +93,9 @@ def test_a_session_goes_on_after_a_request_that_failed(fake_server: FakeServer) 
     assert [body["input_ids"] for body in fake_server.requests] == recorded_prompts(session)
 
 
-def test_every_finished_request_is_in_the_log_with_its_labels(fake_server: FakeServer, tmp_path: Path) -> None:
+def test_every_finished_request_is_in_the_log_with_its_labels(
+    fake_server: FakeServer, tmp_path: Path
+) -> None:
     log = tmp_path / "log.jsonl"
     samples = run(fake_server, [make_session("s", 2)], ReplayOptions(), log)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -90,10 +103,14 @@ def test_every_finished_request_is_in_the_log_with_its_labels(fake_server: FakeS
         ("a", 1, "s", 1),
         ("a", 1, "s", 2),
     ]
-    assert [line["output_ids"] for line in lines] == [list(sample.completion.output_ids) for sample in samples]
+    assert [line["output_ids"] for line in lines] == [
+        list(sample.completion.output_ids) for sample in samples
+    ]
 
 
-def test_what_was_measured_before_a_cancellation_is_kept(fake_server: FakeServer, tmp_path: Path) -> None:
+def test_what_was_measured_before_a_cancellation_is_kept(
+    fake_server: FakeServer, tmp_path: Path
+) -> None:
     session = make_session("s", 3)
     third = recorded_prompts(session)[2]
     fake_server.fail_when = lambda ids: "hang" if ids == third else None

@@ -1,4 +1,6 @@
-"""A server as a child process: it is started, waited for, and always stopped. A stand-in takes SGLang's place here."""
+"""A server as a child process: it is started, waited for, and always stopped. A stand-in takes
+SGLang's place here.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_a_server_answers_while_it_is_up_and_is_gone_afterwards(tmp_path: Path) 
 def test_a_server_that_ends_while_starting_is_told_with_the_end_of_its_log(tmp_path: Path) -> None:
     server = make_server(tmp_path, "refuse")
     server.start()
-    with pytest.raises(BenchError, match=r"(?s)ended with status 3 while starting.*no memory left for you") as caught:
+    with pytest.raises(
+        BenchError, match=r"(?s)ended with status 3 while starting.*no memory left for you"
+    ) as caught:
         server.wait_until_healthy(60)
     assert str(server.log_path) in str(caught.value)
 
@@ -73,7 +77,9 @@ def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path) -> None:
     assert group_of(server) == []
 
 
-def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_ignores_sigterm_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sgl_kvtier.lab.outside.server.TERMINATE_S", 0.2)
     server = make_server(tmp_path, "stubborn")
     server.start()
@@ -117,7 +123,9 @@ def test_a_taken_port_is_named_with_the_process_that_has_it(tmp_path: Path) -> N
         taken.bind((HOST, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(BenchError, match=f"port {port} cannot be used.*process {os.getpid()}.*--port"):
+        with pytest.raises(
+            BenchError, match=f"port {port} cannot be used.*process {os.getpid()}.*--port"
+        ):
             make_server(tmp_path, port=port).start()
 
 

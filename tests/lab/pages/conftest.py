@@ -11,7 +11,7 @@ from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
 
 ARMS = ("recompute", "hicache", "hicache-file", "kvtier")
 METRICS = ("ttft_ms", "tpot_ms", "e2e_ms")
-HOSTILE = "</script><b id=hostile>models & \"shapes\" <lab-mha>'"
+HOSTILE = '</script><b id=hostile>models & "shapes" <lab-mha>\''
 TURNS, SESSIONS, ROUNDS = 8, 4, 3
 # Part of a prompt from device, host and storage, by arm.
 _SHARES = {
@@ -24,7 +24,9 @@ _SHARES = {
 
 @pytest.fixture
 def compare_result() -> dict:
-    """A whole result of schema kvtier.compare/1: four arms, one failed request, one unequal output, hostile texts."""
+    """A whole result of schema kvtier.compare/1: four arms, one failed request, one unequal output,
+    hostile texts.
+    """
     return make_result()
 
 
@@ -33,7 +35,9 @@ def make_result() -> dict:
     arms = {name: _arm(name, samples) for name in ARMS}
     medians = {name: _round_medians(name, samples) for name in ARMS}
     ratios = {
-        f"kvtier/{other}": {"ttft_ms": pair_ratios(medians["kvtier"], medians[other])} for other in ARMS if other != "kvtier"
+        f"kvtier/{other}": {"ttft_ms": pair_ratios(medians["kvtier"], medians[other])}
+        for other in ARMS
+        if other != "kvtier"
     }
     results = {
         "workload": {
@@ -42,7 +46,12 @@ def make_result() -> dict:
             "sessions": SESSIONS,
             "requests": SESSIONS * TURNS,
             "rows": [
-                {"session": f"s{i}", "turns": TURNS, "first_prompt_tokens": 900 + 7 * i, "output_tokens": 64 * TURNS}
+                {
+                    "session": f"s{i}",
+                    "turns": TURNS,
+                    "first_prompt_tokens": 900 + 7 * i,
+                    "output_tokens": 64 * TURNS,
+                }
                 for i in range(SESSIONS)
             ],
         },
@@ -61,7 +70,9 @@ def make_result() -> dict:
         "interrupted": False,
         "notes": ["Outputs are generated greedily & fed back.", "Tool gaps are divided by 10."],
     }
-    return envelope("kvtier.compare/1", ["kvtier", "compare", "--model-path", HOSTILE, "--rounds", "3"], results)
+    return envelope(
+        "kvtier.compare/1", ["kvtier", "compare", "--model-path", HOSTILE, "--rounds", "3"], results
+    )
 
 
 def _samples(rng: random.Random) -> list[dict]:
@@ -93,7 +104,9 @@ def _sample(rng: random.Random, arm: str, round_number: int, session: int, turn:
         "prompt_tokens": prompt,
         "output_tokens": 0 if failed else 64,
         "cached": {"device": device, "host": host, "storage": storage},
-        "equal": None if failed or arm == "recompute" else (arm, round_number, session, turn) != ("hicache", 1, 2, 5),
+        "equal": None
+        if failed or arm == "recompute"
+        else (arm, round_number, session, turn) != ("hicache", 1, 2, 5),
         "error": "HTTP 500" if failed else None,
     }
 
@@ -106,7 +119,9 @@ def _arm(name: str, samples: list[dict]) -> dict:
     return {
         **{metric: summary(s[metric] for s in good) for metric in METRICS},
         "equal_tokens_fraction": sum(known) / len(known) if known else None,
-        "cached_tokens": {tier: sum(s["cached"][tier] for s in good) for tier in ("device", "host", "storage")},
+        "cached_tokens": {
+            tier: sum(s["cached"][tier] for s in good) for tier in ("device", "host", "storage")
+        },
         "requests": len(mine),
         "errors": len(mine) - len(good),
         "throughput_tokens_per_s": 64 * len(good) / (sum(s["e2e_ms"] for s in good) / 4 / 1000),

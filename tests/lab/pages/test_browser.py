@@ -1,4 +1,6 @@
-"""The comparison's page in a real browser: what is in the DOM, what is fetched, and how it lies on narrow screens."""
+"""The comparison's page in a real browser: what is in the DOM, what is fetched, and how it lies on
+narrow screens.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ import pytest
 
 from sgl_kvtier.lab.pages.compare_html import compare_html
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"),
+    pytest.mark.skipif(
+        BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"
+    ),
 ]
 
-# Runs in a page around the report's, whose own policy forbids scripts, and measures the report in a frame.
+# Runs in a page around the report's, whose own policy forbids scripts, and measures the report in a
+# frame.
 MEASURE = """<!DOCTYPE html><title>measure</title>
 <iframe id="frame" src="/compare.html" style="width:WIDTHpx;height:900px;border:0"></iframe>
 <pre id="found"></pre>
@@ -51,7 +58,9 @@ document.getElementById("frame").onload = event => {
 
 
 class Site:
-    """A server on this machine that hands out the given pages and remembers every path it was asked for."""
+    """A server on this machine that hands out the given pages and remembers every path it was asked
+    for.
+    """
 
     def __init__(self, pages: dict[str, str]) -> None:
         self.asked: list[str] = []
@@ -82,7 +91,9 @@ class Site:
 def site(compare_result: dict) -> Iterator[Site]:
     pages = {f"/{width}.html": MEASURE.replace("WIDTH", str(width)) for width in (480, 768, 1200)}
     careless = '<!DOCTYPE html><link rel="icon" href="data:,"><img src="/picture.png">'
-    site = Site({"/compare.html": compare_html(compare_result), "/careless.html": careless, **pages})
+    site = Site(
+        {"/compare.html": compare_html(compare_result), "/careless.html": careless, **pages}
+    )
     yield site
     site.close()
 
@@ -98,14 +109,18 @@ def open_in_browser(address: str, profile: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
 
 
-def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(site: Site, tmp_path: Path) -> None:
+def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(
+    site: Site, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra [report]")
     dom = open_in_browser(f"{site.address}/compare.html", tmp_path)
     assert dom.count("<table>") == 6
     assert dom.count("<svg") == 4
     assert len(re.findall(r"<section id=", dom)) == 7
     assert "<b id=" not in dom
-    rows = re.findall(r'<span class="swatch"[^>]*></span>(recompute|hicache|hicache-file|kvtier)</td>', dom)
+    rows = re.findall(
+        r'<span class="swatch"[^>]*></span>(recompute|hicache|hicache-file|kvtier)</td>', dom
+    )
     assert rows == ["recompute", "hicache", "hicache-file", "kvtier"] * 3
 
 
@@ -120,9 +135,16 @@ def test_a_fetch_would_have_been_noticed(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [480, 768, 1200])
-def test_no_label_is_cut_or_covered_and_the_page_never_scrolls_sideways(site: Site, tmp_path: Path, width: int) -> None:
+def test_no_label_is_cut_or_covered_and_the_page_never_scrolls_sideways(
+    site: Site, tmp_path: Path, width: int
+) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra [report]")
     dom = open_in_browser(f"{site.address}/{width}.html", tmp_path)
     found = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
     assert found
-    assert json.loads(html.unescape(found[1])) == {"cut": [], "overlapping": [], "wide": 0, "plots": 4}
+    assert json.loads(html.unescape(found[1])) == {
+        "cut": [],
+        "overlapping": [],
+        "wide": 0,
+        "plots": 4,
+    }

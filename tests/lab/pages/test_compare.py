@@ -56,16 +56,34 @@ class Page(HTMLParser):
 
 def two_arms(ours: float, theirs: float, **more: object) -> dict:
     """A result with one metric of two arms."""
-    return {"arms": {"hicache-file": {"ttft_ms": {"p50": theirs}}, "kvtier": {"ttft_ms": {"p50": ours}}}, **more}
+    return {
+        "arms": {
+            "hicache-file": {"ttft_ms": {"p50": theirs}},
+            "kvtier": {"ttft_ms": {"p50": ours}},
+        },
+        **more,
+    }
 
 
-def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere(compare_result: dict) -> None:
+def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere(
+    compare_result: dict,
+) -> None:
     page = Page(compare_html(compare_result))
     assert page.open == []
     ids = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
-    assert ids == {"headline", "configuration", "tables", "plots", "losing-cells", "environment", "repeat"}
-    assert [link.removeprefix("#") for link in links if link] == [attrs["id"] for tag, attrs in page.tags if tag == "section"]
+    assert ids == {
+        "headline",
+        "configuration",
+        "tables",
+        "plots",
+        "losing-cells",
+        "environment",
+        "repeat",
+    }
+    assert [link.removeprefix("#") for link in links if link] == [
+        attrs["id"] for tag, attrs in page.tags if tag == "section"
+    ]
 
 
 def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_result: dict) -> None:
@@ -82,7 +100,9 @@ def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_res
 
 def test_text_from_outside_stays_text(compare_result: dict) -> None:
     result = copy.deepcopy(compare_result)
-    result["arms"] = {f"<i>{name}" if name == "hicache" else name: arm for name, arm in result["arms"].items()}
+    result["arms"] = {
+        f"<i>{name}" if name == "hicache" else name: arm for name, arm in result["arms"].items()
+    }
     result["notes"].append("<img src=x onerror=alert(1)>")
     result["environment"]["cpu"]["model"] = "</dd><script>"
     text = compare_html(result)
@@ -131,7 +151,9 @@ def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_result: dict)
         (0.9, 0.95, 1.1, "no difference beyond the noise"),
     ],
 )
-def test_the_headline_claims_a_difference_only_beyond_the_noise(low: float, median: float, high: float, said: str) -> None:
+def test_the_headline_claims_a_difference_only_beyond_the_noise(
+    low: float, median: float, high: float, said: str
+) -> None:
     ratio = {"ttft_ms": {"median": median, "p25": low, "p75": high, "n": 3}}
     text = Page(compare_html(two_arms(1, 1, ratios={"kvtier/hicache-file": ratio}))).text
     assert said in text
@@ -160,10 +182,18 @@ def test_arms_keep_their_order_and_missing_figures_are_dashes(compare_result: di
     assert ratios.cells()[-1][0] == "kvtier / hicache-file"
 
 
-def test_cached_and_computed_tokens_sum_to_the_prompts_of_the_requests_that_ended_well(compare_result: dict) -> None:
+def test_cached_and_computed_tokens_sum_to_the_prompts_of_the_requests_that_ended_well(
+    compare_result: dict,
+) -> None:
     for arm in compare_result["arms"]:
-        prompts = [s["prompt_tokens"] for s in compare_result["samples"] if s["arm"] == arm and s["error"] is None]
-        assert sum(value or 0 for value in prompt_parts(compare_result, arm).values()) == sum(prompts)
+        prompts = [
+            s["prompt_tokens"]
+            for s in compare_result["samples"]
+            if s["arm"] == arm and s["error"] is None
+        ]
+        assert sum(value or 0 for value in prompt_parts(compare_result, arm).values()) == sum(
+            prompts
+        )
 
 
 def test_without_samples_computed_tokens_are_unknown_and_not_zero() -> None:
@@ -191,17 +221,29 @@ def test_every_cell_that_is_worse_is_listed_worst_first() -> None:
     assert compared == 2 * 1 + 1 + 2 + 2  # TTFT p50 twice, p99 once, throughput twice, two turns
 
 
-def test_an_arm_that_wins_everywhere_has_no_losing_cell_and_the_page_says_how_many_were_compared() -> None:
+def test_an_arm_that_wins_everywhere_has_no_losing_cell_and_the_page_says_how_many_were_compared() -> (
+    None
+):
     result = two_arms(1, 2)
     table, compared = losing_cells(result)
     assert (list(table.rows), compared) == ([], 1)
     text = Page(compare_html(result)).text
-    assert "None: kvtier is at least as good as every other arm in everything compared (1 cell)." in text
+    assert (
+        "None: kvtier is at least as good as every other arm in everything compared (1 cell)."
+        in text
+    )
 
 
 @pytest.mark.parametrize(
     ("share", "text"),
-    [(1, "100 %"), (0, "0 %"), (0.99999, "> 99.9 %"), (0.00001, "< 0.1 %"), (0.5, "50.0 %"), (0.999, "99.9 %")],
+    [
+        (1, "100 %"),
+        (0, "0 %"),
+        (0.99999, "> 99.9 %"),
+        (0.00001, "< 0.1 %"),
+        (0.5, "50.0 %"),
+        (0.999, "99.9 %"),
+    ],
 )
 def test_a_share_is_never_rounded_up_to_all_or_down_to_none(share: float, text: str) -> None:
     assert format_share(share) == text
@@ -209,14 +251,29 @@ def test_a_share_is_never_rounded_up_to_all_or_down_to_none(share: float, text: 
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (412 << 20, "412.0 MiB"), (3 << 50, "3,072.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (412 << 20, "412.0 MiB"),
+        (3 << 50, "3,072.0 TiB"),
+    ],
 )
 def test_bytes_are_written_for_people(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 
 
 def test_nested_settings_become_dotted_names() -> None:
-    assert flatten({"cpu": {"count": 2}, "ram_bytes": 1024, "argv": ["--a", "b c"], "x": [], "y": None, "z": [1, 2]}) == [
+    assert flatten(
+        {
+            "cpu": {"count": 2},
+            "ram_bytes": 1024,
+            "argv": ["--a", "b c"],
+            "x": [],
+            "y": None,
+            "z": [1, 2],
+        }
+    ) == [
         ("cpu.count", "2"),
         ("ram", "1.0 KiB"),
         ("argv", "--a 'b c'"),
@@ -226,9 +283,15 @@ def test_nested_settings_become_dotted_names() -> None:
     ]
 
 
-def test_only_arms_that_restore_have_a_row_about_it_and_without_any_there_is_no_table(compare_result: dict) -> None:
+def test_only_arms_that_restore_have_a_row_about_it_and_without_any_there_is_no_table(
+    compare_result: dict,
+) -> None:
     title = "Prefixes computed and loaded at once"
     assert title not in [table.title for table in compare_tables(compare_result)]
-    compare_result["arms"]["kvtier"]["restore"] = {"started": 30.0, "met": 24.0, "computed_fraction": 0.25}
+    compare_result["arms"]["kvtier"]["restore"] = {
+        "started": 30.0,
+        "met": 24.0,
+        "computed_fraction": 0.25,
+    }
     (table,) = [table for table in compare_tables(compare_result) if table.title == title]
     assert [row["arm"] for row in table.rows] == ["kvtier"]

@@ -9,9 +9,13 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "manual" / "json.md"
 
 
 def documented(heading: str) -> set[str]:
-    """First path components of the keys in the table below a heading; `a`, `b` and `c.{d,e}` forms are understood."""
+    """First path components of the keys in the table below a heading; `a`, `b` and `c.{d,e}` forms
+    are understood.
+    """
     text = DOCUMENT.read_text(encoding="utf-8")
-    section = re.split(r"^#+ ", text.split(f"\n{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    section = re.split(r"^#+ ", text.split(f"\n{heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[
+        0
+    ]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return {re.split(r"[.{]", key)[0] for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
 

@@ -12,7 +12,16 @@ import pytest
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.lab.pages.figure import colours, dashes, markers, plots_available
-from sgl_kvtier.lab.pages.plots import Bar, Series, cdf, intervals, lines, save_plot, stacked_bars, timeline
+from sgl_kvtier.lab.pages.plots import (
+    Bar,
+    Series,
+    cdf,
+    intervals,
+    lines,
+    save_plot,
+    stacked_bars,
+    timeline,
+)
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [report]")
 
@@ -21,18 +30,33 @@ ARMS = ("recompute", "hicache", "hicache-file", "kvtier")
 
 def drawn() -> dict[str, str]:
     """One plot of each kind, with a missing value in each."""
-    series = [Series(arm, [1, 2, 3], [10.0 * (i + 1), None, 30], [9, None, 20], [11, None, 40]) for i, arm in enumerate(ARMS)]
+    series = [
+        Series(arm, [1, 2, 3], [10.0 * (i + 1), None, 30], [9, None, 20], [11, None, 40])
+        for i, arm in enumerate(ARMS)
+    ]
     return {
         "lines": lines(series, "Lines", "turn", "TTFT (ms)", whole_x=True),
-        "cdf": cdf({arm: [1.0, math.nan, None, 100.0 * (i + 1)] for i, arm in enumerate(ARMS)}, "CDF", "TTFT (ms)"),
-        "stacked": stacked_bars({arm: {"device": 50, "host": None, "computed": 150} for arm in ARMS}, "Bars", "tokens"),
+        "cdf": cdf(
+            {arm: [1.0, math.nan, None, 100.0 * (i + 1)] for i, arm in enumerate(ARMS)},
+            "CDF",
+            "TTFT (ms)",
+        ),
+        "stacked": stacked_bars(
+            {arm: {"device": 50, "host": None, "computed": 150} for arm in ARMS}, "Bars", "tokens"
+        ),
         "intervals": intervals(series, "Intervals", "round", "TTFT (ms)", log_y=True),
-        "timeline": timeline([Bar("GPU", 0, 2, "compute"), Bar("SSD", 0.5, 1, "read")], "Timeline", "time (s)"),
+        "timeline": timeline(
+            [Bar("GPU", 0, 2, "compute"), Bar("SSD", 0.5, 1, "read")], "Timeline", "time (s)"
+        ),
     }
 
 
 def texts(svg: str) -> list[str]:
-    return ["".join(node.itertext()).strip() for node in ElementTree.fromstring(svg).iter() if node.tag.endswith("}text")]
+    return [
+        "".join(node.itertext()).strip()
+        for node in ElementTree.fromstring(svg).iter()
+        if node.tag.endswith("}text")
+    ]
 
 
 @pytest.mark.parametrize("kind", ["lines", "cdf", "stacked", "intervals", "timeline"])
@@ -41,7 +65,12 @@ def test_a_plot_is_one_svg_element_that_needs_nothing_from_outside(kind: str) ->
     root = ElementTree.fromstring(svg)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert root.get("aria-label")
-    links = [value for node in root.iter() for name, value in node.attrib.items() if name.endswith("href")]
+    links = [
+        value
+        for node in root.iter()
+        for name, value in node.attrib.items()
+        if name.endswith("href")
+    ]
     assert all(link.startswith("#") for link in links)
     assert set(re.findall(r"https?://[^\"' ]+", svg)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<(script|image|foreignObject|metadata)\b", svg)
@@ -111,7 +140,10 @@ def test_a_distribution_of_very_many_samples_stays_small() -> None:
 
 @pytest.mark.parametrize("name", ["$x_1^2$", "_hidden", "<b>&\"'", "$", "ünï"])
 def test_a_name_is_shown_as_it_is(name: str) -> None:
-    for svg in (lines([Series(name, [1], [1])], name, "x", "y"), stacked_bars({name: {"device": 1}}, "T", "x")):
+    for svg in (
+        lines([Series(name, [1], [1])], name, "x", "y"),
+        stacked_bars({name: {"device": 1}}, "T", "x"),
+    ):
         assert name in [text.lstrip("\u200b") for text in texts(svg)]
 
 

@@ -1,4 +1,6 @@
-"""The tables of a restoration bench: the bound of the link, what the best single way is, and what failed."""
+"""The tables of a restoration bench: the bound of the link, what the best single way is, and what
+failed.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ def cell(**more: object) -> dict:
 
 
 def result(cells: list[dict], *arms: str, **summary: object) -> dict:
-    figures = {"worst_speedup_vs_best_single": 1.6, "median_bound_fraction": 0.9, "worst_bound_fraction": 0.9, "missed": []}
-    return {"cells": cells, "arms": dict.fromkeys(("compute", "load", "kvtier", *arms), ""), "curves": [], "summary": {**figures, **summary}}
+    figures = {
+        "worst_speedup_vs_best_single": 1.6,
+        "median_bound_fraction": 0.9,
+        "worst_bound_fraction": 0.9,
+        "missed": [],
+    }
+    return {
+        "cells": cells,
+        "arms": dict.fromkeys(("compute", "load", "kvtier", *arms), ""),
+        "curves": [],
+        "summary": {**figures, **summary},
+    }
 
 
 def column(table: Table, title: str) -> list[str]:
@@ -30,7 +42,11 @@ def column(table: Table, title: str) -> list[str]:
 
 def test_shares_of_both_bounds_and_failures_stand_side_by_side() -> None:
     grid, detail, _ = restore_tables(result([cell()], median_link_bound_fraction=0.8, errors=2))
-    assert (column(grid, "of T_opt"), column(grid, "of T_link"), column(grid, "Failed")) == (["90.0 %"], ["80.0 %"], ["2"])
+    assert (column(grid, "of T_opt"), column(grid, "of T_link"), column(grid, "Failed")) == (
+        ["90.0 %"],
+        ["80.0 %"],
+        ["2"],
+    )
     assert (column(detail, "T_link"), column(detail, "First after a change")) == (["480"], ["650"])
     assert "of T_link: median 80.0 %." in grid.notes[1]
     assert "Requests that failed: 2." in grid.notes
@@ -43,7 +59,13 @@ def test_a_result_of_an_earlier_version_has_dashes_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arms", "title"), [((), "vs better of compute, load"), (("load_kvtier",), "vs best of compute, load, load_kvtier")]
+    ("arms", "title"),
+    [
+        ((), "vs better of compute, load"),
+        (("load_kvtier",), "vs best of compute, load, load_kvtier"),
+    ],
 )
-def test_the_best_single_way_is_named_by_what_was_measured(arms: tuple[str, ...], title: str) -> None:
+def test_the_best_single_way_is_named_by_what_was_measured(
+    arms: tuple[str, ...], title: str
+) -> None:
     column(restore_tables(result([cell()], *arms))[0], title)

@@ -10,16 +10,45 @@ import pytest
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages.figure import plots_available
-from sgl_kvtier.lab.pages.restore_timeline import MOST_LINE, log_lines, read_timelines, timeline_plot
+from sgl_kvtier.lab.pages.restore_timeline import (
+    MOST_LINE,
+    log_lines,
+    read_timelines,
+    timeline_plot,
+)
 
 HEAD = {"log": "kvtier.decisions", "version": 1, "config": {}, "engine": {"page_tokens": 16}}
 RUN = [
-    {"type": "RestoreOffered", "rid": "a", "now": 10.0, "prompt_tokens": 176, "resident": 1, "pages": 10, "sources": []},
+    {
+        "type": "RestoreOffered",
+        "rid": "a",
+        "now": 10.0,
+        "prompt_tokens": 176,
+        "resident": 1,
+        "pages": 10,
+        "sources": [],
+    },
     {"type": "StepPlan", "starts": [{"rid": "a", "mode": "both", "reason": "split is faster"}]},
     {"type": "ChunkStarted", "rid": "a", "tokens": [16, 80], "now": 10.1},
-    {"type": "TransferDone", "rid": "a", "span": [8, 10], "now": 10.2, "link": "x", "nbytes": 1, "seconds": 0.1},
+    {
+        "type": "TransferDone",
+        "rid": "a",
+        "span": [8, 10],
+        "now": 10.2,
+        "link": "x",
+        "nbytes": 1,
+        "seconds": 0.1,
+    },
     {"type": "ChunkDone", "rid": "a", "tokens": [16, 80], "seconds": 0.2, "now": 10.3},
-    {"type": "TransferDone", "rid": "a", "span": [5, 8], "now": 10.4, "link": "x", "nbytes": 1, "seconds": 0.1},
+    {
+        "type": "TransferDone",
+        "rid": "a",
+        "span": [5, 8],
+        "now": 10.4,
+        "link": "x",
+        "nbytes": 1,
+        "seconds": 0.1,
+    },
     {"type": "PagesLost", "rid": "a", "span": [4, 5], "reason": "late", "now": 10.4},
     {"type": "ChunkStarted", "rid": "a", "tokens": [160, 176], "now": 10.5},
     {"type": "ChunkDone", "rid": "a", "tokens": [160, 176], "seconds": 0.1, "now": 10.6},
@@ -52,8 +81,14 @@ def test_something_else_than_a_log_is_refused() -> None:
         read_timelines([json.dumps(HEAD), "{"])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, 10**400, "x", None, [], {}, True, [1], [float("inf"), 2]], ids=str)
-@pytest.mark.parametrize("field", ["now", "pages", "resident", "prompt_tokens", "tokens", "span", "rid"])
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -1, 10**400, "x", None, [], {}, True, [1], [float("inf"), 2]],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "field", ["now", "pages", "resident", "prompt_tokens", "tokens", "span", "rid"]
+)
 def test_a_hostile_value_is_damage_or_passed_over(field: str, value: object) -> None:
     for number in range(len(RUN)):
         if field in RUN[number]:
@@ -71,8 +106,17 @@ def test_a_line_nested_without_end_is_damage() -> None:
         read_timelines([json.dumps(HEAD), "[" * 200_000])
 
 
-@pytest.mark.parametrize(("content", "says"), [("x" * (MOST_LINE + 1), "line 1 .* longer than 64 MiB"), (b"a\n\xff\n", "line . .* not UTF-8")], ids=[0, 1])
-def test_lines_that_cannot_be_read_are_named(tmp_path: Path, content: str | bytes, says: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("x" * (MOST_LINE + 1), "line 1 .* longer than 64 MiB"),
+        (b"a\n\xff\n", "line . .* not UTF-8"),
+    ],
+    ids=[0, 1],
+)
+def test_lines_that_cannot_be_read_are_named(
+    tmp_path: Path, content: str | bytes, says: str
+) -> None:
     path = tmp_path / "log"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with path.open(encoding="utf-8") as file, pytest.raises(TraceError, match=says):

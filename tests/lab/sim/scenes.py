@@ -21,12 +21,7 @@ COST = StepCost(fixed_s=0.5, per_token_s=1 / 64)
 
 def machine(ssd: float = 64.0, pcie: float = 1e9, depth: int = 1) -> Hardware:
     """Bytes are tokens; `ssd` and `pcie` are bytes per second, latencies 0."""
-    pipes = {
-        "ssd_read": Pipe(ssd),
-        "ssd_write": Pipe(1e9),
-        "h2d": Pipe(pcie),
-        "d2h": Pipe(1e9),
-    }
+    pipes = {"ssd_read": Pipe(ssd), "ssd_write": Pipe(1e9), "h2d": Pipe(pcie), "d2h": Pipe(1e9)}
     routes = {
         Link.SSD_TO_DRAM: Route(("ssd_read",), depth=depth),
         Link.DRAM_TO_HBM: Route(("h2d",), depth=depth),

@@ -31,7 +31,9 @@ def test_every_printed_number_has_a_cell():
         for cell in cacheflow.TABLES[name]()
         if cell.published is not None
     }
-    wanted = {place for place in cacheflow_cells.printed() if place[0] in ("1", "eq", "5", "6", "7")}
+    wanted = {
+        place for place in cacheflow_cells.printed() if place[0] in ("1", "eq", "5", "6", "7")
+    }
     assert reached == wanted
 
 
@@ -67,7 +69,8 @@ def test_the_gain_over_recompute_grows_with_the_length():
 def test_stages_that_restore_by_themselves_are_faster_than_stages_in_a_row():
     prompt = [Prompt(0.0, 12032, 64)]
     apart, in_a_row = (
-        serve(rig(default(stages=stages)), prompt, "CacheFlow").ttfts()[0] for stages in (parallel(2), sequential(2))
+        serve(rig(default(stages=stages)), prompt, "CacheFlow").ttfts()[0]
+        for stages in (parallel(2), sequential(2))
     )
     whole = serve(rig(default(stages=Stages())), prompt, "CacheFlow").ttfts()[0]
     assert apart < in_a_row < whole
@@ -76,7 +79,10 @@ def test_stages_that_restore_by_themselves_are_faster_than_stages_in_a_row():
 
 @pytest.mark.parametrize("batch", [2, 4, 8])
 def test_io_in_the_order_of_compute_is_best_for_the_mean_of_a_batch(batch):
-    means = {arm: fmean(t for run in runs for t in run) for arm, runs in cacheflow.batch_runs(batch).items()}
+    means = {
+        arm: fmean(t for run in runs for t in run)
+        for arm, runs in cacheflow.batch_runs(batch).items()
+    }
     assert means["kvtier"] < means["kvtier, shortest first"]
     assert means["kvtier"] < means["kvtier, longest first"]
     assert means["kvtier"] < means["CacheFlow"] < means["vLLM"]
@@ -84,7 +90,9 @@ def test_io_in_the_order_of_compute_is_best_for_the_mean_of_a_batch(batch):
 
 def test_samples_and_arrivals_are_the_same_every_time():
     place = rig(default())
-    assert cacheflow_rig.poisson("WildChat", place, 3) == cacheflow_rig.poisson("WildChat", place, 3)
+    assert cacheflow_rig.poisson("WildChat", place, 3) == cacheflow_rig.poisson(
+        "WildChat", place, 3
+    )
     assert cacheflow_rig.sample("LMSys-Chat", 5, 1) != cacheflow_rig.sample("LMSys-Chat", 5, 2)
 
 
@@ -96,7 +104,10 @@ def test_workloads_have_prefixes_long_enough_for_the_papers_figure_1a(workload):
 
 
 def test_each_arm_restores_what_it_is_given_and_single_ones_use_one_resource():
-    place, prompts = rig(Place("A100", "Llama-3.1-8B", 10.0)), [Prompt(0.0, 8192, 64), Prompt(0.1, 4096, 64)]
+    place, prompts = (
+        rig(Place("A100", "Llama-3.1-8B", 10.0)),
+        [Prompt(0.0, 8192, 64), Prompt(0.1, 4096, 64)],
+    )
     for arm in cacheflow_rig.ARMS:
         result = serve(place, prompts, arm)
         computed = sum(request.computed_tokens for request in result.requests)

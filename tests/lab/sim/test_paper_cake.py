@@ -1,4 +1,6 @@
-"""Cake's tables: read as printed, fitted on what is said to be fitted, and predicted by the real planner."""
+"""Cake's tables: read as printed, fitted on what is said to be fitted, and predicted by the real
+planner.
+"""
 
 import json
 import math
@@ -70,16 +72,23 @@ def test_the_baselines_take_what_arithmetic_says(share):
     chunk = int(512 * share)
     cost = parts.cost.cost
     steps = [
-        cost.fixed_s + cost.per_token_s * 512 + cost.per_token_position_s * 512 * (start + chunk / 2)
+        cost.fixed_s
+        + cost.per_token_s * 512
+        + cost.per_token_position_s * 512 * (start + chunk / 2)
         for start in range(0, 8192, chunk)
     ]
     assert ours.compute_s == pytest.approx(sum(steps))
-    load_s = cake_fit.LOAD_TOKENS * 819200 * 8 / 25e9 + cake_fit.coefficients().load_fixed_s["LongAlpaca-13B"]
+    load_s = (
+        cake_fit.LOAD_TOKENS * 819200 * 8 / 25e9
+        + cake_fit.coefficients().load_fixed_s["LongAlpaca-13B"]
+    )
     assert ours.io_s == pytest.approx(8192 / cake_fit.LOAD_TOKENS * load_s)
 
 
 def two_pointers(setup: Setup) -> float:
-    """Cake's algorithm as a bare loop, nobody touching what the other has taken: a cross-check with no simulator in it."""
+    """Cake's algorithm as a bare loop, nobody touching what the other has taken: a cross-check with
+    no simulator in it.
+    """
     parts = cake_run.rig(setup)
     chunk, cost = int(setup.budget * setup.share), parts.cost.cost
     load_s = cake_fit.LOAD_TOKENS * parts.model.kv_bytes_per_token * 8 / (setup.gbps * 1e9)
@@ -105,8 +114,8 @@ def test_the_planner_in_the_simulator_does_what_the_bare_loop_does():
         ours, bare = cake_run.times(pair.setup).cake_s, two_pointers(pair.setup)
         off.append(ours / bare - 1)
     assert abs(median(off)) < 0.01
-    # Loads are handed out for the whole step ahead, so at the end one chunk more or less is computed; with five chunks in
-    # all (the 70B model) that is much.
+    # Loads are handed out for the whole step ahead, so at the end one chunk more or less is
+    # computed; with five chunks in all (the 70B model) that is much.
     assert min(off) > -0.15
     assert max(off) < 0.1
 
@@ -147,9 +156,14 @@ def test_fluctuating_resources_are_both_used_nearly_to_the_full(rule):
     seeds = cake_figures.SCENARIOS["fig5"]["seeds"]
     for seed in seeds:
         seconds, _ = cake_figures.fluctuating_run(seed, rule)
-        alone = [cake_figures.fluctuating_run(seed, "cake", only)[0] for only in ("compute", "load")]
+        alone = [
+            cake_figures.fluctuating_run(seed, "cake", only)[0] for only in ("compute", "load")
+        ]
         assert cake_figures.least_seconds(seed) < seconds < min(alone)
-    over = [cake_figures.fluctuating_run(seed, rule)[0] / cake_figures.least_seconds(seed) for seed in seeds]
+    over = [
+        cake_figures.fluctuating_run(seed, rule)[0] / cake_figures.least_seconds(seed)
+        for seed in seeds
+    ]
     assert median(over) < 1.12
 
 

@@ -8,7 +8,9 @@ from sgl_kvtier.lab.sim.cells import Cell
 
 def test_only_what_stands_between_the_markers_is_replaced():
     page = f"# Title\n\n{pages.BEGIN}\nold\n{pages.END}\n\nend\n"
-    assert pages.replaced(page, "new\n") == f"# Title\n\n{pages.BEGIN}\n\nnew\n\n{pages.END}\n\nend\n"
+    assert (
+        pages.replaced(page, "new\n") == f"# Title\n\n{pages.BEGIN}\n\nnew\n\n{pages.END}\n\nend\n"
+    )
     assert pages.replaced(pages.replaced(page, "a\n"), "b\n") == pages.replaced(page, "b\n")
 
 

@@ -1,4 +1,6 @@
-"""TierKV's printed tables: transcribed whole, obtained in one reading, and not in the one where bytes obey the link."""
+"""TierKV's printed tables: transcribed whole, obtained in one reading, and not in the one where
+bytes obey the link.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SLOWEST_FIRST = ("LRU", "Freq", "Static", "Attn-Pref.", "Prefetch", "Oracle")
 
 
 def cell(cells: list[Cell], row: str, column: str, reading: str = PRINTED) -> Cell:
-    return next(one for one in cells if (one.row, one.column, one.reading) == (row, column, reading))
+    return next(
+        one for one in cells if (one.row, one.column, one.reading) == (row, column, reading)
+    )
 
 
 def printed_cells(table: str) -> list[Cell]:
@@ -79,7 +83,9 @@ def test_printed_stalls_keep_these_ratios_at_every_level_above():
     for level in map(str, LEVELS[2:]):
         stall = {policy: p95[level, policy] - p95["1.0", policy] for policy in POLICIES}
         for policy in ("LRU", "Freq", "Attn-Pref."):
-            assert stall[policy] / stall["Static"] == pytest.approx(load_setup().share(policy), rel=0.02)
+            assert stall[policy] / stall["Static"] == pytest.approx(
+                load_setup().share(policy), rel=0.02
+            )
 
 
 @pytest.mark.parametrize("measure_name", ["tpot_ms", "p95_tpot_ms"])
@@ -162,7 +168,10 @@ def test_the_burst_of_figure_7_fills_dram_and_its_hit_rate_is_hbms_share():
 
 def test_workloads_that_fit_gain_nothing_and_long_ones_most():
     cells = list(TABLES["fig5"]())
-    gain = {name: cell(cells, name, "Prefetch reduction").ours for name in load_setup().printed["workloads"]}
+    gain = {
+        name: cell(cells, name, "Prefetch reduction").ours
+        for name in load_setup().printed["workloads"]
+    }
     assert gain["uniform"] == gain["chatbot"] == 0
     assert gain["summarization"] == max(gain.values()) > gain["mixed"] > 0
 
@@ -196,11 +205,18 @@ def test_cells_are_plain_data_with_the_agreed_keys():
 
 def test_table_4_has_every_printed_cell_in_the_reading_printed_and_every_policy_in_the_honest_one():
     cells = list(TABLES["4"]())
-    assert {(one.row, one.column) for one in cells if one.reading == OWN_HBM} == set(printed_table("4"))
+    assert {(one.row, one.column) for one in cells if one.reading == OWN_HBM} == set(
+        printed_table("4")
+    )
     assert {one.column for one in cells if one.reading == GQA} == {"70B"}
     assert {one.row for one in cells if one.reading in (ONE_HBM, SWEEP_HBM)} == {"LRU"}
     honest = {(one.row, one.column): one.ours for one in cells if one.reading == HONEST}
     assert set(honest) == {(row, model) for row in COLUMN_POLICIES for model in MODELS}
-    # What a policy saves is small beside what crosses the link; only not starting requests keeps a step short.
+    # What a policy saves is small beside what crosses the link; only not starting requests keeps a
+    # step short.
     for model in MODELS:
-        assert honest["TierKV-Prefetch", model] > 0.4 * honest["LRU", model] > 10 * honest["Oracle", model]
+        assert (
+            honest["TierKV-Prefetch", model]
+            > 0.4 * honest["LRU", model]
+            > 10 * honest["Oracle", model]
+        )

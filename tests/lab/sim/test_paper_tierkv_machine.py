@@ -1,4 +1,6 @@
-"""TierKV's decode-paging machine: conservation, the two ways of charging a fault, and bytes that obey the link."""
+"""TierKV's decode-paging machine: conservation, the two ways of charging a fault, and bytes that
+obey the link.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def test_the_batch_never_holds_more_than_it_may():
     hbm_tokens=st.integers(8_000, 60_000),
     policy=st.sampled_from(POLICIES),
 )
-def test_every_token_is_generated_once_whatever_pages(seed: int, requests: int, hbm_tokens: int, policy: str):
+def test_every_token_is_generated_once_whatever_pages(
+    seed: int, requests: int, hbm_tokens: int, policy: str
+):
     load = Load(requests, 20_000, Lengths(((1, 128, 4096),)), Lengths(((1, 1, 200),)))
     asked = arrivals(load, seed)
     on = server(hbm_tokens, most_running=16)
@@ -113,13 +117,17 @@ def test_the_same_load_gives_the_same_run_twice(policy: str):
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 4, 7])
-def test_a_fault_costs_what_one_of_so_many_streams_takes_on_a_link_shared_as_the_paper_says(streams: int):
+def test_a_fault_costs_what_one_of_so_many_streams_takes_on_a_link_shared_as_the_paper_says(
+    streams: int,
+):
     on = server()
     env = simpy.Environment()
     network = Network(env, {"pcie": Pipe(on.link_bytes_per_s, on.link_lanes, Sharing.TIERKV)})
     ended: list[float] = []
     for _ in range(streams):
-        network.open(("pcie",), on.block_bytes, lambda _: ended.append(env.now), latency_s=on.link_latency_s)
+        network.open(
+            ("pcie",), on.block_bytes, lambda _: ended.append(env.now), latency_s=on.link_latency_s
+        )
     env.run()
     assert ended == pytest.approx([fault_s(on, streams)] * streams)
 
@@ -144,7 +152,10 @@ def test_without_lookahead_prefetch_pays_like_static():
     on = server(hbm_tokens=8 * 1000)
     stalls = [
         simulate(on, batch_of(16, 1000, 1), pager).steps[0].paging.stall_s
-        for pager in (PrintedPager(on, "Prefetch", 0.0, lookahead_steps=0), PrintedPager(on, "Static", 1.0))
+        for pager in (
+            PrintedPager(on, "Prefetch", 0.0, lookahead_steps=0),
+            PrintedPager(on, "Static", 1.0),
+        )
     ]
     assert stalls[0] == stalls[1] > 0
 
@@ -159,7 +170,9 @@ def test_a_longer_lookahead_gives_a_block_more_time():
 # --- the reading "honest" -----------------------------------------------------------------------------------------
 
 
-def full_steps(policy: str, requests: int = 24, context: int = 2048, hbm_tokens: int = 20 * 2048) -> Run:
+def full_steps(
+    policy: str, requests: int = 24, context: int = 2048, hbm_tokens: int = 20 * 2048
+) -> Run:
     on = server(hbm_tokens)
     return simulate(on, batch_of(requests, context, 64), honest_pager(on, policy))
 
@@ -192,7 +205,9 @@ def test_what_is_fetched_ahead_hides_behind_computing_and_no_more():
     for one in run.steps:
         transfer_s = one.paging.ahead_bytes / on.link_bytes_per_s
         demand_s = one.paging.demand_bytes / on.link_bytes_per_s
-        assert one.seconds == pytest.approx(max(transfer_s, on.compute_s(one.running)) + demand_s, rel=1e-6)
+        assert one.seconds == pytest.approx(
+            max(transfer_s, on.compute_s(one.running)) + demand_s, rel=1e-6
+        )
     assert run.steps[-1].seconds > 10 * on.compute_s(24)
 
 
@@ -225,7 +240,9 @@ def test_the_packing_oracle_starts_only_what_it_can_serve_without_a_stall():
 
 def test_lengths_stay_in_their_ranges_and_average_as_they_say():
     lengths = Lengths(((0.7, 128, 256), (0.3, 256, 512)))
-    drawn = [one.context for one in arrivals(Load(4000, 1.0, lengths, Lengths(((1, 1, 1),))), seed=1)]
+    drawn = [
+        one.context for one in arrivals(Load(4000, 1.0, lengths, Lengths(((1, 1, 1),))), seed=1)
+    ]
     assert all(128 <= one <= 512 for one in drawn)
     assert sum(drawn) / len(drawn) == pytest.approx(lengths.mean, rel=0.02)
 

@@ -11,12 +11,21 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.pages.figure import plots_available
 from sgl_kvtier.lab.sim.replay import Recording
 from sgl_kvtier.policy.decision_log import Header
-from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, RestoreOffered, StepView, TransferDone
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    ChunkStarted,
+    RestoreOffered,
+    StepView,
+    TransferDone,
+)
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
-CONFIG, ENGINE = PolicyConfig(restore="both"), EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
+CONFIG, ENGINE = (
+    PolicyConfig(restore="both"),
+    EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256),
+)
 
 
 @pytest.fixture
@@ -36,7 +45,9 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_page_lists_and_draws_what_was_computed_and_loaded(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_lists_and_draws_what_was_computed_and_loaded(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = log.with_name("page.html")
     assert main(["sim", "replay-log", str(log), "--html", str(page), "--rid", "prompt-7"]) == 0
     assert "2 plans with" in capsys.readouterr().out
@@ -48,7 +59,9 @@ def test_the_page_lists_and_draws_what_was_computed_and_loaded(log: Path, capsys
         assert "960 tokens: 256 computed, 128 loaded" in text
 
 
-def test_a_request_that_is_not_in_the_log_is_named(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_that_is_not_in_the_log_is_named(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["sim", "replay-log", str(log), "--html", str(log) + ".html", "--rid", "x"]) == 1
     assert "no restoration of request 'x'. The first there are: prompt-7" in capsys.readouterr().err
 
@@ -58,7 +71,9 @@ def test_a_request_without_a_page_is_refused(log: Path, capsys: pytest.CaptureFi
     assert "--html" in capsys.readouterr().err
 
 
-def test_a_last_line_that_was_being_written_is_passed_over(log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_line_that_was_being_written_is_passed_over(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log.write_text(log.read_text() + '{"type":"StepV')
     assert main(["sim", "replay-log", str(log)]) == 0
     assert "2 plans with" in capsys.readouterr().out

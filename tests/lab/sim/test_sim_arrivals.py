@@ -20,7 +20,12 @@ def test_a_turn_begins_with_the_pages_of_the_one_before_and_its_output() -> None
     session = Session(
         "a",
         "test",
-        (Append(_text("a", 100)), Call(_text("b", 60), 60), Append(_text("c", 40)), Call(_text("d", 10), 10, gap_s=7.0)),
+        (
+            Append(_text("a", 100)),
+            Call(_text("b", 60), 60),
+            Append(_text("c", 40)),
+            Call(_text("d", 10), 10, gap_s=7.0),
+        ),
     )
     first, second = from_sessions([session], PAGE, Pace())
     assert second.keys[: len(first.keys)] == first.keys
@@ -49,7 +54,10 @@ def test_an_edit_keeps_the_pages_before_it_and_changes_all_behind() -> None:
 
 
 def test_sessions_with_the_same_beginning_share_its_pages() -> None:
-    sessions = [Session(n, "t", (Append(_text("s", 200)), Append(_text(n, 50)), Call(None, 1))) for n in "xy"]
+    sessions = [
+        Session(n, "t", (Append(_text("s", 200)), Append(_text(n, 50)), Call(None, 1)))
+        for n in "xy"
+    ]
     x, y = from_sessions(sessions, PAGE, Pace())
     same = sum(a == b for a, b in zip(x.keys, y.keys, strict=True))
     assert same == 201 // PAGE
@@ -59,7 +67,11 @@ def test_sessions_with_the_same_beginning_share_its_pages() -> None:
 def test_starts_are_drawn_from_the_seed() -> None:
     sessions = load_sessions("generated:swe-mini", limit=5).sessions
     starts = [
-        [r.arrival_s for r in from_sessions(sessions, 64, Pace(mean_start_s=3.0), seed) if r.after is None]
+        [
+            r.arrival_s
+            for r in from_sessions(sessions, 64, Pace(mean_start_s=3.0), seed)
+            if r.after is None
+        ]
         for seed in (1, 1, 2)
     ]
     assert starts[0] == starts[1] != starts[2]
@@ -67,15 +79,21 @@ def test_starts_are_drawn_from_the_seed() -> None:
 
 
 def test_long_waits_and_outputs_are_cut() -> None:
-    session = Session("a", "t", (Append(_text("a", 20)), Call(_text("b", 90), 90), Call(None, 5, gap_s=900.0)))
+    session = Session(
+        "a", "t", (Append(_text("a", 20)), Call(_text("b", 90), 90), Call(None, 5, gap_s=900.0))
+    )
     first, second = from_sessions([session], PAGE, Pace(most_gap_s=10.0, most_output_tokens=32))
     assert first.output_tokens == 32
     assert second.arrival_s == 10.0
 
 
 def test_poisson_requests_share_nothing_and_have_the_cached_share_asked_for() -> None:
-    requests = poisson(50, 2.0, [(1000, 10), (3000, 20)], page_tokens=PAGE, cached_share=0.5, seed=3)
-    assert requests == poisson(50, 2.0, [(1000, 10), (3000, 20)], page_tokens=PAGE, cached_share=0.5, seed=3)
+    requests = poisson(
+        50, 2.0, [(1000, 10), (3000, 20)], page_tokens=PAGE, cached_share=0.5, seed=3
+    )
+    assert requests == poisson(
+        50, 2.0, [(1000, 10), (3000, 20)], page_tokens=PAGE, cached_share=0.5, seed=3
+    )
     assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(1000, 10), (3000, 20)}
     for request in requests:
         assert request.cached == ((Span(0, request.prompt_tokens // 2 // PAGE), Tier.SSD),)

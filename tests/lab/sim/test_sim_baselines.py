@@ -22,7 +22,9 @@ SHAPE = engine_shape(SPEC, MODEL)
 
 
 def _sessions(turns: int = 4) -> list[SimRequest]:
-    """Three sessions that take turns, so that HBM and DRAM, which hold one each, have always given up the next one's."""
+    """Three sessions that take turns, so that HBM and DRAM, which hold one each, have always given
+    up the next one's.
+    """
     requests = []
     for turn in range(turns):
         for name in "abc":
@@ -30,7 +32,15 @@ def _sessions(turns: int = 4) -> list[SimRequest]:
             before = f"{name}{turn - 1}" if turn else None
             start_s = 40.0 if turn else 10.0 * "abc".index(name)
             requests.append(
-                SimRequest(f"{name}{turn}", start_s, 130 + turn * PAGE, 2, chain[: 8 + turn], session=name, after=before)
+                SimRequest(
+                    f"{name}{turn}",
+                    start_s,
+                    130 + turn * PAGE,
+                    2,
+                    chain[: 8 + turn],
+                    session=name,
+                    after=before,
+                )
             )
     return requests
 
@@ -69,15 +79,21 @@ def test_waiting_for_the_prefetch_takes_more_from_storage_than_best_effort() -> 
     settings = {stop: StockSettings(stop, threshold_tokens=0) for stop in Stop}
     moved = {}
     for stop, setting in settings.items():
-        spec = ServerSpec(page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12, offer_with_room=False)
-        result = simulate(StockHiCache(SHAPE, setting), machine(), MODEL, requests, server=spec, cost=COST)
+        spec = ServerSpec(
+            page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12, offer_with_room=False
+        )
+        result = simulate(
+            StockHiCache(SHAPE, setting), machine(), MODEL, requests, server=spec, cost=COST
+        )
         moved[stop] = sum(request.spliced_tokens for request in result.requests)
     assert moved[Stop.WAIT_COMPLETE] >= moved[Stop.TIMEOUT] >= moved[Stop.BEST_EFFORT]
     assert moved[Stop.WAIT_COMPLETE] > moved[Stop.BEST_EFFORT]
 
 
 def test_stock_leaves_a_prefix_below_its_threshold_on_storage() -> None:
-    spec = ServerSpec(page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12, offer_with_room=False)
+    spec = ServerSpec(
+        page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12, offer_with_room=False
+    )
     planner = StockHiCache(SHAPE, StockSettings(Stop.WAIT_COMPLETE, threshold_tokens=100_000))
     result = simulate(planner, machine(), MODEL, _sessions(), server=spec, cost=COST)
     assert result.links[Link.SSD_TO_DRAM].nbytes == 0
@@ -88,7 +104,9 @@ def test_stock_needs_pages_with_names() -> None:
 
     request = SimRequest("r", 0.0, 129, cached=((Span(0, 8), Tier.SSD),))
     with pytest.raises(AssertionError, match="give the request keys"):
-        serve(StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], offer_with_room=False)
+        serve(
+            StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], offer_with_room=False
+        )
 
 
 def test_the_oracle_is_not_slower_than_the_planner_it_tells_what_comes() -> None:
@@ -118,7 +136,13 @@ def test_only_attn_prefetch_of_tierkvs_baselines_moves_pages_before_they_are_ask
     for name in ("lru", "frequency", "static-tiering"):
         result = _run(name, _sessions())
         loaded = sum(request.spliced_tokens for request in result.requests)
-        moved[name] = sum(result.links[link].nbytes for link in (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM, Link.SSD_TO_HBM)) - loaded
+        moved[name] = (
+            sum(
+                result.links[link].nbytes
+                for link in (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM, Link.SSD_TO_HBM)
+            )
+            - loaded
+        )
     assert moved == dict.fromkeys(moved, 0)  # a token is a byte on this machine
 
 
@@ -134,7 +158,9 @@ def test_static_tiering_gives_up_what_came_last_and_frequency_what_was_used_leas
 
 
 def test_the_oracle_orders_hbm_and_leaves_dram_to_last_use() -> None:
-    """Ordered by next use as well, DRAM would hold the pages of HBM a second time: fewer are found anywhere above SSD."""
+    """Ordered by next use as well, DRAM would hold the pages of HBM a second time: fewer are found
+    anywhere above SSD.
+    """
     oracle = Oracle(Scripted(), _sessions(), 12, 12)
     for tier in (Tier.HBM, Tier.DRAM, Tier.SSD):
         oracle.observe(PagesPlaced(keys("a", 10), tier, 0.0))

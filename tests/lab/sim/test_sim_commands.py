@@ -11,12 +11,35 @@ import pytest
 from sgl_kvtier.cli import main
 from sgl_kvtier.lab.pages.figure import plots_available
 
-LOAD = ["--trace", "generated:swe-mini", "--sessions", "2", "--most-prompt", "6000", "--hbm", "1GiB", "--dram", "1GiB"]
+LOAD = [
+    "--trace",
+    "generated:swe-mini",
+    "--sessions",
+    "2",
+    "--most-prompt",
+    "6000",
+    "--hbm",
+    "1GiB",
+    "--dram",
+    "1GiB",
+]
 
 
-def test_run_writes_a_table_json_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_writes_a_table_json_and_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    command = ["sim", "run", *LOAD, "--policy", "kvtier,stock", "--json", str(out), "--html", str(page)]
+    command = [
+        "sim",
+        "run",
+        *LOAD,
+        "--policy",
+        "kvtier,stock",
+        "--json",
+        str(out),
+        "--html",
+        str(page),
+    ]
     assert main(command) == 0
     assert "stock" in capsys.readouterr().out
     result = json.loads(out.read_text())
@@ -34,7 +57,22 @@ def test_the_policy_section_of_kvtier_json_steers_the_run(tmp_path: Path) -> Non
     for restore in ("compute", "load"):
         config.write_text(json.dumps({"policy": {"restore": restore, "prefetch": "off"}}))
         out = tmp_path / f"{restore}.json"
-        assert main(["sim", "run", *LOAD, "--policy", "kvtier", "--config", str(config), "--json", str(out)]) == 0
+        assert (
+            main(
+                [
+                    "sim",
+                    "run",
+                    *LOAD,
+                    "--policy",
+                    "kvtier",
+                    "--config",
+                    str(config),
+                    "--json",
+                    str(out),
+                ]
+            )
+            == 0
+        )
         computed.append(json.loads(out.read_text())["policies"][0]["loaded_tokens"])
     assert computed[0] == 0 < computed[1]
 
@@ -44,7 +82,9 @@ def test_json_to_standard_output_is_all_there_is(capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["policies"][0]["policy"] == "recompute"
 
 
-def test_a_logged_run_replays_and_a_changed_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_logged_run_replays_and_a_changed_one_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     log = tmp_path / "run.log"
     assert main(["sim", "run", *LOAD, "--policy", "kvtier", "--log", str(log)]) == 0
     assert main(["sim", "replay-log", str(log)]) == 0
@@ -69,7 +109,10 @@ def test_a_papers_table_has_published_and_ours(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["run", *LOAD, "--policy", "best"], "no policy 'best'"),
-        (["run", *LOAD, "--policy", "kvtier,stock", "--log", "x"], "--log writes the decisions of one policy"),
+        (
+            ["run", *LOAD, "--policy", "kvtier,stock", "--log", "x"],
+            "--log writes the decisions of one policy",
+        ),
         (["run", "--trace", "nowhere"], "no trace 'nowhere'"),
         (["paper", "cake", "--table", "99"], "cake has no table '99'"),
         (["replay-log", "/does/not/exist"], "cannot read"),
@@ -88,6 +131,11 @@ def test_every_key_of_a_run_is_documented_and_no_other(capsys: pytest.CaptureFix
     text = (Path(__file__).parents[3] / "docs" / "manual" / "json.md").read_text("utf-8")
     section = text.split("\n## `kvtier.sim.run/1`\n", 1)[1].split("\n## ", 1)[0]
     top, policies = section.split("\n### `policies`\n", 1)
-    for part, found in ((top, set(result) - {"schema", "command", "environment"}), (policies, set(result["policies"][0]))):
+    for part, found in (
+        (top, set(result) - {"schema", "command", "environment"}),
+        (policies, set(result["policies"][0])),
+    ):
         cells = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]
-        assert {re.split(r"[.{]", key)[0] for cell in cells for key in re.findall(r"`([^`]+)`", cell)} == found
+        assert {
+            re.split(r"[.{]", key)[0] for cell in cells for key in re.findall(r"`([^`]+)`", cell)
+        } == found

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from sgl_kvtier.lab.sim.links import Network, Pipe, Sharing
 
 
-def _ends(pipes: dict[str, Pipe], streams: list[tuple[float, tuple[str, ...], int]]) -> tuple[list[float], Network]:
+def _ends(
+    pipes: dict[str, Pipe], streams: list[tuple[float, tuple[str, ...], int]]
+) -> tuple[list[float], Network]:
     """Second at which each stream (start, pipes, bytes) ends."""
     env = simpy.Environment()
     network = Network(env, pipes)
@@ -35,12 +37,15 @@ def test_a_stream_alone_has_the_whole_pipe() -> None:
 
 
 def test_streams_are_retimed_when_another_joins_and_leaves() -> None:
-    # Alone for 1 s (100 of 200 bytes), then half each: the second needs 2 s, the first ends with it.
+    # Alone for 1 s (100 of 200 bytes), then half each: the second needs 2 s, the first ends with
+    # it.
     ends, _ = _ends({"a": Pipe(100)}, [(0, ("a",), 200), (1, ("a",), 50)])
     assert ends == pytest.approx([2.5, 2.0])
 
 
-def test_tierkv_sharing_gives_more_than_the_pipe_has_once_there_are_more_streams_than_lanes() -> None:
+def test_tierkv_sharing_gives_more_than_the_pipe_has_once_there_are_more_streams_than_lanes() -> (
+    None
+):
     eight = [(0.0, ("a",), 100)] * 8
     generous, _ = _ends({"a": Pipe(100, lanes=4, sharing=Sharing.TIERKV)}, eight)
     honest, _ = _ends({"a": Pipe(100, lanes=4)}, eight)
@@ -57,7 +62,9 @@ def test_up_to_as_many_streams_as_lanes_both_readings_agree() -> None:
 
 def test_what_a_stream_limited_elsewhere_leaves_goes_to_the_others() -> None:
     # The first is held to 10 by the drive; the second gets 90 of the bus.
-    ends, _ = _ends({"ssd": Pipe(10), "bus": Pipe(100)}, [(0, ("ssd", "bus"), 10), (0, ("bus",), 90)])
+    ends, _ = _ends(
+        {"ssd": Pipe(10), "bus": Pipe(100)}, [(0, ("ssd", "bus"), 10), (0, ("bus",), 90)]
+    )
     assert ends == pytest.approx([1.0, 1.0])
 
 
@@ -98,7 +105,11 @@ def test_honest_pipes_never_move_more_than_they_can_and_every_byte_arrives(
     pipes = {"a": Pipe(100), "b": Pipe(250, lanes=2), "c": Pipe(40)}
     ends, network = _ends(pipes, streams)
     for name, usage in network.usage().items():
-        carried = [(start, end, n) for (start, over, n), end in zip(streams, ends, strict=True) if name in over]
+        carried = [
+            (start, end, n)
+            for (start, over, n), end in zip(streams, ends, strict=True)
+            if name in over
+        ]
         assert usage.nbytes == pytest.approx(sum(n for _, _, n in carried), rel=1e-6, abs=1e-3)
         assert usage.nbytes <= pipes[name].bytes_per_s * usage.busy_s * (1 + 1e-6) + 1e-3
     for (start, over, nbytes), end in zip(streams, ends, strict=True):

@@ -108,8 +108,13 @@ class _Transfers:
 
 def test_a_moves_end_is_not_taken_for_that_of_a_load_of_the_same_request() -> None:
     told: list[Fact] = []
-    caches = Caches({Tier.HBM: 8, Tier.DRAM: 8, Tier.SSD: None}, _Transfers(), 100, told.append, lambda: 1.0)  # type: ignore[arg-type]
+    caches = Caches(
+        {Tier.HBM: 8, Tier.DRAM: 8, Tier.SSD: None}, _Transfers(), 100, told.append, lambda: 1.0
+    )  # type: ignore[arg-type]
     chain = keys("a", 3)
     _with(caches.ssd, chain)
     caches.carry_out(Move(chain, Tier.SSD, Tier.DRAM, "r"))
-    assert told == [TransferDone("", Link.SSD_TO_DRAM, Span(0, 0), 300, 0.5, 1.0), PagesPlaced(chain, Tier.DRAM, 1.0)]
+    assert told == [
+        TransferDone("", Link.SSD_TO_DRAM, Span(0, 0), 300, 0.5, 1.0),
+        PagesPlaced(chain, Tier.DRAM, 1.0),
+    ]

@@ -37,7 +37,9 @@ START = RestoreStart("r", Mode.BOTH, "test")
 
 
 def _request(**changes: object) -> SimRequest:
-    return SimRequest(**{"rid": "r", "arrival_s": 0.0, "prompt_tokens": 129, "cached": CACHED, **changes})  # type: ignore[arg-type]
+    return SimRequest(
+        **{"rid": "r", "arrival_s": 0.0, "prompt_tokens": 129, "cached": CACHED, **changes}
+    )  # type: ignore[arg-type]
 
 
 def _load(start: int, stop: int, deadline_s: float = 100.0) -> Load:
@@ -64,7 +66,9 @@ def test_a_follower_arrives_its_gap_after_the_one_before_has_ended() -> None:
 
 def test_both_pointers_meet_and_every_page_is_delivered_once() -> None:
     spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
-    planner = make_planner(PolicyConfig(load_tokens=16), engine_shape(spec, MODEL), planner_profile(machine(), COST))
+    planner = make_planner(
+        PolicyConfig(load_tokens=16), engine_shape(spec, MODEL), planner_profile(machine(), COST)
+    )
     request = simulate(planner, machine(), MODEL, [_request()], server=spec, cost=COST).requests[0]
     assert request.computed_tokens + request.spliced_tokens == 129
     assert 0 < request.spliced_tokens < 128
@@ -77,14 +81,18 @@ def test_splitting_beats_either_resource_alone() -> None:
     seconds = {}
     for mode in ("both", "load", "compute"):
         config = PolicyConfig(restore=mode, load_tokens=16)
-        planner = make_planner(config, engine_shape(spec, MODEL), planner_profile(machine(ssd=32), COST))
+        planner = make_planner(
+            config, engine_shape(spec, MODEL), planner_profile(machine(ssd=32), COST)
+        )
         result = simulate(planner, machine(ssd=32), MODEL, [_request()], server=spec, cost=COST)
         seconds[mode] = result.requests[0].ttft_s
     assert seconds["both"] < min(seconds["load"], seconds["compute"])
 
 
 def test_without_overlap_compute_waits_for_the_loads() -> None:
-    plans = [StepPlan(starts=(START,), loads=(_load(6, 8),), computes=(Compute("r", Span(0, 0), 32),))]
+    plans = [
+        StepPlan(starts=(START,), loads=(_load(6, 8),), computes=(Compute("r", Span(0, 0), 32),))
+    ]
     facts = {}
     for overlap in (True, False):
         planner = Scripted(*plans, StepPlan(computes=(Compute("r", Span(2, 2), 32),)), *_finish())
@@ -112,7 +120,10 @@ def test_facts_of_a_restoration_arrive_in_order_with_true_numbers() -> None:
     landed = next(fact for fact in planner.facts if isinstance(fact, TransferDone))
     assert (landed.span, landed.nbytes, landed.seconds, landed.now) == (Span(6, 8), 32, 0.5, 0.5)
     done = [fact for fact in planner.facts if isinstance(fact, ChunkDone)]
-    assert [(fact.tokens, fact.seconds) for fact in done][:2] == [(Span(0, 32), 1.0), (Span(32, 64), 1.0)]
+    assert [(fact.tokens, fact.seconds) for fact in done][:2] == [
+        (Span(0, 32), 1.0),
+        (Span(32, 64), 1.0),
+    ]
     assert result.requests[0].spliced_tokens == 32
     assert result.links[Link.SSD_TO_HBM].nbytes == 32
 
@@ -134,7 +145,11 @@ def test_an_offer_that_is_not_answered_is_computed() -> None:
 
 def test_a_cancelled_load_comes_back_as_lost_where_it_had_not_begun() -> None:
     planner = Scripted(
-        StepPlan(starts=(START,), loads=(_load(6, 8), _load(2, 6)), computes=(Compute("r", Span(0, 0), 32),)),
+        StepPlan(
+            starts=(START,),
+            loads=(_load(6, 8), _load(2, 6)),
+            computes=(Compute("r", Span(0, 0), 32),),
+        ),
         StepPlan(cancels=(Cancel("r", Span(2, 4)),), computes=(Compute("r", Span(2, 2), 0),)),
     )
     hardware = machine(ssd=8)
@@ -159,15 +174,39 @@ def test_a_load_that_does_not_begin_before_its_deadline_is_late() -> None:
     [
         (StepPlan(starts=(START,), loads=(_load(6, 8), _load(7, 8))), "claimed twice"),
         (StepPlan(starts=(START,), loads=(_load(6, 9),)), "only 8 pages are offered"),
-        (StepPlan(starts=(START,), computes=(Compute("r", Span(0, 2), 32),)), "only 0 pages have landed"),
+        (
+            StepPlan(starts=(START,), computes=(Compute("r", Span(0, 2), 32),)),
+            "only 0 pages have landed",
+        ),
         (StepPlan(starts=(START,), computes=(Compute("r", Span(1, 1), 32),)), "the front is at 0"),
-        (StepPlan(starts=(START,), computes=(Compute("r", Span(0, 0), 24),)), "multiple of the page"),
-        (StepPlan(starts=(START,), computes=(Compute("r", Span(0, 0), 256),)), "beyond the 8 pages"),
-        (StepPlan(starts=(START,), loads=(_load(1, 2),), computes=(Compute("r", Span(0, 0), 32),)), "a transfer has taken"),
-        (StepPlan(starts=(START,), loads=(_load(1, 2),), computes=(Compute("r", Span(0, 0), None),)), "a transfer has taken"),
+        (
+            StepPlan(starts=(START,), computes=(Compute("r", Span(0, 0), 24),)),
+            "multiple of the page",
+        ),
+        (
+            StepPlan(starts=(START,), computes=(Compute("r", Span(0, 0), 256),)),
+            "beyond the 8 pages",
+        ),
+        (
+            StepPlan(
+                starts=(START,), loads=(_load(1, 2),), computes=(Compute("r", Span(0, 0), 32),)
+            ),
+            "a transfer has taken",
+        ),
+        (
+            StepPlan(
+                starts=(START,), loads=(_load(1, 2),), computes=(Compute("r", Span(0, 0), None),)
+            ),
+            "a transfer has taken",
+        ),
         (StepPlan(starts=(RestoreStart("x", Mode.BOTH, ""),)), "answers no offer"),
         (StepPlan(loads=(_load(0, 1),)), "restores nothing"),
-        (StepPlan(starts=(START,), loads=(Load("r", Span(0, 1), Tier.DRAM, Link.DRAM_TO_HBM, 1.0),)), "do not all lie in DRAM"),
+        (
+            StepPlan(
+                starts=(START,), loads=(Load("r", Span(0, 1), Tier.DRAM, Link.DRAM_TO_HBM, 1.0),)
+            ),
+            "do not all lie in DRAM",
+        ),
     ],
 )
 def test_a_plan_that_contradicts_itself_stops_the_run(plan: StepPlan, complaint: str) -> None:
@@ -192,7 +231,9 @@ def test_two_slots_take_two_restoring_requests_in_one_step() -> None:
         computes=(Compute("r", Span(0, 0), 16), Compute("s", Span(0, 0), 16)),
     )
     rest = [
-        StepPlan(computes=(Compute("r", Span(place, place), 16), Compute("s", Span(place, place), 16)))
+        StepPlan(
+            computes=(Compute("r", Span(place, place), 16), Compute("s", Span(place, place), 16))
+        )
         for place in range(1, 8)
     ]
     result = serve(Scripted(plan, *rest), [_request(), other], slots=2)
@@ -216,7 +257,10 @@ def test_an_output_is_found_again_by_the_next_turn() -> None:
 
 
 def test_what_leaves_hbm_is_found_in_dram_and_what_leaves_that_on_ssd() -> None:
-    turns = [SimRequest(f"r{i}", 5.0, 65, keys=keys(f"{i}-", 4), after=f"r{i - 1}" if i else None) for i in range(3)]
+    turns = [
+        SimRequest(f"r{i}", 5.0, 65, keys=keys(f"{i}-", 4), after=f"r{i - 1}" if i else None)
+        for i in range(3)
+    ]
     again = SimRequest("again", 5.0, 65, keys=keys("0-", 4), after="r2")
     in_dram = serve(RecomputeOnly(), [*turns, again], hbm_pages=6)
     assert in_dram.requests[-1].hit_tokens == {Tier.DRAM: 64}
@@ -234,14 +278,26 @@ def test_a_move_without_room_is_told_as_pages_that_are_not_there() -> None:
     move = StepPlan(moves=(Move(chain, Tier.SSD, Tier.DRAM),))
     planner = Scripted(*[StepPlan()] * 12, *[move] * 2)
     serve(planner, [first, other, last], hbm_pages=6, dram_pages=0)
-    assert not any(isinstance(fact, PagesPlaced) and fact.tier is Tier.DRAM for fact in planner.facts)
+    assert not any(
+        isinstance(fact, PagesPlaced) and fact.tier is Tier.DRAM for fact in planner.facts
+    )
     assert any(isinstance(fact, PagesDropped) and fact.tier is Tier.DRAM for fact in planner.facts)
 
 
 def test_half_the_machine_makes_steps_twice_as_long() -> None:
     spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
-    slow = simulate(RecomputeOnly(), machine(), MODEL, [_request(cached=())], server=spec, cost=COST, speed=Speed(((0.0, 0.5),)))
-    fast = simulate(RecomputeOnly(), machine(), MODEL, [_request(cached=())], server=spec, cost=COST)
+    slow = simulate(
+        RecomputeOnly(),
+        machine(),
+        MODEL,
+        [_request(cached=())],
+        server=spec,
+        cost=COST,
+        speed=Speed(((0.0, 0.5),)),
+    )
+    fast = simulate(
+        RecomputeOnly(), machine(), MODEL, [_request(cached=())], server=spec, cost=COST
+    )
     assert slow.finished_s == 2 * fast.finished_s
 
 
@@ -261,7 +317,12 @@ def test_the_same_run_gives_the_same_result_to_the_bit() -> None:
     spec = ServerSpec(page_tokens=PAGE, step_tokens=32)
     runs = [
         simulate(
-            make_planner(PolicyConfig(), engine_shape(spec, MODEL)), machine(), MODEL, [_request()], server=spec, cost=COST
+            make_planner(PolicyConfig(), engine_shape(spec, MODEL)),
+            machine(),
+            MODEL,
+            [_request()],
+            server=spec,
+            cost=COST,
         )
         for _ in range(2)
     ]

@@ -1,4 +1,6 @@
-"""The store benchmark measures what it says, with and without fio, and writes what docs/manual/json.md promises."""
+"""The store benchmark measures what it says, with and without fio, and writes what
+docs/manual/json.md promises.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,29 @@ def measure(tmp_path: Path, *arguments: str) -> dict:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     out = tmp_path / "bench.json"
-    small = ["--pages", "64KiB", "--in-flight", "2", "--bytes", "2MiB", "--pairs", "4", "--runtime", "0.1", "--open-pages", "500"]
+    small = [
+        "--pages",
+        "64KiB",
+        "--in-flight",
+        "2",
+        "--bytes",
+        "2MiB",
+        "--pairs",
+        "4",
+        "--runtime",
+        "0.1",
+        "--open-pages",
+        "500",
+    ]
     args = parser.parse_args(["--dir", str(tmp_path), *small, *arguments, "--json", str(out)])
     assert command.run(args) == 0
     return json.loads(out.read_text())
 
 
 @pytest.mark.parametrize("fio", [True, False], ids=["fio", "no fio"])
-def test_every_cell_has_its_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fio: bool) -> None:
+def test_every_cell_has_its_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fio: bool
+) -> None:
     if fio and not shutil.which("fio"):
         pytest.skip("fio is not installed")
     if not fio:
@@ -37,21 +54,44 @@ def test_every_cell_has_its_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert data["schema"] == "kvtier.bench.store/1"
     assert data["reference"] == ("fio" if fio else "built-in psync threads")
     main, two = data["cells"]
-    assert (main["page_bytes"], main["in_flight"], main["pairs"], two["in_flight"]) == (65_536, 8, 4, 2)
-    for name in ("read_vs_fio", "prefix_vs_fio", "busy_vs_idle", "verified_vs_not", "read_vs_own_threads", "write_vs_fio"):
+    assert (main["page_bytes"], main["in_flight"], main["pairs"], two["in_flight"]) == (
+        65_536,
+        8,
+        4,
+        2,
+    )
+    for name in (
+        "read_vs_fio",
+        "prefix_vs_fio",
+        "busy_vs_idle",
+        "verified_vs_not",
+        "read_vs_own_threads",
+        "write_vs_fio",
+    ):
         assert main[name] > 0
         assert main[name + "_iqr"][0] <= main[name] <= main[name + "_iqr"][1]
-        assert len(main[name + "_pairs"]) == 4 and min(main[name + "_pairs"]) <= main[name] <= max(main[name + "_pairs"])
+        assert len(main[name + "_pairs"]) == 4 and min(main[name + "_pairs"]) <= main[name] <= max(
+            main[name + "_pairs"]
+        )
     assert main["read_vs_hicache_file"] is None
     assert two["read_vs_fio"] > 0 and two["write_vs_fio"] is None
     assert os.listdir(tmp_path) == ["bench.json"]
 
 
-def test_fixed_costs_alone_and_every_pair_in_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_costs_alone_and_every_pair_in_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = measure(tmp_path, "--pages", "")
     assert data["cells"] == [] and data["fixed"]["open with 500 pages (ms)"] > 0
-    cell = {"page_bytes": 65_536, "in_flight": 8, "pairs": 2, **{name + "_pairs": [] for name in command._RATIOS}}
-    _, each, *_ = command.tables({"reference": "fio", "cells": [cell | {"read_vs_fio_pairs": [0.5, 2.0]}], "fixed": {}})
+    cell = {
+        "page_bytes": 65_536,
+        "in_flight": 8,
+        "pairs": 2,
+        **{name + "_pairs": [] for name in command._RATIOS},
+    }
+    _, each, *_ = command.tables(
+        {"reference": "fio", "cells": [cell | {"read_vs_fio_pairs": [0.5, 2.0]}], "fixed": {}}
+    )
     assert [row["read_vs_fio"] for row in each.rows] == [0.5, 2.0]
 
 

@@ -18,7 +18,9 @@ from sgl_kvtier.store.base import PageWrite
 DONE = {
     "kills": lambda r: r["kills"] == QUICK.kills and r["recovered_share"] > 0.9,
     "points": lambda r: r["points"] == dict.fromkeys(map(" ".join, POINTS), QUICK.per_point),
-    "deletes": lambda r: r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recovered_share"] > 0.9,
+    "deletes": lambda r: (
+        r["kills"] == QUICK.delete_kills and r["deletes"] > 10 and r["recovered_share"] > 0.9
+    ),
     "sweep": lambda r: r["io_faults"] > 100 and r["io_calls"] > 200,
     "power": lambda r: r["power_loss_states"] == QUICK.power_states and r["synced"] > 100,
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
@@ -58,8 +60,16 @@ def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
 
 
 def test_a_point_that_every_opening_passes_is_met_with_pages_in_the_folder(tmp_path: Path) -> None:
-    result = torture(str(tmp_path), QUICK, seed=3, parts=("points",), points=command.chosen_points("list after,lock after"))
-    assert bad(result) == 0 and result["recent_found"] == result["recent"] == 60  # after the life before and after the kill
+    result = torture(
+        str(tmp_path),
+        QUICK,
+        seed=3,
+        parts=("points",),
+        points=command.chosen_points("list after,lock after"),
+    )
+    assert (
+        bad(result) == 0 and result["recent_found"] == result["recent"] == 60
+    )  # after the life before and after the kill
 
 
 def test_some_points_can_be_chosen_and_go_as_they_do_among_all(tmp_path: Path) -> None:
@@ -75,9 +85,19 @@ def test_the_command_says_what_it_did_in_json(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     out = tmp_path / "torture.json"
-    args = parser.parse_args(["--quick", "--only", "stall", "--dir", str(tmp_path), "--json", str(out)])
+    args = parser.parse_args(
+        ["--quick", "--only", "stall", "--dir", str(tmp_path), "--json", str(out)]
+    )
     assert command.run(args) == 0
     data = json.loads(out.read_text())
     assert data["schema"] == "kvtier.torture/1"
-    assert {"kills", "failed_opens", "wrong_pages", "corruptions", "undetected", "false_alarms", "io_faults"} <= data.keys()
+    assert {
+        "kills",
+        "failed_opens",
+        "wrong_pages",
+        "corruptions",
+        "undetected",
+        "false_alarms",
+        "io_faults",
+    } <= data.keys()
     assert list(tmp_path.iterdir()) == [out]

@@ -23,7 +23,9 @@ def traces_dir() -> Path:
 
 @pytest.fixture
 def write_trace(tmp_path: Path) -> WriteTrace:
-    """Writes records (objects as JSON, texts as they are) to a trace file; packed if its name ends in .gz."""
+    """Writes records (objects as JSON, texts as they are) to a trace file; packed if its name ends
+    in .gz.
+    """
 
     def write(name: str, *records: Any) -> Path:
         lines = [r if isinstance(r, str) else json.dumps(r) for r in records]

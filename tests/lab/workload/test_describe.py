@@ -22,7 +22,8 @@ def session(*events: Event, name: str = "s") -> Session:
 
 
 def test_totals_of_a_session_worked_out_by_hand() -> None:
-    # Prompts of 10, 10+5+5 and (edit: first 10 kept, 20 new) 30 tokens: 15 and 10 of them stood before.
+    # Prompts of 10, 10+5+5 and (edit: first 10 kept, 20 new) 30 tokens: 15 and 10 of them stood
+    # before.
     events = (
         Append(text(10, "a")),
         Call(text(5, "b"), gap_s=0.0, latency_s=1.0),
@@ -43,7 +44,8 @@ def test_totals_of_a_session_worked_out_by_hand() -> None:
 
 def test_an_infinite_cache_holds_what_other_sessions_sent_in_whole_pages() -> None:
     sessions = [
-        session(Append(text(10, "a")), Append(text(7, letter)), Call(), name=letter) for letter in "xyx"
+        session(Append(text(10, "a")), Append(text(7, letter)), Call(), name=letter)
+        for letter in "xyx"
     ]
     one, four = (describe(sessions, ENCODER, page_tokens=n) for n in (1, 4))
     assert one.session_reuse == 0
@@ -55,7 +57,10 @@ def test_an_infinite_cache_holds_what_other_sessions_sent_in_whole_pages() -> No
 def test_outputs_are_held_by_the_infinite_cache_too() -> None:
     a, out = text(8, "a"), text(8, "o")
     again = session(Append(a), Append(out), Append(text(4, "b")), Call())
-    assert describe([session(Append(a), Call(out)), again], ENCODER, page_tokens=4).cached_tokens_total == 16
+    assert (
+        describe([session(Append(a), Call(out)), again], ENCODER, page_tokens=4).cached_tokens_total
+        == 16
+    )
 
 
 def test_a_context_that_returns_to_an_earlier_state_is_still_cached() -> None:
@@ -77,7 +82,13 @@ def test_rows_leave_out_what_was_not_recorded() -> None:
     rows = describe([session(Append(text(3, "a")), Call(text(2, "b")))], ENCODER).rows()
     assert "recorded server time" not in [row["quantity"] for row in rows]
     (prompt,) = [row for row in rows if row["quantity"] == "prompt per call"]
-    assert (prompt["min"], prompt["p50"], prompt["max"], prompt["mean"], prompt["n"]) == (3, 3, 3, 3, 1)
+    assert (prompt["min"], prompt["p50"], prompt["max"], prompt["mean"], prompt["n"]) == (
+        3,
+        3,
+        3,
+        3,
+        1,
+    )
 
 
 def test_sub_agents_clipped_results_and_truncated_sessions_are_counted() -> None:
@@ -95,6 +106,11 @@ def test_no_sessions_are_no_division_by_zero() -> None:
 
 @pytest.mark.parametrize("divisor", [1, 4])
 def test_reuse_does_not_depend_on_the_scale(divisor: int) -> None:
-    turns = [e for i in range(30) for e in (Append(text(200, chr(97 + i % 26))), Call(text(100, "o")))]
+    turns = [
+        e for i in range(30) for e in (Append(text(200, chr(97 + i % 26))), Call(text(100, "o")))
+    ]
     # Prompts of 200, 500, 800, ... tokens, of which all but the last 200 stood before.
-    assert describe([session(*turns)], ByteEncoder(1 << 30, divisor)).session_reuse == 130_500 / 136_500
+    assert (
+        describe([session(*turns)], ByteEncoder(1 << 30, divisor)).session_reuse
+        == 130_500 / 136_500
+    )

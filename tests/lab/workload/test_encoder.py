@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.workload.encoder import ByteEncoder, PromptTokens, TokenizerEncoder, output_tokens
+from sgl_kvtier.lab.workload.encoder import (
+    ByteEncoder,
+    PromptTokens,
+    TokenizerEncoder,
+    output_tokens,
+)
 from sgl_kvtier.lab.workload.session import Append, Blocks, Call, Context, Edit, Message, Session
 from sgl_kvtier.types import Span
 
@@ -41,7 +46,9 @@ def test_a_common_beginning_of_text_is_a_common_beginning_of_ids(
 ) -> None:
     common = 1 + len(head.encode("utf-8", "surrogatepass")) // (4 * divisor)
     assert (
-        encoded(head + a, divisor)[:common] == encoded(head + b, divisor)[:common] == encoded(head, divisor)
+        encoded(head + a, divisor)[:common]
+        == encoded(head + b, divisor)[:common]
+        == encoded(head, divisor)
     )
 
 
@@ -88,7 +95,9 @@ def test_blocks_differ_by_id_and_by_scope() -> None:
     encoder = ByteEncoder(1 << 30, 8)
 
     def ids(scope: str, first: int) -> list[int]:
-        return encoder.encode(Message("input", blocks=Blocks(scope, 64, ((first, 1),), 64))).tolist()
+        return encoder.encode(
+            Message("input", blocks=Blocks(scope, 64, ((first, 1),), 64))
+        ).tolist()
 
     assert ids("a", 1) == ids("a", 1)
     assert not set(ids("a", 1)) & set(ids("a", 2))
@@ -96,12 +105,16 @@ def test_blocks_differ_by_id_and_by_scope() -> None:
 
 
 def test_a_divisor_beyond_the_block_leaves_one_token_each() -> None:
-    ids = ByteEncoder(VOCABULARY, 1000).encode(Message("input", blocks=Blocks("s", 64, ((0, 5),), 64 * 5)))
+    ids = ByteEncoder(VOCABULARY, 1000).encode(
+        Message("input", blocks=Blocks("s", 64, ((0, 5),), 64 * 5))
+    )
     assert len(ids) == 5
 
 
 def test_token_ids_from_a_server_stay_as_they_are() -> None:
-    assert ByteEncoder(VOCABULARY, 8).encode(Message("assistant", token_ids=(3, 1, 2))).tolist() == [3, 1, 2]
+    assert ByteEncoder(VOCABULARY, 8).encode(
+        Message("assistant", token_ids=(3, 1, 2))
+    ).tolist() == [3, 1, 2]
 
 
 def test_ids_are_the_same_in_another_process_with_another_hash_seed() -> None:
@@ -183,7 +196,8 @@ def test_shown_prompts_are_the_plain_concatenation_and_the_kept_count_is_exact(
     tokens = PromptTokens(encoder)
     before: list[int] = []
     for prompt in prompts:
-        # Every other message is an equal but new object: sameness must not matter for what comes out.
+        # Every other message is an equal but new object: sameness must not matter for what comes
+        # out.
         messages = [pool[text] if i % 2 else Message("user", text) for i, text in enumerate(prompt)]
         events = tuple(Append(m) for m in messages)
         context = Context(Session("s", "t", (*events, Call())))
@@ -220,7 +234,9 @@ def word_tokenizer(folder: Path) -> Path:
     }
     file = folder / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
-    file.write_text(json.dumps({"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}}))
+    file.write_text(
+        json.dumps({"version": "1.0", "model": model, "pre_tokenizer": {"type": "Whitespace"}})
+    )
     return file
 
 

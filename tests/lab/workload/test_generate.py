@@ -18,7 +18,14 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.workload.catalogue import Origin
 from sgl_kvtier.lab.workload.describe import describe
 from sgl_kvtier.lab.workload.encoder import ByteEncoder
-from sgl_kvtier.lab.workload.generate import Condense, Percentiles, Rewrite, generate, load_preset, presets
+from sgl_kvtier.lab.workload.generate import (
+    Condense,
+    Percentiles,
+    Rewrite,
+    generate,
+    load_preset,
+    presets,
+)
 from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Session
 from sgl_kvtier.lab.workload.swe import SweReader, to_line
 from sgl_kvtier.types import Span
@@ -43,15 +50,25 @@ def test_the_same_seed_and_index_give_the_same_session_in_every_process(name: st
     command = [sys.executable, "-c", program, name]
     digests = {
         subprocess.run(
-            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True, text=True
+            command,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
         ).stdout
         for seed in ("0", "99")
     }
-    assert digests == {hashlib.sha256(to_line(generate(load_preset(name), 7, 3)).encode()).hexdigest() + "\n"}
+    assert digests == {
+        hashlib.sha256(to_line(generate(load_preset(name), 7, 3)).encode()).hexdigest() + "\n"
+    }
 
 
 def test_other_seeds_and_other_indices_give_other_sessions() -> None:
-    lines = [to_line(generate(load_preset("swe-mini"), seed, index)) for seed in (0, 1) for index in (0, 1)]
+    lines = [
+        to_line(generate(load_preset("swe-mini"), seed, index))
+        for seed in (0, 1)
+        for index in (0, 1)
+    ]
     assert len({line.split('"turns"')[1] for line in lines}) == 4
 
 
@@ -79,7 +96,10 @@ def test_the_statistics_of_many_sessions_are_those_of_the_table(name: str) -> No
     firsts = [next(prompt for _, prompt in Context(s).calls()) for s in sessions]
     drawn = [
         ([s.calls for s in sessions], preset.calls),
-        ([sum(len(m.text or "") for m in prompt) / 4 for prompt in firsts], preset.first_prompt_tokens),
+        (
+            [sum(len(m.text or "") for m in prompt) / 4 for prompt in firsts],
+            preset.first_prompt_tokens,
+        ),
         (
             [e.output_tokens or 0 for s in sessions for e in s.events if isinstance(e, Call)],
             preset.output_tokens,
@@ -149,11 +169,19 @@ def test_sessions_begin_with_input_end_with_a_call_and_wait_no_negative_time(nam
     for session in some(name, 10):
         assert isinstance(session.events[0], Append)
         assert isinstance(session.events[-1], Call)
-        assert all(e.gap_s >= 0 and (e.latency_s or 0) >= 0 for e in session.events if isinstance(e, Call))
+        assert all(
+            e.gap_s >= 0 and (e.latency_s or 0) >= 0 for e in session.events if isinstance(e, Call)
+        )
 
 
-@given(st.lists(st.floats(0, 1e6), min_size=9, max_size=9).map(sorted), st.floats(0, 1), st.floats(0, 1))
-def test_drawing_follows_the_table_and_never_leaves_it(values: list[float], a: float, b: float) -> None:
+@given(
+    st.lists(st.floats(0, 1e6), min_size=9, max_size=9).map(sorted),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_drawing_follows_the_table_and_never_leaves_it(
+    values: list[float], a: float, b: float
+) -> None:
     shares = (0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1)
     table = Percentiles(shares, tuple(values))
     low, high = table.at(min(a, b)), table.at(max(a, b))
@@ -172,6 +200,8 @@ def test_drawn_values_have_the_tables_percentiles() -> None:
 
 
 def test_every_preset_names_its_source_and_licence() -> None:
-    assert all(p.source.count("/") == 1 and p.licence in ("MIT", "Apache-2.0") for p in presets().values())
+    assert all(
+        p.source.count("/") == 1 and p.licence in ("MIT", "Apache-2.0") for p in presets().values()
+    )
     with pytest.raises(TraceError, match="there are swe-mini"):
         load_preset("nope")

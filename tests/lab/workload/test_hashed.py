@@ -50,8 +50,16 @@ def test_keeping_less_than_there_was_is_an_edit_that_may_cut_a_run() -> None:
     (session,) = claude(
         claude_record(request(0, 1, 4), request(4, 5, 4), request(6, 50, 1), request(0, 70, 1))
     )
-    assert prompts(session) == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 50], [70]]
-    assert [e.why for e in session.events if isinstance(e, Edit)] == ["prefix dropped", "prefix dropped"]
+    assert prompts(session) == [
+        [1, 2, 3, 4],
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [1, 2, 3, 4, 5, 6, 50],
+        [70],
+    ]
+    assert [e.why for e in session.events if isinstance(e, Edit)] == [
+        "prefix dropped",
+        "prefix dropped",
+    ]
 
 
 def test_losing_the_last_block_alone_is_told_from_dropping_a_prefix() -> None:
@@ -89,16 +97,19 @@ def test_a_sub_agent_is_a_session_of_its_own_behind_its_owner_with_shared_ids() 
     agent = {"t": 30.0, "agent_id": "agent_001", "requests": [request(0, 1, 2, t=1.0)]}
     owner, helper = claude(claude_record(request(0, 1, 3), agent, request(3, 4, 1)))
     assert prompts(owner) == [[1, 2, 3], [1, 2, 3, 4]]
-    assert (helper.session_id, helper.parent) == ("claude-code:trace_1/agent_001", "claude-code:trace_1")
+    assert (helper.session_id, helper.parent) == (
+        "claude-code:trace_1/agent_001",
+        "claude-code:trace_1",
+    )
     assert (helper.start_s, prompts(helper)) == (30.0, [[1, 2]])
     blocks = [next(p for _, p in Context(s).calls())[0].blocks for s in (owner, helper)]
     assert len({b.scope for b in blocks if b}) == 1
 
 
 def test_think_time_is_the_gap_and_the_server_time_the_latency() -> None:
-    session = claude(claude_record(request(0, 1, 1, t=0.0), request(1, t=9.0, api_time=4.0, think_time=7.0)))[
-        0
-    ]
+    session = claude(
+        claude_record(request(0, 1, 1, t=0.0), request(1, t=9.0, api_time=4.0, think_time=7.0))
+    )[0]
     assert [(c.gap_s, c.latency_s, c.arrival_s, c.output_tokens) for c in calls(session)] == [
         (1.0, 2.0, 0.0, 10),
         (7.0, 4.0, 9.0, 10),
@@ -110,7 +121,11 @@ def test_a_missing_think_time_is_what_the_clock_leaves_of_the_interval() -> None
     session = claude(
         claude_record(request(0, 1, 1), request(1, t=9.0, **untimed), request(1, t=8.0, **untimed))
     )[0]
-    assert [(c.gap_s, c.latency_s) for c in calls(session)] == [(1.0, 2.0), (7.0, None), (0.0, None)]
+    assert [(c.gap_s, c.latency_s) for c in calls(session)] == [
+        (1.0, 2.0),
+        (7.0, None),
+        (0.0, None),
+    ]
 
 
 CLAUDE_BAD = [
@@ -163,7 +178,12 @@ def test_mooncake_ids_are_global_to_the_file() -> None:
 
 @pytest.mark.parametrize(
     "record",
-    [mooncake_record(1100, 0, 7), mooncake_record(0), mooncake_record(512, 0, 1), mooncake_record(5, "0")],
+    [
+        mooncake_record(1100, 0, 7),
+        mooncake_record(0),
+        mooncake_record(512, 0, 1),
+        mooncake_record(5, "0"),
+    ],
 )  # type: ignore[arg-type]
 def test_mooncake_blocks_that_do_not_fit_the_length_are_bad(record: dict[str, Any]) -> None:
     with pytest.raises(BadRecord):
@@ -182,7 +202,13 @@ def test_azure_rows_arrive_at_their_times_and_share_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "row", ["yesterday,1,2", "2023-11-16 18:17:03,1", "2023-11-16 18:17:03,0,5", "2023-11-16 18:17:03,x,5"]
+    "row",
+    [
+        "yesterday,1,2",
+        "2023-11-16 18:17:03,1",
+        "2023-11-16 18:17:03,0,5",
+        "2023-11-16 18:17:03,x,5",
+    ],
 )
 def test_azure_rows_that_are_none_are_bad(row: str) -> None:
     with pytest.raises(BadRecord):

@@ -46,7 +46,10 @@ def test_a_packed_file_is_known_by_its_bytes_not_its_name(tmp_path: Path) -> Non
 def test_a_line_that_is_not_utf8_is_noted_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"one\nt\xffwo\nthree\n")
-    assert lines_of(path) == ([(1, "one"), (3, "three")], [BadLine(str(path), 2, "not UTF-8 at byte 1")])
+    assert lines_of(path) == (
+        [(1, "one"), (3, "three")],
+        [BadLine(str(path), 2, "not UTF-8 at byte 1")],
+    )
 
 
 def test_a_packed_file_that_breaks_off_gives_what_it_has_and_says_where(tmp_path: Path) -> None:
@@ -126,7 +129,11 @@ def test_counts_beyond_all_prompts_are_bad(value: int) -> None:
         count_of({"n": value}, "n")
 
 
-@pytest.mark.parametrize("value", [True, "1", [1], float("nan"), float("inf"), float("-inf"), -0.5, 1e10, 10**400], ids=lambda v: str(v)[:9])
+@pytest.mark.parametrize(
+    "value",
+    [True, "1", [1], float("nan"), float("inf"), float("-inf"), -0.5, 1e10, 10**400],
+    ids=lambda v: str(v)[:9],
+)
 def test_times_are_finite_numbers(value: object) -> None:
     with pytest.raises(BadRecord, match="'t' must be a number of seconds"):
         seconds_of({"t": value}, "t")

@@ -16,7 +16,9 @@ WIDE = (1 << 31) - 1
 
 
 class Published(NamedTuple):
-    """One column of the trace sets' table: counts are exact; tokens are cl100k's, ours an estimate at 4 characters each."""
+    """One column of the trace sets' table: counts are exact; tokens are cl100k's, ours an estimate
+    at 4 characters each.
+    """
 
     sessions: int
     calls: int
@@ -38,7 +40,9 @@ SWE = {
 
 
 @pytest.fixture(scope="module", params=list(SWE))
-def swe(request: pytest.FixtureRequest, traces_dir: Path) -> tuple[Published, LoadResult, WorkloadStats]:
+def swe(
+    request: pytest.FixtureRequest, traces_dir: Path
+) -> tuple[Published, LoadResult, WorkloadStats]:
     loaded = load_sessions(request.param, traces_dir=traces_dir)
     return SWE[request.param], loaded, describe(loaded.sessions, ByteEncoder(WIDE), page_tokens=64)
 
@@ -52,7 +56,9 @@ def calls_of(sessions: tuple[Session, ...]) -> list[Call]:
     return [event for session in sessions for event in session.events if isinstance(event, Call)]
 
 
-def test_agent_traces_have_the_published_counts(swe: tuple[Published, LoadResult, WorkloadStats]) -> None:
+def test_agent_traces_have_the_published_counts(
+    swe: tuple[Published, LoadResult, WorkloadStats],
+) -> None:
     published, loaded, stats = swe
     assert (stats.sessions, stats.calls, stats.edits) == published[:3]
     assert loaded.bad_lines == ()
@@ -79,7 +85,8 @@ def test_agent_sessions_all_carry_their_licence_and_no_wait_is_negative(
 
 def test_server_times_are_the_published_ones(traces_dir: Path) -> None:
     stats = describe(
-        load_sessions("swe_openhands_claude35", traces_dir=traces_dir).sessions, ByteEncoder(WIDE, 64)
+        load_sessions("swe_openhands_claude35", traces_dir=traces_dir).sessions,
+        ByteEncoder(WIDE, 64),
     )
     rows = {row["quantity"]: row for row in stats.rows()}
     assert rows["recorded server time"]["p50"] == pytest.approx(7.524, abs=0.001)
@@ -103,14 +110,18 @@ def test_claude_code_has_the_published_counts(claude: LoadResult) -> None:
     assert sum(s.calls for s in helpers) == 676
     assert claude.bad_lines == ()
     dropped = [
-        (s, e) for s in claude.sessions for e in s.events if isinstance(e, Edit) and e.why == "prefix dropped"
+        (s, e)
+        for s in claude.sessions
+        for e in s.events
+        if isinstance(e, Edit) and e.why == "prefix dropped"
     ]
     assert len(dropped) == 1_350
     assert len({s.parent or s.session_id for s, _ in dropped}) == 397
 
 
 def test_claude_code_has_the_published_reuse_and_lengths(claude: LoadResult) -> None:
-    # One token a block. The published 6.04 G tokens include the up to 63 behind a prompt's last whole block.
+    # One token a block. The published 6.04 G tokens include the up to 63 behind a prompt's last
+    # whole block.
     stats = describe(claude.sessions, ByteEncoder(WIDE, 64), page_tokens=64)
     assert stats.session_reuse == pytest.approx(0.9626, abs=0.0005)
     missing = 6_037_445_403 - 64 * stats.prompt_tokens_total

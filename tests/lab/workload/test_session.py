@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.workload.session import Append, Blocks, Call, Context, Edit, Event, Message, Session
+from sgl_kvtier.lab.workload.session import (
+    Append,
+    Blocks,
+    Call,
+    Context,
+    Edit,
+    Event,
+    Message,
+    Session,
+)
 from sgl_kvtier.types import Span
 
 
@@ -27,7 +36,9 @@ def texts(prompt: object) -> list[str | None]:
 
 def test_a_prompt_is_the_tools_and_the_context_so_far() -> None:
     walk = Context(
-        session(Append(says("a")), Call(says("out")), Append(says("b")), Call(), tools=says("tools"))
+        session(
+            Append(says("a")), Call(says("out")), Append(says("b")), Call(), tools=says("tools")
+        )
     )
     assert walk.next_call() == Call(says("out"))
     assert texts(walk.prompt) == ["tools", "a"]
@@ -59,7 +70,9 @@ def test_an_answer_takes_the_recorded_outputs_place() -> None:
 
 
 def test_an_answer_is_not_added_where_the_next_blocks_stand_for_it() -> None:
-    walk = Context(session(Append(says("a")), Call(output=None), Append(says("b")), Call(output=None)))
+    walk = Context(
+        session(Append(says("a")), Call(output=None), Append(says("b")), Call(output=None))
+    )
     walk.next_call()
     walk.answer(says("server's own"))
     walk.next_call()
@@ -157,7 +170,9 @@ def edited_sessions(draw: st.DrawFn) -> tuple[list[Event], list[list[str]]]:
 
 
 @given(edited_sessions())
-def test_every_prompt_is_what_the_events_before_it_say(drawn: tuple[list[Event], list[list[str]]]) -> None:
+def test_every_prompt_is_what_the_events_before_it_say(
+    drawn: tuple[list[Event], list[list[str]]],
+) -> None:
     events, expected = drawn
     kept = [prompt for _, prompt in Context(session(*events)).calls()]
     assert [texts(p) for p in kept] == expected

@@ -47,18 +47,27 @@ def test_the_format_is_known_by_its_lines(write_trace: WriteTrace) -> None:
     files = {
         "claude.txt": [claude_record(request(0, 1, 2))],
         "moon.txt": [mooncake_record(9, 0)],
-        "azure.txt": [azure, "2023-11-16 18:17:03.9799600,4808,10\r", "2023-11-16 18:17:04.0,3,1\r"],
+        "azure.txt": [
+            azure,
+            "2023-11-16 18:17:03.9799600,4808,10\r",
+            "2023-11-16 18:17:04.0,3,1\r",
+        ],
         "swe.txt": ["not json", swe_record(user("a"), assistant("b"))],
     }
     counts = {
-        name: len(load_sessions(str(write_trace(name, *lines))).sessions) for name, lines in files.items()
+        name: len(load_sessions(str(write_trace(name, *lines))).sessions)
+        for name, lines in files.items()
     }
     assert counts == {"claude.txt": 1, "moon.txt": 1, "azure.txt": 2, "swe.txt": 1}
 
 
-def test_bad_lines_are_counted_with_file_and_number_and_the_rest_is_read(write_trace: WriteTrace) -> None:
+def test_bad_lines_are_counted_with_file_and_number_and_the_rest_is_read(
+    write_trace: WriteTrace,
+) -> None:
     good = numbered(3)
-    path = write_trace("a.jsonl", good[0], "{oops", good[1], {"session_id": "x", "turns": []}, "", good[2])
+    path = write_trace(
+        "a.jsonl", good[0], "{oops", good[1], {"session_id": "x", "turns": []}, "", good[2]
+    )
     loaded = load_sessions(str(path))
     assert [s.session_id for s in loaded.sessions] == ["s0", "s1", "s2"]
     assert [(line.path, line.line) for line in loaded.bad_lines] == [(str(path), 2), (str(path), 4)]
@@ -71,7 +80,9 @@ def test_no_line_beyond_those_wanted_is_decoded(write_trace: WriteTrace) -> None
 
 
 def test_no_byte_far_beyond_those_wanted_is_read(tmp_path: Path) -> None:
-    filler = swe_record(user("".join(random.Random(1).choices("abcdefgh", k=500_000))), assistant("b"))
+    filler = swe_record(
+        user("".join(random.Random(1).choices("abcdefgh", k=500_000))), assistant("b")
+    )
     packed = gzip.compress("".join(json.dumps(r) + "\n" for r in [*numbered(2), filler]).encode())
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(packed[: len(packed) // 2])
@@ -107,7 +118,8 @@ def test_sessions_are_cut_after_so_many_calls_and_it_is_said(write_trace: WriteT
 
 
 def test_a_session_ends_before_the_first_prompt_that_is_too_long(write_trace: WriteTrace) -> None:
-    # Prompts of 101, 213, 325, ... tokens: 1 + 400 / 4 for the input, 1 + 40 / 4 for the output before it.
+    # Prompts of 101, 213, 325, ... tokens: 1 + 400 / 4 for the input, 1 + 40 / 4 for the output
+    # before it.
     path = str(write_trace("a.jsonl", *numbered(1, calls=5)))
     kept = {
         n: load_sessions(path, encoder=ByteEncoder(512), max_prompt_tokens=n).calls
@@ -133,7 +145,9 @@ def test_a_prompt_that_an_edit_makes_longer_is_seen() -> None:
     assert cut.events == events[:2]
 
 
-@pytest.mark.parametrize("wrong", [{"limit": 0}, {"skip": -1}, {"max_calls": 0}, {"max_prompt_tokens": 5}])
+@pytest.mark.parametrize(
+    "wrong", [{"limit": 0}, {"skip": -1}, {"max_calls": 0}, {"max_prompt_tokens": 5}]
+)
 def test_wrong_limits_are_named(write_trace: WriteTrace, wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         load_sessions(str(write_trace("a.jsonl", *numbered(1))), **wrong)
@@ -154,7 +168,9 @@ def test_generated_sessions_that_do_not_fit_are_replaced_by_the_next() -> None:
     assert len(loaded.sessions) == 5
     assert loaded.sessions_dropped > 0
     with pytest.raises(TraceError, match="no session to replay"):
-        load_sessions("generated:swe-openhands-sdk", limit=1, encoder=ByteEncoder(512), max_prompt_tokens=10)
+        load_sessions(
+            "generated:swe-openhands-sdk", limit=1, encoder=ByteEncoder(512), max_prompt_tokens=10
+        )
 
 
 VALID = [
@@ -212,7 +228,8 @@ def test_no_damage_to_a_line_is_fatal(write_trace: WriteTrace, data: st.DataObje
     encoder = ByteEncoder(512, 64)
     loaded = load_sessions(str(path), encoder=encoder, max_prompt_tokens=10**6)
     whole = load_sessions(str(write_trace("b.jsonl", record)))
-    # The whole lines before and after are there, and the damaged one is either bad or gave sessions that can be walked.
+    # The whole lines before and after are there, and the damaged one is either bad or gave sessions
+    # that can be walked.
     assert loaded.calls + loaded.calls_cut >= 2 * whole.calls
     assert len(loaded.bad_lines) <= 1
     describe(loaded.sessions, encoder)
@@ -230,7 +247,11 @@ def test_traces_are_found_by_name_or_its_beginning(write_trace: WriteTrace, tmp_
         write_trace(name, *numbered(1))
     write_trace("notes.txt", "x")
     assert list(trace_files(tmp_path)) == ["azure", "swe_mini", "swe_other"]
-    assert find_trace("swe_mini", tmp_path) == find_trace("swe_m", tmp_path) == tmp_path / "swe_mini.jsonl.gz"
+    assert (
+        find_trace("swe_mini", tmp_path)
+        == find_trace("swe_m", tmp_path)
+        == tmp_path / "swe_mini.jsonl.gz"
+    )
     with pytest.raises(TraceError, match="'swe_' could be any of swe_mini, swe_other"):
         find_trace("swe_", tmp_path)
 
@@ -239,7 +260,9 @@ def test_a_name_that_is_nowhere_lists_what_there_is_and_offers_generated_session
     write_trace: WriteTrace, tmp_path: Path
 ) -> None:
     write_trace("swe_mini.jsonl", *numbered(1))
-    with pytest.raises(TraceError, match=r"no trace 'nope'.*Traces found: swe_mini.*generated:swe-mini"):
+    with pytest.raises(
+        TraceError, match=r"no trace 'nope'.*Traces found: swe_mini.*generated:swe-mini"
+    ):
         find_trace("nope", tmp_path)
     with pytest.raises(TraceError, match="is not a folder"):
         find_trace("nope", tmp_path / "missing")
@@ -256,28 +279,62 @@ def test_the_name_of_a_trace_goes_before_the_beginning_of_another(
 def test_only_known_files_are_given_a_source_and_a_licence(tmp_path: Path) -> None:
     assert origin_of(tmp_path / "mooncake_synthetic_trace.jsonl.gz").licence == "Apache-2.0"
     assert origin_of(tmp_path / "mine.jsonl").licence == ""
-    assert all(origin.source.count("/") == 1 and origin.licence for origin in known_traces().values())
+    assert all(
+        origin.source.count("/") == 1 and origin.licence for origin in known_traces().values()
+    )
 
 
-HOSTILE = [float("inf"), float("nan"), float("-inf"), -1, 1e308, 10**400, "", [], {}, True, None, "\ud800", [[]], "x" * 100_000, 1 << 60]
+HOSTILE = [
+    float("inf"),
+    float("nan"),
+    float("-inf"),
+    -1,
+    1e308,
+    10**400,
+    "",
+    [],
+    {},
+    True,
+    None,
+    "\ud800",
+    [[]],
+    "x" * 100_000,
+    1 << 60,
+]
 RECORDS: list[dict[str, Any]] = [
     swe_record(
         user("a", t_offset_s=0.0),
-        assistant("b", 1.0, usage={"out": 7}, reasoning="r", tool_calls=[{"name": "ls", "arguments": "-l"}]),
+        assistant(
+            "b",
+            1.0,
+            usage={"out": 7},
+            reasoning="r",
+            tool_calls=[{"name": "ls", "arguments": "-l"}],
+        ),
         tool("c", 2.0, tool_exec_s=0.5),
         {"role": "context_edit", "parts": [[0, 1], {"role": "user", "content": "d"}], "why": "w"},
         assistant("e", 3.0),
         truncated=False,
         model="m",
     ),
-    claude_record(request(0, 1, 2), {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]}, request(1, 7, 2)),
+    claude_record(
+        request(0, 1, 2),
+        {"agent_id": "g", "t": 1.0, "requests": [request(0, 5, 1)]},
+        request(1, 7, 2),
+    ),
     mooncake_record(1100, 0, 7, 8),
 ]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Where something stands in a record."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(one for key, item in inner for one in places(item, (*path, key)))]
 
 
@@ -291,13 +348,17 @@ def with_value(record: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=["swe", "claude", "mooncake"])
-def test_a_hostile_value_anywhere_is_a_bad_line_or_harmless(write_trace: WriteTrace, record: dict[str, Any]) -> None:
+def test_a_hostile_value_anywhere_is_a_bad_line_or_harmless(
+    write_trace: WriteTrace, record: dict[str, Any]
+) -> None:
     spoiled = [with_value(record, path, value) for path in places(record) for value in HOSTILE]
     loaded = load_sessions(str(write_trace("a.jsonl", *map(json.dumps, [record, *spoiled]))))
     assert len(loaded.bad_lines) > len(spoiled) / 3
     assert all(len(line.reason) < 300 for line in loaded.bad_lines)
     rows = describe(loaded.sessions, ByteEncoder(500, 1000), page_tokens=16).rows()
-    assert all(abs(value) < 1e12 for row in rows for value in row.values() if isinstance(value, float))
+    assert all(
+        abs(value) < 1e12 for row in rows for value in row.values() if isinstance(value, float)
+    )
 
 
 AZURE_BAD = [
@@ -330,13 +391,17 @@ def test_a_hostile_row_of_an_azure_trace_is_a_bad_line(write_trace: WriteTrace, 
 def test_sub_agents_nested_without_end_are_a_bad_line(write_trace: WriteTrace, levels: int) -> None:
     inner = '{"agent_id": "g", "t": 0, "requests": [' * levels + "]}" * levels
     good = json.dumps(claude_record(request(0, 1, 2)))
-    loaded = load_sessions(str(write_trace("a.jsonl", good, good.replace('"requests": [', f'"requests": [{inner}, '))))
+    loaded = load_sessions(
+        str(write_trace("a.jsonl", good, good.replace('"requests": [', f'"requests": [{inner}, ')))
+    )
     assert len(loaded.bad_lines) == 1
     assert "nested" in loaded.bad_lines[0].reason
 
 
 @pytest.mark.parametrize("content", [b"[" * 200_000, b'{"s": "\\ud800"}', b"\xff"], ids=len)
-def test_tool_schemas_that_cannot_be_used_are_one_clear_error(tmp_path: Path, write_trace: WriteTrace, content: bytes) -> None:
+def test_tool_schemas_that_cannot_be_used_are_one_clear_error(
+    tmp_path: Path, write_trace: WriteTrace, content: bytes
+) -> None:
     (tmp_path / "swe_tools.json").write_bytes(content)
     path = write_trace("a.jsonl", swe_record(user("a"), assistant("b"), tools_ref="s"))
     with pytest.raises(TraceError, match=r"swe_tools\.json"):

@@ -44,41 +44,71 @@ def test_fields_of_the_line_are_kept() -> None:
     )
     session = read(record)
     assert (session.session_id, session.source, session.licence) == ("s1", "owner/repo", "MIT")
-    assert (session.batch, session.start_s, session.model, session.truncated) == ("run1", 12.5, "m", True)
+    assert (session.batch, session.start_s, session.model, session.truncated) == (
+        "run1",
+        12.5,
+        "m",
+        True,
+    )
 
 
 def test_null_fields_are_as_good_as_missing_ones() -> None:
-    session = read(swe_record(user("a"), assistant("b"), model=None, tools_ref=None, instance_id=None))
+    session = read(
+        swe_record(user("a"), assistant("b"), model=None, tools_ref=None, instance_id=None)
+    )
     assert (session.model, session.tools) == ("", None)
 
 
 def test_a_hist_turn_joins_the_context_without_a_call() -> None:
-    session = read(swe_record(user("a"), assistant("made up", hist=True), user("b"), assistant("real")))
+    session = read(
+        swe_record(user("a"), assistant("made up", hist=True), user("b"), assistant("real"))
+    )
     assert prompts(session) == [["a", "made up", "b"]]
 
 
 def test_reasoning_content_and_tool_calls_all_stand_in_later_prompts() -> None:
-    made = [{"name": "bash", "arguments": '{"command": "ls"}'}, {"name": "finish", "arguments": "{}"}]
+    made = [
+        {"name": "bash", "arguments": '{"command": "ls"}'},
+        {"name": "finish", "arguments": "{}"},
+    ]
     session = read(
         swe_record(
-            user("a"), assistant("text", reasoning="thought", tool_calls=made), tool("b"), assistant("c")
+            user("a"),
+            assistant("text", reasoning="thought", tool_calls=made),
+            tool("b"),
+            assistant("c"),
         )
     )
     assert prompts(session)[1][1] == 'thought\ntext\nbash {"command": "ls"}\nfinish {}'
 
 
 def test_an_edit_takes_ranges_of_the_present_context_and_new_messages() -> None:
-    edit = {"role": "context_edit", "why": "condensation", "parts": [[0, 1], user("summary"), [3, 4]]}
+    edit = {
+        "role": "context_edit",
+        "why": "condensation",
+        "parts": [[0, 1], user("summary"), [3, 4]],
+    }
     session = read(
         swe_record(
-            user("a"), assistant("b"), tool("c"), user("d"), edit, assistant("e"), tool("f"), assistant("g")
+            user("a"),
+            assistant("b"),
+            tool("c"),
+            user("d"),
+            edit,
+            assistant("e"),
+            tool("f"),
+            assistant("g"),
         )
     )
     assert prompts(session) == [["a"], ["a", "summary", "d"], ["a", "summary", "d", "e", "f"]]
-    assert Edit((Span(0, 1), Message("user", "summary"), Span(3, 4)), "condensation") in session.events
+    assert (
+        Edit((Span(0, 1), Message("user", "summary"), Span(3, 4)), "condensation") in session.events
+    )
 
 
-@pytest.mark.parametrize("part", [[0, 3], [2, 1], [-1, 1], [0], [0, 1, 2], [0.0, 1], "0-1", [True, 1]])
+@pytest.mark.parametrize(
+    "part", [[0, 3], [2, 1], [-1, 1], [0], [0, 1, 2], [0.0, 1], "0-1", [True, 1]]
+)
 def test_an_edit_with_a_wrong_range_is_a_bad_line_that_names_its_turn(part: object) -> None:
     edit = {"role": "context_edit", "parts": [part]}
     with pytest.raises(BadRecord, match="turn 2: "):
@@ -99,7 +129,7 @@ def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) ->
     with pytest.raises(TraceError, match=r"need swe_tools\.json in the trace's folder"):
         read(record, tmp_path)
     (tmp_path / "swe_tools.json").write_text("{}")
-    with pytest.raises(BadRecord, match="tools_ref \"kit\" is not in"):
+    with pytest.raises(BadRecord, match='tools_ref "kit" is not in'):
         read(record, tmp_path)
     (tmp_path / "swe_tools.json").write_text("not json")
     with pytest.raises(TraceError, match="is not JSON"):
@@ -108,7 +138,9 @@ def test_schemas_that_are_nowhere_say_which_file_to_put_where(tmp_path: Path) ->
 
 def test_latency_runs_from_the_turn_before_and_the_gap_from_the_response_before() -> None:
     session = read(
-        swe_record(user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0))
+        swe_record(
+            user("a"), assistant("b", 3.0), tool("c", 3.5), tool("d", 4.25), assistant("e", 10.0)
+        )
     )
     first, second = calls(session)
     assert (first.gap_s, first.latency_s, first.arrival_s) == (0.0, 3.0, 0.0)
@@ -117,7 +149,9 @@ def test_latency_runs_from_the_turn_before_and_the_gap_from_the_response_before(
 
 def test_condensing_counts_to_the_clients_wait() -> None:
     edit = {"role": "context_edit", "parts": [[0, 1]], "t_offset_s": 9.0}
-    session = read(swe_record(user("a"), assistant("b", 3.0), tool("c", 4.0), edit, assistant("d", 11.0)))
+    session = read(
+        swe_record(user("a"), assistant("b", 3.0), tool("c", 4.0), edit, assistant("d", 11.0))
+    )
     assert (calls(session)[1].gap_s, calls(session)[1].latency_s) == (6.0, 2.0)
 
 
@@ -136,7 +170,11 @@ def test_untimed_user_turns_leave_the_whole_interval_to_the_server() -> None:
 def test_without_offsets_the_tools_run_time_is_the_gap() -> None:
     session = read(
         swe_record(
-            user("a"), assistant("b"), tool("c", tool_exec_s=0.5), tool("d", tool_exec_s=1), assistant("e")
+            user("a"),
+            assistant("b"),
+            tool("c", tool_exec_s=0.5),
+            tool("d", tool_exec_s=1),
+            assistant("e"),
         )
     )
     assert [(c.gap_s, c.latency_s, c.arrival_s) for c in calls(session)] == [
@@ -162,11 +200,20 @@ def test_clipped_results_are_counted() -> None:
 BAD_LINES = [
     (swe_record(user("a")), "makes no request"),
     (swe_record("turn"), "turn 0: a turn must be an object"),  # type: ignore[arg-type]
-    (swe_record({"role": "robot", "content": "a"}), "turn 0: unknown role \"robot\""),
+    (swe_record({"role": "robot", "content": "a"}), 'turn 0: unknown role "robot"'),
     (swe_record({"content": "a"}), "turn 0: 'role' must be a text"),
-    (swe_record(user("a"), assistant("b", usage={"out": -1})), "turn 1: 'out' must be a whole number"),
-    (swe_record(user("a"), assistant("b", tool_calls=["ls"])), "turn 1: a tool call must be an object"),
-    (swe_record(user("a", t_offset_s="soon"), assistant("b")), "turn 0: 't_offset_s' must be a number"),
+    (
+        swe_record(user("a"), assistant("b", usage={"out": -1})),
+        "turn 1: 'out' must be a whole number",
+    ),
+    (
+        swe_record(user("a"), assistant("b", tool_calls=["ls"])),
+        "turn 1: a tool call must be an object",
+    ),
+    (
+        swe_record(user("a", t_offset_s="soon"), assistant("b")),
+        "turn 0: 't_offset_s' must be a number",
+    ),
     (swe_record(user("a"), {"role": "context_edit"}), "turn 1: 'parts' must be a list"),
     ({"session_id": "s", "turns": {}}, "'turns' must be a list"),
     ({"turns": [user("a"), assistant("b")]}, "'session_id' must be a text"),
@@ -199,7 +246,11 @@ def written_sessions(draw: st.DrawFn) -> Session:
     present = 0
     for number in range(draw(st.integers(1, 8))):
         events.append(
-            Append(Message(draw(st.sampled_from(["system", "user", "tool"])), draw(st.text(max_size=20))))
+            Append(
+                Message(
+                    draw(st.sampled_from(["system", "user", "tool"])), draw(st.text(max_size=20))
+                )
+            )
         )
         present += 1
         if draw(st.booleans()):
@@ -207,14 +258,23 @@ def written_sessions(draw: st.DrawFn) -> Session:
             present += 1
         if draw(st.booleans()):
             stop = draw(st.integers(0, present))
-            events.append(Edit((Span(0, stop), Message("user", "new"), Message("assistant", "old")), "why"))
+            events.append(
+                Edit((Span(0, stop), Message("user", "new"), Message("assistant", "old")), "why")
+            )
             present = stop + 2
         gap_s = draw(seconds) if number else 0.0
         output = Message("assistant", draw(st.text(max_size=20)))
         events.append(Call(output, draw(st.integers(0, 999)), gap_s, draw(seconds.filter(bool))))
         present += 1
     return Session(
-        "s", "repo", tuple(events), start_s=draw(seconds), licence="MIT", model="m", batch="b", truncated=True
+        "s",
+        "repo",
+        tuple(events),
+        start_s=draw(seconds),
+        licence="MIT",
+        model="m",
+        batch="b",
+        truncated=True,
     )
 
 

@@ -24,7 +24,12 @@ def test_generated_sessions_can_be_described_from_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "mine.jsonl.gz"
-    assert kvtier_trace("generate", "swe-openhands", "--sessions", "4", "--seed", "3", "--out", str(out)) == 0
+    assert (
+        kvtier_trace(
+            "generate", "swe-openhands", "--sessions", "4", "--seed", "3", "--out", str(out)
+        )
+        == 0
+    )
     assert kvtier_trace("describe", str(out), "--json", str(tmp_path / "file.json")) == 0
     assert (
         kvtier_trace(
@@ -40,7 +45,9 @@ def test_generated_sessions_can_be_described_from_the_file(
         == 0
     )
     assert "4 sessions of swe-openhands, seed 3" in capsys.readouterr().out
-    from_file, made = (json.loads((tmp_path / name).read_text()) for name in ("file.json", "made.json"))
+    from_file, made = (
+        json.loads((tmp_path / name).read_text()) for name in ("file.json", "made.json")
+    )
     assert from_file["totals"] == made["totals"]
     assert from_file["distributions"] == made["distributions"]
     assert from_file["schema"] == "kvtier.trace.describe/1"
@@ -54,10 +61,14 @@ def test_generating_twice_gives_the_same_bytes_and_leaves_no_other_file(tmp_path
     assert sorted(tmp_path.iterdir()) == files
 
 
-def test_generating_to_standard_output_writes_only_sessions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generating_to_standard_output_writes_only_sessions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     kvtier_trace("generate", "chat", "--sessions", "3", "--out", "-")
     lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["session_id"] for line in lines] == [f"generated:chat:0:{i}" for i in range(3)]
+    assert [json.loads(line)["session_id"] for line in lines] == [
+        f"generated:chat:0:{i}" for i in range(3)
+    ]
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -81,7 +92,10 @@ def test_describe_to_standard_output_is_json_alone(capsys: pytest.CaptureFixture
     kvtier_trace("describe", "generated:chat", "--divisor", "8", "--max-calls", "2", "--json", "-")
     result = json.loads(capsys.readouterr().out)
     assert (result["totals"]["divisor"], result["totals"]["sessions"]) == (8, 20)
-    assert {row["quantity"] for row in result["distributions"]} >= {"calls per session", "prompt per call"}
+    assert {row["quantity"] for row in result["distributions"]} >= {
+        "calls per session",
+        "prompt per call",
+    }
 
 
 def test_list_names_the_traces_of_a_folder_and_the_presets(
@@ -105,7 +119,8 @@ def test_an_unwritable_json_target_is_found_before_the_work(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "words", [["describe", "nope"], ["describe", "generated:nope"], ["generate", "nope", "--out", "-"]]
+    "words",
+    [["describe", "nope"], ["describe", "generated:nope"], ["generate", "nope", "--out", "-"]],
 )
 def test_unknown_names_are_errors_that_list_the_known(words: list[str]) -> None:
     with pytest.raises(TraceError, match="swe-mini"):
@@ -131,7 +146,9 @@ def documented(heading: str) -> set[str]:
 def test_every_key_written_is_documented_and_no_other(tmp_path: Path) -> None:
     kvtier_trace("describe", "generated:chat", "--json", str(tmp_path / "describe.json"))
     kvtier_trace("list", "--json", str(tmp_path / "list.json"))
-    described, listed = (json.loads((tmp_path / name).read_text()) for name in ("describe.json", "list.json"))
+    described, listed = (
+        json.loads((tmp_path / name).read_text()) for name in ("describe.json", "list.json")
+    )
     envelope = {"schema", "command", "environment"}
     assert set(described) - envelope == documented("## `kvtier.trace.describe/1`")
     assert set(described["totals"]) == documented("### `totals`")

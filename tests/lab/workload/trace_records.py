@@ -12,7 +12,13 @@ WriteTrace = Callable[..., Path]
 
 def swe_record(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """One line of the swe format with these turns."""
-    head = {"session_id": "s1", "source": "owner/repo", "licence": "MIT", "batch": "b", "batch_offset_s": 0.0}
+    head = {
+        "session_id": "s1",
+        "source": "owner/repo",
+        "licence": "MIT",
+        "batch": "b",
+        "batch_offset_s": 0.0,
+    }
     return {**head, **fields, "turns": list(turns)}
 
 
@@ -31,8 +37,18 @@ def assistant(content: str, t: float | None = None, **fields: Any) -> dict[str, 
 
 
 def request(keep: int, *new: int, **fields: Any) -> dict[str, Any]:
-    """One request of a Claude Code session: `keep` blocks of the one before, then runs as start, count, ..."""
-    made = {"t": 0.0, "type": "n", "model": "m", "in": 0, "out": 10, "api_time": 2.0, "think_time": 1.0}
+    """One request of a Claude Code session: `keep` blocks of the one before, then runs as start,
+    count, ...
+    """
+    made = {
+        "t": 0.0,
+        "type": "n",
+        "model": "m",
+        "in": 0,
+        "out": 10,
+        "api_time": 2.0,
+        "think_time": 1.0,
+    }
     return {**made, **fields, "keep": keep, "new": list(new)}
 
 
@@ -50,4 +66,10 @@ def claude_record(*requests: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 def mooncake_record(tokens: int, *ids: int, **fields: Any) -> dict[str, Any]:
     """One request of a Mooncake trace."""
-    return {"timestamp": 0, "input_length": tokens, "output_length": 5, "hash_ids": list(ids), **fields}
+    return {
+        "timestamp": 0,
+        "input_length": tokens,
+        "output_length": 5,
+        "hash_ids": list(ids),
+        **fields,
+    }

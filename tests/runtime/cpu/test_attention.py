@@ -25,7 +25,9 @@ def runner(window: int | None = None, page_size: int = PAGE) -> SimpleNamespace:
 
 
 def batch(lengths, news, q_heads, kv_heads, dim, dtype, page_size=PAGE, seed=0):
-    """Requests whose pages lie scattered in one pool: (query, k_cache, v_cache, rows, ids, lengths, prefixes, news)."""
+    """Requests whose pages lie scattered in one pool: (query, k_cache, v_cache, rows, ids, lengths,
+    prefixes, news).
+    """
     g = torch.Generator().manual_seed(seed)
     pages = sum(-(-n // page_size) for n in lengths) + 3
     order = torch.randperm(pages, generator=g)
@@ -41,7 +43,16 @@ def batch(lengths, news, q_heads, kv_heads, dim, dtype, page_size=PAGE, seed=0):
     q = torch.randn((sum(news), q_heads, dim), generator=g).to(dtype)
     ids = torch.arange(1, len(lengths) + 1)
     as_tensor = torch.tensor
-    return q, k, v, rows, ids, as_tensor(lengths), as_tensor([n - m for n, m in zip(lengths, news, strict=True)]), as_tensor(news)
+    return (
+        q,
+        k,
+        v,
+        rows,
+        ids,
+        as_tensor(lengths),
+        as_tensor([n - m for n, m in zip(lengths, news, strict=True)]),
+        as_tensor(news),
+    )
 
 
 CASES = [
@@ -53,7 +64,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 2), (4, 1)], ids=["mha", "gqa", "mqa"])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads"), [(8, 8), (8, 2), (4, 1)], ids=["mha", "gqa", "mqa"]
+)
 @pytest.mark.parametrize(
     ("dtype", "atol"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
 )
@@ -61,30 +74,52 @@ CASES = [
 def test_a_chunk_attends_as_in_torch_native(lengths, news, q_heads, kv_heads, dtype, atol):
     q, k, v, rows, ids, seq, prefix, new = batch(lengths, news, q_heads, kv_heads, 64, dtype)
     args = (k, v, rows, ids, seq, prefix, new)
-    kwargs = {"scaling": 0.125, "enable_gqa": q_heads != kv_heads, "causal": True, "is_cross_attn": False}
+    kwargs = {
+        "scaling": 0.125,
+        "enable_gqa": q_heads != kv_heads,
+        "causal": True,
+        "is_cross_attn": False,
+    }
     stock, ours = torch.empty_like(q), torch.empty_like(q)
     TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(q, stock, *args, **kwargs)
     ChunkAttentionBackend(runner())._run_sdpa_forward_extend(q, ours, *args, **kwargs)
-    torch.testing.assert_close(ours, stock, atol=atol, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(
+        ours, stock, atol=atol, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5
+    )
 
 
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(8, 8), (8, 2)], ids=["mha", "gqa"])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"]
+)
 def test_a_decoded_token_attends_as_in_torch_native(q_heads, kv_heads, dtype, atol):
     lengths = [1, 16, 17, 900]
     q, k, v, rows, ids, seq, _, _ = batch(lengths, [1] * 4, q_heads, kv_heads, 64, dtype)
-    kwargs = {"scaling": 0.125, "enable_gqa": q_heads != kv_heads, "causal": False, "is_cross_attn": False}
+    kwargs = {
+        "scaling": 0.125,
+        "enable_gqa": q_heads != kv_heads,
+        "causal": False,
+        "is_cross_attn": False,
+    }
     stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_decode(q, stock, k, v, rows, ids, seq, **kwargs)
-    ChunkAttentionBackend(runner())._run_sdpa_forward_decode(q, ours, k, v, rows, ids, seq, **kwargs)
-    torch.testing.assert_close(ours, stock, atol=atol, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5)
+    TorchNativeAttnBackend(runner())._run_sdpa_forward_decode(
+        q, stock, k, v, rows, ids, seq, **kwargs
+    )
+    ChunkAttentionBackend(runner())._run_sdpa_forward_decode(
+        q, ours, k, v, rows, ids, seq, **kwargs
+    )
+    torch.testing.assert_close(
+        ours, stock, atol=atol, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5
+    )
 
 
 def test_pages_of_one_token_need_no_alignment():
     q, k, v, rows, ids, seq, prefix, new = batch([40], [9], 4, 4, 32, torch.float32, page_size=1)
     kwargs = {"scaling": None, "enable_gqa": False, "causal": True, "is_cross_attn": False}
     stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(q, stock, k, v, rows, ids, seq, prefix, new, **kwargs)
+    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(
+        q, stock, k, v, rows, ids, seq, prefix, new, **kwargs
+    )
     ChunkAttentionBackend(runner(page_size=1))._run_sdpa_forward_extend(
         q, ours, k, v, rows, ids, seq, prefix, new, **kwargs
     )
@@ -112,8 +147,12 @@ def test_attention_without_a_causal_mask_is_left_to_torch_native():
     q, k, v, rows, ids, seq, prefix, new = batch([64], [64], 4, 4, 32, torch.float32)
     kwargs = {"scaling": None, "enable_gqa": False, "causal": False, "is_cross_attn": False}
     stock, ours = torch.empty_like(q), torch.empty_like(q)
-    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(q, stock, k, v, rows, ids, seq, prefix, new, **kwargs)
-    ChunkAttentionBackend(runner())._run_sdpa_forward_extend(q, ours, k, v, rows, ids, seq, prefix, new, **kwargs)
+    TorchNativeAttnBackend(runner())._run_sdpa_forward_extend(
+        q, stock, k, v, rows, ids, seq, prefix, new, **kwargs
+    )
+    ChunkAttentionBackend(runner())._run_sdpa_forward_extend(
+        q, ours, k, v, rows, ids, seq, prefix, new, **kwargs
+    )
     assert torch.equal(ours, stock)
 
 
@@ -123,5 +162,15 @@ def test_a_sliding_window_is_refused_with_what_to_do_instead():
     q, k, v, rows, ids, seq, prefix, new = batch([64], [64], 4, 4, 32, torch.float32)
     with pytest.raises(ConfigError, match="sliding window of 128"):
         ChunkAttentionBackend(runner())._run_sdpa_forward_extend(
-            q, torch.empty_like(q), k, v, rows, ids, seq, prefix, new, causal=True, sliding_window_size=128
+            q,
+            torch.empty_like(q),
+            k,
+            v,
+            rows,
+            ids,
+            seq,
+            prefix,
+            new,
+            causal=True,
+            sliding_window_size=128,
         )

@@ -1,6 +1,8 @@
-"""The arms of `kvtier compare lookahead`: one more part of looking ahead in each, and an oracle that never evicts.
+"""The arms of `kvtier compare lookahead`: one more part of looking ahead in each, and an oracle
+that never evicts.
 
-Arms with the kvtier backend differ in kvtier.json's policy section only; `oracle` is `recompute` with another device pool.
+Arms with the kvtier backend differ in kvtier.json's policy section only; `oracle` is `recompute`
+with another device pool.
 """
 
 from __future__ import annotations
@@ -18,10 +20,26 @@ AUTO = -1
 """policy.lookahead: so many iterations as measured speeds ask for."""
 _OFF: Mapping[str, Any] = {"prefetch": "off", "eviction": "lru", "sessions": False}
 _STEPS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
-    ("restore", "prefixes are restored by computing and loading at once, nothing is done ahead", {}),
-    ("lookahead", "and pages of waiting requests are moved up before their turn", {"prefetch": "kvtier"}),
-    ("next-use", "and what runs latest is evicted first", {"prefetch": "kvtier", "eviction": "next-use"}),
-    (OURS, "and sessions are expected back", {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}),
+    (
+        "restore",
+        "prefixes are restored by computing and loading at once, nothing is done ahead",
+        {},
+    ),
+    (
+        "lookahead",
+        "and pages of waiting requests are moved up before their turn",
+        {"prefetch": "kvtier"},
+    ),
+    (
+        "next-use",
+        "and what runs latest is evicted first",
+        {"prefetch": "kvtier", "eviction": "next-use"},
+    ),
+    (
+        OURS,
+        "and sessions are expected back",
+        {"prefetch": "kvtier", "eviction": "next-use", "sessions": True},
+    ),
 )
 AHEAD = tuple(name for name, _, policy in _STEPS if policy)
 """Arms that move pages ahead of requests."""
@@ -45,8 +63,10 @@ class Pools:
 
 
 def pools(load: Load, oversubscription: float, page: int) -> Pools:
-    """The device pool holds needed / oversubscription, and host memory half of the rest. SGLang's host pool has copies of
-    what is on the device too, so it is given room for both. Raises BenchError where not even one request fits."""
+    """The device pool holds needed / oversubscription, and host memory half of the rest. SGLang's
+    host pool has copies of what is on the device too, so it is given room for both. Raises
+    BenchError where not even one request fits.
+    """
     needed = load.context_tokens
     device = _pages(needed / oversubscription, page)
     least = load.longest_tokens + 2 * page
@@ -62,22 +82,32 @@ def pools(load: Load, oversubscription: float, page: int) -> Pools:
         device=device,
         host=_pages(device + max(0, needed - device) / 2, page) + page,
         # What was generated is cached beside what the trace goes on with.
-        oracle=_pages((needed + generated) * 1.1 + len(load.sessions) * 4 * page + load.longest_tokens, page),
+        oracle=_pages(
+            (needed + generated) * 1.1 + len(load.sessions) * 4 * page + load.longest_tokens, page
+        ),
     )
 
 
 def arm_setup(setup: Setup, sizes: Pools, restore: str, lookahead: Sequence[int]) -> Setup:
-    """The setup with these pools and all arms in it. Several values of `lookahead` make the full arm one arm per value."""
+    """The setup with these pools and all arms in it. Several values of `lookahead` make the full
+    arm one arm per value.
+    """
     steps = {
-        name: Variant(OURS, about, {**_OFF, "restore": restore, "lookahead": _k(name, lookahead), **policy})
+        name: Variant(
+            OURS, about, {**_OFF, "restore": restore, "lookahead": _k(name, lookahead), **policy}
+        )
         for name, about, policy in _STEPS
     }
     swept = {
-        sweep_name(k): Variant(OURS, f"kvtier with policy.lookahead = {k}", {**steps[OURS].policy, "lookahead": k})
+        sweep_name(k): Variant(
+            OURS, f"kvtier with policy.lookahead = {k}", {**steps[OURS].policy, "lookahead": k}
+        )
         for k in lookahead
         if len(lookahead) > 1 and k != AUTO
     }
-    oracle = Variant(BASELINE, "the device pool holds everything: nothing is evicted", {}, sizes.oracle)
+    oracle = Variant(
+        BASELINE, "the device pool holds everything: nothing is evicted", {}, sizes.oracle
+    )
     return replace(
         setup,
         device_tokens=sizes.device,
@@ -91,7 +121,9 @@ def arm_names(wanted: Sequence[str] | None, lookahead: Sequence[int]) -> list[st
     chosen = list(LOOKAHEAD_ARMS if wanted is None else wanted)
     unknown = [arm for arm in chosen if arm not in LOOKAHEAD_ARMS]
     if unknown or not chosen or len(set(chosen)) < len(chosen):
-        wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+        wrong = (
+            f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
+        )
         raise BenchError(f"--arms: {wrong}. There are: {', '.join(LOOKAHEAD_ARMS)}")
     found: list[str] = []
     for arm in LOOKAHEAD_ARMS:

@@ -1,4 +1,6 @@
-"""`kvtier compare lookahead`: what each part of looking ahead brings, against stock and against a server that never evicts."""
+"""`kvtier compare lookahead`: what each part of looking ahead brings, against stock and against a
+server that never evicts.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,21 @@ from sgl_kvtier.lab.experiment.argtypes import (
 )
 from sgl_kvtier.lab.experiment.arms import OURS, Setup
 from sgl_kvtier.lab.experiment.compare import CompareOptions, Comparison
-from sgl_kvtier.lab.experiment.compare_command import model_of, need_sglang, undisturbed, work_folder
+from sgl_kvtier.lab.experiment.compare_command import (
+    model_of,
+    need_sglang,
+    undisturbed,
+    work_folder,
+)
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
-from sgl_kvtier.lab.experiment.lookahead.arms import AUTO, LOOKAHEAD_ARMS, ORACLE, arm_names, arm_setup, pools
+from sgl_kvtier.lab.experiment.lookahead.arms import (
+    AUTO,
+    LOOKAHEAD_ARMS,
+    ORACLE,
+    arm_names,
+    arm_setup,
+    pools,
+)
 from sgl_kvtier.lab.experiment.lookahead.log import LookaheadLog, Trial
 from sgl_kvtier.lab.experiment.lookahead.occupancy import watch
 from sgl_kvtier.lab.experiment.lookahead.result import Cell, make_results
@@ -49,40 +63,112 @@ _START_S = 900.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--quick", action="store_true", help="a small load, one pause, one round: about 8 minutes on 2 cores")
-    parser.add_argument("--arms", type=_words, metavar="A,B", help=f"of {', '.join(LOOKAHEAD_ARMS)} (default: all)")
-    parser.add_argument("--oversubscription", type=_ratios, default=[3.0], metavar="X,X", help="all contexts over the device pool, as 1.5,3,5 (default 3); host memory holds half of the rest")
-    parser.add_argument("--gaps", type=_seconds, metavar="S,S", help="pauses between the turns of a session, in seconds (default 0,0.1,0.5,1,3)")
-    parser.add_argument("--lookahead", type=_lookaheads, default=[AUTO], metavar="K,K", help="policy.lookahead: iterations, or auto; several make one arm of kvtier each, as 0,1,2,4,8,auto (default auto)")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds, each with every arm at every pause (default 3)")
-    parser.add_argument("--json", metavar="FILE", help="write the result with every request (- for standard output)")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE, and pass over those that are in it: a comparison in pieces. The oracle is measured once per pause")
-    parser.add_argument("--minutes", type=not_negative, metavar="M", help="begin no trial after so long; with --log the next run goes on")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="keep logs, requests.jsonl and storage in DIR (default: a temporary folder)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small load, one pause, one round: about 8 minutes on 2 cores",
+    )
+    parser.add_argument(
+        "--arms", type=_words, metavar="A,B", help=f"of {', '.join(LOOKAHEAD_ARMS)} (default: all)"
+    )
+    parser.add_argument(
+        "--oversubscription",
+        type=_ratios,
+        default=[3.0],
+        metavar="X,X",
+        help="all contexts over the device pool, as 1.5,3,5 (default 3); host memory holds half of the rest",
+    )
+    parser.add_argument(
+        "--gaps",
+        type=_seconds,
+        metavar="S,S",
+        help="pauses between the turns of a session, in seconds (default 0,0.1,0.5,1,3)",
+    )
+    parser.add_argument(
+        "--lookahead",
+        type=_lookaheads,
+        default=[AUTO],
+        metavar="K,K",
+        help="policy.lookahead: iterations, or auto; several make one arm of kvtier each, as 0,1,2,4,8,auto (default auto)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        metavar="N",
+        help="rounds, each with every arm at every pause (default 3)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result with every request (- for standard output)"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write one self-contained page with tables and plots"
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="keep every trial in FILE, and pass over those that are in it: a comparison in pieces. The oracle is measured once per pause",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=not_negative,
+        metavar="M",
+        help="begin no trial after so long; with --log the next run goes on",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="keep logs, requests.jsonl and storage in DIR (default: a temporary folder)",
+    )
     servers = add_server_arguments(parser)
-    servers.add_argument("--restore", choices=("auto", "both", "load"), help="policy.restore of the kvtier arms (default auto on one CPU rank, else both)")
-    servers.add_argument("--read-gbps", type=not_negative, metavar="X", help="storage of the kvtier arms no faster than X gigabits per second")
+    servers.add_argument(
+        "--restore",
+        choices=("auto", "both", "load"),
+        help="policy.restore of the kvtier arms (default auto on one CPU rank, else both)",
+    )
+    servers.add_argument(
+        "--read-gbps",
+        type=not_negative,
+        metavar="X",
+        help="storage of the kvtier arms no faster than X gigabits per second",
+    )
     add_load_arguments(parser, _CPU)
     replaying = parser.add_argument_group("replay")
-    replaying.add_argument("--concurrency", type=positive, metavar="N", help="sessions at a time (default: all)")
-    replaying.add_argument("--seed", type=seed, default=0, help="for generated sessions and weights (default 0)")
+    replaying.add_argument(
+        "--concurrency", type=positive, metavar="N", help="sessions at a time (default: all)"
+    )
+    replaying.add_argument(
+        "--seed", type=seed, default=0, help="for generated sessions and weights (default 0)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises KVTierError."""
+    """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
+    KVTierError.
+    """
     for target in (args.json, args.html):
         if target is not None:
             check_target(target)
     need_sglang()
     arms = arm_names(args.arms, args.lookahead)
     cells: list[Cell] = []
-    with end_on_signals(), work_folder(args.folder, lambda: any(cell.outcome.failures for cell in cells)) as folder:
+    with (
+        end_on_signals(),
+        work_folder(args.folder, lambda: any(cell.outcome.failures for cell in cells)) as folder,
+    ):
         device = args.device or detect_device()
         model = model_of(args)
         wanted = load_options(args, _QUICK if args.quick else _CPU if device == "cpu" else _GPU)
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
-        cells += _cells(args, _setup(args, device, model, chosen), chosen, arms, wanted.most_output_tokens, folder)
+        cells += _cells(
+            args,
+            _setup(args, device, model, chosen),
+            chosen,
+            arms,
+            wanted.most_output_tokens,
+            folder,
+        )
         log = LookaheadLog.open(args.log, _about(cells[0].options, chosen))
         print(_announcement(cells, chosen, arms), file=sys.stderr)
         interrupted = _measure(cells, chosen, log)
@@ -95,7 +181,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cells(
-    args: argparse.Namespace, setup: Setup, chosen: Load, arms: Sequence[str], most_output: int | None, folder: Path
+    args: argparse.Namespace,
+    setup: Setup,
+    chosen: Load,
+    arms: Sequence[str],
+    most_output: int | None,
+    folder: Path,
 ) -> list[Cell]:
     rounds = args.rounds or (1 if args.quick else 3)
     restore = args.restore or ("auto" if setup.device == "cpu" and setup.tp == 1 else "both")
@@ -138,7 +229,8 @@ def _setup(args: argparse.Namespace, device: str, model: str, chosen: Load) -> S
     page = args.page_size or (16 if cpu else 64)
     if args.storage_size < 1 << 26:
         raise BenchError(f"--storage-size {args.storage_size}: must be at least 64MiB")
-    # SGLang asks storage only for 256 tokens or more; at a reduced scale that would shut it out. The same for restoration.
+    # SGLang asks storage only for 256 tokens or more; at a reduced scale that would shut it out.
+    # The same for restoration.
     threshold = max(256 // chosen.encoder.divisor, page)
     sections: dict[str, dict[str, Any]] = {"policy": {"min_restore_tokens": threshold}}
     if args.read_gbps:
@@ -163,19 +255,44 @@ def _setup(args: argparse.Namespace, device: str, model: str, chosen: Load) -> S
 
 
 def _about(options: CompareOptions, chosen: Load) -> dict[str, Any]:
-    """What trials of one log have to have in common: the load and the servers, but for the pools and the arms' settings."""
+    """What trials of one log have to have in common: the load and the servers, but for the pools
+    and the arms' settings.
+    """
     setup = options.setup
-    names = ("served_name", "device", "page_size", "chunk_tokens", "dtype", "storage_bytes", "seed", "threads", "tp", "extra", "sections")
-    work = {name: value for name, value in chosen.to_json().items() if name not in ("description", "rows")}
-    replaying = {"concurrency": options.replay.concurrency, "most_output_tokens": options.replay.most_output_tokens}
-    ours = setup.variants[OURS].policy  # of a sweep: the arm with K from measured speeds; the others are named by theirs
+    names = (
+        "served_name",
+        "device",
+        "page_size",
+        "chunk_tokens",
+        "dtype",
+        "storage_bytes",
+        "seed",
+        "threads",
+        "tp",
+        "extra",
+        "sections",
+    )
+    work = {
+        name: value
+        for name, value in chosen.to_json().items()
+        if name not in ("description", "rows")
+    }
+    replaying = {
+        "concurrency": options.replay.concurrency,
+        "most_output_tokens": options.replay.most_output_tokens,
+    }
+    ours = setup.variants[
+        OURS
+    ].policy  # of a sweep: the arm with K from measured speeds; the others are named by theirs
     same = {name: ours[name] for name in ("restore", "lookahead")}
     return {"workload": work, **{name: getattr(setup, name) for name in names}, **replaying, **same}
 
 
 def _go_on(cell: Cell, log: LookaheadLog) -> None:
-    """Takes over what the log has of a cell, and has the rest put there. An oracle's pool holds everything, whatever the
-    oversubscription, so its trials are those of every cell with the same pause."""
+    """Takes over what the log has of a cell, and has the rest put there. An oracle's pool holds
+    everything, whatever the oversubscription, so its trials are those of every cell with the same
+    pause.
+    """
     options, outcome = cell.options, cell.outcome
 
     def place(arm: str) -> str:
@@ -193,18 +310,32 @@ def _go_on(cell: Cell, log: LookaheadLog) -> None:
 
     def keep(one: Round, number: int) -> None:
         kept = replace(one, number=number)
-        log.keep(Trial(place(one.arm), one.arm, number, kept, outcome.start_s.get(one.arm), tuple(outcome.commands[one.arm])))
+        log.keep(
+            Trial(
+                place(one.arm),
+                one.arm,
+                number,
+                kept,
+                outcome.start_s.get(one.arm),
+                tuple(outcome.commands[one.arm]),
+            )
+        )
 
     cell.options = replace(options, take_over=take_over, keep=keep)
 
 
 def _measure(cells: Sequence[Cell], chosen: Load, log: LookaheadLog) -> bool:
-    """Every cell in turn; whether Ctrl-C ended it. A cell in which every arm failed is noted, and the next one is tried."""
+    """Every cell in turn; whether Ctrl-C ended it. A cell in which every arm failed is noted, and
+    the next one is tried.
+    """
     failed = 0
     for cell in cells:
         _go_on(cell, log)
         cell.options.folder.mkdir(parents=True, exist_ok=True)
-        print(f"{cell.name}: device pool {cell.sizes.device:,} tokens, host pool {cell.sizes.host:,}", file=sys.stderr)
+        print(
+            f"{cell.name}: device pool {cell.sizes.device:,} tokens, host pool {cell.sizes.host:,}",
+            file=sys.stderr,
+        )
         try:
             Comparison(cell.options, chosen, cell.outcome).run()
         except BenchError as error:
@@ -220,7 +351,9 @@ def _measure(cells: Sequence[Cell], chosen: Load, log: LookaheadLog) -> bool:
     return False
 
 
-def _result(cells: Sequence[Cell], chosen: Load, arms: Sequence[str], interrupted: bool) -> dict[str, Any]:
+def _result(
+    cells: Sequence[Cell], chosen: Load, arms: Sequence[str], interrupted: bool
+) -> dict[str, Any]:
     first = cells[0].options
     found = make_results(cells, arms)
     settings = {
@@ -292,7 +425,11 @@ def _numbers(text: str, least: float, what: str) -> list[float]:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(is_number(value, least) for value in found) or len(set(found)) < len(found):
+    if (
+        not found
+        or not all(is_number(value, least) for value in found)
+        or len(set(found)) < len(found)
+    ):
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be {what}")
     return found
 
@@ -310,6 +447,14 @@ def _lookaheads(text: str) -> list[int]:
         found = [AUTO if part.strip() == "auto" else int(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < AUTO or max(found) > 4096 or len(set(found)) < len(found) or "-" in text:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be auto or whole numbers from 0 to 4096, each once, as 0,1,auto")
+    if (
+        not found
+        or min(found) < AUTO
+        or max(found) > 4096
+        or len(set(found)) < len(found)
+        or "-" in text
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: must be auto or whole numbers from 0 to 4096, each once, as 0,1,auto"
+        )
     return found

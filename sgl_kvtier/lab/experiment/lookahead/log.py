@@ -1,7 +1,8 @@
-"""What `kvtier compare lookahead` has measured so far, as lines of JSON that a later run goes on from.
+"""What `kvtier compare lookahead` has measured so far, as lines of JSON that a later run goes on
+from.
 
-A line is one trial: a round of one arm in one cell, with everything its figures are made of. Runs that go on from each other
-have to have the same load and settings, which the first line keeps.
+A line is one trial: a round of one arm in one cell, with everything its figures are made of. Runs
+that go on from each other have to have the same load and settings, which the first line keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from sgl_kvtier.lab.outside.server import Usage
 
 @dataclass(frozen=True)
 class Trial:
-    """A round of one arm in a cell. `number` counts the cell's rounds from 1; `one.number` counts over all cells."""
+    """A round of one arm in a cell. `number` counts the cell's rounds from 1; `one.number` counts
+    over all cells.
+    """
 
     cell: str
     arm: str
@@ -44,8 +47,10 @@ class LookaheadLog:
 
     @classmethod
     def open(cls, path: Path | None, about: Mapping[str, Any]) -> LookaheadLog:
-        """The log in a file, or a new one. `about` is the load and the settings. A torn last line is dropped. Raises BenchError on
-        a file of another kind, and on one whose load or settings are others."""
+        """The log in a file, or a new one. `about` is the load and the settings. A torn last line
+        is dropped. Raises BenchError on a file of another kind, and on one whose load or settings
+        are others.
+        """
         log = cls(path)
 
         def take(number: int, data: Any) -> None:
@@ -60,7 +65,10 @@ class LookaheadLog:
 
     def find(self, cell: str, arm: str, number: int) -> Trial | None:
         """This trial, if it was made."""
-        return next((one for one in self.trials if (one.cell, one.arm, one.number) == (cell, arm, number)), None)
+        return next(
+            (one for one in self.trials if (one.cell, one.arm, one.number) == (cell, arm, number)),
+            None,
+        )
 
     def keep(self, trial: Trial) -> None:
         """Adds a trial."""
@@ -98,11 +106,15 @@ def _trial(data: Mapping[str, Any]) -> Trial:
         wall_s=data["wall_s"],
         cpu=None if data["cpu"] is None else CpuShare(**data["cpu"]),
         usage=None if data["usage"] is None else Usage(**data["usage"]),
-        disk_bytes=None if data["disk_bytes"] is None else (data["disk_bytes"][0], data["disk_bytes"][1]),
+        disk_bytes=None
+        if data["disk_bytes"] is None
+        else (data["disk_bytes"][0], data["disk_bytes"][1]),
         complete=True,
         occupancy=data["occupancy"],
     )
-    return Trial(data["cell"], data["arm"], data["number"], one, data["start_s"], tuple(data["command"]))
+    return Trial(
+        data["cell"], data["arm"], data["number"], one, data["start_s"], tuple(data["command"])
+    )
 
 
 def _sample(data: Mapping[str, Any]) -> Sample:

@@ -9,12 +9,15 @@ from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.outside.client import Client, Metrics
 
 PERIOD_S = 1.0
-"""Between two readings. One costs some ten milliseconds of the HTTP process, the same in every arm."""
+"""Between two readings. One costs some ten milliseconds of the HTTP process, the same in every arm.
+"""
 
 
 def occupancy(metrics: Metrics, before: Metrics, page_tokens: int) -> dict[str, float]:
-    """Tokens in each tier: cached or in use on the device, in host memory, and in storage. A tier that is not there, or
-    whose server counts nothing, is left out. SGLang's file backend counts what it has written, which it keeps."""
+    """Tokens in each tier: cached or in use on the device, in host memory, and in storage. A tier
+    that is not there, or whose server counts nothing, is left out. SGLang's file backend counts
+    what it has written, which it keeps.
+    """
     found: dict[str, float | None] = {}
     used, evictable = (metrics.total(f"sglang:kv_{kind}_tokens") for kind in ("used", "evictable"))
     found["device"] = None if used is None else used + (evictable or 0.0)
@@ -33,5 +36,7 @@ async def watch(client: Client, one: Round, page_tokens: int, period_s: float = 
     began = time.monotonic()
     while True:
         metrics = await client.metrics()
-        one.occupancy.append({"t_s": time.monotonic() - began, **occupancy(metrics, one.before, page_tokens)})
+        one.occupancy.append(
+            {"t_s": time.monotonic() - began, **occupancy(metrics, one.before, page_tokens)}
+        )
         await asyncio.sleep(period_s)

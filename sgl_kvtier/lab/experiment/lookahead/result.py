@@ -1,4 +1,6 @@
-"""The result of `kvtier compare lookahead`: figures per cell and over all of them, and how far each arm is from the oracle."""
+"""The result of `kvtier compare lookahead`: figures per cell and over all of them, and how far each
+arm is from the oracle.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _QUANTILES = ("p50", "p90", "p99")
 
 @dataclass
 class Cell:
-    """One oversubscription and one pause between turns, and what was measured there. Rounds are numbered over all cells."""
+    """One oversubscription and one pause between turns, and what was measured there. Rounds are
+    numbered over all cells.
+    """
 
     oversubscription: float
     gap_s: float
@@ -32,12 +36,17 @@ class Cell:
 
 
 def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
-    """Everything that follows from the cells' rounds: `cells`, `arms` over all cells, `ratios`, `samples`, `notes`."""
+    """Everything that follows from the cells' rounds: `cells`, `arms` over all cells, `ratios`,
+    `samples`, `notes`.
+    """
     rounds = [one for cell in cells for one in cell.outcome.rounds]
     rows = sample_rows(rounds)
     where = {one.number: cell for cell in cells for one in cell.outcome.rounds}
     for row in rows:
-        row |= {"gap_s": where[row["round"]].gap_s, "oversubscription": where[row["round"]].oversubscription}
+        row |= {
+            "gap_s": where[row["round"]].gap_s,
+            "oversubscription": where[row["round"]].oversubscription,
+        }
     return {
         "cells": [_cell(cell, arms, rows) for cell in cells],
         "arms": {arm: figures(arm, rounds, rows, cells) for arm in arms},
@@ -47,23 +56,37 @@ def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def figures(arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]) -> dict[str, Any]:
-    """An arm's figures as in `kvtier compare`, with what was moved ahead for nothing and read for nothing."""
+def figures(
+    arm: str, rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], cells: Sequence[Cell]
+) -> dict[str, Any]:
+    """An arm's figures as in `kvtier compare`, with what was moved ahead for nothing and read for
+    nothing.
+    """
     found = arm_figures(arm, rounds, rows)
-    later = (row["ttft_ms"] for row in rows if row["arm"] == arm and row["turn"] > 1 and row["error"] is None)
+    later = (
+        row["ttft_ms"]
+        for row in rows
+        if row["arm"] == arm and row["turn"] > 1 and row["error"] is None
+    )
     found["ttft_later_ms"] = summary(later)
     moved = sum(found["moved_bytes"].get(link, 0.0) for link in _UP)
-    found["wasted_fraction"] = found["wasted_bytes"] / moved if moved and found["wasted_bytes"] is not None else None
+    found["wasted_fraction"] = (
+        found["wasted_bytes"] / moved if moved and found["wasted_bytes"] is not None else None
+    )
     found["storage_read_bytes"] = _read(found, cells[0].options.setup.page_size)
     found["surplus_read_bytes"] = _surplus(found)
-    found["failure"] = next((cell.outcome.failures[arm] for cell in cells if arm in cell.outcome.failures), None)
+    found["failure"] = next(
+        (cell.outcome.failures[arm] for cell in cells if arm in cell.outcome.failures), None
+    )
     starts = [cell.outcome.start_s[arm] for cell in cells if arm in cell.outcome.start_s]
     found["server_start_s"] = max(starts, default=None)
     return found
 
 
 def _read(found: Mapping[str, Any], page_tokens: int) -> float | None:
-    """Bytes of KV cache read from storage, for whatever reason: by the store's own count where it has one, else by SGLang's."""
+    """Bytes of KV cache read from storage, for whatever reason: by the store's own count where it
+    has one, else by SGLang's.
+    """
     per_token, pages = found["bytes_per_token"], found["store_pages_read"]
     if pages is None or not per_token:
         return None if found["bytes"]["read"] is None else float(found["bytes"]["read"])
@@ -71,7 +94,9 @@ def _read(found: Mapping[str, Any], page_tokens: int) -> float | None:
 
 
 def _surplus(found: Mapping[str, Any]) -> float | None:
-    """Bytes read from storage less those some request had a use for: read twice, too late, or for nobody."""
+    """Bytes read from storage less those some request had a use for: read twice, too late, or for
+    nobody.
+    """
     per_token, read = found["bytes_per_token"], found["storage_read_bytes"]
     if not per_token or read is None:
         return None
@@ -90,22 +115,33 @@ def _cell(cell: Cell, arms: Sequence[str], rows: Sequence[Mapping[str, Any]]) ->
         "gap_s": cell.gap_s,
         "pools": asdict(cell.sizes),
         "arms": found,
-        "over_oracle": {arm: _over(one["ttft_ms"], oracle) for arm, one in found.items() if arm != ORACLE},
+        "over_oracle": {
+            arm: _over(one["ttft_ms"], oracle) for arm, one in found.items() if arm != ORACLE
+        },
         "occupancy": {one.arm: one.occupancy for one in reversed(rounds) if one.occupancy},
         "commands": cell.outcome.commands,
     }
 
 
 def _over(mine: Mapping[str, Any], oracle: Mapping[str, Any]) -> dict[str, float | None]:
-    return {q: mine[q] / oracle[q] if mine.get(q) is not None and oracle.get(q) else None for q in _QUANTILES}
+    return {
+        q: mine[q] / oracle[q] if mine.get(q) is not None and oracle.get(q) else None
+        for q in _QUANTILES
+    }
 
 
-def _notes(cells: Sequence[Cell], arms: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    notes = list(dict.fromkeys(f"{cell.name}: {note}" for cell in cells for note in cell.outcome.notes))
+def _notes(
+    cells: Sequence[Cell], arms: Sequence[str], rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    notes = list(
+        dict.fromkeys(f"{cell.name}: {note}" for cell in cells for note in cell.outcome.notes)
+    )
     for cell in cells:
         evicted = arm_figures(ORACLE, cell.outcome.rounds, rows)["evicted_tokens"]
         if evicted:
-            notes.append(f"{cell.name}: the oracle's device pool was too small after all: {evicted:.0f} tokens were evicted.")
+            notes.append(
+                f"{cell.name}: the oracle's device pool was too small after all: {evicted:.0f} tokens were evicted."
+            )
     rounds = [one for cell in cells for one in cell.outcome.rounds]
     notes += left_out(rounds)
     for arm in arms:
@@ -113,7 +149,9 @@ def _notes(cells: Sequence[Cell], arms: Sequence[str], rows: Sequence[Mapping[st
             continue
         found = arm_figures(arm, rounds, rows)
         if found["hit_tokens_counted_by"] != "server":
-            notes.append(f"{arm}: its server counts nothing of looking ahead, so nothing shows that it did.")
+            notes.append(
+                f"{arm}: its server counts nothing of looking ahead, so nothing shows that it did."
+            )
         elif not any(found["moved_bytes"].values()):
             notes.append(f"{arm}: its server moved no page ahead.")
     return notes

@@ -1,7 +1,8 @@
-"""The arms of the restoration bench: ways to bring a stored prefix back, all of them in one running server.
+"""The arms of the restoration bench: ways to bring a stored prefix back, all of them in one running
+server.
 
-An arm is two settings of that server, changed between two requests: `policy.restore` of kvtier.json, and how long
-SGLang itself waits for its storage (--hicache-storage-prefetch-policy).
+An arm is two settings of that server, changed between two requests: `policy.restore` of
+kvtier.json, and how long SGLang itself waits for its storage (--hicache-storage-prefetch-policy).
 """
 
 from __future__ import annotations
@@ -35,9 +36,19 @@ class RestoreArm:
 
 RESTORE_ARMS = {
     COMPUTE: RestoreArm("compute", "timeout", "the prefix is computed again"),
-    LOAD: RestoreArm("off", "wait_complete", "SGLang waits until all of the prefix is loaded (wait_complete)"),
-    STOCK: RestoreArm("off", "timeout", "SGLang waits for the load up to its timeout and computes what is missing (its default)"),
-    OURS: RestoreArm("auto", "timeout", "front computed while the back is loaded, or one of both where that is predicted faster"),
+    LOAD: RestoreArm(
+        "off", "wait_complete", "SGLang waits until all of the prefix is loaded (wait_complete)"
+    ),
+    STOCK: RestoreArm(
+        "off",
+        "timeout",
+        "SGLang waits for the load up to its timeout and computes what is missing (its default)",
+    ),
+    OURS: RestoreArm(
+        "auto",
+        "timeout",
+        "front computed while the back is loaded, or one of both where that is predicted faster",
+    ),
     BOTH_ENDS: RestoreArm("both", "timeout", "the same, never one of both alone"),
     "load_kvtier": RestoreArm("load", "timeout", "our engine loads all of the prefix"),
 }
@@ -45,17 +56,23 @@ RESTORE_ARMS = {
 
 DEFAULT_RESTORE_ARMS = (COMPUTE, LOAD, STOCK, OURS)
 SINGLES = (COMPUTE, LOAD, "load_kvtier")
-"""Arms that use one resource alone: the better of those measured is what ours must not be slower than."""
+"""Arms that use one resource alone: the better of those measured is what ours must not be slower
+than.
+"""
 
 
 def check_restore_arms(arms: Sequence[str]) -> None:
-    """Raises BenchError unless the arms exist, once each, with the two that every figure is relative to."""
+    """Raises BenchError unless the arms exist, once each, with the two that every figure is
+    relative to.
+    """
     unknown = [arm for arm in arms if arm not in RESTORE_ARMS]
     if unknown or len(set(arms)) < len(arms):
         wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once"
         raise BenchError(f"--arms: {wrong}. There are: {', '.join(RESTORE_ARMS)}")
     if COMPUTE not in arms or LOAD not in arms:
-        raise BenchError(f"--arms: {COMPUTE} and {LOAD} are what the others are compared with; both must be among them")
+        raise BenchError(
+            f"--arms: {COMPUTE} and {LOAD} are what the others are compared with; both must be among them"
+        )
 
 
 def restore_choice(name: str) -> float:
@@ -75,8 +92,9 @@ class ArmSwitch:
         self._fixed_split: float | None = None
 
     async def use(self, arm: str, read_gbps: float, fixed_split: float | None = None) -> None:
-        """From the next request on; `fixed_split` is the computed share of a prefix, where it is not decided on the way.
-        Raises BenchError when the server refuses."""
+        """From the next request on; `fixed_split` is the computed share of a prefix, where it is
+        not decided on the way. Raises BenchError when the server refuses.
+        """
         wanted = RESTORE_ARMS[arm]
         if wanted.restore != self._restore:
             await self._client.set_state({"kvtier.policy.restore": restore_choice(wanted.restore)})
@@ -91,7 +109,9 @@ class ArmSwitch:
         await self.bandwidth(read_gbps)
 
     async def bandwidth(self, read_gbps: float) -> None:
-        """Of the store's device, for pages not begun yet. It may be changed while a prefix is being restored."""
+        """Of the store's device, for pages not begun yet. It may be changed while a prefix is being
+        restored.
+        """
         if read_gbps != self._gbps:
             await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps})
             self._gbps = read_gbps

@@ -1,7 +1,9 @@
-"""The fastest possible restoration by compute and load together, from curves measured in the same run.
+"""The fastest possible restoration by compute and load together, from curves measured in the same
+run.
 
-T* = Tc Tl / (Tc + Tl) (CacheFlow, section 3) takes every token to cost the same. Front tokens are cheaper, because attention grows
-with the position, so the best split of a measured compute curve, T_opt, lies below T*: more than 100 % of T* is possible.
+T* = Tc Tl / (Tc + Tl) (CacheFlow, section 3) takes every token to cost the same. Front tokens are
+cheaper, because attention grows with the position, so the best split of a measured compute curve,
+T_opt, lies below T*: more than 100 % of T* is possible.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from sgl_kvtier.lab.pages.stats import percentile
 
 @dataclass(frozen=True)
 class ComputeCurve:
-    """Seconds until the first n tokens of a prompt are computed, linear between the measured points.
+    """Seconds until the first n tokens of a prompt are computed, linear between the measured
+    points.
 
-    `first_token_s`: time to first token of prompts that were computed whole, by their tokens. `request_s`: what of it is
-    no computing (network, tokeniser, scheduler, sampling).
+    `first_token_s`: time to first token of prompts that were computed whole, by their tokens.
+    `request_s`: what of it is no computing (network, tokeniser, scheduler, sampling).
     """
 
     first_token_s: Mapping[int, float]
@@ -26,7 +29,10 @@ class ComputeCurve:
 
     def seconds(self, tokens: float) -> float:
         """Computing the first `tokens` tokens; beyond the last point the last slope goes on."""
-        points = [(0, 0.0), *((n, max(s - self.request_s, 0.0)) for n, s in sorted(self.first_token_s.items()))]
+        points = [
+            (0, 0.0),
+            *((n, max(s - self.request_s, 0.0)) for n, s in sorted(self.first_token_s.items())),
+        ]
         for (left, low), (right, high) in itertools.pairwise(points):
             if tokens <= right or right == points[-1][0]:
                 return low + (high - low) * (tokens - left) / (right - left)
@@ -41,38 +47,61 @@ class Best:
     seconds: float
 
 
-def best_split(prefix: int, page: int, compute: Callable[[float], float], load: Callable[[int], float], rest_s: float) -> Best:
-    """The best of all splits of `prefix` tokens: compute [0, n), load the others at the same time, then the rest.
+def best_split(
+    prefix: int,
+    page: int,
+    compute: Callable[[float], float],
+    load: Callable[[int], float],
+    rest_s: float,
+) -> Best:
+    """The best of all splits of `prefix` tokens: compute [0, n), load the others at the same time,
+    then the rest.
 
-    `compute(n)` and `load(n)` are seconds for n tokens; `rest_s` is what comes after the prefix is there, in any split.
+    `compute(n)` and `load(n)` are seconds for n tokens; `rest_s` is what comes after the prefix is
+    there, in any split.
     """
     splits = [*range(0, prefix, page), prefix]
     return min(
-        (Best(n, max(compute(n), load(prefix - n)) + rest_s) for n in splits), key=lambda best: (best.seconds, best.computed_tokens)
+        (Best(n, max(compute(n), load(prefix - n)) + rest_s) for n in splits),
+        key=lambda best: (best.seconds, best.computed_tokens),
     )
 
 
-def optimal(prefix: int, page: int, curve: ComputeCurve, load_only_s: float, resident_s: float) -> Best:
+def optimal(
+    prefix: int, page: int, curve: ComputeCurve, load_only_s: float, resident_s: float
+) -> Best:
     """T_opt: both resources at full speed and not disturbing each other, met to the page.
 
-    `load_only_s` is the time to first token when all of the prefix is loaded, `resident_s` when all of it is in device
-    memory: the difference is the loading, taken as linear, and the latter what remains after it.
+    `load_only_s` is the time to first token when all of the prefix is loaded, `resident_s` when all
+    of it is in device memory: the difference is the loading, taken as linear, and the latter what
+    remains after it.
     """
     whole_s = max(load_only_s - resident_s, 0.0)
-    return best_split(prefix, page, curve.seconds, lambda tokens: whole_s * tokens / prefix, resident_s)
+    return best_split(
+        prefix, page, curve.seconds, lambda tokens: whole_s * tokens / prefix, resident_s
+    )
 
 
 def optimal_of_link(
-    prefix: int, page: int, curve: ComputeCurve, load_only_s: float, resident_s: float, link_s: float
+    prefix: int,
+    page: int,
+    curve: ComputeCurve,
+    load_only_s: float,
+    resident_s: float,
+    link_s: float,
 ) -> Best:
-    """T_link: as T_opt, with a loading that takes what the link itself takes at the bandwidth it was set to, `link_s`.
+    """T_link: as T_opt, with a loading that takes what the link itself takes at the bandwidth it
+    was set to, `link_s`.
 
-    The measured loading has in it what SGLang does beside, as copies in host memory and looking whether they are done: an
-    engine that does without that has only the link. It is never above T_opt.
+    The measured loading has in it what SGLang does beside, as copies in host memory and looking
+    whether they are done: an engine that does without that has only the link. It is never above
+    T_opt.
     """
     loading_s = min(max(load_only_s - resident_s, 0.0), link_s)
     rest_s = min(resident_s, max(load_only_s - link_s, 0.0))
-    return best_split(prefix, page, curve.seconds, lambda tokens: loading_s * tokens / prefix, rest_s)
+    return best_split(
+        prefix, page, curve.seconds, lambda tokens: loading_s * tokens / prefix, rest_s
+    )
 
 
 def t_star(compute_s: float, load_s: float) -> float:
@@ -81,14 +110,17 @@ def t_star(compute_s: float, load_s: float) -> float:
 
 
 def request_seconds(one_page_s: Sequence[float], per_output_s: Sequence[float]) -> float:
-    """What a request costs beside computing: a prompt of one page less one decoding step, which is as small a forward
-    pass as there is. At least 0."""
+    """What a request costs beside computing: a prompt of one page less one decoding step, which is
+    as small a forward pass as there is. At least 0.
+    """
     page, step = percentile(one_page_s, 50), percentile(per_output_s, 50)
     return max((page or 0.0) - (step or 0.0), 0.0)
 
 
 def curve_points(prefix: int, chunk: int, most: int = 8) -> list[int]:
-    """Where the compute curve is measured: multiples of the chunk up to the prefix, at most `most` of them."""
+    """Where the compute curve is measured: multiples of the chunk up to the prefix, at most `most`
+    of them.
+    """
     chunks = max(prefix // chunk, 1)
     step = -(-chunks // most)
     points = [n * chunk for n in range(step, chunks + 1, step) if n * chunk <= prefix]

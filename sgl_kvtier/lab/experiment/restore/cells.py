@@ -30,16 +30,24 @@ from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.pages.stats import percentile
 
 LOGPROB_TOLERANCE = 1e-3
-"""Largest difference of log-probs called equal: float32 with other chunk borders moves them by less than 1e-4."""
+"""Largest difference of log-probs called equal: float32 with other chunk borders moves them by less
+than 1e-4.
+"""
 
 
 def cells(log: RestoreLog) -> list[dict[str, Any]]:
-    """One row per model, length and target ratio that has trials, failed ones too, in the order of measuring."""
+    """One row per model, length and target ratio that has trials, failed ones too, in the order of
+    measuring.
+    """
     rows = []
     for scale in log.scales:
         trials = _made(log, scale, GRID)
-        for ratio in sorted({t.load_over_compute for t in trials if t.load_over_compute is not None}):
-            rows.append(_cell(log, scale, ratio, [t for t in trials if t.load_over_compute == ratio]))
+        for ratio in sorted(
+            {t.load_over_compute for t in trials if t.load_over_compute is not None}
+        ):
+            rows.append(
+                _cell(log, scale, ratio, [t for t in trials if t.load_over_compute == ratio])
+            )
     return rows
 
 
@@ -72,8 +80,14 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
                 "balanced_gbps": scale.gbps(1.0),
                 "request_ms": milliseconds(curve.request_s),
                 "resident_ms": milliseconds(resident_seconds(log, scale)),
-                "errors": sum(len(log.failed(scale.model, scale.length, kind)) for kind in (CURVE, RESIDENT, PAGE)),
-                "points": [{"tokens": n, "ttft_ms": milliseconds(s)} for n, s in sorted(curve.first_token_s.items())],
+                "errors": sum(
+                    len(log.failed(scale.model, scale.length, kind))
+                    for kind in (CURVE, RESIDENT, PAGE)
+                ),
+                "points": [
+                    {"tokens": n, "ttft_ms": milliseconds(s)}
+                    for n, s in sorted(curve.first_token_s.items())
+                ],
             }
         )
     return rows
@@ -87,7 +101,9 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
     ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
     single = min((value for arm in SINGLES if (value := middle.get(arm)) is not None), default=None)
     first = [t for t in _made(log, scale, FIRST) if t.load_over_compute == ratio]
-    discarded = [t for t in log.of(scale.model, scale.length, DISCARDED) if t.load_over_compute == ratio]
+    discarded = [
+        t for t in log.of(scale.model, scale.length, DISCARDED) if t.load_over_compute == ratio
+    ]
     return {
         "model": scale.model,
         "length": scale.length,
@@ -95,9 +111,16 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
         "measured_load_over_compute": _over(load, compute),
         "read_gbps": trials[0].gbps,
         "ttft_ms": {arm: milliseconds(value) for arm, value in middle.items()},
-        "ttft_ms_low": {arm: milliseconds(min(values, default=None)) for arm, values in times.items()},
-        "ttft_ms_high": {arm: milliseconds(max(values, default=None)) for arm, values in times.items()},
-        "first_ttft_ms": {arm: milliseconds(percentile(seconds(t for t in first if t.arm == arm), 50)) for arm in arms},
+        "ttft_ms_low": {
+            arm: milliseconds(min(values, default=None)) for arm, values in times.items()
+        },
+        "ttft_ms_high": {
+            arm: milliseconds(max(values, default=None)) for arm, values in times.items()
+        },
+        "first_ttft_ms": {
+            arm: milliseconds(percentile(seconds(t for t in first if t.arm == arm), 50))
+            for arm in arms
+        },
         "rounds": {arm: len(values) for arm, values in times.items()},
         "speedup_vs_load": _over(load, ours),
         "speedup_vs_compute": _over(compute, ours),
@@ -106,7 +129,9 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
         "loaded_tokens": {arm: _loaded(good, arm) for arm in arms},
         **equality(log, scale, [*trials, *first, *discarded]),
         "errors": errors_by_arm([*trials, *first]),
-        "foreign_cores": max((t.foreign_cores for t in good if t.foreign_cores is not None), default=None),
+        "foreign_cores": max(
+            (t.foreign_cores for t in good if t.foreign_cores is not None), default=None
+        ),
         "slowness": max((t.slowness for t in good), default=None),
         "repeated": sum(t.repeats for t in trials),
     }
@@ -124,7 +149,9 @@ def _made(log: RestoreLog, scale: Scale, kind: str) -> list[Trial]:
     return [*log.of(scale.model, scale.length, kind), *log.failed(scale.model, scale.length, kind)]
 
 
-def _bounds(log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float | None]) -> dict[str, Any]:
+def _bounds(
+    log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float | None]
+) -> dict[str, Any]:
     """T_opt, T_link and T* of a cell, and our share of each."""
     bound = link = star = split = None
     ours, compute, load = middle.get(OURS), middle.get(COMPUTE), middle.get(LOAD)
@@ -135,7 +162,9 @@ def _bounds(log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float 
             best = optimal(scale.length, scale.page, curve, load, resident)
             bound, split = best.seconds, best.computed_tokens
         if curve.first_token_s and gbps:
-            link = optimal_of_link(scale.length, scale.page, curve, load, resident, scale.link_s(gbps)).seconds
+            link = optimal_of_link(
+                scale.length, scale.page, curve, load, resident, scale.link_s(gbps)
+            ).seconds
     return {
         "bound_ms": milliseconds(bound),
         "bound_fraction": _over(bound, ours),
@@ -149,17 +178,27 @@ def _bounds(log: RestoreLog, scale: Scale, gbps: float, middle: dict[str, float 
 
 
 def equality(log: RestoreLog, scale: Scale, trials: Sequence[Trial]) -> dict[str, Any]:
-    """How many of these trials have the tokens, and log-probs, that computing the whole prompt gave when it was stored. One that
-    failed has neither."""
+    """How many of these trials have the tokens, and log-probs, that computing the whole prompt gave
+    when it was stored. One that failed has neither.
+    """
     references = log.of(scale.model, scale.length, PRIME)
     if not references:
-        return {"equal_tokens_fraction": None, "equal_logprobs_fraction": None, "logprob_difference": None, "compared": 0}
+        return {
+            "equal_tokens_fraction": None,
+            "equal_logprobs_fraction": None,
+            "logprob_difference": None,
+            "compared": 0,
+        }
     wanted = references[0]
-    compared = [t for t in trials if t.error is None and len(t.output_ids) == len(wanted.output_ids)]
+    compared = [
+        t for t in trials if t.error is None and len(t.output_ids) == len(wanted.output_ids)
+    ]
     differences = [difference(t.logprobs, wanted.logprobs) for t in compared]
     known = [d for d in differences if d is not None]
     return {
-        "equal_tokens_fraction": _share(sum(t.output_ids == wanted.output_ids for t in compared), len(trials)),
+        "equal_tokens_fraction": _share(
+            sum(t.output_ids == wanted.output_ids for t in compared), len(trials)
+        ),
         "equal_logprobs_fraction": _share(sum(d <= LOGPROB_TOLERANCE for d in known), len(trials)),
         "logprob_difference": max(known, default=None),
         "compared": len(trials),
@@ -174,7 +213,10 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
 
 
 def _loaded(trials: Sequence[Trial], arm: str) -> float | None:
-    return percentile((t.cached.storage + t.cached.host for t in trials if t.arm == arm and t.cached is not None), 50)
+    return percentile(
+        (t.cached.storage + t.cached.host for t in trials if t.arm == arm and t.cached is not None),
+        50,
+    )
 
 
 def _over(numerator: float | None, denominator: float | None) -> float | None:

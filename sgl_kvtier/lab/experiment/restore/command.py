@@ -1,4 +1,6 @@
-"""`kvtier bench restore`, also `kvtier compare restore`: the grid of a restoration's arms, lengths and bandwidths."""
+"""`kvtier bench restore`, also `kvtier compare restore`: the grid of a restoration's arms, lengths
+and bandwidths.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,14 @@ from sgl_kvtier.lab.experiment.restore.arms import (
     check_restore_arms,
 )
 from sgl_kvtier.lab.experiment.restore.fluctuate import AIM, Fluctuation, FluctuationOptions
-from sgl_kvtier.lab.experiment.restore.grid import LENGTHS, RATIOS, Grid, GridOptions, planned, prompt
+from sgl_kvtier.lab.experiment.restore.grid import (
+    LENGTHS,
+    RATIOS,
+    Grid,
+    GridOptions,
+    planned,
+    prompt,
+)
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog
 from sgl_kvtier.lab.experiment.restore.result import is_sound, make_result, standard_notes
 from sgl_kvtier.lab.experiment.restore.server import LabServer, Target, started
@@ -48,38 +57,134 @@ _QUICK_LENGTHS, _QUICK_RATIOS, _QUICK_ROUNDS = (2048,), (0.25, 0.5, 1.0, 2.0, 4.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--quick", action="store_true", help="one length, five bandwidths, two rounds: about 3 minutes on 2 cores")
-    parser.add_argument("--lengths", type=lengths, metavar="N,N", help="prefixes in tokens, k = 1024 (default 2k,4k,8k,16k)")
-    parser.add_argument("--load-over-compute", type=ratios, metavar="X,X", help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default 1/16 to 16)")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds, every second one backwards (default 5)")
-    parser.add_argument("--slow-rounds", type=positive, metavar="N", help="measure arms that take over 3 times the best of their cell in the first N rounds only (default: in all)")
-    parser.add_argument("--arms", type=_words, metavar="A,B", help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)})")
-    parser.add_argument("--fluctuate", type=positive, metavar="N", help="also N traces of each kind of fluctuation per length")
-    parser.add_argument("--no-grid", action="store_true", help="with --fluctuate: only what its bound needs")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else")
-    parser.add_argument("--foreign", type=not_negative, default=0.1, metavar="CORES", help="repeat trials during which others used more (default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write the result with every trial (- for standard output)")
-    parser.add_argument("--html", metavar="FILE", help="write one self-contained page with tables and plots")
-    parser.add_argument("--seed", type=seed, default=0, help="of prompts, weights and traces (default 0)")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one length, five bandwidths, two rounds: about 3 minutes on 2 cores",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lengths,
+        metavar="N,N",
+        help="prefixes in tokens, k = 1024 (default 2k,4k,8k,16k)",
+    )
+    parser.add_argument(
+        "--load-over-compute",
+        type=ratios,
+        metavar="X,X",
+        help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default 1/16 to 16)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        metavar="N",
+        help="rounds, every second one backwards (default 5)",
+    )
+    parser.add_argument(
+        "--slow-rounds",
+        type=positive,
+        metavar="N",
+        help="measure arms that take over 3 times the best of their cell in the first N rounds only (default: in all)",
+    )
+    parser.add_argument(
+        "--arms",
+        type=_words,
+        metavar="A,B",
+        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)})",
+    )
+    parser.add_argument(
+        "--fluctuate",
+        type=positive,
+        metavar="N",
+        help="also N traces of each kind of fluctuation per length",
+    )
+    parser.add_argument(
+        "--no-grid", action="store_true", help="with --fluctuate: only what its bound needs"
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else",
+    )
+    parser.add_argument(
+        "--foreign",
+        type=not_negative,
+        default=0.1,
+        metavar="CORES",
+        help="repeat trials during which others used more (default %(default)s)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the result with every trial (- for standard output)"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write one self-contained page with tables and plots"
+    )
+    parser.add_argument(
+        "--seed", type=seed, default=0, help="of prompts, weights and traces (default 0)"
+    )
     server = parser.add_argument_group("server")
-    server.add_argument("--models", type=_words, metavar="A,B", help=f"lab models ({', '.join(SHAPES)}), for an accelerator shapes without weights ({', '.join(UNWEIGHTED)}), folders or names (default lab-mha)")
-    server.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device")
+    server.add_argument(
+        "--models",
+        type=_words,
+        metavar="A,B",
+        help=f"lab models ({', '.join(SHAPES)}), for an accelerator shapes without weights ({', '.join(UNWEIGHTED)}), folders or names (default lab-mha)",
+    )
+    server.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
+    )
     server.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
-    server.add_argument("--threads", type=positive, default=1, help="torch threads on a CPU (default 1: a core is left for I/O)")
+    server.add_argument(
+        "--threads",
+        type=positive,
+        default=1,
+        help="torch threads on a CPU (default 1: a core is left for I/O)",
+    )
     server.add_argument("--page-size", type=positive, help="default 16 on a CPU, else 64")
-    server.add_argument("--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)")
-    server.add_argument("--strict", action="store_true", help="with SGLang's own memory checks in every step; slower")
-    server.add_argument("--server-arg", action="append", default=[], metavar="ARG", help="one more argument for the server; repeat as needed")
-    server.add_argument("--folder", type=Path, metavar="DIR", help="for its log and store (default: a temporary folder)")
-    server.add_argument("--decision-log", type=Path, metavar="FILE", help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name")
-    server.add_argument("--url", help="measure a running server instead: kvtier backend, a throttle section, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)")
+    server.add_argument(
+        "--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)"
+    )
+    server.add_argument(
+        "--strict",
+        action="store_true",
+        help="with SGLang's own memory checks in every step; slower",
+    )
+    server.add_argument(
+        "--server-arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="one more argument for the server; repeat as needed",
+    )
+    server.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="for its log and store (default: a temporary folder)",
+    )
+    server.add_argument(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name",
+    )
+    server.add_argument(
+        "--url",
+        help="measure a running server instead: kvtier backend, a throttle section, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)",
+    )
     server.add_argument("--admin-key", help="with --url: its admin key")
-    server.add_argument("--pid", type=positive, help="with --url: its process, to tell its processor use from that of others")
+    server.add_argument(
+        "--pid",
+        type=positive,
+        help="with --url: its process, to tell its processor use from that of others",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures and reports. The exit status: 0, 1 when tokens or log-probs of an answer differed or a request failed, 130 after
-    Ctrl-C. Raises KVTierError; where the bench could not go on, after what had been measured is reported."""
+    """Measures and reports. The exit status: 0, 1 when tokens or log-probs of an answer differed or
+    a request failed, 130 after Ctrl-C. Raises KVTierError; where the bench could not go on, after
+    what had been measured is reported.
+    """
     for target in (args.json, args.html):
         if target is not None:
             check_target(target)
@@ -115,21 +220,37 @@ def run(args: argparse.Namespace) -> int:
 def lengths(text: str) -> list[int]:
     """Tokens as 2k,4k,6000."""
     try:
-        found = [int(part[:-1]) * 1024 if part.lower().endswith("k") else int(part) for part in text.split(",")]
+        found = [
+            int(part[:-1]) * 1024 if part.lower().endswith("k") else int(part)
+            for part in text.split(",")
+        ]
     except ValueError:
         found = []
-    if not found or not all(is_whole(tokens, 256) for tokens in found) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be lengths of at least 256 tokens, as 2k,4k")
+    if (
+        not found
+        or not all(is_whole(tokens, 256) for tokens in found)
+        or len(set(found)) < len(found)
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: must be lengths of at least 256 tokens, as 2k,4k"
+        )
     return found
 
 
 def ratios(text: str) -> list[float]:
     """Ratios as 1/4,1,4."""
     try:
-        found = [float(a) / float(b or 1) for a, _, b in (part.partition("/") for part in text.split(","))]
+        found = [
+            float(a) / float(b or 1)
+            for a, _, b in (part.partition("/") for part in text.split(","))
+        ]
     except (ValueError, ZeroDivisionError):
         found = []
-    if not found or not all(is_number(ratio) and ratio > 0 for ratio in found) or len(set(found)) < len(found):
+    if (
+        not found
+        or not all(is_number(ratio) and ratio > 0 for ratio in found)
+        or len(set(found)) < len(found)
+    ):
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be ratios above 0, as 1/4,1,4")
     return found
 
@@ -142,10 +263,14 @@ def _check(args: argparse.Namespace) -> None:
     if args.no_grid and not args.fluctuate:
         raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
     if args.url is None and missing_packages():
-        raise BenchError(f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'")
+        raise BenchError(
+            f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'"
+        )
     if args.decision_log is not None:
         if args.url is not None:
-            raise BenchError("--decision-log: the server at --url names its own, policy.decision_log of its settings")
+            raise BenchError(
+                "--decision-log: the server at --url names its own, policy.decision_log of its settings"
+            )
         check_target(str(args.decision_log))
     page = args.page_size or 16
     if any(length % page for length in args.lengths or ()):
@@ -187,7 +312,9 @@ def _shape(args: argparse.Namespace) -> tuple[str, int, int, str]:
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
-    """What trials of one log have to have in common. Models, lengths, ratios, arms and rounds are not in it: a log may get more."""
+    """What trials of one log have to have in common. Models, lengths, ratios, arms and rounds are
+    not in it: a log may get more.
+    """
     device, page, chunk, dtype = _shape(args)
     return {
         "kvtier": __version__,
@@ -226,7 +353,10 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
     folder = own / Path(model).name
     shutil.rmtree(folder / "storage", ignore_errors=True)
     try:
-        print(f"{model}: starting a server, planner {planner_build()}, its log is {folder / 'server.log'}", file=sys.stderr)
+        print(
+            f"{model}: starting a server, planner {planner_build()}, its log is {folder / 'server.log'}",
+            file=sys.stderr,
+        )
         with started(lab, folder) as target:
             yield target
     finally:
@@ -234,11 +364,16 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
             shutil.rmtree(own, ignore_errors=True)
 
 
-def _measure(args: argparse.Namespace, target: Target, log: RestoreLog, counters: dict[str, float]) -> None:
+def _measure(
+    args: argparse.Namespace, target: Target, log: RestoreLog, counters: dict[str, float]
+) -> None:
     options = _options(args, target.model, target.page, target.chunk)
     traces = args.fluctuate or 0
     wanted = FluctuationOptions(traces=traces, rounds=min(options.rounds, 3), seed=args.seed)
-    steps = sum(len(list(planned(options, length))) + len(wanted.kinds) * traces for length in options.lengths)
+    steps = sum(
+        len(list(planned(options, length))) + len(wanted.kinds) * traces
+        for length in options.lengths
+    )
     with progress("restoring", steps, "steps") as shown:
         asyncio.run(_Work(args, target, options, wanted, log, shown, counters).run())
 
@@ -260,10 +395,17 @@ class _Work:
                 await self._measure(client)
             finally:
                 after = (await client.metrics()).sums(_COUNTED)
-                self.counters |= {name: value - before.get(name, 0.0) for name, value in after.items()}
+                self.counters |= {
+                    name: value - before.get(name, 0.0) for name, value in after.items()
+                }
 
     async def _measure(self, client: Client) -> None:
-        trials = Trials(client, ServerCpu(self.target.pid), quiet_foreign=self.args.foreign, discard=self.log.keep)
+        trials = Trials(
+            client,
+            ServerCpu(self.target.pid),
+            quiet_foreign=self.args.foreign,
+            discard=self.log.keep,
+        )
         grid = Grid(self.options, trials, self.log, self.shown.advance, self.shown.describe)
         await grid.run()
         if not self.fluctuation.traces:
@@ -273,7 +415,9 @@ class _Work:
             assert scale is not None, "the grid has measured it"
             self.shown.describe(f"{scale.model} {length:,} tokens: fluctuating")
             ids = prompt(self.options, length)
-            await Fluctuation(self.fluctuation, trials, self.log, scale, ids, self.shown.advance).run()
+            await Fluctuation(
+                self.fluctuation, trials, self.log, scale, ids, self.shown.advance
+            ).run()
 
 
 def _result(

@@ -1,7 +1,9 @@
-"""The best fixed split of a restoration, found by measuring: the same server, the same changes, the split fixed beforehand.
+"""The best fixed split of a restoration, found by measuring: the same server, the same changes, the
+split fixed beforehand.
 
-What is predicted from curves (`restore_bound`) has no chunk with a fixed part, and shares no chunk with other requests. A
-split that was fixed and measured has all of that, so it tells what deciding on the way is worth by itself.
+What is predicted from curves (`restore_bound`) has no chunk with a fixed part, and shares no chunk
+with other requests. A split that was fixed and measured has all of that, so it tells what deciding
+on the way is worth by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ _LOOKS = 2
 
 _Share = TypeVar("_Share")
 Measure = Callable[[float | None], Awaitable[Trial]]
-"""One trial with so much of the prefix computed, decided beforehand; None: as our planner decides."""
+"""One trial with so much of the prefix computed, decided beforehand; None: as our planner decides.
+"""
 
 
 @dataclass
 class FixedSplits:
-    """Trials by computed share, and those of our planner that were made in turns with the last of them."""
+    """Trials by computed share, and those of our planner that were made in turns with the last of
+    them.
+    """
 
     by_share: dict[float, list[Trial]] = field(default_factory=dict)
     ours: list[Trial] = field(default_factory=list)
@@ -41,11 +46,16 @@ class FixedSplits:
     @property
     def best(self) -> float:
         """The share with the least median, of the finalists."""
-        return min(self.finalists or self.by_share, key=lambda share: (self.middle(share) or math.inf, share))
+        return min(
+            self.finalists or self.by_share,
+            key=lambda share: (self.middle(share) or math.inf, share),
+        )
 
 
 async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
-    """Every eighth twice; then the best of these and the sixteenths beside it, in turns with our planner, `rounds` times."""
+    """Every eighth twice; then the best of these and the sixteenths beside it, in turns with our
+    planner, `rounds` times.
+    """
     found = FixedSplits()
     coarse = [part / _COARSE for part in range(_COARSE + 1)]
     for look in range(_LOOKS):

@@ -1,8 +1,10 @@
-"""Restoration while bandwidth and compute change, against the best fixed split in hindsight (as Cake, section 5.7).
+"""Restoration while bandwidth and compute change, against the best fixed split in hindsight (as
+Cake, section 5.7).
 
-The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one, changed in the running server while it restores;
-compute is disturbed by a seeded stream of other requests. The best fixed split is measured (`restore_fixed`), and predicted as
-well: with the changes as they were made, and the compute curve measured under the same disturbance, all splits are tried.
+The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one, changed in the running
+server while it restores; compute is disturbed by a seeded stream of other requests. The best fixed
+split is measured (`restore_fixed`), and predicted as well: with the changes as they were made, and
+the compute curve measured under the same disturbance, all splits are tried.
 """
 
 from __future__ import annotations
@@ -14,7 +16,12 @@ from typing import Any
 
 from sgl_kvtier.lab.experiment.restore.arms import BOTH_ENDS, COMPUTE, LOAD, OURS
 from sgl_kvtier.lab.experiment.restore.bound import Best, ComputeCurve, best_split
-from sgl_kvtier.lab.experiment.restore.cells import curve_of, equality, errors_by_arm, resident_seconds
+from sgl_kvtier.lab.experiment.restore.cells import (
+    curve_of,
+    equality,
+    errors_by_arm,
+    resident_seconds,
+)
 from sgl_kvtier.lab.experiment.restore.fixed import FixedSplits, measure_fixed
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog, Scale, seconds
 from sgl_kvtier.lab.experiment.restore.trace import (
@@ -48,7 +55,9 @@ class FluctuationOptions:
 
 
 class Fluctuation:
-    """The traces of one length, after its grid: the prompt is stored and its compute curve measured."""
+    """The traces of one length, after its grid: the prompt is stored and its compute curve
+    measured.
+    """
 
     def __init__(
         self,
@@ -76,7 +85,8 @@ class Fluctuation:
 
     def _known(self, kind: str, number: int) -> bool:
         place = (self._scale.model, self._scale.length, kind, number, self._options.seed)
-        # An earlier version measured no fixed split, and did not say what its traces were made from.
+        # An earlier version measured no fixed split, and did not say what its traces were made
+        # from.
         cells = [c for c in self._log.fluctuations if "over_fixed" in c and "seed" in c]
         return any(
             (c["model"], c["length"], c["kind"], c["trace"], c["seed"]) == place
@@ -91,9 +101,17 @@ class Fluctuation:
         # About as many pieces during a balanced restoration as Cake's traces show.
         pieces = BandwidthTrace.seeded(seed, scale.gbps(1.0), scale.compute_s / _PIECES, total)
         trace = BandwidthTrace((0.0,), (scale.gbps(1.0),)) if kind == COMPUTING else pieces
-        others = None if kind == BANDWIDTH else OtherRequests.seeded(seed, scale.compute_s / _PIECES, total)
+        others = (
+            None
+            if kind == BANDWIDTH
+            else OtherRequests.seeded(seed, scale.compute_s / _PIECES, total)
+        )
         begun = len(self._log.trials)
-        curve = curve_of(self._log, scale) if others is None else await self._disturbed_curve(kind, number, others)
+        curve = (
+            curve_of(self._log, scale)
+            if others is None
+            else await self._disturbed_curve(kind, number, others)
+        )
         found: list[Trial] = []
         ends: list[Best] = []
         changes: list[BandwidthTrace] = []
@@ -115,7 +133,11 @@ class Fluctuation:
 
         fixed = await measure_fixed(fixed_at, self._options.rounds)
         counted = len(fixed.by_share[fixed.best])  # the last of its trials
-        applied_to = {OURS: changes, "kvtier_beside_fixed": changes_fixed[None], "fixed": changes_fixed[fixed.best][-counted:]}
+        applied_to = {
+            OURS: changes,
+            "kvtier_beside_fixed": changes_fixed[None],
+            "fixed": changes_fixed[fixed.best][-counted:],
+        }
         return {
             **self._cell(kind, number, trace, found, ends, fixed),
             "errors": errors_by_arm(self._log.trials[begun:]),
@@ -127,7 +149,9 @@ class Fluctuation:
         points = {}
         for part in range(1, _POINTS + 1):
             tokens = self._scale.length * part // _POINTS // self._scale.page * self._scale.page
-            base = Trial(self._scale.model, self._scale.length, f"{kind}/{number}/curve", COMPUTE, 0, 0.0)
+            base = Trial(
+                self._scale.model, self._scale.length, f"{kind}/{number}/curve", COMPUTE, 0, 0.0
+            )
             times = []
             for _ in range(self._options.rounds):
                 driver = OtherRequestsDriver(self._trials.client, others)
@@ -151,7 +175,15 @@ class Fluctuation:
         bandwidth = BandwidthDriver(self._trials.switch, trace)
         stream = [OtherRequestsDriver(self._trials.client, others)] if others is not None else []
         beside: Beside = partial(_beside, drivers=(bandwidth, *stream))
-        base = Trial(self._scale.model, self._scale.length, f"{kind}/{number}", arm, round_number, trace.gbps[0], fixed_split=share)
+        base = Trial(
+            self._scale.model,
+            self._scale.length,
+            f"{kind}/{number}",
+            arm,
+            round_number,
+            trace.gbps[0],
+            fixed_split=share,
+        )
         one = await self._trials.run(base, self._ids, beside=beside, repeat=False)
         self._log.keep(one)
         return one, bandwidth.applied
@@ -160,15 +192,26 @@ class Fluctuation:
         scale = self._scale
         per_token = scale.prefix_bytes / scale.length
         rest = resident_seconds(self._log, scale)
-        return best_split(scale.length, scale.page, curve.seconds, lambda n: applied.seconds(n * per_token), rest)
+        return best_split(
+            scale.length, scale.page, curve.seconds, lambda n: applied.seconds(n * per_token), rest
+        )
 
     def _cell(
-        self, kind: str, number: int, trace: BandwidthTrace, found: Sequence[Trial], ends: Sequence[Best], fixed: FixedSplits
+        self,
+        kind: str,
+        number: int,
+        trace: BandwidthTrace,
+        found: Sequence[Trial],
+        ends: Sequence[Best],
+        fixed: FixedSplits,
     ) -> dict[str, Any]:
         ours = [t for t in found if t.arm == OURS]
         pairs = zip(ours, ends, strict=True)
         over = [t.ttft_s / end.seconds for t, end in pairs if t.ttft_s is not None]
-        middle = {arm: percentile(seconds(t for t in found if t.arm == arm), 50) for arm in (COMPUTE, LOAD, OURS)}
+        middle = {
+            arm: percentile(seconds(t for t in found if t.arm == arm), 50)
+            for arm in (COMPUTE, LOAD, OURS)
+        }
         best_s, ours_s = fixed.middle(fixed.best), percentile(seconds(fixed.ours), 50)
         loaded = [t.cached.storage + t.cached.host for t in ours if t.cached is not None]
         return {
@@ -181,12 +224,17 @@ class Fluctuation:
             "fixed_computed_share": fixed.best,
             "kvtier_beside_fixed_ms": milliseconds(ours_s),
             "over_fixed": ours_s / best_s if ours_s and best_s else None,
-            "fixed_splits_ms": {f"{share:.4f}": milliseconds(fixed.middle(share)) for share in sorted(fixed.by_share)},
+            "fixed_splits_ms": {
+                f"{share:.4f}": milliseconds(fixed.middle(share))
+                for share in sorted(fixed.by_share)
+            },
             "hindsight_ms": milliseconds(percentile([end.seconds for end in ends], 50)),
             "over_hindsight": percentile(over, 50),
             "over_hindsight_each": over,
             "loaded_tokens": {OURS: percentile(loaded, 50)},
-            "hindsight_loaded_tokens": percentile([self._scale.length - end.computed_tokens for end in ends], 50),
+            "hindsight_loaded_tokens": percentile(
+                [self._scale.length - end.computed_tokens for end in ends], 50
+            ),
             "gbps": list(trace.gbps),
             "seed": self._options.seed,
             "rounds": self._options.rounds,

@@ -1,11 +1,13 @@
-"""The grid: every arm restores the same stored prompts at every bandwidth, all in one server process.
+"""The grid: every arm restores the same stored prompts at every bandwidth, all in one server
+process.
 
-Per length: prime a prompt, measure what computing it takes, derive the bandwidths from that, let every arm run once
-unmeasured, then rounds. A round goes through all bandwidths and arms, the next one backwards. The compute curve is
-measured between rounds, at the beginning, in the middle and at the end.
+Per length: prime a prompt, measure what computing it takes, derive the bandwidths from that, let
+every arm run once unmeasured, then rounds. A round goes through all bandwidths and arms, the next
+one backwards. The compute curve is measured between rounds, at the beginning, in the middle and at
+the end.
 
-An arm that estimates the bandwidth restores once before it is measured in a cell: that first restoration, which still
-expects the bandwidth of the cell before, is kept apart.
+An arm that estimates the bandwidth restores once before it is measured in a cell: that first
+restoration, which still expects the bandwidth of the cell before, is kept apart.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 LENGTHS = (2048, 4096, 8192, 16384)
 CURVE_ROUNDS = 3
 SLOW = 3.0
-"""An arm that takes this many times as long as the best of its cell is slow: see `GridOptions.slow_rounds`."""
+"""An arm that takes this many times as long as the best of its cell is slow: see
+`GridOptions.slow_rounds`.
+"""
 
 _CALIBRATIONS = 3
 _BYTES = 256
@@ -45,7 +49,8 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class GridOptions:
-    """What is measured. `slow_rounds`: slow arms are measured in the first so many rounds only; None: in all.
+    """What is measured. `slow_rounds`: slow arms are measured in the first so many rounds only;
+    None: in all.
 
     `ratios` are loading over computing. `page` and `chunk` are the server's.
     """
@@ -60,7 +65,9 @@ class GridOptions:
     slow_rounds: int | None = None
     seed: int = 0
     always_store: bool = False
-    """Prime and warm up also where every trial is in the log already: something else follows that needs it."""
+    """Prime and warm up also where every trial is in the log already: something else follows that
+    needs it.
+    """
 
 
 @dataclass
@@ -72,7 +79,6 @@ class Grid:
     log: RestoreLog
     advance: Callable[[], None] = lambda: None
     describe: Callable[[str], None] = lambda _: None
-
 
     async def run(self) -> None:
         """All lengths. Raises BenchError when the server cannot be measured so."""
@@ -91,7 +97,9 @@ class Grid:
     def _is_made(self, trial: Trial) -> bool:
         """With the restoration before it, where its arm has one."""
         restores_first = trial.kind == GRID and RESTORE_ARMS[trial.arm].estimates
-        return self.log.has(trial) and (not restores_first or self.log.has(dataclasses.replace(trial, kind=FIRST)))
+        return self.log.has(trial) and (
+            not restores_first or self.log.has(dataclasses.replace(trial, kind=FIRST))
+        )
 
     async def _run_length(self, length: int) -> None:
         options = self.options
@@ -99,7 +107,9 @@ class Grid:
         self.describe(f"{options.model} {length:,} tokens: storing")
         primed, page_bytes = await self.trials.prime(options.model, ids, options.page)
         self.log.keep(primed)
-        scale = self.log.scale(options.model, length) or await self._calibrate(length, ids, page_bytes)
+        scale = self.log.scale(options.model, length) or await self._calibrate(
+            length, ids, page_bytes
+        )
         await self._small(scale, ids)
         await self._warm_up(scale, ids)
         for number in range(1, options.rounds + 1):
@@ -115,31 +125,61 @@ class Grid:
         failed = next((one.error for one in made if one.error is not None), None)
         middle = percentile(seconds(made), 50)
         if failed is not None or middle is None:
-            raise BenchError(f"a prompt of {len(ids)} tokens could not be computed: {failed or 'no token came'}")
-        scale = Scale(options.model, length, options.page, round(length // options.page * page_bytes), middle)
+            raise BenchError(
+                f"a prompt of {len(ids)} tokens could not be computed: {failed or 'no token came'}"
+            )
+        scale = Scale(
+            options.model, length, options.page, round(length // options.page * page_bytes), middle
+        )
         self.log.keep_scale(scale)
         return scale
 
     async def _small(self, scale: Scale, ids: Sequence[int]) -> None:
-        """What a request costs without its prefix: a prompt of one page, and the prompt while it is still in the device."""
+        """What a request costs without its prefix: a prompt of one page, and the prompt while it is
+        still in the device.
+        """
         for number in range(_CALIBRATIONS):
-            base = Trial(scale.model, scale.length, RESIDENT, COMPUTE, number + 1, 0.0, prompt_tokens=len(ids))
+            base = Trial(
+                scale.model,
+                scale.length,
+                RESIDENT,
+                COMPUTE,
+                number + 1,
+                0.0,
+                prompt_tokens=len(ids),
+            )
             if not self.log.has(base):
-                warm = await self.trials.run(Trial(scale.model, scale.length, WARM, COMPUTE, 0, 0.0), ids, repeat=False)
+                warm = await self.trials.run(
+                    Trial(scale.model, scale.length, WARM, COMPUTE, 0, 0.0), ids, repeat=False
+                )
                 if warm.error is not None:
-                    raise BenchError(f"a prompt of {len(ids)} tokens could not be computed: {warm.error}")
+                    raise BenchError(
+                        f"a prompt of {len(ids)} tokens could not be computed: {warm.error}"
+                    )
                 self.log.keep(await self.trials.run(base, ids, flush=False))
-            one = Trial(scale.model, scale.length, PAGE, COMPUTE, number + 1, 0.0, prompt_tokens=self.options.page)
+            one = Trial(
+                scale.model,
+                scale.length,
+                PAGE,
+                COMPUTE,
+                number + 1,
+                0.0,
+                prompt_tokens=self.options.page,
+            )
             if not self.log.has(one):
                 self.log.keep(await self.trials.run(one, ids[: self.options.page]))
 
     async def _warm_up(self, scale: Scale, ids: Sequence[int]) -> None:
-        """Every arm once, so that costs and bandwidths are known; the loading one has to bring all of the prefix."""
+        """Every arm once, so that costs and bandwidths are known; the loading one has to bring all
+        of the prefix.
+        """
         gbps = scale.gbps(1.0)
         for arm in self.options.arms:
             for _ in range(3 if RESTORE_ARMS[arm].estimates else 1):
                 self.describe(f"{scale.model} {scale.length:,} tokens: warming up {arm}")
-                one = await self.trials.run(Trial(scale.model, scale.length, WARM, arm, 0, gbps), ids, repeat=False)
+                one = await self.trials.run(
+                    Trial(scale.model, scale.length, WARM, arm, 0, gbps), ids, repeat=False
+                )
                 self.log.keep(one)
                 if one.error is not None:
                     raise BenchError(f"{arm}: the warm-up request failed: {one.error}")
@@ -152,19 +192,36 @@ class Grid:
 
     async def _curve(self, scale: Scale, ids: Sequence[int], number: int) -> None:
         for tokens in curve_points(scale.length, self.options.chunk):
-            base = Trial(scale.model, scale.length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens)
+            base = Trial(
+                scale.model, scale.length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens
+            )
             self.describe(f"{scale.model} {scale.length:,} tokens: compute curve, {tokens:,}")
             if not self.log.has(base):
                 self.log.keep(await self.trials.run(base, ids[:tokens]))
             self.advance()
 
-    async def _cell(self, scale: Scale, ids: Sequence[int], number: int, ratio: float, arm: str) -> None:
-        self.describe(f"{scale.model} {scale.length:,} tokens, round {number}, load/compute {ratio:g}, {arm}")
-        base = Trial(scale.model, scale.length, GRID, arm, number, scale.gbps(ratio), ratio, prompt_tokens=len(ids))
+    async def _cell(
+        self, scale: Scale, ids: Sequence[int], number: int, ratio: float, arm: str
+    ) -> None:
+        self.describe(
+            f"{scale.model} {scale.length:,} tokens, round {number}, load/compute {ratio:g}, {arm}"
+        )
+        base = Trial(
+            scale.model,
+            scale.length,
+            GRID,
+            arm,
+            number,
+            scale.gbps(ratio),
+            ratio,
+            prompt_tokens=len(ids),
+        )
         missing = not self.log.has(base)
         if not self._is_made(base) and not (missing and self._is_spared(base)):
             if RESTORE_ARMS[arm].estimates:
-                self.log.keep(await self.trials.run(dataclasses.replace(base, kind=FIRST), ids, repeat=False))
+                self.log.keep(
+                    await self.trials.run(dataclasses.replace(base, kind=FIRST), ids, repeat=False)
+                )
             if missing:
                 self.log.keep(await self.trials.run(base, ids))
         self.advance()
@@ -173,7 +230,11 @@ class Grid:
         limit = self.options.slow_rounds
         if limit is None or base.round <= limit:
             return False
-        cell = [t for t in self.log.of(base.model, base.length, GRID) if t.load_over_compute == base.load_over_compute]
+        cell = [
+            t
+            for t in self.log.of(base.model, base.length, GRID)
+            if t.load_over_compute == base.load_over_compute
+        ]
         best = min(seconds(cell), default=0.0)
         mine = percentile(seconds(t for t in cell if t.arm == base.arm), 50)
         return mine is not None and mine > SLOW * best
@@ -195,14 +256,25 @@ def planned(options: GridOptions, length: int) -> Iterator[Trial]:
     for number in range(1, options.rounds + 1):
         if number in curve_rounds(options.rounds):
             for tokens in curve_points(length, options.chunk):
-                yield Trial(options.model, length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens)
+                yield Trial(
+                    options.model, length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens
+                )
         for ratio, arm in order(options, number):
-            yield Trial(options.model, length, GRID, arm, number, 0.0, ratio, prompt_tokens=length + options.page)
+            yield Trial(
+                options.model,
+                length,
+                GRID,
+                arm,
+                number,
+                0.0,
+                ratio,
+                prompt_tokens=length + options.page,
+            )
 
 
 def prompt(options: GridOptions, length: int) -> list[int]:
-    """The prompt of a length: a prefix that can be restored and one page more, whose last token has to be computed."""
+    """The prompt of a length: a prefix that can be restored and one page more, whose last token has
+    to be computed.
+    """
     seed = zlib.crc32(f"{options.seed}:{options.model}:{length}".encode())
     return random.Random(seed).choices(range(_BYTES), k=length + options.page)
-
-

@@ -1,4 +1,6 @@
-"""What a restoration bench has measured so far, in memory and in a file of JSON lines it can be continued from."""
+"""What a restoration bench has measured so far, in memory and in a file of JSON lines it can be
+continued from.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,28 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.json_lines import JsonLines, check_about
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 
-GRID, FIRST, CURVE, RESIDENT, PAGE, WARM, PRIME = "grid", "first", "curve", "resident", "page", "warm", "prime"
-"""What a trial is for: a cell, the first restoration after the bandwidth was changed, the compute curve, a prompt still in device memory, a prompt of one page, nothing, storing."""
+GRID, FIRST, CURVE, RESIDENT, PAGE, WARM, PRIME = (
+    "grid",
+    "first",
+    "curve",
+    "resident",
+    "page",
+    "warm",
+    "prime",
+)
+"""What a trial is for: a cell, the first restoration after the bandwidth was changed, the compute
+curve, a prompt still in device memory, a prompt of one page, nothing, storing.
+"""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What one model's prompts of one length were measured with: fixed when they are first measured.
+    """What one model's prompts of one length were measured with: fixed when they are first
+    measured.
 
-    `compute_s`: time to first token when the prompt is computed; `prefix_bytes`: what loading it moves. From the two
-    follows the bandwidth of every cell, so that a continued run has the same cells.
+    `compute_s`: time to first token when the prompt is computed; `prefix_bytes`: what loading it
+    moves. From the two follows the bandwidth of every cell, so that a continued run has the same
+    cells.
     """
 
     model: str
@@ -56,15 +70,19 @@ class RestoreLog:
 
     @classmethod
     def open(cls, path: Path | None, about: Mapping[str, Any]) -> RestoreLog:
-        """The log in a file, or a new one. `about` is what its trials have to have in common; the first line keeps it. A torn last
-        line is dropped. Raises BenchError on a file of another kind, and on a log that was made with other settings."""
+        """The log in a file, or a new one. `about` is what its trials have to have in common; the
+        first line keeps it. A torn last line is dropped. Raises BenchError on a file of another
+        kind, and on a log that was made with other settings.
+        """
         log = cls(path)
 
         def take(number: int, data: Any) -> None:
             if number > 1:
                 log._take(data)
             elif {"trial", "scale", "fluctuation"} & set(data):
-                raise BenchError(f"{path}: an earlier version's, it does not say what its trials were made with. Name another --log")
+                raise BenchError(
+                    f"{path}: an earlier version's, it does not say what its trials were made with. Name another --log"
+                )
             else:
                 check_about(path, data["about"], about)
 
@@ -92,13 +110,18 @@ class RestoreLog:
         self._lines.append({"scale": dataclasses.asdict(scale)})
 
     def keep_fluctuation(self, cell: dict[str, Any]) -> None:
-        """Adds a finished cell of the fluctuation part, in place of an earlier one of the same trace."""
+        """Adds a finished cell of the fluctuation part, in place of an earlier one of the same
+        trace.
+        """
         self._take_fluctuation(cell)
         self._lines.append({"fluctuation": cell})
 
     def _take_fluctuation(self, cell: dict[str, Any]) -> None:
         place = _trace_of(cell)
-        self.fluctuations[:] = [*(one for one in self.fluctuations if _trace_of(one) != place), cell]
+        self.fluctuations[:] = [
+            *(one for one in self.fluctuations if _trace_of(one) != place),
+            cell,
+        ]
 
     def scale(self, model: str, length: int) -> Scale | None:
         """What this length was measured with; None when it was not yet."""
@@ -106,12 +129,19 @@ class RestoreLog:
 
     def of(self, model: str, length: int, kind: str) -> list[Trial]:
         """Trials of one length for one purpose, those that succeeded."""
-        return [t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind) and t.error is None]
+        return [
+            t
+            for t in self.trials
+            if (t.model, t.length, t.kind) == (model, length, kind) and t.error is None
+        ]
 
     def failed(self, model: str, length: int, kind: str) -> list[Trial]:
-        """Those that failed and were not made again since: a run that goes on from the log makes failed trials again, and then only
-        the last attempt counts."""
-        last = {_key(t): t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind)}
+        """Those that failed and were not made again since: a run that goes on from the log makes
+        failed trials again, and then only the last attempt counts.
+        """
+        last = {
+            _key(t): t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind)
+        }
         return [t for t in last.values() if t.error is not None]
 
     def has(self, wanted: Trial) -> bool:

@@ -1,7 +1,9 @@
-"""What restoration, and looking ahead, cost while there is nothing to restore: decoding of prompts nobody has seen, stock and ours in turn.
+"""What restoration, and looking ahead, cost while there is nothing to restore: decoding of prompts
+nobody has seen, stock and ours in turn.
 
-One server per arm, all up at once and asleep while they wait. Every round sends the same new prompts to each of them, several
-at a time; every second round goes backwards. The time per output token of a round is the median of its requests'.
+One server per arm, all up at once and asleep while they wait. Every round sends the same new
+prompts to each of them, several at a time; every second round goes backwards. The time per output
+token of a round is the median of its requests'.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ OVERHEAD_ARMS = (STOCK, NOT_RESTORED, OURS)
 AHEAD = "looking-ahead"
 OVERHEAD_VARIANTS = {
     AHEAD: Variant(
-        OURS, "kvtier, and the server looks ahead", {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
+        OURS,
+        "kvtier, and the server looks ahead",
+        {"prefetch": "kvtier", "eviction": "next-use", "sessions": True},
     )
 }
 """Arms there are beside those measured by default."""
@@ -88,7 +92,9 @@ class Overhead:
         self._advance = advance
 
     def run(self) -> None:
-        """Starts the servers, measures, stops them. Raises BenchError when one does not start or fails a request."""
+        """Starts the servers, measures, stops them. Raises BenchError when one does not start or
+        fails a request.
+        """
         with self._servers() as servers:
             cpus = {arm: ServerCpu(server.pid) for arm, server in servers.items()}
             for number in range(1 - self._options.warm_up, self._options.rounds + 1):
@@ -119,7 +125,9 @@ class Overhead:
         async with Client(server.url, timeout_s=300) as client:
             await client.flush()
             watch = CpuWatch(cpu.seconds)
-            asked = (client.generate(ids, options.output_tokens) for ids in new_prompts(options, number))
+            asked = (
+                client.generate(ids, options.output_tokens) for ids in new_prompts(options, number)
+            )
             one.done = list(await asyncio.gather(*asked))
             one.foreign_cores = watch.stop().foreign_cores
         failed = next((done.error for done in one.done if done.error is not None), None)
@@ -135,13 +143,22 @@ def new_prompts(options: OverheadOptions, number: int) -> list[list[int]]:
 
 
 def overhead_figures(rounds: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
-    """Per arm the median time per output token, and ours over the others' round by round: `kvtier`, and with it what looks ahead."""
+    """Per arm the median time per output token, and ours over the others' round by round: `kvtier`,
+    and with it what looks ahead.
+    """
     by_arm = {arm: {row["round"]: row for row in rounds if row["arm"] == arm} for arm in arms}
     whole = sorted(set.intersection(*(set(found) for found in by_arm.values()))) if by_arm else []
     times = {
-        name: {arm: [by_arm[arm][number][name] for number in whole] for arm in arms} for name in ("tpot_ms", "ttft_ms")
+        name: {arm: [by_arm[arm][number][name] for number in whole] for arm in arms}
+        for name in ("tpot_ms", "ttft_ms")
     }
-    pairs = [(ours, other) for ours in (OURS, AHEAD) if ours in arms for other in arms if other not in (ours, AHEAD)]
+    pairs = [
+        (ours, other)
+        for ours in (OURS, AHEAD)
+        if ours in arms
+        for other in arms
+        if other not in (ours, AHEAD)
+    ]
     return {
         "arms": {
             arm: {name: percentile(times[name][arm], 50) for name in times}
@@ -149,7 +166,9 @@ def overhead_figures(rounds: Sequence[Mapping[str, Any]], arms: Sequence[str]) -
             for arm in arms
         },
         "ratios": {
-            f"{ours}/{other}": {name: pair_ratios(times[name][ours], times[name][other]) for name in times}
+            f"{ours}/{other}": {
+                name: pair_ratios(times[name][ours], times[name][other]) for name in times
+            }
             for ours, other in pairs
         },
     }

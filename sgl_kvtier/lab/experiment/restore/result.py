@@ -1,4 +1,6 @@
-"""The whole result of a restoration bench (schema kvtier.restore/1, docs/manual/json.md), and whether it met its aims."""
+"""The whole result of a restoration bench (schema kvtier.restore/1, docs/manual/json.md), and
+whether it met its aims.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,18 @@ SCHEMA = "kvtier.restore/1"
 
 NEVER_SLOWER, OPTIMAL_MEDIAN, OPTIMAL_EACH = 0.97, 0.95, 0.90
 BALANCED, HALF = 1.85, 1.4
-"""Aims: against the better of one resource everywhere; share of T_opt, median and each cell with the ratio in [1/4, 4];
-speedup over both resources at balance, and at half and double."""
+"""Aims: against the better of one resource everywhere; share of T_opt, median and each cell with
+the ratio in [1/4, 4]; speedup over both resources at balance, and at half and double.
+"""
 
 
 def make_result(
-    log: RestoreLog, settings: Mapping[str, Any], *, interrupted: bool, notes: Sequence[str], extra: Mapping[str, Any]
+    log: RestoreLog,
+    settings: Mapping[str, Any],
+    *,
+    interrupted: bool,
+    notes: Sequence[str],
+    extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything a table, a page or a reader needs. `extra`: further parts, by key."""
     rows, measured = cells(log), curves(log)
@@ -47,8 +55,9 @@ def summary_of(
     fluctuating: Sequence[Mapping[str, Any]] = (),
     measured: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The figures of all cells together, and the cells that missed an aim. Failures and equality are also those of the cells
-    that fluctuated, and failures those of the `measured` curves."""
+    """The figures of all cells together, and the cells that missed an aim. Failures and equality
+    are also those of the cells that fluctuated, and failures those of the `measured` curves.
+    """
     middle = [row for row in rows if 0.25 <= row["load_over_compute"] <= 4]
     every = [*rows, *fluctuating]
     return {
@@ -57,22 +66,40 @@ def summary_of(
         "median_bound_fraction": percentile(_known(middle, "bound_fraction"), 50),
         "worst_bound_fraction": min(_known(middle, "bound_fraction"), default=None),
         "median_link_bound_fraction": percentile(_known(middle, "link_bound_fraction"), 50),
-        "errors": sum(sum(row["errors"].values()) for row in every) + sum(curve["errors"] for curve in measured),
-        "equal_tokens": all(row["equal_tokens_fraction"] == 1.0 for row in every) if every else None,
-        "equal_logprobs": all(row["equal_logprobs_fraction"] == 1.0 for row in every) if every else None,
+        "errors": sum(sum(row["errors"].values()) for row in every)
+        + sum(curve["errors"] for curve in measured),
+        "equal_tokens": all(row["equal_tokens_fraction"] == 1.0 for row in every)
+        if every
+        else None,
+        "equal_logprobs": all(row["equal_logprobs_fraction"] == 1.0 for row in every)
+        if every
+        else None,
         "missed": [text for row in rows for text in _missed(row)],
     }
 
 
 def is_sound(summary: Mapping[str, Any]) -> bool:
-    """Nothing failed, and every answer that was compared has the tokens and log-probs of the computed one."""
-    return not summary["errors"] and summary["equal_tokens"] is not False and summary["equal_logprobs"] is not False
+    """Nothing failed, and every answer that was compared has the tokens and log-probs of the
+    computed one.
+    """
+    return (
+        not summary["errors"]
+        and summary["equal_tokens"] is not False
+        and summary["equal_logprobs"] is not False
+    )
 
 
 def _missed(row: Mapping[str, Any]) -> list[str]:
     where = f"{row['model']} {row['length']} tokens, load/compute {row['load_over_compute']:g}"
     single, bound = row["speedup_vs_best_single"], row["bound_fraction"]
-    both = min((value for key in ("speedup_vs_load", "speedup_vs_compute") if (value := row[key]) is not None), default=None)
+    both = min(
+        (
+            value
+            for key in ("speedup_vs_load", "speedup_vs_compute")
+            if (value := row[key]) is not None
+        ),
+        default=None,
+    )
     aims = [(single, NEVER_SLOWER, "of the better of one resource")]
     if 0.25 <= row["load_over_compute"] <= 4:
         aims.append((bound, OPTIMAL_EACH, "of T_opt"))
@@ -80,7 +107,11 @@ def _missed(row: Mapping[str, Any]) -> list[str]:
         aims.append((both, BALANCED, "times as fast as either resource alone"))
     if row["load_over_compute"] in (0.5, 2):
         aims.append((both, HALF, "times as fast as either resource alone"))
-    return [f"{where}: {value:.3f} {what}, the aim is {aim:g}" for value, aim, what in aims if value is not None and value < aim]
+    return [
+        f"{where}: {value:.3f} {what}, the aim is {aim:g}"
+        for value, aim, what in aims
+        if value is not None and value < aim
+    ]
 
 
 def _known(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -90,7 +121,9 @@ def _known(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 def _failures(log: RestoreLog, count: int) -> list[str]:
     if not count:
         return []
-    messages = "; ".join(sorted({trial.error for trial in log.trials if trial.error is not None})[:3])
+    messages = "; ".join(
+        sorted({trial.error for trial in log.trials if trial.error is not None})[:3]
+    )
     return [
         f"{count} requests failed; they count as answers that are not equal. Of one that was made again, by a run that went on from "
         f"the log, only the last attempt counts. {messages}"

@@ -1,4 +1,6 @@
-"""The server a restoration is measured on: kvtier as storage behind a throttle, started here or running already."""
+"""The server a restoration is measured on: kvtier as storage behind a throttle, started here or
+running already.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ class Target:
 
 @dataclass(frozen=True)
 class LabServer:
-    """What to start. `longest` is the longest prefix that will be restored; `strict` turns SGLang's own checks on;
-    `decision_log` is the file of that name in the server's settings, or empty."""
+    """What to start. `longest` is the longest prefix that will be restored; `strict` turns SGLang's
+    own checks on; `decision_log` is the file of that name in the server's settings, or empty.
+    """
 
     model: str
     longest: int
@@ -73,8 +76,12 @@ class LabServer:
             max_running=8 if self.device == "cpu" else None,
             seed=self.seed,
             threads=self.threads,
-            # A throttle has to be there to be changed; so much is none. A mode named at the start is restored in anywhere.
-            sections={"throttle": {"read_gbps": 1000.0}, "policy": {"restore": "both", "decision_log": self.decision_log}},
+            # A throttle has to be there to be changed; so much is none. A mode named at the start
+            # is restored in anywhere.
+            sections={
+                "throttle": {"read_gbps": 1000.0},
+                "policy": {"restore": "both", "decision_log": self.decision_log},
+            },
             extra=("--admin-api-key", admin_key, *dummy, *self.extra),
         )
 
@@ -86,8 +93,11 @@ class LabServer:
 
 @contextmanager
 def started(lab: LabServer, folder: Path, timeout_s: float = 400.0) -> Iterator[Target]:
-    """The server while the block runs. Raises BenchError, with the end of its log, when it does not start."""
-    # It listens on this machine only; the key keeps other programs here from changing what is measured.
+    """The server while the block runs. Raises BenchError, with the end of its log, when it does not
+    start.
+    """
+    # It listens on this machine only; the key keeps other programs here from changing what is
+    # measured.
     key = secrets.token_hex(8)
     with Server(f"{lab.model} on kvtier", lab.prepare(folder, key), folder) as server:
         server.wait_until_healthy(timeout_s)

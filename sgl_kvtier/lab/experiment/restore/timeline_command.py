@@ -1,4 +1,6 @@
-"""`kvtier bench restore-timeline`: restorations of a server's decision log as a table, and one of them drawn."""
+"""`kvtier bench restore-timeline`: restorations of a server's decision log as a table, and one of
+them drawn.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,15 @@ _SHOWN = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("log", type=Path, help="the file that policy.decision_log names")
-    parser.add_argument("--plot", metavar="FILE", help="draw one as SVG: the two pointers over time")
-    parser.add_argument("--number", type=positive, metavar="N", help="which one (default: the longest of those that used both)")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw one as SVG: the two pointers over time"
+    )
+    parser.add_argument(
+        "--number",
+        type=positive,
+        metavar="N",
+        help="which one (default: the longest of those that used both)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(f"cannot read {args.log}: {error.strerror}") from error
     if not found:
         raise BenchError(f"{args.log} has no restoration")
-    rows = [{"number": number, **vars(one), "ms": 1000 * one.seconds} for number, one in enumerate(found, 1)]
+    rows = [
+        {"number": number, **vars(one), "ms": 1000 * one.seconds}
+        for number, one in enumerate(found, 1)
+    ]
     columns = (
         Column("number", "Number"),
         Column("prompt_tokens", "Prompt", "tokens"),

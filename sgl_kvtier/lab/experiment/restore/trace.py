@@ -1,4 +1,6 @@
-"""Bandwidth over time, and a load of other requests over time: made from a seed, replayed beside a restoration."""
+"""Bandwidth over time, and a load of other requests over time: made from a seed, replayed beside a
+restoration.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class BandwidthTrace:
-    """Piecewise constant: from each of `starts_s` on (the first is 0) the bandwidth `gbps` at the same place."""
+    """Piecewise constant: from each of `starts_s` on (the first is 0) the bandwidth `gbps` at the
+    same place.
+    """
 
     starts_s: tuple[float, ...]
     gbps: tuple[float, ...]
 
     @classmethod
-    def seeded(cls, seed: int, mean_gbps: float, piece_s: float, total_s: float, spread: float = 4.0) -> BandwidthTrace:
-        """Pieces of half to one and a half `piece_s`, their bandwidths log-uniform from 1/spread to spread times the mean."""
+    def seeded(
+        cls, seed: int, mean_gbps: float, piece_s: float, total_s: float, spread: float = 4.0
+    ) -> BandwidthTrace:
+        """Pieces of half to one and a half `piece_s`, their bandwidths log-uniform from 1/spread to
+        spread times the mean.
+        """
         rng = random.Random(seed)
         starts, rates, now = [], [], 0.0
         while now < total_s:
@@ -74,8 +82,12 @@ class OtherRequests:
     seed: int
 
     @classmethod
-    def seeded(cls, seed: int, every_s: float, total_s: float, tokens: Sequence[int] = (64, 256)) -> OtherRequests:
-        """Arrivals at random (Poisson) with that mean distance, prompts of `tokens[0]` to `tokens[1]` tokens."""
+    def seeded(
+        cls, seed: int, every_s: float, total_s: float, tokens: Sequence[int] = (64, 256)
+    ) -> OtherRequests:
+        """Arrivals at random (Poisson) with that mean distance, prompts of `tokens[0]` to
+        `tokens[1]` tokens.
+        """
         rng = random.Random(seed)
         arrivals, now = [], rng.expovariate(1 / every_s)
         while now < total_s:
@@ -93,7 +105,9 @@ class OtherRequestsDriver:
         self._sent = 0
 
     async def __call__(self, over: asyncio.Event) -> None:
-        """Until the stream ends or `over` is set. Every replay has other tokens, so that none is found in a cache."""
+        """Until the stream ends or `over` is set. Every replay has other tokens, so that none is
+        found in a cache.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         tasks = []
@@ -101,7 +115,9 @@ class OtherRequestsDriver:
             if await _is_over(over, began + start - loop.time()):
                 break
             self._sent += 1
-            ids = random.Random(f"{self._others.seed}:{id(self)}:{self._sent}").choices(range(_BYTES), k=tokens)
+            ids = random.Random(f"{self._others.seed}:{id(self)}:{self._sent}").choices(
+                range(_BYTES), k=tokens
+            )
             tasks.append(asyncio.create_task(self._client.generate(ids, 1)))
         await asyncio.gather(*tasks)
 

@@ -1,4 +1,6 @@
-"""One measurement of one restoration: caches emptied, arm set, request streamed, neighbours on the machine watched."""
+"""One measurement of one restoration: caches emptied, arm set, request streamed, neighbours on the
+machine watched.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,36 @@ from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, ArmSwitch
 from sgl_kvtier.lab.outside.client import Cached, Client, Completion, Metrics
 
 OUTPUT_TOKENS = 4
-"""Generated per trial: the first for its time, the others for the pace of decoding and for equality."""
+"""Generated per trial: the first for its time, the others for the pace of decoding and for
+equality.
+"""
 
 QUIET_CORES = 0.15
 """A server that uses less than this has done with writing pages back."""
 
 UNWATCHED_S = 1.0
-"""How long a server is left alone before a trial where its processor use cannot be read: whether it still writes pages back is not
-seen then."""
+"""How long a server is left alone before a trial where its processor use cannot be read: whether it
+still writes pages back is not seen then.
+"""
 
 STORED_WITHIN_S = 60.0
 
 DISCARDED = "discarded"
-"""The kind of attempts that were disturbed and made again: their times count for nothing, their answers do."""
+"""The kind of attempts that were disturbed and made again: their times count for nothing, their
+answers do.
+"""
 
 SLOWEST = 2.5
-"""A machine this many times slower than at its best disturbs a trial. Less is common on virtual machines from one moment to
-the next, and evens out over rounds."""
+"""A machine this many times slower than at its best disturbs a trial. Less is common on virtual
+machines from one moment to the next, and evens out over rounds.
+"""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One request's outcome. `kind` is what it was measured for; seconds; `gbps` the bandwidth of the throttled store."""
+    """One request's outcome. `kind` is what it was measured for; seconds; `gbps` the bandwidth of
+    the throttled store.
+    """
 
     model: str
     length: int
@@ -56,7 +66,9 @@ class Trial:
     """None where the server's own use is not known, and so not told from that of others."""
     stolen_cores: float = 0.0
     slowness: float = 1.0
-    """Of the machine, around the trial: what a fixed piece of computing took, over the least it has taken in this run."""
+    """Of the machine, around the trial: what a fixed piece of computing took, over the least it has
+    taken in this run.
+    """
     repeats: int = 0
     fixed_split: float | None = None
     """The computed share of the prefix, where it was fixed beforehand."""
@@ -81,11 +93,14 @@ class Trial:
 
 
 Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-"""What else happens during a trial. It is started with the request, and told by the event that the answer is complete."""
+"""What else happens during a trial. It is started with the request, and told by the event that the
+answer is complete.
+"""
 
 
 class ServerCpu:
-    """Processor seconds of a server's process tree. The tree is listed once, since listing costs more than reading.
+    """Processor seconds of a server's process tree. The tree is listed once, since listing costs
+    more than reading.
 
     `known` is False, and all seconds 0, where its process is not known.
     """
@@ -113,8 +128,10 @@ class ServerCpu:
 
 
 class Trials:
-    """Makes trials against one server. `quiet_foreign` is how many cores others may use, and `slowest` how slow the
-    machine may be beside its best, before a trial is repeated. `discard` takes the attempts that do not count, as such."""
+    """Makes trials against one server. `quiet_foreign` is how many cores others may use, and
+    `slowest` how slow the machine may be beside its best, before a trial is repeated. `discard`
+    takes the attempts that do not count, as such.
+    """
 
     def __init__(
         self,
@@ -142,14 +159,20 @@ class Trials:
         self._best_pace_s = float("inf")
 
     async def run(
-        self, base: Trial, ids: Sequence[int], *, flush: bool = True, beside: Beside | None = None, repeat: bool = True
+        self,
+        base: Trial,
+        ids: Sequence[int],
+        *,
+        flush: bool = True,
+        beside: Beside | None = None,
+        repeat: bool = True,
     ) -> Trial:
-        """The trial `base` describes, its outcome filled in. A disturbed one is repeated; the least disturbed is kept. One that
-        fails is kept at once: how disturbed it was is no excuse.
+        """The trial `base` describes, its outcome filled in. A disturbed one is repeated; the least
+        disturbed is kept. One that fails is kept at once: how disturbed it was is no excuse.
 
-        `beside` runs while the request does, and ends soon after the event it is given is set. `repeat` False keeps
-        the first attempt, however disturbed.
-        Raises BenchError when the server refuses a setting or to flush; a request that fails is a trial with `error`.
+        `beside` runs while the request does, and ends soon after the event it is given is set.
+        `repeat` False keeps the first attempt, however disturbed. Raises BenchError when the server
+        refuses a setting or to flush; a request that fails is a trial with `error`.
         """
         made: list[Trial] = []
         for attempt in range(self._most_repeats + 1 if repeat else 1):
@@ -172,7 +195,9 @@ class Trials:
         self._best_pace_s = min(self._best_pace_s, now)
         return now / self._best_pace_s
 
-    async def _once(self, base: Trial, ids: Sequence[int], attempt: int, flush: bool, beside: Beside | None) -> Trial:
+    async def _once(
+        self, base: Trial, ids: Sequence[int], attempt: int, flush: bool, beside: Beside | None
+    ) -> Trial:
         await self.settle()
         if flush:
             await self.client.flush()
@@ -195,7 +220,8 @@ class Trials:
         )
 
     async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
-        """Computes a prompt and waits until the store has all its whole pages: the trial, and the bytes of one page.
+        """Computes a prompt and waits until the store has all its whole pages: the trial, and the
+        bytes of one page.
 
         Raises BenchError when they do not get there.
         """
@@ -208,14 +234,18 @@ class Trials:
             raise BenchError(f"the prompt of {len(ids)} tokens was not answered: {done.error}")
         pages = len(ids) // page
         after = await self._stored(pages, before)
-        # Over the store's whole life: all its pages have one size, and those of this prompt may have been there before.
-        nbytes = (after.total("kvtier:bytes_written_total") or 0.0) / max(after.total("kvtier:pages_written_total") or 0.0, 1.0)
+        # Over the store's whole life: all its pages have one size, and those of this prompt may
+        # have been there before.
+        nbytes = (after.total("kvtier:bytes_written_total") or 0.0) / max(
+            after.total("kvtier:pages_written_total") or 0.0, 1.0
+        )
         trial = outcome(Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0), done, len(ids))
         return trial, nbytes
 
     async def settle(self, most_s: float = 20.0) -> None:
-        """Waits until the server does nothing: what follows is not slowed by pages still being written back. Where that cannot be
-        seen, a fixed time."""
+        """Waits until the server does nothing: what follows is not slowed by pages still being
+        written back. Where that cannot be seen, a fixed time.
+        """
         if not self._cpu.known:
             await asyncio.sleep(self._unwatched_s)
             return
@@ -225,7 +255,9 @@ class Trials:
             began = loop.time()
             await asyncio.sleep(self._look_every_s)
             now = self._cpu.seconds()
-            calm = calm + 1 if now - last < QUIET_CORES * (loop.time() - began) or now == last else 0
+            calm = (
+                calm + 1 if now - last < QUIET_CORES * (loop.time() - began) or now == last else 0
+            )
             last = now
 
     async def _stored(self, pages: int, before: Metrics) -> Metrics:
@@ -234,7 +266,11 @@ class Trials:
         while loop.time() < until:
             after = await self.client.metrics()
             # A page of a prompt that was primed before is kept, not written again.
-            if grown(before, after, "kvtier:pages_written_total") + grown(before, after, "kvtier:pages_kept_total") >= pages:
+            if (
+                grown(before, after, "kvtier:pages_written_total")
+                + grown(before, after, "kvtier:pages_kept_total")
+                >= pages
+            ):
                 return after
             await asyncio.sleep(min(0.25, 3 * self._look_every_s))
         raise BenchError(
@@ -261,4 +297,3 @@ def outcome(base: Trial, done: Completion, prompt_tokens: int) -> Trial:
 def grown(before: Metrics, after: Metrics, name: str) -> float:
     """By how much a counter grew; one that is not there counts as 0."""
     return (after.total(name) or 0.0) - (before.total(name) or 0.0)
-

@@ -1,7 +1,8 @@
 """CacheFlow's printed numbers, and ours beside them.
 
-The paper (arXiv 2604.25080) prints ratios in its text and no tables; most conditions are not stated. A cell's `reading` says
-over what a ratio is taken; where the paper gives a range, `published` is the end of it nearer to ours, or ours inside it.
+The paper (arXiv 2604.25080) prints ratios in its text and no tables; most conditions are not
+stated. A cell's `reading` says over what a ratio is taken; where the paper gives a range,
+`published` is the end of it nearer to ours, or ours inside it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def printed() -> Mapping[tuple[str, str, str], tuple[float, float]]:
         }
 
 
-def cell(table: str, row: str, column: str, ours: float, unit: str = "x", reading: str = "") -> Cell:
+def cell(
+    table: str, row: str, column: str, ours: float, unit: str = "x", reading: str = ""
+) -> Cell:
     """Ours beside what is printed for it, if anything is."""
     low, high = printed().get((table, row, column), (None, None))
     published = None
@@ -41,7 +44,9 @@ def cell(table: str, row: str, column: str, ours: float, unit: str = "x", readin
 
 
 def speedups(table: str, row: str, seconds: Mapping[str, float]) -> list[Cell]:
-    """Mean TTFT of every arm, over CacheFlow's and over ours. Printed numbers stand beside the better single resource."""
+    """Mean TTFT of every arm, over CacheFlow's and over ours. Printed numbers stand beside the
+    better single resource.
+    """
     best = min(seconds[arm] for arm in SINGLE)
     cells = [
         cell(
@@ -53,7 +58,13 @@ def speedups(table: str, row: str, seconds: Mapping[str, float]) -> list[Cell]:
         )
     ]
     cells += [
-        cell(table, row, f"over {arm}", seconds[arm] / seconds[THEIRS], reading=f"CacheFlow over {arm}")
+        cell(
+            table,
+            row,
+            f"over {arm}",
+            seconds[arm] / seconds[THEIRS],
+            reading=f"CacheFlow over {arm}",
+        )
         for arm in (*SINGLE, "Cake")
     ]
     cells.append(cell(table, row, "ours over best single", best / seconds[OURS], reading="kvtier"))

@@ -1,7 +1,8 @@
-"""CacheFlow's section 4 from the simulator: its rule, the baselines, and ours on the same machines and requests.
+"""CacheFlow's section 4 from the simulator: its rule, the baselines, and ours on the same machines
+and requests.
 
-Compute is first come, first served in all arms, as in vLLM and SGLang; the arms differ in what is loaded, and when. What the
-paper leaves open is in cacheflow.json.
+Compute is first come, first served in all arms, as in vLLM and SGLang; the arms differ in what is
+loaded, and when. What the paper leaves open is in cacheflow.json.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def ttfts(place: Place, workload: str) -> Mapping[str, tuple[float, ...]]:
     rig_ = rig(place)
     runs = [poisson(workload, rig_, seed) for seed in SCENARIOS["arrivals"]["seeds"]]
     return {
-        arm: tuple(ttft for prompts in runs for ttft in serve(rig_, prompts, arm).ttfts()) for arm in ARMS
+        arm: tuple(ttft for prompts in runs for ttft in serve(rig_, prompts, arm).ttfts())
+        for arm in ARMS
     }
 
 
@@ -68,7 +70,9 @@ def figure_5() -> Sequence[Cell]:
     for arm in ("LMCache", "vLLM", THEIRS, OURS):
         result = serve(rig(default()), prompts, arm)
         io_share = result.pipes[STORAGE][1] / result.finished_s
-        cells.append(cell("5", arm, "GPU busy share", result.compute_busy_s / result.finished_s, ""))
+        cells.append(
+            cell("5", arm, "GPU busy share", result.compute_busy_s / result.finished_s, "")
+        )
         cells.append(cell("5", arm, "I/O busy share", io_share, ""))
     return cells
 
@@ -83,7 +87,13 @@ def figure_6() -> Sequence[Cell]:
         }
         row = f"{tokens // 1000}K tokens"
         cells.append(
-            cell("6", row, "TTFT speedup", seconds["vLLM"] / seconds[THEIRS], reading="CacheFlow over vLLM")
+            cell(
+                "6",
+                row,
+                "TTFT speedup",
+                seconds["vLLM"] / seconds[THEIRS],
+                reading="CacheFlow over vLLM",
+            )
         )
         cells.append(
             cell(
@@ -94,15 +104,21 @@ def figure_6() -> Sequence[Cell]:
                 reading="CacheFlow over LMCache",
             )
         )
-        cells.append(cell("6", row, "ours over CacheFlow", seconds[THEIRS] / seconds[OURS], reading=OURS))
+        cells.append(
+            cell("6", row, "ours over CacheFlow", seconds[THEIRS] / seconds[OURS], reading=OURS)
+        )
     return cells
 
 
 def ablation() -> Sequence[Cell]:
-    """Two pipeline stages that restore each by itself, or one after the other; each stage with a link of its own."""
+    """Two pipeline stages that restore each by itself, or one after the other; each stage with a
+    link of its own.
+    """
     scene = SCENARIOS["ablation"]
     place = default(hardware=scene["hardware"], model=scene["model"])
-    prompts = [Prompt(0.0, *one) for one in sample(scene["workload"], scene["requests"], scene["seed"])]
+    prompts = [
+        Prompt(0.0, *one) for one in sample(scene["workload"], scene["requests"], scene["seed"])
+    ]
     count = scene["stages"]
 
     def mean(stages: Stages, arm: str) -> float:
@@ -155,10 +171,18 @@ def figure_9() -> Sequence[Cell]:
         seconds = {arm: fmean(t for run in mine for t in run) for arm, mine in runs.items()}
         last = {arm: fmean(max(run) for run in mine) for arm, mine in runs.items()}
         cells.append(
-            cell("9", row, "TTFT speedup", seconds["vLLM"] / seconds[THEIRS], reading="CacheFlow over vLLM")
+            cell(
+                "9",
+                row,
+                "TTFT speedup",
+                seconds["vLLM"] / seconds[THEIRS],
+                reading="CacheFlow over vLLM",
+            )
         )
         cells += [
-            one for one in speedups("9", row, seconds) if one.column not in ("TTFT speedup", "over vLLM")
+            one
+            for one in speedups("9", row, seconds)
+            if one.column not in ("TTFT speedup", "over vLLM")
         ]
         cells.append(
             cell(
@@ -172,7 +196,13 @@ def figure_9() -> Sequence[Cell]:
         for order in ORDERS:
             arm = f"{OURS}, {order} first"
             cells.append(
-                cell("9", row, f"ours over I/O {order} first", seconds[arm] / seconds[OURS], reading="kvtier")
+                cell(
+                    "9",
+                    row,
+                    f"ours over I/O {order} first",
+                    seconds[arm] / seconds[OURS],
+                    reading="kvtier",
+                )
             )
     return cells
 
@@ -182,9 +212,14 @@ def batch_runs(batch: int) -> Mapping[str, tuple[tuple[float, ...], ...]]:
     """Seconds to first token of every request, per arm and seed."""
     scene = SCENARIOS["fig9"]
     place = rig(default(hardware=scene["hardware"], model=scene["model"]))
-    drawn = [[Prompt(0.0, *one) for one in sample(scene["workload"], batch, seed)] for seed in scene["seeds"]]
+    drawn = [
+        [Prompt(0.0, *one) for one in sample(scene["workload"], batch, seed)]
+        for seed in scene["seeds"]
+    ]
     arms = (*ARMS, *(f"{OURS}, {order} first" for order in ORDERS))
-    return {arm: tuple(tuple(serve(place, prompts, arm).ttfts()) for prompts in drawn) for arm in arms}
+    return {
+        arm: tuple(tuple(serve(place, prompts, arm).ttfts()) for prompts in drawn) for arm in arms
+    }
 
 
 TABLES: Tables = {

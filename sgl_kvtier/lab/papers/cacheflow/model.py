@@ -1,4 +1,6 @@
-"""CacheFlow's sections 2 and 3 in numbers: what its cost model implies, its equations run, and where layers beat tokens."""
+"""CacheFlow's sections 2 and 3 in numbers: what its cost model implies, its equations run, and
+where layers beat tokens.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,29 @@ def figure_1() -> Sequence[Cell]:
         for gbps, faster in ((80.0, True), (10.0, False)):
             word = "faster" if faster else "slower"
             holds = (tokens * size * 8 / (gbps * 1e9) < long_s) == faster
-            cells.append(cell("1", f"{gbps:g} Gbps", f"I/O {word} than recompute", float(holds), "", name))
+            cells.append(
+                cell("1", f"{gbps:g} Gbps", f"I/O {word} than recompute", float(holds), "", name)
+            )
         ratio = _recompute_seconds(place, 2000, 2048) / _recompute_seconds(place, 500, 2048)
         cells.append(
-            cell("1", "2000 tokens over 500 tokens", "recompute time ratio", ratio, "x", f"{name}, one step")
+            cell(
+                "1",
+                "2000 tokens over 500 tokens",
+                "recompute time ratio",
+                ratio,
+                "x",
+                f"{name}, one step",
+            )
         )
     return cells
 
 
 def _recompute_seconds(place: Place, tokens: int, chunk_tokens: int | None = None) -> float:
-    return serve(rig(place), [Prompt(0.0, 0, tokens)], "vLLM", chunk_tokens=chunk_tokens).requests[0].ttft_s
+    return (
+        serve(rig(place), [Prompt(0.0, 0, tokens)], "vLLM", chunk_tokens=chunk_tokens)
+        .requests[0]
+        .ttft_s
+    )
 
 
 # --- Eq. 1 and 2 ------------------------------------------------------------------------------------------------------
@@ -75,16 +90,22 @@ def equations() -> Sequence[Cell]:
 
 
 def _ideal_seconds(ratio: float, stages: Stages) -> float:
-    """One restoration where loading all takes `ratio` times computing all; small pages, so that the split is fine."""
+    """One restoration where loading all takes `ratio` times computing all; small pages, so that the
+    split is fine.
+    """
     scene = SCENARIOS["eq"]
     shape = load_model("Qwen3-8B")
     io_s = scene["tokens"] * scene["per_token_s"] * ratio
     gbps = scene["tokens"] * shape.kv_bytes_per_token * 8e-9 / io_s
     base = rig(default(gbps=gbps, stages=stages))
     cost = StepCost(0.0, scene["per_token_s"] * stages.compute)
-    ideal = Rig(base.hardware.with_route(next(iter(base.hardware.routes)), latency_s=0.0), base.model, cost)
+    ideal = Rig(
+        base.hardware.with_route(next(iter(base.hardware.routes)), latency_s=0.0), base.model, cost
+    )
     page, chunk = scene["page_tokens"], scene["chunk_tokens"]
-    result = serve(ideal, [Prompt(0.0, scene["tokens"], 1)], THEIRS, page_tokens=page, chunk_tokens=chunk)
+    result = serve(
+        ideal, [Prompt(0.0, scene["tokens"], 1)], THEIRS, page_tokens=page, chunk_tokens=chunk
+    )
     return result.requests[0].ttft_s
 
 
@@ -92,7 +113,9 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
 
 
 def crossover(hardware: str, model: str, gbps: float) -> int | None:
-    """L_delta by the rule of policy/: from this many tokens on splitting by tokens is no slower than by layers."""
+    """L_delta by the rule of policy/: from this many tokens on splitting by tokens is no slower
+    than by layers.
+    """
     scene, engine = SCENARIOS["fig3"], SCENARIOS["engine"]
     shape = load_model(model)
     return crossover_tokens(
@@ -120,9 +143,13 @@ def axis_seconds(hardware: str, model: str, gbps: float, tokens: int) -> tuple[f
 
 
 def figure_3() -> Sequence[Cell]:
-    """The crossover per machine, model and bandwidth. The paper's only number is "a few hundred tokens"."""
+    """The crossover per machine, model and bandwidth. The paper's only number is "a few hundred
+    tokens".
+    """
     scene, cells = SCENARIOS["fig3"], []
-    for hardware, model, gbps in itertools.product(scene["hardware"], scene["models"], scene["gbps"]):
+    for hardware, model, gbps in itertools.product(
+        scene["hardware"], scene["models"], scene["gbps"]
+    ):
         tokens = crossover(hardware, model, gbps)
         ours = None if tokens is None else float(tokens)
         reading = "" if tokens is not None else f"none up to {scene['longest']} tokens"

@@ -8,7 +8,16 @@ from statistics import fmean
 from sgl_kvtier.lab.pages.plots import Series, cdf, lines
 from sgl_kvtier.lab.papers.cacheflow.command import batch_runs
 from sgl_kvtier.lab.papers.cacheflow.model import axis_seconds
-from sgl_kvtier.lab.papers.cacheflow.rig import ARMS, SCENARIOS, Place, Prompt, default, poisson, rig, serve
+from sgl_kvtier.lab.papers.cacheflow.rig import (
+    ARMS,
+    SCENARIOS,
+    Place,
+    Prompt,
+    default,
+    poisson,
+    rig,
+    serve,
+)
 
 _SEED = 1
 
@@ -59,13 +68,18 @@ def figure_9() -> str:
     """Mean time to first token by batch size, over ours."""
     batches = SCENARIOS["fig9"]["batches"]
     means = {
-        arm: [fmean(t for run in batch_runs(batch)[arm] for t in run) for batch in batches] for arm in ARMS
+        arm: [fmean(t for run in batch_runs(batch)[arm] for t in run) for batch in batches]
+        for arm in ARMS
     }
     series = [
-        Series(arm, batches, [mine / ours for mine, ours in zip(seconds, means["kvtier"], strict=True)])
+        Series(
+            arm, batches, [mine / ours for mine, ours in zip(seconds, means["kvtier"], strict=True)]
+        )
         for arm, seconds in means.items()
     ]
-    return lines(series, "Figure 9: mean TTFT over ours, L40S", "requests at once", "ratio", whole_x=True)
+    return lines(
+        series, "Figure 9: mean TTFT over ours, L40S", "requests at once", "ratio", whole_x=True
+    )
 
 
 def _ttft_cdf(place: Place, title: str) -> str:

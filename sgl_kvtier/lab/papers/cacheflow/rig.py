@@ -1,4 +1,6 @@
-"""Machines, workloads and arms of CacheFlow's experiments. What the paper leaves open is in cacheflow.json."""
+"""Machines, workloads and arms of CacheFlow's experiments. What the paper leaves open is in
+cacheflow.json.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,15 @@ from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
-SCENARIOS: dict[str, Any] = json.loads(Path(__file__).with_name("cacheflow.json").read_text("utf-8"))
+SCENARIOS: dict[str, Any] = json.loads(
+    Path(__file__).with_name("cacheflow.json").read_text("utf-8")
+)
 
 ARMS = ("vLLM", "LMCache", "Cake", "CacheFlow", "kvtier")
 SINGLE = ("vLLM", "LMCache")
-"""Those that use one resource. SGLang's HiCache is not among the arms: with all pages in one remote tier it is load-only."""
+"""Those that use one resource. SGLang's HiCache is not among the arms: with all pages in one remote
+tier it is load-only.
+"""
 
 ORDERS = ("longest", "shortest")
 """Variants of ours that load for another request first: arms "kvtier, longest first", ..."""
@@ -42,7 +48,9 @@ ORDERS = ("longest", "shortest")
 STORAGE = "storage"
 
 _HORIZON_S = 0.02
-"""Loads of the papers' rules are handed out for little more than a step: their loaders take one chunk after the other."""
+"""Loads of the papers' rules are handed out for little more than a step: their loaders take one
+chunk after the other.
+"""
 _VOCABULARY = (1 << 31) - 1
 
 
@@ -66,8 +74,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A pipeline of `count` stages, seen from one of them, since all do the same. `compute` and `bytes`: what of the model's
-    work and KV falls to this stage while the others do theirs."""
+    """A pipeline of `count` stages, seen from one of them, since all do the same. `compute` and
+    `bytes`: what of the model's work and KV falls to this stage while the others do theirs.
+    """
 
     count: int = 1
     compute: float = 1.0
@@ -83,7 +92,9 @@ def parallel(count: int) -> Stages:
 
 
 def sequential(count: int) -> Stages:
-    """A chunk passes the stages one after the other; each stage loads its own layers over a link of its own."""
+    """A chunk passes the stages one after the other; each stage loads its own layers over a link of
+    its own.
+    """
     return Stages(count, 1.0, 1 / count)
 
 
@@ -105,7 +116,9 @@ def default(**changes: Any) -> Place:
 
 
 def rig(place: Place) -> Rig:
-    """Profiles with one link to storage. A step's fixed part does not become less with fewer layers per stage."""
+    """Profiles with one link to storage. A step's fixed part does not become less with fewer layers
+    per stage.
+    """
     machine, shape = load_hardware(place.hardware), load_model(place.model)
     whole, engine, stages = step_cost(machine, shape), SCENARIOS["engine"], place.stages
     cost = dataclasses.replace(
@@ -124,13 +137,17 @@ def rig(place: Place) -> Rig:
         dataclasses.replace(
             machine, pipes={STORAGE: Pipe(place.gbps * 1e9 / 8)}, routes={Link.SSD_TO_HBM: route}
         ),
-        dataclasses.replace(shape, kv_bytes_per_token=round(shape.kv_bytes_per_token * stages.bytes)),
+        dataclasses.replace(
+            shape, kv_bytes_per_token=round(shape.kv_bytes_per_token * stages.bytes)
+        ),
         cost,
     )
 
 
 def learned(cost: StepCost, chunk_tokens: int) -> PrefillCost:
-    """What a planner knows of these steps: whole chunks cost what they do; the floor, where it is above, counts as fixed."""
+    """What a planner knows of these steps: whole chunks cost what they do; the floor, where it is
+    above, counts as fixed.
+    """
     below_s = max(0.0, cost.floor_s - cost.per_token_s * chunk_tokens)
     return PrefillCost(cost.fixed_s + below_s, cost.per_token_s, cost.per_token_position_s)
 
@@ -175,7 +192,9 @@ def serve(
             f"r{number:03d}",
             prompt.arrival_s,
             prompt.prefix // page * page + max(1, prompt.new),
-            cached=((Span(0, prompt.prefix // page), Tier.REMOTE),) if prompt.prefix >= page else (),
+            cached=((Span(0, prompt.prefix // page), Tier.REMOTE),)
+            if prompt.prefix >= page
+            else (),
         )
         for number, prompt in enumerate(prompts)
     ]
@@ -189,12 +208,16 @@ def serve(
 
 @cache
 def lengths(workload: str) -> tuple[tuple[int, int], ...]:
-    """(prefix, new) tokens of many requests of a workload; of traces, those of all calls but first ones."""
+    """(prefix, new) tokens of many requests of a workload; of traces, those of all calls but first
+    ones.
+    """
     scene = SCENARIOS["workloads"][workload]
     if "trace" in scene:
         return _recorded(scene)
     rng = random.Random(0)
-    drawn = (rng.lognormvariate(0, scene["prefix_sigma"]) * scene["prefix_median"] for _ in range(2000))
+    drawn = (
+        rng.lognormvariate(0, scene["prefix_sigma"]) * scene["prefix_median"] for _ in range(2000)
+    )
     return tuple((min(int(prefix), scene["most"]), scene["new_tokens"]) for prefix in drawn)
 
 
@@ -209,7 +232,9 @@ def poisson(workload: str, rig_: Rig, seed: int) -> list[Prompt]:
     drawn = sample(workload, scene["requests"], seed)
     chunk = SCENARIOS["engine"]["chunk_tokens"]
     price = learned(rig_.cost, chunk)
-    per_s = scene["load"] / fmean(price.range_seconds(0, prefix + new, chunk) for prefix, new in drawn)
+    per_s = scene["load"] / fmean(
+        price.range_seconds(0, prefix + new, chunk) for prefix, new in drawn
+    )
     rng, now, prompts = random.Random(seed), 0.0, []
     for prefix, new in drawn:
         now += rng.expovariate(per_s)
@@ -222,7 +247,9 @@ def _recorded(scene: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     try:
         sessions = load_sessions(scene["trace"], limit=scene["sessions"], encoder=encoder).sessions
     except TraceError:
-        sessions = load_sessions(scene["fallback"], limit=scene["sessions"], encoder=encoder).sessions
+        sessions = load_sessions(
+            scene["fallback"], limit=scene["sessions"], encoder=encoder
+        ).sessions
     calls = []
     for session in sessions:
         tokens = PromptTokens(encoder)

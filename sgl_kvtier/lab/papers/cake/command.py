@@ -1,7 +1,8 @@
 """Cake from the simulator: Tables 3 to 7 with the averages of the text, and Figures 4 to 6.
 
-Each printed pair gives four cells: both speedups by the rule of the paper beside the print, and by ours. How the paper is
-read is said in cake_run, what was fitted in cake_fit, where the paper contradicts itself in published/cake_contradictions.csv.
+Each printed pair gives four cells: both speedups by the rule of the paper beside the print, and by
+ours. How the paper is read is said in cake_run, what was fitted in cake_fit, where the paper
+contradicts itself in published/cake_contradictions.csv.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _LABELS = ("over I/O", "over compute")
 
 
 def table(name: str) -> Sequence[Cell]:
-    """Every printed number of one table: the paper's rule beside the print, then ours, which is not printed."""
+    """Every printed number of one table: the paper's rule beside the print, then ours, which is not
+    printed.
+    """
     cells = []
     for pair in printed(name):
         ours = times(pair.setup)
@@ -53,7 +56,9 @@ def _cells(pair: Pair, seconds: float, ours: Times, reading: str) -> list[Cell]:
 
 
 def averages() -> Sequence[Cell]:
-    """The averages of sections 5.2 to 5.5, over the pairs without a number above ten ("highlighted in red")."""
+    """The averages of sections 5.2 to 5.5, over the pairs without a number above ten ("highlighted
+    in red").
+    """
     cells = []
     for name, *numbers in printed_averages():
         pairs = [pair for pair in printed(name) if max(pair.over_io, pair.over_compute) <= 10]
@@ -69,24 +74,43 @@ def averages() -> Sequence[Cell]:
         for label, number, mean, cell_mean in zip(_LABELS, numbers, means, of_cells, strict=True):
             reading = f"the printed cells average {cell_mean:.2f}"
             cells.append(
-                Cell("cake averages", f"Table {name}", label, number, round(mean, 4), "x", reading=reading)
+                Cell(
+                    "cake averages",
+                    f"Table {name}",
+                    label,
+                    number,
+                    round(mean, 4),
+                    "x",
+                    reading=reading,
+                )
             )
     return cells
 
 
 def optimum() -> Sequence[Cell]:
-    """Per table: the median share of the best possible speed that is reached, T_opt over the time taken. Not printed."""
+    """Per table: the median share of the best possible speed that is reached, T_opt over the time
+    taken. Not printed.
+    """
     cells = []
     for name in PRINTED:
         setups = [pair.setup for pair in printed(name)]
         for reading in (CAKE, OURS):
             reached = [
-                least_seconds(s) / (times(s).cake_s if reading == CAKE else times(s).kvtier_s) for s in setups
+                least_seconds(s) / (times(s).cake_s if reading == CAKE else times(s).kvtier_s)
+                for s in setups
             ]
             for label, value in (("median", median(reached)), ("least", min(reached))):
                 ours = round(100 * value, 2)
                 cells.append(
-                    Cell("cake optimum", f"Table {name}", label, None, ours, "% of T_opt", reading=reading)
+                    Cell(
+                        "cake optimum",
+                        f"Table {name}",
+                        label,
+                        None,
+                        ours,
+                        "% of T_opt",
+                        reading=reading,
+                    )
                 )
     return cells
 

@@ -1,6 +1,8 @@
-"""Cake's Figures 4, 5 and 6 from the simulator. The paper prints curves; of Figure 6 also two numbers.
+"""Cake's Figures 4, 5 and 6 from the simulator. The paper prints curves; of Figure 6 also two
+numbers.
 
-What the figures leave open (seeds, periods, arrivals, for Figure 6 even model and bandwidth) is in cake_figures.json.
+What the figures leave open (seeds, periods, arrivals, for Figure 6 even model and bandwidth) is in
+cake_figures.json.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def watched(
     page_tokens = parts.engine.page_tokens
     prefixes = {CACHED: next(r.prompt_tokens for r in requests if r.rid == CACHED) - 1}
     watch = Watch(wrap(planner) if wrap else planner, page_tokens, prefixes)
-    server = ServerSpec(page_tokens=page_tokens, step_tokens=parts.engine.chunk_tokens, write_down=False)
+    server = ServerSpec(
+        page_tokens=page_tokens, step_tokens=parts.engine.chunk_tokens, write_down=False
+    )
     result = simulate(
         watch, parts.hardware, parts.model, requests, server=server, cost=parts.cost, record=record
     )
@@ -63,7 +67,9 @@ def chunk_seconds(hardware: str) -> tuple[float, ...]:
     scene = SCENARIOS["fig4"]
     parts = rig(Setup(hardware, scene["model"], scene["tokens"], gbps=1.0))
     watch, _ = watched(parts, policy("cake", "compute"), [cached_request(scene["tokens"])])
-    return tuple(chunk.seconds for chunk in watch.chunks if len(chunk.tokens) == parts.engine.chunk_tokens)
+    return tuple(
+        chunk.seconds for chunk in watch.chunks if len(chunk.tokens) == parts.engine.chunk_tokens
+    )
 
 
 def figure_4() -> Sequence[Cell]:
@@ -82,7 +88,9 @@ def figure_4() -> Sequence[Cell]:
 
 @dataclasses.dataclass(frozen=True)
 class Fluctuation:
-    """One pair of random traces: a token budget per period, and bytes per second with the second each holds from."""
+    """One pair of random traces: a token budget per period, and bytes per second with the second
+    each holds from.
+    """
 
     budgets: tuple[int, ...]
     rates: tuple[tuple[float, float], ...]
@@ -108,9 +116,13 @@ def fluctuation(seed: int) -> Fluctuation:
 
 
 class Budgeted:
-    """A planner that sees another token budget every `period_s`, and with `loads` False no room for anything loaded."""
+    """A planner that sees another token budget every `period_s`, and with `loads` False no room for
+    anything loaded.
+    """
 
-    def __init__(self, planner: Planner, budgets: Sequence[int], period_s: float, loads: bool) -> None:
+    def __init__(
+        self, planner: Planner, budgets: Sequence[int], period_s: float, loads: bool
+    ) -> None:
         self._planner = planner
         self._budgets = budgets
         self._period_s = period_s
@@ -160,13 +172,16 @@ def fluctuating_run(seed: int, rule: str, only: str = "") -> tuple[float, SimRes
 
 
 def least_seconds(seed: int) -> float:
-    """The first instant by which what could be computed and what could be loaded make up the prefix, with every budget and
-    every byte used: nobody who knows the future is faster."""
+    """The first instant by which what could be computed and what could be loaded make up the
+    prefix, with every budget and every byte used: nobody who knows the future is faster.
+    """
     scene, traces, parts = SCENARIOS["fig5"], fluctuation(seed), fluctuating_rig(seed)
     cost, full, now, front = parts.cost.cost, scene["budget"], 0.0, 0
     while True:
         budget = traces.budgets[int(now / scene["budget_period_s"])]
-        seconds = cost.chunk_seconds(front, full) + cost.per_token_position_s * full * (budget - full) / 2
+        seconds = (
+            cost.chunk_seconds(front, full) + cost.per_token_position_s * full * (budget - full) / 2
+        )
         for part in range(1, 101):
             at = now + seconds * part / 100
             loaded = traces.loaded_bytes(at) / parts.model.kv_bytes_per_token
@@ -188,7 +203,9 @@ def figure_5() -> Sequence[Cell]:
     for name, seconds in arms.items():
         over = [mine / bound for mine, bound in zip(seconds, least, strict=True)]
         cells.append(Cell("cake fig5", name, "seconds", None, round(fmean(seconds), 3), "s"))
-        cells.append(Cell("cake fig5", name, "over the least possible", None, round(fmean(over), 3), "x"))
+        cells.append(
+            Cell("cake fig5", name, "over the least possible", None, round(fmean(over), 3), "x")
+        )
     return cells
 
 
@@ -230,6 +247,10 @@ def figure_6() -> Sequence[Cell]:
             finish_s = fmean(run.finished_s for run in runs)
             short_s = fmean(r.ttft_s for run in runs for r in run.requests if r.rid != CACHED)
             published = printed[name] if rule == "cake" else None
-            cells.append(Cell("cake fig6", name, "finish", published, round(finish_s, 3), "s", reading=rule))
-            cells.append(Cell("cake fig6", name, "others TTFT", None, round(short_s, 3), "s", reading=rule))
+            cells.append(
+                Cell("cake fig6", name, "finish", published, round(finish_s, 3), "s", reading=rule)
+            )
+            cells.append(
+                Cell("cake fig6", name, "others TTFT", None, round(short_s, 3), "s", reading=rule)
+            )
     return cells

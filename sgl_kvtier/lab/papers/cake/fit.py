@@ -1,11 +1,14 @@
-"""The coefficients behind Cake's tables, fitted to the ratio of the two baselines in a few printed pairs.
+"""The coefficients behind Cake's tables, fitted to the ratio of the two baselines in a few printed
+pairs.
 
-Compute-only time of n tokens in chunks of c is chunks·fixed + a n + b n²/2, I/O-only time is bytes/bandwidth + loads·f. A
-printed pair gives only their ratio; bandwidth and bytes are known, so each pair is one linear equation in (fixed, a, b, f).
-Cake's own times are used nowhere: every speedup is a prediction, and of the fitted pairs only the ratio is not.
+Compute-only time of n tokens in chunks of c is chunks·fixed + a n + b n²/2, I/O-only time is
+bytes/bandwidth + loads·f. A printed pair gives only their ratio; bandwidth and bytes are known, so
+each pair is one linear equation in (fixed, a, b, f). Cake's own times are used nowhere: every
+speedup is a prediction, and of the fitted pairs only the ratio is not.
 
 Fitted (19 of the 172 pairs), in this order:
-1. Table 5, rows at 100 %, columns 8k and 16k: cost per chunk and growth on A100 and 2xA100, f of LongAlpaca-13B.
+1. Table 5, rows at 100 %, columns 8k and 16k: cost per chunk and growth on A100 and 2xA100, f of
+   LongAlpaca-13B.
 2. Table 6, rows at 100 %, the three other models: cost per chunk and f. Their growth is LongAlpaca-13B's times the ratio of
    attention to matrix work (4·dim·layers over 2·parameters).
 3. Table 3, H100 at 100 %, 32 Gbps: cost per chunk; growth as on A100.
@@ -36,7 +39,9 @@ _PROFILE_NAMES = {"Llama3.1-8B": "Llama-3.1-8B", "Llama3.1-70B": "Llama-3.1-70B-
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Everything a set-up needs. `load_fixed_s` is the part of one load that bandwidth does not explain."""
+    """Everything a set-up needs. `load_fixed_s` is the part of one load that bandwidth does not
+    explain.
+    """
 
     load_fixed_s: dict[str, float]
     prefill: dict[str, dict[str, PrefillCost]]
@@ -95,7 +100,10 @@ def fit() -> dict[str, object]:
         growth = _growth(two_a100, name)
         pairs = [pair for pair in _models() if pair.setup.model == name]
         chunk_s, load_fixed_s[name] = _least_squares(
-            [_weighted([_baseline(pair, growth), -_loads(pair)], _bytes_seconds(pair)) for pair in pairs]
+            [
+                _weighted([_baseline(pair, growth), -_loads(pair)], _bytes_seconds(pair))
+                for pair in pairs
+            ]
         )
         chunks["2xA100"][name] = _Chunks(chunk_s, chunk_s * growth)
     growth = a100.growth_s / a100.chunk_s
@@ -106,7 +114,8 @@ def fit() -> dict[str, object]:
         "load_fixed_s": {name: _rounded(value) for name, value in load_fixed_s.items()},
         "prefill": {
             hardware: {
-                name: asdict(_cost(one, fixed.get(name, fixed[_REFERENCE]))) for name, one in models.items()
+                name: asdict(_cost(one, fixed.get(name, fixed[_REFERENCE])))
+                for name, one in models.items()
             }
             for hardware, models in chunks.items()
         },
@@ -136,11 +145,11 @@ def _fit_reference() -> tuple[_Chunks, _Chunks, float]:
 
 
 def _fit_fixed(
-    a100: _Chunks,
-    load_fixed_s: dict[str, float],
-    chunks: dict[str, dict[str, _Chunks]],
+    a100: _Chunks, load_fixed_s: dict[str, float], chunks: dict[str, dict[str, _Chunks]]
 ) -> dict[str, float]:
-    """The share of a chunk of 512 that every chunk pays, per model; adds LongAlpaca-7B on A100 to `chunks`."""
+    """The share of a chunk of 512 that every chunk pays, per model; adds LongAlpaca-7B on A100 to
+    `chunks`.
+    """
     shares = {}
     for name in dict.fromkeys(pair.setup.model for pair in _chunk_sizes()):
         growth = _growth(a100, name)
@@ -148,7 +157,8 @@ def _fit_fixed(
         for pair in (one for one in _chunk_sizes() if one.setup.model == name):
             ratio, tokens = pair.io_over_compute, pair.setup.tokens
             known_s = _bytes_seconds(pair) + _loads(pair) * load_fixed_s[name]
-            # Unknown: fixed seconds per chunk, and the rest of a 512-token chunk; growth is a share of their sum.
+            # Unknown: fixed seconds per chunk, and the rest of a 512-token chunk; growth is a share
+            # of their sum.
             bend = growth * tokens * tokens / 2
             terms = [ratio * (tokens / pair.setup.budget + bend), ratio * (tokens / _CHUNK + bend)]
             equations.append(_weighted(terms, known_s))
@@ -161,7 +171,12 @@ def _fit_fixed(
 
 def _growth(reference: _Chunks, name: str) -> float:
     """b over the seconds of a chunk, for another model on the same hardware."""
-    return reference.growth_s / reference.chunk_s * _attention_share(name) / _attention_share(_REFERENCE)
+    return (
+        reference.growth_s
+        / reference.chunk_s
+        * _attention_share(name)
+        / _attention_share(_REFERENCE)
+    )
 
 
 def _attention_share(name: str) -> float:
@@ -176,17 +191,19 @@ def _baseline(pair: Pair, growth: float) -> float:
     return pair.io_over_compute * (tokens / _CHUNK + growth * tokens * tokens / 2)
 
 
-def _known_load(
-    pair: Pair,
-    growth: float,
-    load_s: float,
-) -> tuple[list[float], float]:
+def _known_load(pair: Pair, growth: float, load_s: float) -> tuple[list[float], float]:
     return _weighted([_baseline(pair, growth)], _bytes_seconds(pair) + _loads(pair) * load_s)
 
 
 def _bytes_seconds(pair: Pair) -> float:
     setup = pair.setup
-    return setup.tokens * shape(setup.model).kv_bytes_per_token * setup.kv_scale * 8 / (setup.gbps * 1e9)
+    return (
+        setup.tokens
+        * shape(setup.model).kv_bytes_per_token
+        * setup.kv_scale
+        * 8
+        / (setup.gbps * 1e9)
+    )
 
 
 def _loads(pair: Pair) -> float:
@@ -196,17 +213,23 @@ def _loads(pair: Pair) -> float:
 def _lengths(hardware: str) -> list[Pair]:
     wanted = ("8k Tokens", "16k Tokens")
     return [
-        p for p in printed("5") if p.setup.hardware == hardware and p.setup.share == 1 and p.column in wanted
+        p
+        for p in printed("5")
+        if p.setup.hardware == hardware and p.setup.share == 1 and p.column in wanted
     ]
 
 
 def _models() -> list[Pair]:
-    return [pair for pair in printed("6") if pair.setup.share == 1 and pair.setup.model != _REFERENCE]
+    return [
+        pair for pair in printed("6") if pair.setup.share == 1 and pair.setup.model != _REFERENCE
+    ]
 
 
 def _h100() -> list[Pair]:
     return [
-        p for p in printed("3") if p.setup.hardware == "H100" and p.setup.share == 1 and p.setup.gbps == 32
+        p
+        for p in printed("3")
+        if p.setup.hardware == "H100" and p.setup.share == 1 and p.setup.gbps == 32
     ]
 
 
@@ -234,7 +257,8 @@ def _least_squares(equations: Iterable[tuple[Sequence[float], float]]) -> list[f
             if row != column:
                 factor = matrix[row][column] / matrix[column][column]
                 matrix[row] = [
-                    value - factor * top for value, top in zip(matrix[row], matrix[column], strict=True)
+                    value - factor * top
+                    for value, top in zip(matrix[row], matrix[column], strict=True)
                 ]
     return [matrix[i][size] / matrix[i][i] for i in range(size)]
 

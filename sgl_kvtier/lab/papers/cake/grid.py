@@ -1,8 +1,9 @@
 """Cake's Tables 3 to 7 as printed, and the set-up that stands behind every printed pair.
 
-Source: Jin et al., "Compute Or Load KV Cache? Why Not Both?" (ICML 2025), sections 5.1 to 5.6. A pair `a\\b` is the speedup
-over I/O-only and over compute-only; both have the same denominator, so a/b is the ratio of the two baselines and holds
-whatever Cake itself does. `cake_fit` uses only that ratio.
+Source: Jin et al., "Compute Or Load KV Cache? Why Not Both?" (ICML 2025), sections 5.1 to 5.6. A
+pair `a\\b` is the speedup over I/O-only and over compute-only; both have the same denominator, so
+a/b is the ratio of the two baselines and holds whatever Cake itself does. `cake_fit` uses only that
+ratio.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was measured: hardware and model by the paper's names; `share` is the utilisation (share of the token budget of
-    a step that the restoring request gets, the rest going to others), `kv_scale` the stored size against 16 bit."""
+    """What was measured: hardware and model by the paper's names; `share` is the utilisation (share
+    of the token budget of a step that the restoring request gets, the rest going to others),
+    `kv_scale` the stored size against 16 bit.
+    """
 
     hardware: str
     model: str
@@ -37,7 +40,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One printed pair with its place: `over_io` is the speedup over I/O-only, `over_compute` over compute-only."""
+    """One printed pair with its place: `over_io` is the speedup over I/O-only, `over_compute` over
+    compute-only.
+    """
 
     table: str
     row: str
@@ -69,11 +74,14 @@ def printed_averages() -> list[tuple[str, float, float]]:
     """Tables with the averages the text gives for them: over I/O-only, over compute-only."""
     with (PUBLISHED / "cake_averages.csv").open(newline="", encoding="utf-8") as file:
         return [
-            (row["table"], float(row["over I/O"]), float(row["over compute"])) for row in csv.DictReader(file)
+            (row["table"], float(row["over I/O"]), float(row["over compute"]))
+            for row in csv.DictReader(file)
         ]
 
 
-def _pairs(table: str, labels: list[str], columns: list[str], rows: list[list[str]]) -> Iterator[Pair]:
+def _pairs(
+    table: str, labels: list[str], columns: list[str], rows: list[list[str]]
+) -> Iterator[Pair]:
     for row in rows:
         named = dict(zip(labels, row, strict=False))
         for column, cell in zip(columns, row[len(labels) :], strict=True):
@@ -89,10 +97,13 @@ def _pairs(table: str, labels: list[str], columns: list[str], rows: list[list[st
 
 
 def _setup(table: str, named: dict[str, str], column: str) -> Setup:
-    """A cell's set-up from its row labels and its column, with the caption's constants for the rest."""
+    """A cell's set-up from its row labels and its column, with the caption's constants for the
+    rest.
+    """
     share = _number(named["Util"]) / 100 if "Util" in named else 1.0
     gbps = _number(named["BW"]) if "BW" in named else 0.0
-    # Table 5's caption names 2xA100 alone; its rows say 1xA100 too, and those agree with Table 3's A100.
+    # Table 5's caption names 2xA100 alone; its rows say 1xA100 too, and those agree with Table 3's
+    # A100.
     hardware = named.get("Hardware", "2xA100").replace("1xA100", "A100")
     if table == "3":
         return Setup(hardware, "LongAlpaca-13B", _TOKENS, _number(column), share)

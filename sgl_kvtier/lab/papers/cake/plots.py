@@ -23,7 +23,9 @@ def against_print() -> str:
     """Predicted speedups over the printed ones, sorted; 1 is equal."""
     pairs = [pair for pair in printed_all() if not is_fitted(pair)]
     over_io = sorted(times(p.setup).io_s / times(p.setup).cake_s / p.over_io for p in pairs)
-    over_compute = sorted(times(p.setup).compute_s / times(p.setup).cake_s / p.over_compute for p in pairs)
+    over_compute = sorted(
+        times(p.setup).compute_s / times(p.setup).cake_s / p.over_compute for p in pairs
+    )
     share = [100 * (i + 0.5) / len(pairs) for i in range(len(pairs))]
     series = [
         Series("over I/O-only", share, over_io),
@@ -31,12 +33,17 @@ def against_print() -> str:
         Series("equal", [0, 100], [1, 1]),
     ]
     return lines(
-        series, "Cake, Tables 3 to 7: simulated over printed", "share of predicted pairs (%)", "ratio"
+        series,
+        "Cake, Tables 3 to 7: simulated over printed",
+        "share of predicted pairs (%)",
+        "ratio",
     )
 
 
 def bandwidths() -> str:
-    """Table 3's row of one A100 at 100 %: the speedup over the better baseline, printed, by the paper's rule, and ours."""
+    """Table 3's row of one A100 at 100 %: the speedup over the better baseline, printed, by the
+    paper's rule, and ours.
+    """
     pairs = [p for p in printed("3") if p.setup.hardware == "A100" and p.setup.share == 1]
     gbps = [pair.setup.gbps for pair in pairs]
     ours = [times(pair.setup) for pair in pairs]
@@ -55,7 +62,9 @@ def figure_4() -> str:
     for hardware in SCENARIOS["fig4"]["hardware"]:
         seconds = chunk_seconds(hardware)
         series.append(Series(hardware, range(len(seconds)), [1e3 * value for value in seconds]))
-    return lines(series, "Figure 4: what a chunk of 512 costs", "chunk index", "milliseconds", whole_x=True)
+    return lines(
+        series, "Figure 4: what a chunk of 512 costs", "chunk index", "milliseconds", whole_x=True
+    )
 
 
 def figure_5() -> str:
@@ -96,7 +105,9 @@ def figure_6() -> str:
     series = []
     for adaptive, name in ((False, "default"), (True, "adaptive")):
         steps = burst_run(_SEED, "cake", adaptive)[0].steps
-        series.append(Series(name, [step.now for step in steps], [step.prefill_tokens for step in steps]))
+        series.append(
+            Series(name, [step.now for step in steps], [step.prefill_tokens for step in steps])
+        )
     return lines(series, "Figure 6: prefill tokens per step", "seconds", "tokens in the step")
 
 

@@ -3,7 +3,8 @@
 How the paper is read:
 - Utilisation is a share of the token budget of a step; others fill the rest, as deep in their prompts as this request, so a
   step lasts as long as a full one (the baselines' ratio in Table 3 grows by 8 from 100 % to 12.5 %, hardly more).
-- Loads of 128 tokens go one after the other; each has a part that bandwidth does not explain (`load_fixed_s`).
+- Loads of 128 tokens go one after the other; each has a part that bandwidth does not explain
+  (`load_fixed_s`).
 - What is timed is the restoration (section 5.1), of a prefix that is cached whole.
 - Compute-only computes it in whole chunks, I/O-only loads it; all three runs have the same costs.
 """
@@ -32,7 +33,8 @@ from sgl_kvtier.types import Link, Span, Tier
 PAGE_TOKENS = 64
 """12.5 % of a budget of 512, the smallest chunk of the tables."""
 
-# Cake's fetching thread takes one chunk after the other; a horizon shorter than a step hands out no more than a step needs.
+# Cake's fetching thread takes one chunk after the other; a horizon shorter than a step hands out no
+# more than a step needs.
 _HORIZON_S = 0.02
 _PATIENCE_S = 60.0
 
@@ -43,7 +45,8 @@ CACHED = "cached"
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """A step that others fill up: fixed + max(floor, a tokens) + b Σ tokens · position, everyone at this request's position.
+    """A step that others fill up: fixed + max(floor, a tokens) + b Σ tokens · position, everyone at
+    this request's position.
 
     `filled_to`: tokens that every step with prefill holds at least, whoever they belong to.
     """
@@ -86,13 +89,19 @@ class Rig:
 
 
 def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
-    """A set-up's machine: its profile with one link of this bandwidth that carries one load at a time."""
+    """A set-up's machine: its profile with one link of this bandwidth that carries one load at a
+    time.
+    """
     known, fixed_s = coefficients(), coefficients().load_fixed_s[setup.model]
     profile, model = load_hardware(setup.hardware), shape(setup.model)
     # The weights, read once per step, from the hardware's profile; all else is fitted.
     cost = SharedStep(known.cost(setup.hardware, setup.model), step_cost(profile, model).floor_s)
-    route = dataclasses.replace(profile.routes[Link.SSD_TO_HBM], pipes=(STORAGE,), latency_s=fixed_s, depth=1)
-    stored = dataclasses.replace(model, kv_bytes_per_token=round(model.kv_bytes_per_token * setup.kv_scale))
+    route = dataclasses.replace(
+        profile.routes[Link.SSD_TO_HBM], pipes=(STORAGE,), latency_s=fixed_s, depth=1
+    )
+    stored = dataclasses.replace(
+        model, kv_bytes_per_token=round(model.kv_bytes_per_token * setup.kv_scale)
+    )
     load_bytes = LOAD_TOKENS * stored.kv_bytes_per_token
     load_s = load_bytes * 8 / (setup.gbps * 1e9) + fixed_s
     return Rig(
@@ -117,12 +126,19 @@ def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
 def restore_seconds(setup: Setup, policy: PolicyConfig) -> float:
     """One run of one request: its whole prefix cached, one token behind it."""
     parts = rig(setup)
-    watch = Watch(make_planner(policy, parts.engine, parts.profile), PAGE_TOKENS, {CACHED: setup.tokens})
+    watch = Watch(
+        make_planner(policy, parts.engine, parts.profile), PAGE_TOKENS, {CACHED: setup.tokens}
+    )
     server = ServerSpec(
         page_tokens=PAGE_TOKENS, step_tokens=setup.budget, share=setup.share, write_down=False
     )
     simulate(
-        watch, parts.hardware, parts.model, [cached_request(setup.tokens)], server=server, cost=parts.cost
+        watch,
+        parts.hardware,
+        parts.model,
+        [cached_request(setup.tokens)],
+        server=server,
+        cost=parts.cost,
     )
     return watch.restored_s[CACHED]
 
@@ -156,7 +172,9 @@ def times(setup: Setup) -> Times:
 
 
 def least_seconds(setup: Setup) -> float:
-    """T_opt: the split into tokens of any size, both ends ending together, with compute as cheap as whole chunks make it."""
+    """T_opt: the split into tokens of any size, both ends ending together, with compute as cheap as
+    whole chunks make it.
+    """
     parts = rig(setup)
     cost, chunk = _learned(parts.cost, setup), parts.engine.chunk_tokens
     load_s = parts.engine.page_bytes / PAGE_TOKENS / parts.profile["links"][Link.SSD_TO_HBM.value]
@@ -167,13 +185,18 @@ def least_seconds(setup: Setup) -> float:
     low, high = 0.0, float(setup.tokens)
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if compute_s(middle) < (setup.tokens - middle) * load_s else (low, middle)
+        low, high = (
+            (middle, high)
+            if compute_s(middle) < (setup.tokens - middle) * load_s
+            else (low, middle)
+        )
     return compute_s(high)
 
 
 def _learned(truth: SharedStep, setup: Setup) -> PrefillCost:
-    """What a planner has learned under the same load. Others take what this request leaves of a step, so a chunk is no
-    cheaper for being short: all their work counts as fixed."""
+    """What a planner has learned under the same load. Others take what this request leaves of a
+    step, so a chunk is no cheaper for being short: all their work counts as fixed.
+    """
     cost, full_s = truth.cost, max(truth.floor_s, truth.cost.per_token_s * setup.budget)
     if setup.share < 1:
         return PrefillCost(cost.fixed_s + full_s, 0.0, cost.per_token_position_s / setup.share)

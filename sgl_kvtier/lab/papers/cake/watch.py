@@ -1,15 +1,27 @@
-"""A run seen through the facts its planner is told: when prefixes were whole, what each chunk took, what each step held."""
+"""A run seen through the facts its planner is told: when prefixes were whole, what each chunk took,
+what each step held.
+"""
 
 from __future__ import annotations
 
-from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepDone, StepPlan, StepView, TransferDone
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    Fact,
+    Planner,
+    StepDone,
+    StepPlan,
+    StepView,
+    TransferDone,
+)
 
 
 class Watch:
-    """A planner that asks another one and takes notes. `prefixes`: tokens of each request's cached prefix.
+    """A planner that asks another one and takes notes. `prefixes`: tokens of each request's cached
+    prefix.
 
-    Cake times the restoration (section 5.1: "the time of loading stored KV cache or computing new KV cache"), so the step
-    behind it that yields the first token is not in `restored_s`. Counted is what truly came, not what the planner believes.
+    Cake times the restoration (section 5.1: "the time of loading stored KV cache or computing new
+    KV cache"), so the step behind it that yields the first token is not in `restored_s`. Counted is
+    what truly came, not what the planner believes.
     """
 
     def __init__(self, planner: Planner, page_tokens: int, prefixes: dict[str, int]) -> None:

@@ -1,8 +1,9 @@
 """TierKV's Tables 4 to 7 in two readings, and in `TABLES` the figures beside them.
 
-"printed" is the accounting that gives the numbers (tierkv_printed.py says what it comes to), with few fitted coefficients
-(tierkv_fit.py names the cells). "honest" runs the same arrivals with bytes that obey the link (tierkv_honest.py). The paper
-contradicts itself; published/tierkv_contradictions.csv lists where, and which statement was followed.
+"printed" is the accounting that gives the numbers (tierkv_printed.py says what it comes to), with
+few fitted coefficients (tierkv_fit.py names the cells). "honest" runs the same arrivals with bytes
+that obey the link (tierkv_honest.py). The paper contradicts itself;
+published/tierkv_contradictions.csv lists where, and which statement was followed.
 """
 
 from __future__ import annotations
@@ -44,9 +45,13 @@ def table_4() -> list[Cell]:
         cells.append(_cell_4(row, "70B", column(policy, "70B GQA").tpot_ms, GQA))
     cells += list(_derived())
     for reading, hbm in ((ONE_HBM, first_hbm), (SWEEP_HBM, sweep_hbm)):
-        cells += [_cell_4("LRU", model, column("LRU", model, hbm).tpot_ms, reading) for model in MODELS]
+        cells += [
+            _cell_4("LRU", model, column("LRU", model, hbm).tpot_ms, reading) for model in MODELS
+        ]
     for row, policy in COLUMN_POLICIES.items():
-        cells += [_cell_4(row, m, column_honest(policy, m, sweep_hbm).tpot_ms, HONEST) for m in MODELS]
+        cells += [
+            _cell_4(row, m, column_honest(policy, m, sweep_hbm).tpot_ms, HONEST) for m in MODELS
+        ]
     return cells
 
 
@@ -75,7 +80,14 @@ def _sweep_cells(table: str) -> Iterator[Cell]:
                 ours = getattr(sweep(reading, policy, level), _MEASURE[table])
                 fitted = reading == PRINTED and setup.is_fitted(table, str(level), policy)
                 yield Cell(
-                    table, f"{level}x", policy, published[str(level), policy], ours, _UNIT[table], fitted, reading
+                    table,
+                    f"{level}x",
+                    policy,
+                    published[str(level), policy],
+                    ours,
+                    _UNIT[table],
+                    fitted,
+                    reading,
                 )
 
 
@@ -87,9 +99,16 @@ def _cell_4(row: str, model: str, ours: float, reading: str) -> Cell:
 def _derived() -> Iterator[Cell]:
     """Table 4's last two rows, from our own numbers."""
     for model in MODELS:
-        lru, ours, oracle = (column(policy, model).tpot_ms for policy in ("LRU", "Prefetch", "Oracle"))
-        for row, value in (("% Reduction vs. LRU", 1 - ours / lru), ("% Gap to Oracle", ours / oracle - 1)):
-            yield Cell("4", row, model, printed_table("4")[row, model], 100 * value, "%", False, OWN_HBM)
+        lru, ours, oracle = (
+            column(policy, model).tpot_ms for policy in ("LRU", "Prefetch", "Oracle")
+        )
+        for row, value in (
+            ("% Reduction vs. LRU", 1 - ours / lru),
+            ("% Gap to Oracle", ours / oracle - 1),
+        ):
+            yield Cell(
+                "4", row, model, printed_table("4")[row, model], 100 * value, "%", False, OWN_HBM
+            )
 
 
 TABLES: Tables = {

@@ -1,7 +1,8 @@
-"""TierKV's Figures 4 to 7: request latencies, workloads, lookahead and block size, and tiers over time in a burst.
+"""TierKV's Figures 4 to 7: request latencies, workloads, lookahead and block size, and tiers over
+time in a burst.
 
-The text gives some of their numbers; the others have no `published`. All but the last are the batch of 32 of Table 4's 7B
-column with its HBM.
+The text gives some of their numbers; the others have no `published`. All but the last are the batch
+of 32 of Table 4's 7B column with its HBM.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def figure_4() -> list[Cell]:
     cells = []
     for policy in ("LRU", "Prefetch", "Oracle"):
         values = latencies_ms(latency_run(policy))
-        numbers = {"mean": sum(values) / len(values), "P95": _quantile(values, 0.95), "P99": _quantile(values, 0.99)}
+        numbers = {
+            "mean": sum(values) / len(values),
+            "P95": _quantile(values, 0.95),
+            "P99": _quantile(values, 0.99),
+        }
         cells += [_cell("fig4", policy, name, value, "ms") for name, value in numbers.items()]
     return cells
 
@@ -47,7 +52,9 @@ def latency_run(policy: str) -> Run:
 
 
 def figure_5() -> list[Cell]:
-    """P95 TPOT by workload: with one HBM for all, and with one fitted for each workload that is printed."""
+    """P95 TPOT by workload: with one HBM for all, and with one fitted for each workload that is
+    printed.
+    """
     setup = load_setup()
     cells: list[Cell] = []
     for workload in setup.printed["workloads"]:
@@ -59,7 +66,8 @@ def figure_5() -> list[Cell]:
 
 def _workload(workload: str, hbm_bytes: float | None, reading: str) -> Iterator[Cell]:
     lru, attention, ours = (
-        column(policy, "7B", hbm_bytes, workload).p95_tpot_ms for policy in ("LRU", "Attn-Pref.", "Prefetch")
+        column(policy, "7B", hbm_bytes, workload).p95_tpot_ms
+        for policy in ("LRU", "Attn-Pref.", "Prefetch")
     )
     numbers = {
         "LRU P95": (lru, "ms"),
@@ -78,22 +86,30 @@ def figure_6() -> list[Cell]:
     cells = []
     for steps in LOOKAHEADS:
         server = setup.column_server("7B")
-        seen = measure(column_run(setup, server, load, "Prefetch", steps), server.kv_bytes_per_token)
+        seen = measure(
+            column_run(setup, server, load, "Prefetch", steps), server.kv_bytes_per_token
+        )
         cells.append(_cell("fig6", f"K={steps}", "TPOT", seen.tpot_ms, "ms"))
         cells.append(_cell("fig6", f"K={steps}", "hit rate", 100 * seen.hit_share, "%"))
     for tokens in BLOCKS:
         server = setup.column_server("7B", block_tokens=tokens)
         seen = measure(column_run(setup, server, load, "Prefetch"), server.kv_bytes_per_token)
         cells.append(_cell("fig6", f"{tokens} tokens", "TPOT", seen.tpot_ms, "ms"))
-        cells.append(_cell("fig6", f"{tokens} tokens", "fragmentation", fragmentation(load, tokens), "%"))
-        cells.append(_cell("fig6", f"{tokens} tokens", "transfer efficiency", efficiency(server), "%"))
+        cells.append(
+            _cell("fig6", f"{tokens} tokens", "fragmentation", fragmentation(load, tokens), "%")
+        )
+        cells.append(
+            _cell("fig6", f"{tokens} tokens", "transfer efficiency", efficiency(server), "%")
+        )
     hbm_bytes = setup.printed["hbm_bytes"] / 3.0
     for steps in _HONEST_LOOKAHEADS:
         seen = column_honest("Prefetch", "7B", hbm_bytes, steps)
         cells.append(_cell("fig6", f"K={steps}", "TPOT", seen.tpot_ms, "ms", HONEST))
         cells.append(_cell("fig6", f"K={steps}", "hit rate", 100 * seen.hit_share, "%", HONEST))
         # The reading "printed" moves no bytes that could be wasted.
-        cells.append(_cell("fig6", f"K={steps}", "wasted bandwidth", 100 * seen.wasted_share, "%", HONEST))
+        cells.append(
+            _cell("fig6", f"K={steps}", "wasted bandwidth", 100 * seen.wasted_share, "%", HONEST)
+        )
     return cells
 
 
@@ -104,7 +120,9 @@ def fragmentation(load: Load, block_tokens: int) -> float:
 
 
 def efficiency(server: Server) -> float:
-    """Per cent of a block's transfer, alone on the link, in which bytes move: Eq. 2 without its latency over Eq. 2."""
+    """Per cent of a block's transfer, alone on the link, in which bytes move: Eq. 2 without its
+    latency over Eq. 2.
+    """
     bytes_s = server.block_bytes / server.link_bytes_per_s
     return 100 * bytes_s / (server.link_latency_s + bytes_s)
 
@@ -128,7 +146,9 @@ def figure_7() -> list[Cell]:
 
 def _cell(table: str, row: str, name: str, ours: float, unit: str, reading: str = PRINTED) -> Cell:
     fitted = load_setup().is_fitted(table, row, name) and reading == _fitted_in(table)
-    return Cell(table, row, name, printed_figure(table).get((row, name)), ours, unit, fitted, reading)
+    return Cell(
+        table, row, name, printed_figure(table).get((row, name)), ours, unit, fitted, reading
+    )
 
 
 def _fitted_in(table: str) -> str:

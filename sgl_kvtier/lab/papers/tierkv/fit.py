@@ -1,9 +1,13 @@
-"""The coefficients of the reading "printed", computed from the printed cells it names: `python -m ...tierkv_fit` prints them.
+"""The coefficients of the reading "printed", computed from the printed cells it names: `python -m
+...tierkv_fit` prints them.
 
 Fitted, in this order; every other cell is a prediction:
-1. Tables 5, 6 and 7 at 1.0x: compute time per step and per request in the batch, arrivals per second.
-2. Table 6 at 2.0x, LRU, Freq and Attn-Pref. as ratios to Static: each policy's share of a fault's cost. Static's is 1.
-3. Table 5, LRU and Static at 1.5x and 5.0x: how many requests a run has, and the longest generation, from a coarse grid.
+1. Tables 5, 6 and 7 at 1.0x: compute time per step and per request in the batch, arrivals per
+   second.
+2. Table 6 at 2.0x, LRU, Freq and Attn-Pref. as ratios to Static: each policy's share of a fault's
+   cost. Static's is 1.
+3. Table 5, LRU and Static at 1.5x and 5.0x: how many requests a run has, and the longest
+   generation, from a coarse grid.
 4. Table 5 at 5.0x, Prefetch and Oracle: what they pay per fault.
 5. Fig. 4, mean of Prefetch: the share of long generations. Table 4: Oracle of 13B and 70B (compute times that appendix A
    leaves out) and LRU of every column (its HBM; printed is 3.0x for all). Fig. 5: LRU of summarization and Prefetch of
@@ -36,7 +40,9 @@ _GRID_CELLS = tuple((level, policy) for policy in ("LRU", "Static") for level in
 
 
 def fit(start: Setup) -> Setup:
-    """All coefficients anew; `start` gives what is printed and assumed, and where the search begins."""
+    """All coefficients anew; `start` gives what is printed and assumed, and where the search
+    begins.
+    """
     setup = replace(start, fitted={**start.fitted, "shares": _shares_under_stalls()})
     setup = _fit_length(setup)
     setup = _fit_lookahead_shares(setup)
@@ -49,7 +55,9 @@ def fitted_cells() -> dict[str, list[list[str]]]:
     """[table, row, column] of the cells each step uses."""
     columns = ("7B", "13B", "30B", "70B")
     return {
-        "1 compute and arrivals": [[table, "1.0", policy] for table in "567" for policy in POLICIES],
+        "1 compute and arrivals": [
+            [table, "1.0", policy] for table in "567" for policy in POLICIES
+        ],
         "2 shares": [["6", "2.0", policy] for policy in ("LRU", "Freq", "Attn-Pref.", "Static")],
         "3 run length": [["5", str(level), policy] for level, policy in _GRID_CELLS],
         "4 lookahead": [["5", "5.0", policy] for policy in ("Prefetch", "Oracle")],
@@ -68,11 +76,16 @@ def _shares_under_stalls() -> dict[str, float]:
     """Table 6's stalls at 2.0x over Static's: P95 less what it is without stalls."""
     cells = printed_table("6")
     stall = {policy: cells["2.0", policy] - cells["1.0", policy] for policy in POLICIES[:4]}
-    return {policy: round(stall[policy] / stall["Static"], 4) for policy in POLICIES[:4]} | {"Prefetch": 0, "Oracle": 0}
+    return {policy: round(stall[policy] / stall["Static"], 4) for policy in POLICIES[:4]} | {
+        "Prefetch": 0,
+        "Oracle": 0,
+    }
 
 
 def _fit_unloaded(setup: Setup) -> Setup:
-    """Compute time and arrivals such that a run without stalls has the printed mean, P95 and throughput."""
+    """Compute time and arrivals such that a run without stalls has the printed mean, P95 and
+    throughput.
+    """
     tpot, p95 = printed_table("5")["1.0", "LRU"] / 1e3, printed_table("6")["1.0", "LRU"] / 1e3
     wanted = printed_table("7")["1.0", "LRU"]
     for _ in range(4):
@@ -103,13 +116,16 @@ def _fit_length(setup: Setup) -> Setup:
 
 
 def _stalls(setup: Setup, level: float) -> bool:
-    return printed_measures(setup, setup.sweep_server(level), setup.sweep_load(), "LRU").hit_share < 1
+    return (
+        printed_measures(setup, setup.sweep_server(level), setup.sweep_load(), "LRU").hit_share < 1
+    )
 
 
 def _grid_error(setup: Setup) -> float:
     cells = printed_table("5")
     return sum(
-        abs(math.log(_tpot(setup, level, policy) / cells[str(level), policy])) for level, policy in _GRID_CELLS
+        abs(math.log(_tpot(setup, level, policy) / cells[str(level), policy]))
+        for level, policy in _GRID_CELLS
     )
 
 
@@ -141,7 +157,9 @@ def _fit_columns(setup: Setup) -> Setup:
             # Less HBM, more stall: the solver wants a rising function.
             return _column(setup, setup.column_server(model, -hbm_bytes), "LRU").tpot_ms
 
-        found[model] = float(f"{-_solve(at, cells['LRU', model.removesuffix(' GQA')], -3 * full, -0.05 * full):.4g}")
+        found[model] = float(
+            f"{-_solve(at, cells['LRU', model.removesuffix(' GQA')], -3 * full, -0.05 * full):.4g}"
+        )
     return _with(setup, column_hbm_bytes=found)
 
 
@@ -150,18 +168,24 @@ def _fit_figures(setup: Setup) -> Setup:
     full = 8192 * setup.kv_bytes("7B") * setup.printed["batch"]
 
     def lru_p95(hbm_bytes: float) -> float:
-        return _column(setup, setup.column_server("7B", -hbm_bytes), "LRU", "summarization").p95_tpot_ms
+        return _column(
+            setup, setup.column_server("7B", -hbm_bytes), "LRU", "summarization"
+        ).p95_tpot_ms
 
     def reduction(hbm_bytes: float) -> float:
         server = setup.column_server("7B", -hbm_bytes)
-        lru, ours = (_column(setup, server, policy, "mixed").p95_tpot_ms for policy in ("LRU", "Prefetch"))
+        lru, ours = (
+            _column(setup, server, policy, "mixed").p95_tpot_ms for policy in ("LRU", "Prefetch")
+        )
         return 100 * (1 - ours / lru)
 
     hbm = {
         "summarization": -_solve(lru_p95, cells["summarization", "LRU P95"], -full, -0.01 * full),
         "mixed": -_solve(reduction, cells["mixed", "Prefetch reduction"], -full, -0.01 * full),
     }
-    setup = _with(setup, workload_hbm_bytes={name: float(f"{value:.4g}") for name, value in hbm.items()})
+    setup = _with(
+        setup, workload_hbm_bytes={name: float(f"{value:.4g}") for name, value in hbm.items()}
+    )
 
     def dram_gb(factor: float) -> float:
         tried = _with(setup, burst_factor=factor)
@@ -169,16 +193,24 @@ def _fit_figures(setup: Setup) -> Setup:
         most = max(one.tokens for one in burst_run(tried).steps) * server.kv_bytes_per_token
         return (most - server.hbm_bytes) / 1e9
 
-    return _with(setup, burst_factor=_solve(dram_gb, printed_figure("fig7")["burst", "DRAM"], 1.0, 20.0))
+    return _with(
+        setup, burst_factor=_solve(dram_gb, printed_figure("fig7")["burst", "DRAM"], 1.0, 20.0)
+    )
 
 
 def _column(setup: Setup, server: Server, policy: str, workload: str | None = None) -> Measures:
-    return measure(column_run(setup, server, setup.column_load(workload), policy), server.kv_bytes_per_token)
+    return measure(
+        column_run(setup, server, setup.column_load(workload), policy), server.kv_bytes_per_token
+    )
 
 
 def _long_generations() -> list[list[float]]:
-    """Short ones as in the chatbot workload, long ones up to the longest context; shares from the mean latency and TPOT."""
-    tokens = printed_figure("fig4")["Prefetch", "mean"] / printed_table("4")["TierKV-Prefetch", "7B"]
+    """Short ones as in the chatbot workload, long ones up to the longest context; shares from the
+    mean latency and TPOT.
+    """
+    tokens = (
+        printed_figure("fig4")["Prefetch", "mean"] / printed_table("4")["TierKV-Prefetch", "7B"]
+    )
     short, long = (128, 512), (2048, 4096)
     share = (tokens - sum(short) / 2) / (sum(long) / 2 - sum(short) / 2)
     return [[round(1 - share, 3), *short], [round(share, 3), *long]]
@@ -188,7 +220,9 @@ def _with(setup: Setup, **fitted: Any) -> Setup:
     return replace(setup, fitted={**setup.fitted, **fitted})
 
 
-def _solve(rising: Callable[[float], float], wanted: float, low: float, high: float, rounds: int = 24) -> float:
+def _solve(
+    rising: Callable[[float], float], wanted: float, low: float, high: float, rounds: int = 24
+) -> float:
     """Where a rising function takes a value, by halving."""
     for _ in range(rounds):
         middle = (low + high) / 2
@@ -204,7 +238,11 @@ def _rounded(value: Any) -> Any:
         return float(f"{value:.5g}")
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, Iterable) and not isinstance(value, str) else value
+    return (
+        [_rounded(item) for item in value]
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else value
+    )
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Reading "honest": every block of the batch that is not in HBM when its request's turn in a step comes crosses the link.
+"""Reading "honest": every block of the batch that is not in HBM when its request's turn in a step
+comes crosses the link.
 
-The most a paging policy could get: attention takes the batch request by request, so what was just used may make room for
-what comes next; a block has a copy in DRAM from the start, so giving it up costs nothing; what lookahead brings overlaps
-with the whole step's computing. What stays and what is fetched ahead is decided by the product's TierMap, rules and
-Prefetcher. Pages here are runs of 1024 tokens, since the blocks of such a run fare alike.
+The most a paging policy could get: attention takes the batch request by request, so what was just
+used may make room for what comes next; a block has a copy in DRAM from the start, so giving it up
+costs nothing; what lookahead brings overlaps with the whole step's computing. What stays and what
+is fetched ahead is decided by the product's TierMap, rules and Prefetcher. Pages here are runs of
+1024 tokens, since the blocks of such a run fare alike.
 """
 
 from __future__ import annotations
@@ -21,11 +23,19 @@ from sgl_kvtier.types import PageKey, Tier
 
 _PAGE_TOKENS = 1024
 _WAVES = 8
-"""A step takes the batch in parts of at most an eighth of HBM, so that there is room to fetch the next part ahead."""
+"""A step takes the batch in parts of at most an eighth of HBM, so that there is room to fetch the
+next part ahead.
+"""
 _STALE, _STALE_IN_HBM = 0.1, 0.3
-"""The walk through a step is done anew when this share of the batch has come or gone since (the second while all of it is
-in HBM); until then its hits hold."""
-_RULES: dict[str, Callable[[], Rule]] = {"LRU": LRU, "Freq": LFU, "Attn-Pref.": LRU, "Prefetch": NextUse}
+"""The walk through a step is done anew when this share of the batch has come or gone since (the
+second while all of it is in HBM); until then its hits hold.
+"""
+_RULES: dict[str, Callable[[], Rule]] = {
+    "LRU": LRU,
+    "Freq": LFU,
+    "Attn-Pref.": LRU,
+    "Prefetch": NextUse,
+}
 _EMA_KEEP = 0.5
 """Attn-Prefetch expects a request whose average of recent uses, one per step, is at least this."""
 
@@ -42,7 +52,9 @@ class _Walk:
 
 
 class HonestPager:
-    """Pages with the rule of a policy and, where it looks ahead, with its guess of what the next part needs."""
+    """Pages with the rule of a policy and, where it looks ahead, with its guess of what the next
+    part needs.
+    """
 
     def __init__(self, server: Server, policy: str, lookahead_steps: int = 1) -> None:
         self._server = server
@@ -50,7 +62,9 @@ class HonestPager:
         self._map = TierMap(1 << 16, _RULES[policy](), LRU())
         # Algorithm 1 tests block by block, so a page counts as one of its blocks there.
         self._prefetcher = (
-            paper_prefetcher(server, self._map, server.block_bytes, server.link_bytes_per_s, lookahead_steps)
+            paper_prefetcher(
+                server, self._map, server.block_bytes, server.link_bytes_per_s, lookahead_steps
+            )
             if policy == "Prefetch"
             else None
         )
@@ -126,7 +140,10 @@ class HonestPager:
         per_page = batch.tokens / pages if overflow else 0.0
         wasted = self._prefetcher.brought.wasted - wasted_before if self._prefetcher else 0
         return _Walk(
-            batch.tokens, round(demand * per_page), round(ahead * per_page), wasted / ahead if ahead else 0.0
+            batch.tokens,
+            round(demand * per_page),
+            round(ahead * per_page),
+            wasted / ahead if ahead else 0.0,
         )
 
     def _waves(self, batch: Batch, now: float) -> Iterator[list[int]]:

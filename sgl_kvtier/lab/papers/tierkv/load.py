@@ -1,4 +1,6 @@
-"""What TierKV's simulated server is asked: Poisson arrivals with contexts and generation lengths from stated ranges."""
+"""What TierKV's simulated server is asked: Poisson arrivals with contexts and generation lengths
+from stated ranges.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: `context` tokens of KV are there when it starts, `generate` tokens are added one per step."""
+    """One request: `context` tokens of KV are there when it starts, `generate` tokens are added one
+    per step.
+    """
 
     rid: int
     arrival_s: float
@@ -24,8 +28,12 @@ class Lengths:
     parts: tuple[tuple[float, int, int], ...]
 
     def __post_init__(self) -> None:
-        if abs(sum(share for share, _, _ in self.parts) - 1) > 1e-9 or any(not 0 < a <= b for _, a, b in self.parts):
-            raise ValueError(f"shares must add up to 1 and ranges ascend from 1 or more: {self.parts}")
+        if abs(sum(share for share, _, _ in self.parts) - 1) > 1e-9 or any(
+            not 0 < a <= b for _, a, b in self.parts
+        ):
+            raise ValueError(
+                f"shares must add up to 1 and ranges ascend from 1 or more: {self.parts}"
+            )
 
     @property
     def mean(self) -> float:
@@ -53,7 +61,9 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How many requests of which lengths; `tokens_per_s` is what they ask to be generated per second."""
+    """How many requests of which lengths; `tokens_per_s` is what they ask to be generated per
+    second.
+    """
 
     requests: int
     tokens_per_s: float

@@ -1,4 +1,6 @@
-"""Algorithm 1 as TierKV's readings ask it: through the product's own Prefetcher, with the paper's rule."""
+"""Algorithm 1 as TierKV's readings ask it: through the product's own Prefetcher, with the paper's
+rule.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ _BLOCK = PageKey(b"block")
 _OWNER = "request"
 
 
-def paper_prefetcher(server: Server, tier_map: TierMap, page_bytes: int, bytes_per_s: float, steps: int) -> Prefetcher:
-    """The product's prefetcher set to the paper's rule with K = `steps`, on a link from DRAM of that speed."""
+def paper_prefetcher(
+    server: Server, tier_map: TierMap, page_bytes: int, bytes_per_s: float, steps: int
+) -> Prefetcher:
+    """The product's prefetcher set to the paper's rule with K = `steps`, on a link from DRAM of
+    that speed.
+    """
     config = PolicyConfig(
-        prefetch="tierkv", lookahead=steps, lookahead_ssd=steps, scheduling_slack_s=server.schedule_s
+        prefetch="tierkv",
+        lookahead=steps,
+        lookahead_ssd=steps,
+        scheduling_slack_s=server.schedule_s,
     )
     speed = Bandwidth({Link.DRAM_TO_HBM: bytes_per_s}, {Link.DRAM_TO_HBM: server.link_latency_s})
     return Prefetcher(config, tier_map, speed, page_bytes)
@@ -27,7 +36,9 @@ def paper_prefetcher(server: Server, tier_map: TierMap, page_bytes: int, bytes_p
 
 @lru_cache(maxsize=4096)
 def brings_one_block(server: Server, bytes_per_s: float, iteration_s: float, steps: int) -> bool:
-    """Would Algorithm 1 with K = `steps` fetch one block that lies in DRAM and is needed in the next iteration?"""
+    """Would Algorithm 1 with K = `steps` fetch one block that lies in DRAM and is needed in the
+    next iteration?
+    """
     tier_map = TierMap(1, NextUse(), LRU())
     tier_map.placed((_BLOCK,), Tier.DRAM, now=0.0)
     tier_map.claim(_OWNER, (_BLOCK,), next_use=iteration_s)

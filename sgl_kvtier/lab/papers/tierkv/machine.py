@@ -1,9 +1,11 @@
-"""TierKV's decode-paging server in virtual time: continuous batching whose KV may lie below HBM while it is decoded.
+"""TierKV's decode-paging server in virtual time: continuous batching whose KV may lie below HBM
+while it is decoded.
 
-SGLang has no such page fault: what it runs is in HBM as a whole. The machine exists to see what the paper's numbers need.
-Every running request gains one token per step and every step needs the KV of all of them. Prefill is not modelled, as the
-paper does not: a request's context is there when it is admitted. Steps between two changes are taken together, at most one
-block's worth at a time. Who is paged, and what that costs, is a Pager's business.
+SGLang has no such page fault: what it runs is in HBM as a whole. The machine exists to see what the
+paper's numbers need. Every running request gains one token per step and every step needs the KV of
+all of them. Prefill is not modelled, as the paper does not: a request's context is there when it is
+admitted. Steps between two changes are taken together, at most one block's worth at a time. Who is
+paged, and what that costs, is a Pager's business.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ PCIE = "pcie"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Bytes, seconds, tokens. A step of n requests computes for `step_s + n * step_s_per_request`. `link_*` is DRAM to HBM."""
+    """Bytes, seconds, tokens. A step of n requests computes for `step_s + n * step_s_per_request`.
+    `link_*` is DRAM to HBM.
+    """
 
     kv_bytes_per_token: int
     step_s: float
@@ -70,7 +74,9 @@ class Running:
 
 @dataclass(slots=True)
 class Batch:
-    """Who runs, by rid in the order of admission, and how many tokens of KV they have together before step `step`."""
+    """Who runs, by rid in the order of admission, and how many tokens of KV they have together
+    before step `step`.
+    """
 
     running: dict[int, Running] = field(default_factory=dict)
     tokens: int = 0
@@ -82,8 +88,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What paging adds to one step. `stall_s` is charged as seconds; `demand_bytes` cross the link while nobody computes,
-    `ahead_bytes` while the step computes; `wasted_bytes`, part of those, are never used. `hit_share`: of the batch's KV in HBM."""
+    """What paging adds to one step. `stall_s` is charged as seconds; `demand_bytes` cross the link
+    while nobody computes, `ahead_bytes` while the step computes; `wasted_bytes`, part of those, are
+    never used. `hit_share`: of the batch's KV in HBM.
+    """
 
     stall_s: float = 0.0
     demand_bytes: float = 0.0
@@ -105,7 +113,9 @@ class Pager(Protocol):
         """It has left."""
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
-        """What the next step's paging costs; asked whenever the batch has changed, and once per block of steps."""
+        """What the next step's paging costs; asked whenever the batch has changed, and once per
+        block of steps.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +165,14 @@ def simulate(server: Server, requests: Sequence[Request], pager: Pager) -> Run:
 
 
 class _Machine:
-    def __init__(self, env: simpy.Environment, server: Server, requests: Sequence[Request], pager: Pager) -> None:
+    def __init__(
+        self, env: simpy.Environment, server: Server, requests: Sequence[Request], pager: Pager
+    ) -> None:
         self._env = env
         self._server = server
-        self._network = Network(env, {PCIE: Pipe(server.link_bytes_per_s, server.link_lanes, Sharing.HONEST)})
+        self._network = Network(
+            env, {PCIE: Pipe(server.link_bytes_per_s, server.link_lanes, Sharing.HONEST)}
+        )
         self._coming = deque(requests)
         self._pager = pager
         self._batch = Batch()
@@ -191,7 +205,11 @@ class _Machine:
 
     def _admit(self) -> None:
         batch, coming = self._batch, self._coming
-        while coming and coming[0].arrival_s <= self._env.now and len(batch) < self._server.most_running:
+        while (
+            coming
+            and coming[0].arrival_s <= self._env.now
+            and len(batch) < self._server.most_running
+        ):
             if batch and not self._pager.admits(coming[0], batch):
                 return
             request = coming.popleft()
@@ -214,19 +232,24 @@ class _Machine:
 
     def _expected_s(self, compute_s: float, paging: Paging) -> float:
         rate = self._server.link_bytes_per_s
-        return max(compute_s, paging.ahead_bytes / rate) + paging.demand_bytes / rate + paging.stall_s
+        return (
+            max(compute_s, paging.ahead_bytes / rate) + paging.demand_bytes / rate + paging.stall_s
+        )
 
     def _count(self, step_s: float) -> int:
         """Steps until someone ends, someone may join, or a block is full."""
         count = min(self._server.block_tokens, self._ends[0][0] - self._batch.step)
         if self._coming and len(self._batch) < self._server.most_running:
             wait_s = self._coming[0].arrival_s - self._env.now
-            # A waiting request that was not admitted gets its next chance when someone ends, not after every step.
+            # A waiting request that was not admitted gets its next chance when someone ends, not
+            # after every step.
             if wait_s > 0:
                 count = min(count, max(1, math.ceil(wait_s / step_s)))
         return count
 
-    def _carry_out(self, compute_s: float, paging: Paging, count: int) -> Generator[simpy.Event, Any, None]:
+    def _carry_out(
+        self, compute_s: float, paging: Paging, count: int
+    ) -> Generator[simpy.Event, Any, None]:
         computed = self._env.timeout(count * (compute_s + paging.stall_s))
         if paging.ahead_bytes:
             yield computed & self._transfer(paging.ahead_bytes * count)

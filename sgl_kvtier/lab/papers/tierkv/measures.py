@@ -11,8 +11,10 @@ from sgl_kvtier.lab.papers.tierkv.machine import Run
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Of one run, or the mean of several. Time per output token is that of each single token, so long steps with a large
-    batch weigh more than those with a small one. `wait_ms`: from arrival to the first step."""
+    """Of one run, or the mean of several. Time per output token is that of each single token, so
+    long steps with a large batch weigh more than those with a small one. `wait_ms`: from arrival to
+    the first step.
+    """
 
     tpot_ms: float
     p95_tpot_ms: float
@@ -34,10 +36,12 @@ def measure(run: Run, kv_bytes_per_token: int) -> Measures:
     wasted = sum(one.count * one.paging.wasted_bytes for one in run.steps)
     return Measures(
         tpot_ms=1e3 * sum(one.seconds * one.count * one.running for one in run.steps) / tokens,
-        p95_tpot_ms=1e3 * weighted_quantile([(one.seconds, one.count * one.running) for one in run.steps], 0.95),
+        p95_tpot_ms=1e3
+        * weighted_quantile([(one.seconds, one.count * one.running) for one in run.steps], 0.95),
         tokens_per_s=tokens / run.end_s,
         running=sum(one.seconds * one.count * one.running for one in run.steps) / run.end_s,
-        hit_share=sum(one.count * one.tokens * one.paging.hit_share for one in run.steps) / accesses,
+        hit_share=sum(one.count * one.tokens * one.paging.hit_share for one in run.steps)
+        / accesses,
         wait_ms=1e3 * fmean(one.admitted_s - one.arrived_s for one in run.finished),
         demand_gb=sum(one.count * one.paging.demand_bytes for one in run.steps) / 1e9,
         ahead_gb=ahead / 1e9,
@@ -52,7 +56,9 @@ def mean_of(parts: Sequence[Measures]) -> Measures:
 
 
 def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> float:
-    """The smallest value with at least `share` of the weight at or below it; values are (value, weight)."""
+    """The smallest value with at least `share` of the weight at or below it; values are (value,
+    weight).
+    """
     ordered = sorted(values)
     wanted = share * sum(weight for _, weight in ordered)
     seen = 0.0
@@ -68,6 +74,8 @@ def latencies_ms(run: Run) -> list[float]:
     return sorted(1e3 * one.decode_s for one in run.finished)
 
 
-def over_seeds(seeds: Sequence[int], once: Callable[[int], Run], kv_bytes_per_token: int) -> Measures:
+def over_seeds(
+    seeds: Sequence[int], once: Callable[[int], Run], kv_bytes_per_token: int
+) -> Measures:
     """The mean over seeds."""
     return mean_of([measure(once(seed), kv_bytes_per_token) for seed in seeds])

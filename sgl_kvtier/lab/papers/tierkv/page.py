@@ -1,7 +1,7 @@
 """TierKV's printed numbers beside ours, as markdown for docs/results/papers/tierkv.md.
 
-`python -m sgl_kvtier.lab.papers.tierkv.page docs/results/papers` replaces what stands between the page's markers and writes
-the plots; the text around the markers is written by hand.
+`python -m sgl_kvtier.lab.papers.tierkv.page docs/results/papers` replaces what stands between the
+page's markers and writes the plots; the text around the markers is written by hand.
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ def markdown() -> str:
     parts = [_agreement(cells)]
     for name, title in _TITLES.items():
         for reading in dict.fromkeys(cell.reading for cell in cells[name]):
-            parts.append(_pivot(f"{title}, reading “{reading}”", [c for c in cells[name] if c.reading == reading]))
+            parts.append(
+                _pivot(
+                    f"{title}, reading “{reading}”",
+                    [c for c in cells[name] if c.reading == reading],
+                )
+            )
     parts.append(_cost_of_honesty())
     for name in TABLES:
         if name.startswith("fig"):
@@ -104,7 +109,12 @@ def _pivot(title: str, cells: Sequence[Cell]) -> Table:
     for cell in cells:
         rows.setdefault(cell.row, {"row": cell.row})[cell.column] = _text(cell)
     notes = ("* fitted",) if any(cell.fitted for cell in cells) else ()
-    return Table(title, (Column("row", ""), *(Column(name, name) for name in columns)), list(rows.values()), notes)
+    return Table(
+        title,
+        (Column("row", ""), *(Column(name, name) for name in columns)),
+        list(rows.values()),
+        notes,
+    )
 
 
 def _text(cell: Cell) -> str:

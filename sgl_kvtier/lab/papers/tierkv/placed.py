@@ -1,4 +1,6 @@
-"""The two baselines of the reading "honest" that never move a block: static placement, and an oracle that packs."""
+"""The two baselines of the reading "honest" that never move a block: static placement, and an
+oracle that packs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from sgl_kvtier.lab.papers.tierkv.machine import Batch, Paging, Running, Server
 
 
 class StaticPager:
-    """Static-Tiering: a request's tokens take what room HBM has when they come, the others stay in DRAM for good."""
+    """Static-Tiering: a request's tokens take what room HBM has when they come, the others stay in
+    DRAM for good.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -38,7 +42,8 @@ class StaticPager:
             self._place(rid, running.tokens(batch.step))
         missing = batch.tokens - self._used
         return Paging(
-            demand_bytes=missing * self._server.kv_bytes_per_token, hit_share=1 - missing / batch.tokens
+            demand_bytes=missing * self._server.kv_bytes_per_token,
+            hit_share=1 - missing / batch.tokens,
         )
 
     def _place(self, rid: int, tokens: int) -> None:
@@ -49,8 +54,10 @@ class StaticPager:
 
 
 class PackingPager:
-    """Oracle as section 4.1 defines it: it knows every length and starts a request only if no fetch will ever be on the
-    critical path, that is if all that the batch will hold fits into HBM and what the link brings during a step."""
+    """Oracle as section 4.1 defines it: it knows every length and starts a request only if no fetch
+    will ever be on the critical path, that is if all that the batch will hold fits into HBM and
+    what the link brings during a step.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -58,7 +65,9 @@ class PackingPager:
     def admits(self, request: Request, batch: Batch) -> bool:
         """Only who fits in to its end beside the others to theirs."""
         server = self._server
-        hidden = server.link_bytes_per_s * server.compute_s(len(batch) + 1) / server.kv_bytes_per_token
+        hidden = (
+            server.link_bytes_per_s * server.compute_s(len(batch) + 1) / server.kv_bytes_per_token
+        )
         final = sum(one.request.context + one.request.generate for one in batch.running.values())
         return final + request.context + request.generate <= server.hbm_tokens + hidden
 
@@ -73,5 +82,6 @@ class PackingPager:
         del compute_s
         missing = max(0, batch.tokens - self._server.hbm_tokens)
         return Paging(
-            ahead_bytes=missing * self._server.kv_bytes_per_token, hit_share=1 - missing / batch.tokens
+            ahead_bytes=missing * self._server.kv_bytes_per_token,
+            hit_share=1 - missing / batch.tokens,
         )

@@ -29,8 +29,16 @@ def figure_3() -> str:
     for policy in ("LRU", "Freq", "Static", "Attn-Pref.", "Prefetch"):
         simulated = [sweep(PRINTED, policy, level).tpot_ms for level in LEVELS]
         series.append(Series(policy, LEVELS, simulated))
-        series.append(Series(f"{policy}, print", LEVELS, [published[str(level), policy] for level in LEVELS]))
-    return lines(series, "Figure 3, reading “printed”: simulated and as printed", _LEVEL, "mean TPOT (ms)", log_y=True)
+        series.append(
+            Series(f"{policy}, print", LEVELS, [published[str(level), policy] for level in LEVELS])
+        )
+    return lines(
+        series,
+        "Figure 3, reading “printed”: simulated and as printed",
+        _LEVEL,
+        "mean TPOT (ms)",
+        log_y=True,
+    )
 
 
 def both_readings() -> str:
@@ -46,7 +54,11 @@ def both_readings() -> str:
 def honest_throughput() -> str:
     """Throughput when bytes obey the link."""
     series = [
-        Series(policy, HONEST_LEVELS, [sweep(HONEST, policy, level).tokens_per_s for level in HONEST_LEVELS])
+        Series(
+            policy,
+            HONEST_LEVELS,
+            [sweep(HONEST, policy, level).tokens_per_s for level in HONEST_LEVELS],
+        )
         for policy in POLICIES
     ]
     return lines(series, "Throughput when bytes obey the link", _LEVEL, "tokens/s", log_y=True)
@@ -54,7 +66,9 @@ def honest_throughput() -> str:
 
 def figure_4() -> str:
     """Latencies of single requests."""
-    samples = {policy: latencies_ms(latency_run(policy)) for policy in ("LRU", "Prefetch", "Oracle")}
+    samples = {
+        policy: latencies_ms(latency_run(policy)) for policy in ("LRU", "Prefetch", "Oracle")
+    }
     return cdf(samples, "Figure 4: request latency, reading “printed”", "milliseconds")
 
 
@@ -62,12 +76,19 @@ def figure_6a() -> str:
     """TPOT by lookahead."""
     setup = load_setup()
     server = setup.column_server("7B")
-    runs = [column_run(setup, server, setup.column_load(), "Prefetch", steps) for steps in LOOKAHEADS]
+    runs = [
+        column_run(setup, server, setup.column_load(), "Prefetch", steps) for steps in LOOKAHEADS
+    ]
     simulated = Series("simulated", LOOKAHEADS, _tpots(runs, [server] * len(runs)))
     published = printed_figure("fig6")
     shown = [steps for steps in LOOKAHEADS if (f"K={steps}", "TPOT") in published]
-    series = [simulated, Series("as printed", shown, [published[f"K={steps}", "TPOT"] for steps in shown])]
-    return lines(series, "Figure 6a: lookahead, reading “printed”", "K", "mean TPOT (ms)", whole_x=True)
+    series = [
+        simulated,
+        Series("as printed", shown, [published[f"K={steps}", "TPOT"] for steps in shown]),
+    ]
+    return lines(
+        series, "Figure 6a: lookahead, reading “printed”", "K", "mean TPOT (ms)", whole_x=True
+    )
 
 
 def figure_6b() -> str:
@@ -76,7 +97,9 @@ def figure_6b() -> str:
     servers = [setup.column_server("7B", block_tokens=tokens) for tokens in _BLOCK_SIZES]
     runs = [column_run(setup, server, setup.column_load(), "Prefetch") for server in servers]
     series = [Series("simulated", _BLOCK_SIZES, _tpots(runs, servers))]
-    return lines(series, "Figure 6b: block size, reading “printed”", "tokens per block", "mean TPOT (ms)")
+    return lines(
+        series, "Figure 6b: block size, reading “printed”", "tokens per block", "mean TPOT (ms)"
+    )
 
 
 def figure_7() -> str:
@@ -99,7 +122,10 @@ def figure_7_hits() -> str:
 
 
 def _tpots(runs: list[Run], servers: list[Server]) -> list[float]:
-    return [measure(run, server.kv_bytes_per_token).tpot_ms for run, server in zip(runs, servers, strict=True)]
+    return [
+        measure(run, server.kv_bytes_per_token).tpot_ms
+        for run, server in zip(runs, servers, strict=True)
+    ]
 
 
 PLOTS: Mapping[str, Callable[[], str]] = {

@@ -20,7 +20,9 @@ LOOKS_AHEAD = ("Prefetch", "Oracle")
 
 
 class PrintedPager:
-    """Charges faults as printed. `share` is the policy's part of a fault's cost; `lookahead_steps` is TierKV's K."""
+    """Charges faults as printed. `share` is the policy's part of a fault's cost; `lookahead_steps`
+    is TierKV's K.
+    """
 
     def __init__(self, server: Server, policy: str, share: float, lookahead_steps: int = 1) -> None:
         self._server = server
@@ -55,10 +57,15 @@ class PrintedPager:
 
 
 def lanes_taken(server: Server, faults: float) -> float:
-    """Between how many streams the link divides itself when `faults` streams are on it: never more than its lanes."""
+    """Between how many streams the link divides itself when `faults` streams are on it: never more
+    than its lanes.
+    """
     return min(max(faults, 1.0), server.link_lanes)
 
 
 def fault_s(server: Server, faults: float) -> float:
     """Seconds one block takes beside so many others."""
-    return server.link_latency_s + server.block_bytes * lanes_taken(server, faults) / server.link_bytes_per_s
+    return (
+        server.link_latency_s
+        + server.block_bytes * lanes_taken(server, faults) / server.link_bytes_per_s
+    )

@@ -1,4 +1,6 @@
-"""Runs of TierKV's experiments by reading, policy and level, model or workload; points of tables are kept per process."""
+"""Runs of TierKV's experiments by reading, policy and level, model or workload; points of tables
+are kept per process.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from sgl_kvtier.lab.papers.tierkv.printed import PrintedPager
 from sgl_kvtier.lab.papers.tierkv.setup import Setup, load_setup
 
 PRINTED, HONEST = "printed", "honest"
-"""The two readings: the accounting that gives the printed numbers, and the one in which bytes obey the link."""
+"""The two readings: the accounting that gives the printed numbers, and the one in which bytes obey
+the link.
+"""
 
 
 @cache
@@ -24,7 +28,9 @@ def requests_of(load: Load, seed: int) -> Sequence[Request]:
     return arrivals(load, seed)
 
 
-def run_printed(setup: Setup, server: Server, load: Load, policy: str, seed: int, lookahead_steps: int = 1) -> Run:
+def run_printed(
+    setup: Setup, server: Server, load: Load, policy: str, seed: int, lookahead_steps: int = 1
+) -> Run:
     """One run in the reading "printed"."""
     pager = PrintedPager(server, policy, setup.share(policy), lookahead_steps)
     return simulate(server, requests_of(load, seed), pager)
@@ -44,7 +50,9 @@ def honest_pager(server: Server, policy: str, lookahead_steps: int = 1) -> Pager
     return HonestPager(server, policy, lookahead_steps)
 
 
-def printed_measures(setup: Setup, server: Server, load: Load, policy: str, lookahead_steps: int = 1) -> Measures:
+def printed_measures(
+    setup: Setup, server: Server, load: Load, policy: str, lookahead_steps: int = 1
+) -> Measures:
     """The mean over the seeds, in the reading "printed"."""
     return over_seeds(
         setup.seeds,
@@ -60,11 +68,15 @@ def sweep(reading: str, policy: str, level: float) -> Measures:
     server, load = setup.sweep_server(level), setup.sweep_load()
     if reading == PRINTED:
         return printed_measures(setup, server, load, policy)
-    return over_seeds(setup.seeds, lambda seed: run_honest(server, load, policy, seed), server.kv_bytes_per_token)
+    return over_seeds(
+        setup.seeds, lambda seed: run_honest(server, load, policy, seed), server.kv_bytes_per_token
+    )
 
 
 @cache
-def column(policy: str, model: str, hbm_bytes: float | None = None, workload: str | None = None) -> Measures:
+def column(
+    policy: str, model: str, hbm_bytes: float | None = None, workload: str | None = None
+) -> Measures:
     """A cell of Table 4 or Fig. 5 in the reading "printed", with the column's own HBM or another."""
     setup = load_setup()
     server = setup.column_server(model, hbm_bytes)
@@ -72,7 +84,9 @@ def column(policy: str, model: str, hbm_bytes: float | None = None, workload: st
     return measure(run, server.kv_bytes_per_token)
 
 
-def column_run(setup: Setup, server: Server, load: Load, policy: str, lookahead_steps: int = 1) -> Run:
+def column_run(
+    setup: Setup, server: Server, load: Load, policy: str, lookahead_steps: int = 1
+) -> Run:
     """One seed: thousands of requests that keep the batch full leave nothing to average."""
     return run_printed(setup, server, load, policy, setup.seeds[0], lookahead_steps)
 
@@ -89,4 +103,6 @@ def column_honest(policy: str, model: str, hbm_bytes: float, lookahead_steps: in
 
 def burst_run(setup: Setup) -> Run:
     """Fig. 7: Prefetch at 3.0x, more arrivals for a while, in the reading "printed"."""
-    return run_printed(setup, setup.sweep_server(3.0), setup.burst_load(), "Prefetch", setup.seeds[0])
+    return run_printed(
+        setup, setup.sweep_server(3.0), setup.burst_load(), "Prefetch", setup.seeds[0]
+    )

@@ -1,8 +1,9 @@
-"""TierKV's experiments as this simulator sets them up: servers, loads and printed tables, from json and csv with sources.
+"""TierKV's experiments as this simulator sets them up: servers, loads and printed tables, from json
+and csv with sources.
 
-Two experiments hide behind one name. The *sweep* (Tables 5, 6, 7, Fig. 3) lets the batch grow: throughput times TPOT of its
-printed cells is about 26 requests while nothing stalls and up to 246 when it does. The *column* experiment (Table 4, Figs 4
-to 6) keeps "batch size 32" of appendix A.
+Two experiments hide behind one name. The *sweep* (Tables 5, 6, 7, Fig. 3) lets the batch grow:
+throughput times TPOT of its printed cells is about 26 requests while nothing stalls and up to 246
+when it does. The *column* experiment (Table 4, Figs 4 to 6) keeps "batch size 32" of appendix A.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Setup:
         )
 
     def sweep_load(self) -> Load:
-        """The arrivals of Tables 5 to 7: the same at every level, as the printed 6473 tokens/s at 1.0x are."""
+        """The arrivals of Tables 5 to 7: the same at every level, as the printed 6473 tokens/s at
+        1.0x are.
+        """
         return Load(
             requests=self.fitted["requests"],
             tokens_per_s=self.fitted["tokens_per_s"],
@@ -90,7 +93,9 @@ class Setup:
             generated=lengths(self.fitted["generated"]),
         )
 
-    def column_server(self, model: str, hbm_bytes: float | None = None, block_tokens: int = 16) -> Server:
+    def column_server(
+        self, model: str, hbm_bytes: float | None = None, block_tokens: int = 16
+    ) -> Server:
         """The server of one column of Table 4, with the HBM fitted for it or with another."""
         step_s = self.column_step_s(model)
         growth = self.fitted["step_s_per_request"] / self.printed["step_s"]["7B"]
@@ -105,12 +110,16 @@ class Setup:
         )
 
     def column_step_s(self, model: str) -> float:
-        """Compute time of a step at batch size 32: printed in appendix A, or fitted on Table 4's Oracle."""
+        """Compute time of a step at batch size 32: printed in appendix A, or fitted on Table 4's
+        Oracle.
+        """
         name = model.removesuffix(" GQA")
         return float(self.printed["step_s"].get(name) or self.fitted["column_step_s"][name])
 
     def column_load(self, contexts: str | None = None) -> Load:
-        """A queue that never empties; `contexts` names a workload of section 4.1 instead of 128 to 4096 tokens."""
+        """A queue that never empties; `contexts` names a workload of section 4.1 instead of 128 to
+        4096 tokens.
+        """
         where = self.printed["workloads"] if contexts else self.printed
         return Load(
             requests=self.assumed["column_requests"],
@@ -121,7 +130,10 @@ class Setup:
 
     def burst_load(self) -> Load:
         """Fig. 7's: the sweep's arrivals with a burst in them."""
-        return replace(self.sweep_load(), burst=Burst(**self.assumed["burst"], factor=self.fitted["burst_factor"]))
+        return replace(
+            self.sweep_load(),
+            burst=Burst(**self.assumed["burst"], factor=self.fitted["burst_factor"]),
+        )
 
     def _server(self, model: str, **changes: Any) -> Server:
         printed = self.printed
@@ -143,7 +155,9 @@ class Setup:
 def load_setup() -> Setup:
     """What tierkv_coefficients.json says."""
     data = json.loads(COEFFICIENTS.read_text("utf-8"))
-    return Setup(**{name: data[name] for name in ("printed", "models", "assumed", "fitted", "fitted_on")})
+    return Setup(
+        **{name: data[name] for name in ("printed", "models", "assumed", "fitted", "fitted_on")}
+    )
 
 
 def lengths(parts: Any) -> Lengths:
@@ -156,7 +170,11 @@ def printed_table(table: str) -> dict[tuple[str, str], float]:
     """Tables 4 to 7 as printed: (row, column) -> number. Rows of Tables 5 to 7 are levels, "1.5"."""
     with (PUBLISHED / f"tierkv_table{table}.csv").open(newline="", encoding="utf-8") as file:
         header, *rows = list(csv.reader(file))
-    return {(row[0], column): float(cell) for row in rows for column, cell in zip(header[1:], row[1:], strict=True)}
+    return {
+        (row[0], column): float(cell)
+        for row in rows
+        for column, cell in zip(header[1:], row[1:], strict=True)
+    }
 
 
 @cache
@@ -164,5 +182,7 @@ def printed_figure(table: str) -> dict[tuple[str, str], float]:
     """Numbers the text gives for a figure ("fig4"): (row, column) -> number."""
     with (PUBLISHED / "tierkv_text.csv").open(newline="", encoding="utf-8") as file:
         return {
-            (row["row"], row["column"]): float(row["value"]) for row in csv.DictReader(file) if row["table"] == table
+            (row["row"], row["column"]): float(row["value"])
+            for row in csv.DictReader(file)
+            if row["table"] == table
         }

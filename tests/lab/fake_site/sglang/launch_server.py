@@ -1,10 +1,12 @@
-"""`python -m sglang.launch_server` of the stand-in: a server process that behaves like an arm, or fails as told.
+"""`python -m sglang.launch_server` of the stand-in: a server process that behaves like an arm, or
+fails as told.
 
-FAKE_SGLANG is "ARM:WHAT" with WHAT one of: refuse (ends while starting), die (ends at the 4th request), stubborn (ignores
-SIGTERM), wrong (other tokens than the other arms), child (has a worker process that ignores SIGTERM). One that is started with
-an admin key restores prompts as it is told (tests/lab/fake_restore.py); there WHAT may be wrong, hang (at the 9th request),
-fail (at the 9th), leak (says so in its log at the 9th), forgetful (restores nothing from the 40th on), hoard
-(keeps host memory that it has no pages for).
+FAKE_SGLANG is "ARM:WHAT" with WHAT one of: refuse (ends while starting), die (ends at the 4th
+request), stubborn (ignores SIGTERM), wrong (other tokens than the other arms), child (has a worker
+process that ignores SIGTERM). One that is started with an admin key restores prompts as it is told
+(tests/lab/fake_restore.py); there WHAT may be wrong, hang (at the 9th request), fail (at the 9th),
+leak (says so in its log at the 9th), forgetful (restores nothing from the 40th on), hoard (keeps
+host memory that it has no pages for).
 """
 
 from __future__ import annotations
@@ -86,11 +88,12 @@ class Restoring(RestoringServer):
         self.fail_when = lambda _: what
         return await super().generate(request)
 
-
     async def metrics(self, request: web.Request) -> web.Response:
         answer = await super().metrics(request)
         if self.task == "hoard":
-            answer.text = f'{answer.text}sglang:hicache_host_used_tokens{{tp_rank="0",pp_rank="0"}} 32\n'
+            answer.text = (
+                f'{answer.text}sglang:hicache_host_used_tokens{{tp_rank="0",pp_rank="0"}} 32\n'
+            )
         return answer
 
 
