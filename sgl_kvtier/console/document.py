@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 import numpy
 
@@ -27,7 +28,7 @@ STDOUT = "-"
 ENVELOPE_KEYS = ("schema", "command", "environment")
 
 
-def envelope(schema: str, command: list[str], results: dict) -> dict:
+def envelope(schema: str, command: list[str], results: dict[str, Any]) -> dict[str, Any]:
     """The object every `--json` writes: `schema`, `command`, `environment`, then the results' own
     keys.
 
@@ -36,9 +37,8 @@ def envelope(schema: str, command: list[str], results: dict) -> dict:
     taken = [key for key in ENVELOPE_KEYS if key in results]
     if taken:
         raise ValueError(f"results may not have the envelope's keys: {', '.join(taken)}")
-    words = [PurePath(word).name for word in command[:1]] + list(
-        command[1:]
-    )  # where a program lies is nobody's business
+    # A program's folder says something about the machine and its users, so it is left out.
+    words = [PurePath(word).name for word in command[:1]] + list(command[1:])
     return {"schema": schema, "command": words, "environment": environment(), **results}
 
 
@@ -69,12 +69,12 @@ def plain(value: object) -> object:
     raise TypeError(f"no JSON form for a {type(value).__name__}: {value!r}")
 
 
-def to_json(result: dict) -> str:
+def to_json(result: dict[str, Any]) -> str:
     """The result as JSON text in ASCII (any pipe carries it), indented, ending with a newline."""
     return json.dumps(plain(result), indent=2, allow_nan=False) + "\n"
 
 
-def write_json(result: dict, target: str) -> None:
+def write_json(result: dict[str, Any], target: str) -> None:
     """Write the result to a file (whole or not at all) or, for "-", to standard output.
 
     Raises KVTierError when the file cannot be written.

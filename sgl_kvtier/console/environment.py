@@ -11,6 +11,7 @@ import subprocess
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import sgl_kvtier
 
@@ -18,7 +19,7 @@ PACKAGES = ("sglang", "torch", "flashinfer-python", "transformers", "numpy")
 """Installed distributions whose versions belong to a result. They are asked for, never imported."""
 
 
-def environment() -> dict:
+def environment() -> dict[str, Any]:
     """The machine and the software of this moment, as plain data. Never fails: what is not known is
     None.
 

@@ -139,9 +139,10 @@ def decode(line: str) -> Record:
             f"a line of the decision log has the type {shown(kind)}; known are {', '.join(_RECORDS)}"
         )
     try:
-        return _from_plain(_RECORDS[kind], data)
+        record: Record = _from_plain(_RECORDS[kind], data)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise TraceError(f"a {kind} of the decision log is damaged: {error}") from error
+    return record
 
 
 def _parse(line: str) -> dict[str, Any]:

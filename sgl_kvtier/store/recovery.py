@@ -251,7 +251,8 @@ def pool_codes(records: np.ndarray) -> tuple[list[str], NDArray[np.int64]]:
 
 def _places(records: np.ndarray) -> NDArray[np.uint64]:
     """Segment and slot of each record as one number."""
-    return records["segment"].astype(np.uint64) << np.uint64(32) | records["slot"].astype(np.uint64)
+    segments: NDArray[np.uint64] = records["segment"].astype(np.uint64) << np.uint64(32)
+    return segments | records["slot"].astype(np.uint64)
 
 
 def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:

@@ -139,7 +139,8 @@ class Writer:
             admitted = self._admission.admit([batch.pages[i] for i in indexes[absent].tolist()])
         worth = np.ones(len(indexes), bool)
         worth[absent] = admitted
-        return indexes[worth]
+        admitted_indexes: Rows = indexes[worth]
+        return admitted_indexes
 
     def _enter(
         self, batch: _Batch, indexes: Rows

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.arguments import not_negative, positive
-from sgl_kvtier.config import parse_bytes
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -31,6 +30,7 @@ from sgl_kvtier.lab.storebench.nixl import NixlPeer
 from sgl_kvtier.lab.storebench.opening import lay_out, open_again
 from sgl_kvtier.lab.storebench.peer import Peer
 from sgl_kvtier.lab.storebench.subject import Subject, memory_slots
+from sgl_kvtier.sizes import parse_bytes
 
 SCHEMA = "kvtier.bench.store/1"
 _LANES = 8

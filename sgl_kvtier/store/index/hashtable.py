@@ -127,4 +127,5 @@ def key_hash(keys: NDArray[np.uint64], pools: NDArray[np.uint16]) -> Rows:
         mixed ^= mixed >> _SHIFT
         mixed *= _MIX[0]
         mixed ^= mixed >> _SHIFT
-    return (mixed >> np.uint64(1)).astype(np.int64)
+    bits: Rows = (mixed >> np.uint64(1)).astype(np.int64)
+    return bits

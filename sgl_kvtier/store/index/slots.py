@@ -153,7 +153,7 @@ class SlotTable:
     def unpin(self, rows: Rows) -> Rows:
         """Takes back one pin each; returns the rows that are free now."""
         self._count(rows, -1)
-        freed = rows[(self.state[rows] == State.DOOMED) & (self.pins[rows] == 0)]
+        freed: Rows = rows[(self.state[rows] == State.DOOMED) & (self.pins[rows] == 0)]
         if len(freed):
             freed = np.unique(freed)
             self.state[freed] = State.FREE
@@ -168,7 +168,8 @@ class SlotTable:
             np.add.at(self.pins, rows, np.uint16(step % (1 << 16)))
 
     def key_of(self, row: int) -> bytes:
-        return self.keys[row].tobytes()
+        key: bytes = self.keys[row].tobytes()
+        return key
 
     def check(self) -> None:
         """Asserts what must always hold between calls; for tests."""

@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.tierkv.machine import Server
-from sgl_kvtier.policy.ahead.prefetch import Prefetcher, Turn
+from sgl_kvtier.policy.ahead.prefetch import Prefetcher
+from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.eviction import LRU, NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
