@@ -1,9 +1,9 @@
-"""The page store as the rest of the package sees it: look up, read in an order you choose, put,
-delete, close.
+"""The page store as the rest of the package sees it: look up, read in a chosen order, put, delete,
+close.
 
-Everything that keeps pages (`engine.DiskStore`) or stands in front of one (`wrappers.Throttled`,
-`wrappers.Faulty`) has this interface. Bytes and lengths only: a store knows neither tokens nor
-tiers nor why a page moves.
+`engine.DiskStore` keeps pages; `wrappers.Throttled` and `wrappers.Faulty` stand in front of one.
+All have this interface. It speaks of bytes and lengths only: a store knows neither tokens nor tiers
+nor why a page moves.
 
 The promise: a page that is returned is byte-identical to the page put under that key, pool and
 identity, or it is a miss. Pages may be lost; a wrong page is never returned; no call raises because
@@ -20,8 +20,8 @@ from typing import NamedTuple, Protocol
 from sgl_kvtier.types import Lookup, PageKey
 
 KV = "kv"
-"""The pool of ordinary KV pages. Side pools (window or state pages of hybrid models) have names of
-their own.
+"""The pool of ordinary KV pages. Side pools (window or state pages of hybrid models) have other
+names.
 """
 
 
@@ -31,8 +31,8 @@ class ReadOutcome(enum.Enum):
     OK = "ok"
     MISS = "miss"
     CORRUPT = "corrupt"
-    """The bytes on disk are not the page asked for (torn, stale, swapped or damaged); the entry has
-    been dropped.
+    """The bytes on disk are not this page (torn, stale, swapped or damaged); the entry has been
+    dropped.
     """
     FAILED = "failed"
     """The device reported an error."""
@@ -72,14 +72,13 @@ class PageWrite(NamedTuple):
     data: Sequence[memoryview]
     pool: str = KV
     cost_s: float | None = None
-    """What it would take to compute the page again, for the admission filter; None = nobody knows.
-    """
+    """Seconds it would take to compute the page again, for the admission filter; None = unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Counters since the store was opened, and its present size. Bytes are payload bytes but for
-    `bytes_on_disk`.
+    """Counters since the store was opened, and its present size. Counts of bytes are of payloads,
+    except `bytes_on_disk`.
     """
 
     pages: int = 0
@@ -105,54 +104,56 @@ class StoreStats:
 
     @property
     def write_amplification(self) -> float:
-        """Bytes the device was given per payload byte kept; 1 is the least."""
+        """Bytes written to the device per payload byte kept; 1 is the minimum."""
         return self.bytes_written_to_device / self.bytes_written if self.bytes_written else 1.0
 
     @property
     def bytes_written_per_day(self) -> float:
-        """What the device would be given in a day at this rate: compare it with the drive's
-        endurance rating.
+        """Bytes that would be written to the device in a day at this rate: compare it with the
+        drive's endurance rating.
         """
         return self.bytes_written_to_device / self.open_s * 86_400 if self.open_s else 0.0
 
 
 class ReadJob(Protocol):
-    """An ordered read under way. Pages are begun in the order given, and finish in any order.
+    """An ordered read in flight. Pages are begun in the given order, and finish in any order.
 
     Until `in_flight` is 0 the store may still write into destinations: do not reuse their memory
-    before that, also after `cancel`. All methods may be called from any thread.
+    before that, even after `cancel`. All methods may be called from any thread.
     """
 
     @property
     def outcomes(self) -> list[ReadOutcome | None]:
-        """One entry per page in the order asked for; None while it is open. Like `done`, `drain`
-        and `wait`, this may write to the disk where pages have ended that are damaged: they are
-        dropped before anybody sees it.
+        """One entry per page in the order of the call; None while it is open. Like `done`, `drain`
+        and `wait`, this may write to the disk: damaged pages are dropped before their outcome is
+        returned.
         """
 
     @property
     def in_flight(self) -> int:
-        """Pages that were begun and have not ended. Their destinations belong to the store."""
+        """Number of pages that were begun and have not ended. Their destinations belong to the
+        store.
+        """
 
     @property
     def done(self) -> bool:
         """Every page has an outcome and nothing is in flight."""
 
     def drain(self) -> list[tuple[int, ReadOutcome]]:
-        """The (index, outcome) of pages that ended since the last call. Waits for no page."""
+        """The (index, outcome) of pages that ended since the last call. Does not block."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until done or until the time is over; True when done."""
+        """Blocks until done, or for `timeout_s` seconds; True when done."""
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED; those begun go on to their end. Waits for no page and
-        does no I/O.
+        """Pages not begun become CANCELLED; those begun go on to their end. Neither blocks nor does
+        I/O.
         """
 
 
 class PageStore(Protocol):
-    """What keeps pages. Every method may be called from several threads at once and none raises for
-    a disk's sake.
+    """Keeps pages. Every method may be called from several threads at once; none raises because the
+    disk failed.
     """
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
@@ -175,7 +176,9 @@ class PageStore(Protocol):
         """
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages and returns when they can be read back. An existing key is never rewritten."""
+        """Writes pages and returns when they can be read back. An existing key is never
+        rewritten.
+        """
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         """Drops pages and returns how many there were."""
@@ -187,4 +190,6 @@ class PageStore(Protocol):
         """Counters and size; takes no lock that an I/O operation holds."""
 
     def close(self) -> None:
-        """Ends the I/O threads and releases the directory. Reads under way end first. Idempotent."""
+        """Ends the I/O threads and releases the directory. Reads in flight end first.
+        Idempotent.
+        """

@@ -1,8 +1,8 @@
 """The page store on local disk: packed segments, an index in memory, checked reads. See README.md
 and docs/design/store-format.md.
 
-The promise of base.py is kept here: a read hits only if the slot on disk says, under a checksum,
-that it is the page asked for, of this identity, from the write that the index means.
+The promise of base.py is kept here. A read hits only if the slot on disk says, under a checksum,
+that it holds this page, of this identity, from the write that the index refers to.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def open_store(
     """The store of one rank below `config.path`, made if it is not there.
 
     `ranks` stores share `config.capacity_bytes`. Raises StoreBusyError when another process has
-    this rank's folder, StoreFormatError when the folder is not ours, and StoreError when it cannot
-    be used; each says what to do.
+    this rank's folder, StoreFormatError when the folder was not made by a store, and StoreError
+    when it cannot be used. Each error says what to do.
     """
     env = env or Env()
     if ranks < 1:
@@ -72,7 +72,8 @@ def open_store(
     except OSError as error:
         forks.release(env, folder)
         raise StoreError(
-            f"cannot open the pages in {folder.path}: {error}. Check the disk, set store.direct_io to auto if it is on, "
+            f"cannot open the pages in {folder.path}: {error}. Check the disk, set store.direct_io "
+            "to auto if it is on, "
             "or choose another store.path"
         ) from error
     except BaseException:
@@ -83,9 +84,9 @@ def open_store(
 class DiskStore:
     """A `PageStore` in a folder that this process owns. Made by `open_store`.
 
-    In a process forked from the one that opened it, it is closed and empty: every page is a miss
-    and every put refused. A read begun before is not to be waited for there: its pages come into
-    the memory of the one that opened it.
+    A process forked from the one that opened it sees it closed and empty: every page is a miss and
+    every put is refused. The child must not wait for a read begun before the fork: its pages arrive
+    in the parent's memory.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class DiskStore:
 
     @property
     def folder(self) -> str:
-        """Where this rank's pages are."""
+        """The folder of this rank's pages."""
         return self._core.folder
 
     @property
@@ -132,26 +133,28 @@ class DiskStore:
 
     @property
     def native(self) -> bool:
-        """Whether the compiled lanes move the pages."""
+        """Whether the compiled I/O threads move the pages."""
         return isinstance(self._lanes, NativeLanes)
 
     @property
     def io(self) -> str:
-        """What reads the pages: io_uring, threads, or python = the lanes that are not compiled."""
+        """How pages are read: io_uring, threads (compiled), or python (I/O threads that are not
+        compiled).
+        """
         if not isinstance(self._lanes, NativeLanes):
             return "python"
         return "io_uring" if self._lanes.rings else "threads"
 
     @property
     def index_bytes(self) -> int:
-        """Memory of the index: what stands for all slots."""
+        """Bytes of memory that the index takes for all slots."""
         return self._core.table.nbytes
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         with self._core.lock:
             table = self._core.table
             rows = table.find(keys, pool)
-            # A page that is asked for is about to be read: it should not be the next victim.
+            # A page that is looked up is about to be read: it should not be the next victim.
             table.touch(rows[rows != EMPTY])
             states = np.where(
                 rows == EMPTY, State.NONE, table.state[rows] if len(table.state) else State.NONE
@@ -170,8 +173,8 @@ class DiskStore:
             return list(np.where(there, table.length[any_row], 0).tolist())
 
     def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
-        """Says which pages will be used next, the soonest first: they are evicted last, the
-        farthest of them first.
+        """Announces pages in the order of their next use: they are evicted last, the ones used
+        latest first.
         """
         with self._core.lock:
             rows = self._core.table.find(keys, pool)
@@ -197,12 +200,12 @@ class DiskStore:
         try:
             return self._lanes.read(columns, located, priority, deadline, on_page, self._settle)
         except BaseException:
-            # Memory that cannot be read into, or none left: the pages must not stay pinned for it.
+            # Memory that cannot be read into, or out of memory: the pages must not stay pinned.
             self._unpin(located.rows[located.rows != EMPTY])
             raise
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        # Before they are written: with `durable` a page is not stored while the log misses records.
+        # Before the write: with `durable` a page is not stored while the log misses records.
         if not self._core.closing and self._core.log.worth_rewriting(len(self._core.table)):
             self._core.log.rewrite(self._snapshot)
         return self._writer.put(pages)
@@ -222,7 +225,7 @@ class DiskStore:
         )
 
     def sync(self) -> bool:
-        """Makes every page stored so far survive a power loss; False when the device did not
+        """Makes every page stored so far survive a power loss. False when the device did not
         confirm it, or after `close`.
         """
         if self._core.closing:
@@ -260,8 +263,8 @@ class DiskStore:
             core.lock.wait_for(
                 lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any()
             )
-        # Whoever still makes or removes a segment ends first: the folder may be another owner's as
-        # soon as it is released.
+        # Threads that still make or remove a segment finish first: after the release the folder may
+        # belong to another process.
         with self._room.changing:
             try:
                 if core.log.lost or core.log.worth_rewriting(0):
@@ -276,7 +279,7 @@ class DiskStore:
                 forks.release(core.env, self._folder)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
-        """Flips one bit of a stored page's payload on disk, for fault injection; False when the
+        """Flips one bit of a stored page's payload on disk, for fault injection. False when the
         page is not there.
         """
         core = self._core
@@ -302,8 +305,8 @@ class DiskStore:
         return ThreadLanes(core.env, self._mover, core.config.io_threads)
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: forgets the pages and closes the files. Touches no lock, since whoever
-        holds it is not here.
+        """In a forked child: forgets the pages and closes the files. Takes no lock: the thread that
+        holds it does not exist in the child.
         """
         core = self._core
         self._forked = True
@@ -317,15 +320,15 @@ class DiskStore:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
     def _locate(self, asked: Columns, names: NDArray[np.bytes_]) -> Located:
-        """Locked. Where the pages are that are there in the length asked for. Their rows are pinned
-        until `_settle`.
+        """Locked. Where the pages are that exist in the given length. Their rows are pinned until
+        `_settle`.
         """
         table = self._core.table
         if not len(table.state):
             return Located.nothing(self._core.identity, len(asked.lengths))
         rows = find_pages(self._core, asked)
-        # Row 0 stands in where there is no page, so that columns stay whole; nobody looks at those
-        # entries.
+        # Row 0 is a placeholder for pages that are not there, so that columns stay whole; those
+        # entries are never read.
         any_row = np.maximum(rows, 0)
         lengths = table.length[any_row]
         hit = (rows != EMPTY) & (table.state[any_row] == State.LIVE) & (lengths == asked.lengths)
@@ -337,7 +340,8 @@ class DiskStore:
             *self._room.slots_of(any_row, segment, hit),
         )  # fmt: skip
         table.touch(found)
-        table.pin(found)  # last: whoever gets no answer has nothing to give back
+        # Pinned last: if an exception came before, there is nothing to unpin.
+        table.pin(found)
         return located
 
     def _head(self, row: int) -> SlotHead:
@@ -346,12 +350,17 @@ class DiskStore:
         segment = self._room.segments[int(table.segment[row])]
         pool = table.pools[table.pool[row]]
         return SlotHead(
-            self._core.identity, table.key_of(row), pool, int(table.sequence[row]), int(table.length[row]),
-            segment.number, row - segment.base,
-        )  # fmt: skip
+            self._core.identity,
+            table.key_of(row),
+            pool,
+            int(table.sequence[row]),
+            int(table.length[row]),
+            segment.number,
+            row - segment.base,
+        )
 
     def _settle(self, located: Located, ended: Ended) -> Ended:
-        """Settles pages that were read or will not be: drops the damaged, unpins, counts."""
+        """Settles pages that were read or will not be: drops damaged ones, unpins, counts."""
         core = self._core
         # Counted, not put in a set: an enum's hash is Python code.
         if ended and [outcome for _, outcome in ended].count(ReadOutcome.OK) == len(ended):
@@ -414,7 +423,7 @@ class DiskStore:
                 ):
                     continue
                 if i not in corrupt and self._suspects.pop(row, None) != sequence:
-                    # One failed read may be the device's bad moment; a second one costs the page.
+                    # One failed read may be temporary; a second one drops the page.
                     self._suspects[row] = sequence
                     continue
                 dropped[row] = i
@@ -423,12 +432,13 @@ class DiskStore:
         return set(dropped.values())
 
     def _remove(self, find: Callable[[], Rows]) -> int:
-        """Deletes the pages that `find` returns, called with the lock, and any trace of pages that
-        are gone already. None while closing.
+        """Deletes the pages that `find` returns, and any trace of pages that are gone already.
+        `find` is called with the lock held. None while closing.
         """
         core = self._core
         removed = 0
-        for _ in range(2):  # what is being written the first time is there the second time
+        # Pages being written the first time are found the second time.
+        for _ in range(2):
             with core.lock:
                 if core.closing:
                     return removed

@@ -1,8 +1,8 @@
 """Taking pages off the disk so that no later opening finds them: deleted ones, damaged ones, and
 what a failed write left.
 
-A page that nobody can find may still stand in a slot: evicted for a write that is under way, or
-deleted by another thread at this moment. A delete is answered when none of those is left.
+A page that can no longer be looked up may still stand in a slot. It was evicted for a write in
+flight, or another thread is deleting it right now. A delete returns when none of those is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_kvtier.store.recovery import snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gone:
-    """Pages that nobody can find any more while their slots still say them. The rows are pinned
+    """Pages that can no longer be looked up while their slots still name them. The rows are pinned
     until `Eraser.erase`.
     """
 
@@ -31,7 +31,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Unsaid:
-    """Rows being written and pages being erased at one moment: their slots may say a page that the
+    """Rows being written and pages being erased at one moment: their slots may name a page that the
     table does not know.
     """
 
@@ -50,7 +50,7 @@ class Eraser:
         self._room = room
         self._under_way: list[Gone] = []
         self._left = False
-        """There is a header that could not be erased, and no record says so."""
+        """True while a header could not be erased and no record says so."""
 
     def forget(self, rows: Rows) -> Gone:
         """Locked. Makes pages impossible to find; `erase` has to follow outside the lock."""
@@ -72,7 +72,7 @@ class Eraser:
                 core.lock.notify_all()
 
     def wipe(self, records: np.ndarray) -> None:
-        """Zeroes the headers of slots that nobody else may write, and logs that they hold nothing.
+        """Zeroes the headers of slots that no other thread may write, and logs that they are empty.
         Never raises OSError.
         """
         if not len(records):
@@ -96,23 +96,22 @@ class Eraser:
                 self._left = True
 
     def unsaid(self) -> Unsaid:
-        """Locked. What `settle` has to wait for, so that all that was forgotten until now is gone."""
+        """Locked. What `settle` has to wait for, so that everything forgotten until now is gone."""
         table = self._core.table
         rows = np.flatnonzero(table.state == State.WRITING)
         return Unsaid(rows, table.sequence[rows], list(self._under_way))
 
     def settle(self, unsaid: Unsaid) -> None:
-        """Returns when these slots say what they hold, and segments given up are removed. Never
-        raises OSError.
+        """Returns when these slots name only what they hold, and discarded segments are removed.
+        Never raises OSError.
         """
         core = self._core
         with core.lock:
             core.lock.wait_for(lambda: not self._open(unsaid))
-        with (
-            self._room.changing
-        ):  # whoever forgot a segment's pages holds it until the file is gone
+        # The thread that forgot a segment's pages holds this lock until the file is gone.
+        with self._room.changing:
             left = self._left
-        # Neither the slot nor the log could be written: a new log rules out whatever it does not
+        # Neither the slot nor the log could be written: a new log rules out everything it does not
         # name.
         if left and core.log.rewrite(lambda: snapshot(core, self._room)):
             self._left = False

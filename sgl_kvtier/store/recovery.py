@@ -1,7 +1,7 @@
-"""What a folder holds when it is opened: the index log where it is whole, slot headers where it is
-not.
+"""What a folder holds when it is opened: read from the index log where it is whole, from slot
+headers where it is not.
 
-Payloads are never read here. Anything claimed wrongly is found out when the page is read.
+Payloads are never read here. A wrong claim is found when the page is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FUTURE_NS = 366 * 24 * 3600 * 10**9
 
 
 def load_table(core: Core, room: Room) -> None:
-    """Fills an empty slot table from what the folder holds, and lets the log go on from there.
+    """Fills an empty slot table from what the folder holds, and lets the log continue from there.
     Raises OSError.
     """
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
@@ -91,13 +91,13 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
     ids = np.array([core.table.pool_id(name) for name in names])
     core.table.enter(rows, key_words(live), ids[pool], live["length"], live["sequence"])
     core.table.publish(rows)
-    # The order of writing stands in for the order of use, which is not kept on disk.
+    # The order of writing replaces the order of use, which is not kept on disk.
     core.table.age(rows)
 
 
 def snapshot(core: Core, room: Room) -> np.ndarray:
-    """Records of all pages that are there or being written, taken at one moment: what a new log
-    begins with.
+    """Records of all pages that are there or being written, taken at one moment: the beginning of a
+    new log.
     """
     table = core.table
     with core.lock:
@@ -108,12 +108,12 @@ def snapshot(core: Core, room: Room) -> np.ndarray:
 def open_segments(
     env: Env, folder: str, identity: bytes, io: DirectIO, *, remove: bool = True
 ) -> tuple[list[Segment], list[int]]:
-    """Every segment of ours in the folder, and the numbers of those that cannot be opened or
-    removed.
+    """Every segment of this identity in the folder, and the numbers of those that cannot be opened
+    or removed.
 
-    A segment that holds no page of this identity is removed, or with `remove` false passed over; so
-    is always what a segment's name stands for and is none. Raises OSError, and StoreError for a
-    segment of another user.
+    A segment that holds no page of this identity is removed, or skipped when `remove` is false. A
+    file that has a segment's name but is none is always skipped. Raises OSError, and StoreError for
+    a segment of another user.
     """
     found: list[Segment] = []
     aside = []
@@ -145,8 +145,8 @@ def open_segments(
 
 
 def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.ndarray:
-    """One PUT record per page that the log says is there, oldest first: the last word on each slot,
-    then the newest of each key.
+    """One PUT record per page that the log says is there, oldest first: the last record of each
+    slot, then the newest of each key.
 
     `newest` is the largest sequence number that can be true.
     """
@@ -167,8 +167,8 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
     known = np.flatnonzero((records["segment"] <= highest) & (records["slot"] < slots[numbers]))
     last = np.full(total, -1, np.int64)
     last[bases[numbers[known]] + records["slot"][known]] = known
-    # Indexes are sorted out, and the records, which are twelve times as large, gathered once at the
-    # end.
+    # Indexes are filtered first; the records, which are twelve times as large, are gathered once at
+    # the end.
     chosen = last[last >= 0]
     fits = records["length"][chosen] <= payload[records["segment"][chosen]]
     chosen = chosen[
@@ -182,11 +182,11 @@ def latest(records: np.ndarray, segments: Iterable[Segment], newest: int) -> np.
 
 
 def believable(found: np.ndarray, written: np.ndarray, newest: int) -> np.ndarray:
-    """Of PUT records made of headers, those that a log which ends early does not rule out.
+    """The PUT records made of headers that a log which ends early does not rule out.
 
-    What it says was so until it ended: a header that is older than the last word on its slot, or
-    than a moment at which everything was in the log, is of a page that was evicted, deleted or
-    never acknowledged.
+    The log was right until it ended. A header older than the last record of its slot, or than a
+    moment when the log was complete, belongs to a page that was evicted, deleted or never
+    acknowledged.
     """
     written = written[written["sequence"] <= newest]
     marks = written["sequence"][written["kind"] == SETTLED]
@@ -256,17 +256,17 @@ def _places(records: np.ndarray) -> NDArray[np.uint64]:
 
 
 def _words(names: NDArray[np.bytes_]) -> NDArray[np.uint64]:
-    """The same bytes as numbers, four for each name: comparing those is several times faster."""
+    """The same bytes as numbers, four per name: comparing those is several times faster."""
     return np.ascontiguousarray(names).view("<u8").reshape(len(names), -1)
 
 
 def _newest_of_each_key(records: np.ndarray) -> np.ndarray:
-    # Most folders hold no key twice, and then not even the first 64 bits of one, which are a
-    # hash's.
+    # Most folders hold no key twice, and usually not even the first 64 bits of one, since keys are
+    # hashes.
     first_words = np.sort(records.view(FIRST_WORD)["word"])
     if not (first_words[1:] == first_words[:-1]).any():
         return records
-    # 64 bits stand for a key here: should two keys ever share them, one page is lost, none is
+    # A key is compared by 64 bits here. If two keys ever share them, one page is lost, none is
     # wrong.
     names = key_hash(key_words(records), pool_codes(records)[1].astype(np.uint16))
     _, first = np.unique(names[::-1], return_index=True)

@@ -32,17 +32,17 @@ def open_store(
 ) -> Store:
     """Opens the store of one rank below `path`, making it if it is not there.
 
-    `identity` is plain data that says what the pages are of (model, weights, dtype, ...): another
-    identity finds nothing. `name` is the readable part of the folder's name. `config` replaces
-    `path` and `capacity_bytes` where more is to be set. Raises StoreError: StoreBusyError when
-    another process has the rank's folder, StoreFormatError when it is not ours.
+    `identity` is plain data that says what the pages were computed with (model, weights, dtype,
+    ...): another identity finds nothing. `name` is the readable part of the folder's name. `config`
+    replaces `path` and `capacity_bytes` where more has to be set. Raises StoreError: StoreBusyError
+    when another process has the rank's folder, StoreFormatError when no store made it.
     """
     settings = config or StoreConfig(path=str(path), capacity_bytes=capacity_bytes)
     return Store(engine.open_store(settings, Identity(dict(identity), name), rank))
 
 
 def page_key(text: str | bytes) -> PageKey:
-    """The key of a page by any name: the SHA-256 of it, 32 bytes."""
+    """The key of a page with this name: its SHA-256, 32 bytes."""
     return PageKey(hashlib.sha256(text.encode() if isinstance(text, str) else text).digest())
 
 

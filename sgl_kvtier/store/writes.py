@@ -21,21 +21,22 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows, State
 from sgl_kvtier.store.io.threads import Lanes
 
 _ROUNDS = 2
-"""Making room for new pages can cost one of the same batch that was there a moment ago; it gets a
+"""Making room for new pages can evict one of the same batch that was there a moment ago: it gets a
 second chance.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is being put: the pages as given, and the same as columns."""
+    """The batch of one put: the pages as given, and the same as columns."""
 
     pages: Sequence[PageWrite]
     columns: Columns
     names: NDArray[np.bytes_]
     outcomes: list[PutOutcome]
     claimed: list[Rows]
-    """Slots taken for its pages that are not written yet. They are given up on every path."""
+    """Slots taken for pages of the batch that are not written yet. They are released on every path.
+    """
 
     @property
     def slot_bytes(self) -> NDArray[np.int64]:
@@ -45,7 +46,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """Pages of a batch that slots were claimed for."""
+    """Pages of a batch that have a slot each."""
 
     indexes: Rows
     located: Located
@@ -67,7 +68,9 @@ class Writer:
         self._admission = admission_of(core.config)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes what is not there yet. Never raises OSError; what could not be written is REFUSED."""
+        """Writes pages that are not there yet. Never raises OSError; a page that could not be
+        written is REFUSED.
+        """
         columns = columns_of(pages)
         batch = _Batch(pages, columns, pool_names(columns), [PutOutcome.REFUSED] * len(pages), [])
         try:
@@ -91,7 +94,7 @@ class Writer:
         for _ in range(_ROUNDS):
             with self._core.lock:
                 here = find_pages(self._core, columns, fitting)
-                # Used now, so that other pages give way before those of this batch.
+                # Used now, so that other pages are evicted before those of this batch.
                 self._core.table.touch(here[here != EMPTY])
                 absent = fitting[here == EMPTY]
             sizes, counts = np.unique(batch.slot_bytes[absent], return_counts=True)
@@ -154,14 +157,13 @@ class Writer:
         found = find_pages(self._core, batch.columns)
         here, there = found[indexes], found[found != EMPTY]
         missing = indexes[here == EMPTY].tolist()
-        # Of a page that is in the batch twice only the first is written: filled backwards, so that
-        # the first stays.
+        # Of a page that is in the batch twice only the first is written. The loop runs backwards,
+        # so that the first stays.
         name = {i: (batch.pages[i].key, batch.pages[i].pool) for i in missing}
         first = {name[i]: i for i in reversed(missing)}
         fresh = missing if len(first) == len(missing) else sorted(first.values())
-        table.pin(
-            there
-        )  # no page of a batch gives way to another one of it: its outcome would be a lie
+        # No page of a batch is evicted for another one of it: its outcome would be wrong.
+        table.pin(there)
         try:
             new = self._claim(batch, np.array(fresh, np.int64))
         finally:
@@ -190,7 +192,7 @@ class Writer:
         return new, others, np.array([i for i in indexes.tolist() if row_of[i] == EMPTY], np.int64)
 
     def _claim(self, batch: _Batch, indexes: Rows) -> list[_New]:
-        """Locked. A slot for each page as far as there are any, in the order given."""
+        """Locked. A slot for each page as long as there are any, in the given order."""
         core = self._core
         if core.closing:
             return []
@@ -229,14 +231,13 @@ class Writer:
 
     def _write_all(self, new: _New, batch: _Batch) -> None:
         frames: list[Frame] = []
-        # What the log will say is made while the device is busy, and said only of pages that were
-        # written.
+        # The log's frame is made while the device is busy, and names only pages that were written.
         written = self._write(new, batch, lambda: frames.append(Frame(new.located.records(PUT))))
         self._publish(new, self._say(new, written, frames), batch)
 
     def _give_up(self, batch: _Batch) -> None:
-        """Slots that were claimed are free again. Neither what was to be written nor what stood
-        there before is found again.
+        """Frees the slots that were claimed. Neither the new page nor the one that stood there
+        before is found again.
         """
         core = self._core
         rows = np.concatenate([np.empty(0, np.int64), *batch.claimed])
@@ -252,7 +253,7 @@ class Writer:
                 core.lock.notify_all()
 
     def _write(self, new: _New, batch: _Batch, meanwhile: Callable[[], None]) -> Rows:
-        """Which of the pages are on disk."""
+        """Those of the pages that are on disk."""
         core, columns = self._core, batch.columns
         started = core.env.now()
         parts, buffers = columns.parts, columns.buffers
@@ -261,27 +262,26 @@ class Writer:
         failed = lambda error: core.complaints.about("writing pages", error)  # noqa: E731
         written = self._lanes.write(new.located, parts, buffers, failed, meanwhile)
         for segment in new.located.segments.values():
-            segment.dirty = (
-                True  # not before: a sync that began meanwhile need not have seen these pages
-            )
+            # Not before: a sync that began meanwhile may not have covered these pages.
+            segment.dirty = True
         if core.config.durable and len(written):
             try:
                 self._room.sync()
             except OSError as error:
-                # Nobody knows which of them reached the device: none counts as stored.
+                # It is unknown which of them reached the device: none counts as stored.
                 core.complaints.about("syncing pages", error)
                 written = written[:0]
         core.counters.write_busy_s += core.env.now() - started
         return written
 
     def _say(self, new: _New, written: Rows, frames: list[Frame]) -> Rows:
-        """Tells the log of the pages written; which of them count as stored."""
+        """Tells the log of the pages written; returns those that count as stored."""
         core = self._core
         if not len(written):
             return written
         every = len(written) == len(new.indexes)
-        # Before they become readable, and so evictable: the log's order on a slot is the order of
-        # its pages.
+        # Before they become readable, and so evictable: the log has a slot's records in the order
+        # of its pages.
         core.log.append_frame(
             frames[0] if every and frames else Frame(new.located.at(written).records(PUT))
         )
@@ -289,7 +289,7 @@ class Writer:
             try:
                 core.log.sync()
             except OSError as error:
-                # As with the pages themselves: nobody knows which of them would be found again.
+                # As with the pages themselves: it is unknown which of them would be found again.
                 core.complaints.about("syncing the index", error)
                 return written[:0]
         return written
@@ -305,7 +305,7 @@ class Writer:
         )
         with core.lock:
             core.table.publish(good.rows)
-            # What was not written stays claimed until nothing on disk says it, nor the pages that
+            # Pages not written stay claimed until nothing on disk names them or the pages that
             # stood there.
             batch.claimed[:] = [] if whole else [np.setdiff1d(new.located.rows, good.rows)]
             core.counters.pages_written += len(written)
@@ -318,7 +318,7 @@ class Writer:
             self._give_up(batch)
 
     def _await_others(self, others: list[tuple[int, int, int]], outcomes: list[PutOutcome]) -> None:
-        """Another thread, or this batch itself, writes the same page: its outcome is ours."""
+        """Another thread, or this batch itself, writes the same page: its outcome is used."""
         if not others:
             return
         table = self._core.table
@@ -341,7 +341,7 @@ class Writer:
 
 
 def _upwards(claimed: list[_New]) -> _New:
-    """All of them in the order of their slots, so that neighbours are written in one go."""
+    """All of them in the order of their slots, so that neighbours are written together."""
     indexes = np.concatenate([new.indexes for new in claimed])
     located = Located.join([new.located for new in claimed])
     order = np.argsort(located.rows)
@@ -351,7 +351,9 @@ def _upwards(claimed: list[_New]) -> _New:
 
 
 def pool_names(columns: Columns) -> NDArray[np.bytes_]:
-    """The pools' names as headers have them. Raises ValueError for one that no header can hold."""
+    """The pools' names as headers have them. Raises ValueError for a name that no header can
+    hold.
+    """
     for pool in dict.fromkeys(columns.pools):
         if not pool.isascii() or not 0 < len(pool) <= POOL_BYTES or "\0" in pool:
             raise ValueError(f"not a pool's name: {pool!r}. 1 to {POOL_BYTES} ASCII characters")
@@ -364,7 +366,7 @@ def pool_names(columns: Columns) -> NDArray[np.bytes_]:
 
 def find_pages(core: Core, pages: Columns, which: Rows | None = None) -> Rows:
     """Locked. The row of each page's key in its pool, EMPTY where there is none; of all pages, or
-    of some.
+    of `which`.
     """
     keys = pages.keys if which is None else pages.keys[which]
     if pages.pool is not None:

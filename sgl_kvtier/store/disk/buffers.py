@@ -1,5 +1,5 @@
-"""Page-aligned memory for direct I/O: headers always, payloads when the caller's own memory is not
-aligned.
+"""Page-aligned memory for direct I/O: for headers always, for payloads when the caller's memory is
+not aligned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from sgl_kvtier.store.disk.format import BLOCK
 
 
 class Scratch:
-    """Aligned memory of one thread at a time, grown on demand and kept for the next batch."""
+    """Aligned memory for one thread at a time, grown on demand and kept for the next batch."""
 
     def __init__(self) -> None:
         self._heads = memoryview(mmap.mmap(-1, BLOCK))
@@ -30,5 +30,5 @@ class Scratch:
         return self._bounce[:nbytes]
 
     def padding(self) -> memoryview:
-        """One block for what lies between a payload's end and its slot's end."""
+        """One block for the bytes between a payload's end and its slot's end."""
         return self._padding

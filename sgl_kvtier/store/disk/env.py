@@ -1,9 +1,9 @@
 """Every operating-system call of the store, behind one object, so that a test can make call number
 N fail.
 
-No other module of this room opens a file, moves bytes, asks for the time or takes a lock on a
-directory. Methods raise OSError as the system does; `read_fully` and `write_fully` hide short
-transfers, EINTR and EAGAIN.
+No other module of this room opens a file, moves bytes, reads the clock or locks a directory.
+Methods raise OSError as the system does; `read_fully` and `write_fully` hide short transfers, EINTR
+and EAGAIN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILE_MODE = 0o600
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _RETRIES = 100
-"""Times in a row that EINTR or EAGAIN is tried again before it counts as an error."""
+"""Consecutive EINTR or EAGAIN results that are retried before they count as an error."""
 
 
 class NotOursError(OSError):
@@ -49,16 +49,16 @@ class Env:
     """
 
     native = True
-    """Whether the native lanes may bypass this object. False in subclasses that want to see every
-    call.
+    """Whether the native I/O threads may bypass this object. False in subclasses that must see
+    every call.
     """
 
     def open(self, path: str, flags: int) -> int:
-        """A descriptor of a regular file, or with O_DIRECTORY of a folder; anything else is refused
-        at once, whatever opening it would wait for.
+        """A descriptor of a regular file, or of a folder with O_DIRECTORY. Anything else is refused
+        at once, even if opening it would block.
 
-        What is opened for writing belongs to this user and has mode 0600 afterwards, whatever the
-        umask says: raises NotOursError where it belongs to somebody else.
+        A file opened for writing belongs to this user and has mode 0600 afterwards, whatever the
+        umask says. Raises NotOursError where it belongs to another user.
         """
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
         try:
@@ -69,7 +69,8 @@ class Env:
                 check_owned(path, found)
                 if found.st_mode & (FILE_MODE | _OTHERS) != FILE_MODE:
                     os.fchmod(fd, FILE_MODE)
-            # Only for the opening: io_uring gives requests of such files up where it would wait.
+            # Non-blocking only while opening: io_uring fails requests on such files where it would
+            # block.
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK)
         except BaseException:
             os.close(fd)
@@ -77,7 +78,7 @@ class Env:
         return fd
 
     def close(self, fd: int) -> None:
-        """Closes a descriptor; an error at this point has no remedy and is passed over."""
+        """Closes a descriptor; an error is ignored, since nothing can be done about it."""
         with contextlib.suppress(OSError):
             os.close(fd)
 
@@ -108,11 +109,11 @@ class Env:
         return os.fstat(fd).st_size
 
     def status(self, path: str) -> os.stat_result:
-        """What stands at a path; a symbolic link is not followed."""
+        """The status of a path; a symbolic link is not followed."""
         return os.lstat(path)
 
     def same_file(self, fd: int, path: str) -> bool:
-        """Whether an open file is the one that stands at a path now."""
+        """Whether an open file is the one that a path names now."""
         try:
             return os.path.samestat(os.fstat(fd), os.lstat(path))
         except FileNotFoundError:
@@ -145,8 +146,8 @@ class Env:
             os.mkdir(path, DIRECTORY_MODE)
 
     def make_private(self, path: str) -> None:
-        """Takes a directory from other users' eyes: mode 0700. Raises NotOursError where others own
-        it or may write it.
+        """Makes a directory private: mode 0700. Raises NotOursError where others own it or may
+        write it.
         """
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -167,7 +168,7 @@ class Env:
         os.replace(old, new)
 
     def free_bytes(self, path: str) -> int:
-        """Bytes that an ordinary user may still write on the filesystem of `path`."""
+        """Bytes that an unprivileged user may still write on the filesystem of `path`."""
         info = os.statvfs(path)
         return info.f_bavail * info.f_frsize
 
@@ -178,7 +179,7 @@ class Env:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def lock_shared(self, fd: int) -> None:
-        """Takes a lock that keeps only the exclusive one away, or raises BlockingIOError at once.
+        """Takes a lock that excludes only the exclusive one, or raises BlockingIOError at once.
         Ends with the descriptor.
         """
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -206,7 +207,7 @@ class Env:
 
 
 def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills the buffers from `offset` on; returns the bytes read, fewer only where the file ends.
+    """Fills the buffers from `offset` on. Returns the bytes read, fewer only where the file ends.
     Raises OSError.
     """
     done = 0
@@ -248,13 +249,13 @@ def write_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -
 
 
 def read_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> bytes:
-    """The whole of a small file, of at most so many bytes. Raises OSError."""
+    """The whole of a small file, of at most `most` bytes. Raises OSError."""
     return bytes(read_large_file(env, path, most, flags))
 
 
 def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> memoryview:
-    """The whole of a file of at most so many bytes, not copied once more. Raises OSError, with
-    EFBIG where it is longer.
+    """The whole of a file of at most `most` bytes, copied only once. Raises OSError, with EFBIG
+    where it is longer.
     """
     fd = env.open(path, flags)
     try:
@@ -268,8 +269,8 @@ def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) ->
 
 
 def create_file(env: Env, path: str, flags: int) -> int:
-    """A new file in the place of one that an earlier run left there, which is never opened nor cut.
-    Raises OSError.
+    """A new file in place of one that an earlier run left, which is neither opened nor cut. Raises
+    OSError.
     """
     flags |= os.O_CREAT | os.O_EXCL
     try:
@@ -280,8 +281,11 @@ def create_file(env: Env, path: str, flags: int) -> int:
 
 
 def write_file(env: Env, path: str, data: bytes) -> None:
-    """A small file that is either the old one or the new one, also after a crash. Raises OSError."""
-    fresh = f"{path}.{os.getpid()}.new"  # several ranks settle the same folder at once
+    """Writes a small file so that after a crash it is either the old one or the new one. Raises
+    OSError.
+    """
+    # Several ranks settle the same folder at once.
+    fresh = f"{path}.{os.getpid()}.new"
     fd = create_file(env, fresh, os.O_WRONLY)
     try:
         write_fully(env, fd, [memoryview(data)], 0)
@@ -292,14 +296,16 @@ def write_file(env: Env, path: str, data: bytes) -> None:
 
 
 def check_private(path: str, found: os.stat_result) -> None:
-    """Raises NotOursError where others own a directory or may write it. What `ssh` asks of its own,
-    and for the same reason.
+    """Raises NotOursError where others own a directory or may write it. `ssh` demands the same of
+    its folders, for the same reason.
     """
     check_owned(path, found)
     if found.st_mode & _OTHERS_WRITE:
         raise NotOursError(
-            path, f"may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): what they put there would be served. Remove "
-            "it, or run chmod go-w on it if nobody else has used it. A filesystem that keeps no modes must be mounted with umask=077",
+            path, f"may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): what "
+                "they put there would be served. Remove "
+            "it, or run chmod go-w on it if nobody else has used it. A filesystem that keeps no "
+            "modes must be mounted with umask=077",
         )  # fmt: skip
 
 
@@ -307,13 +313,15 @@ def check_owned(path: str, found: os.stat_result) -> None:
     """Raises NotOursError where a file or directory is another user's."""
     if found.st_uid != os.geteuid():
         raise NotOursError(
-            path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}. Run it as that user, remove what "
-            "is there, or choose another store.path. A filesystem that keeps no owners cannot hold a store",
+            path, f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}. "
+                "Run it as that user, remove what "
+            "is there, or choose another store.path. A filesystem that keeps no owners cannot hold "
+            "a store",
         )  # fmt: skip
 
 
 def address(buffer: memoryview) -> int:
-    """Where a buffer lies in memory."""
+    """The memory address of a buffer."""
     return int(np.frombuffer(buffer, np.uint8).ctypes.data) if len(buffer) else 0
 
 

@@ -1,7 +1,7 @@
 """Folders that this process owns, so that a process forked from it lets go of them.
 
-A folder's lock is held as long as any process has its descriptor: a child that kept it would hold
-the folder for as long as it lives, and only the thread that forked goes on in it.
+A folder's lock is held as long as any process has its descriptor. A child that kept it would hold
+the folder for its whole life, and only the thread that forked continues in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import RankFolder
 
 _owned: dict[int, weakref.WeakMethod[Callable[[], None]] | None] = {}
-"""By the descriptor of its lock each folder that was not released; None while its store is being
+"""Each folder that was not released, by the descriptor of its lock; None while its store is being
 opened.
 """
 
@@ -28,7 +28,7 @@ def owns(folder: RankFolder, leave: Callable[[], None] | None = None) -> None:
 
 
 def release(env: Env, folder: RankFolder) -> None:
-    """Gives a folder back to whoever wants it next."""
+    """Releases a folder, so that another process may own it."""
     _owned.pop(folder.lock_fd, None)
     folder.release(env)
 

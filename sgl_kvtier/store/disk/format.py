@@ -1,4 +1,4 @@
-"""Where every byte of the store's files is: the only module that knows offsets.
+"""Where every byte of the store's files is: the only module that knows offsets. It is
 docs/design/store-format.md in code.
 
 A segment file is one 4 KiB head and then slots of one size; a slot is a 4 KiB header and a payload
@@ -48,14 +48,14 @@ RECORD = np.dtype(
         ("kind", "<u4"),
     ]
 )
-"""One line of the index log: a slot now holds a page (PUT), or holds none (DROP); or nothing was
-written that is not in the lines before (SETTLED).
+"""One record of the index log. PUT: a slot now holds a page. DROP: it holds none. SETTLED: nothing
+was written that the records before do not name.
 """
 
 FIRST_WORD = np.dtype(
     {"names": ["word"], "formats": ["<u8"], "offsets": [0], "itemsize": RECORD.itemsize}
 )
-"""The same line, of which only the first 64 bits of the key are of interest."""
+"""The same record, with only the first 64 bits of the key as a field."""
 
 HEAD = np.dtype(
     [
@@ -117,7 +117,7 @@ class SlotHead:
 
     @classmethod
     def unpack(cls, block: bytes | memoryview) -> SlotHead | None:
-        """What a header block says, its checksum not looked at; None when it is not a header."""
+        """What a header block says, without checking its checksum; None when it is not a header."""
         magic, version, size, identity, key, pool, sequence, length, segment, slot, _ = (
             _SLOT.unpack_from(block)
         )
@@ -140,7 +140,7 @@ def heads_of(
     slots: np.ndarray,
 ) -> np.ndarray:
     """The fields of many slots' headers, as `SlotHead.fields` makes one."""
-    # Repeated bytes rather than a column of text at a time: numpy lets go of Python's lock for each
+    # Repeated bytes rather than a column of text at a time: numpy releases Python's lock for each
     # of those.
     pools = np.asarray(pools, f"S{POOL_BYTES}")
     alike = bytes(pools[0]) if len(pools) else b""
@@ -148,9 +148,8 @@ def heads_of(
     heads = np.frombuffer(bytearray(one * len(keys)), HEAD)
     as_words = heads.view("<u8").reshape(-1, HEAD.itemsize // 8)
     first = HEAD.fields["key"][1] // 8  # type: ignore[index]
-    for word in range(
-        KEY_BYTES // 8
-    ):  # one column at a time: numpy keeps the lock for fewer than 500 items
+    # One column at a time: numpy keeps the lock for fewer than 500 items.
+    for word in range(KEY_BYTES // 8):
         as_words[:, first + word] = keys[:, word]
     if pools.tobytes() != alike.ljust(POOL_BYTES, b"\0") * len(keys):
         heads["pool"] = pools
@@ -175,17 +174,18 @@ def seal(head: bytes, digest: bytes) -> bytes:
 
 
 def matches(block: memoryview, head: bytes, payload: Iterable[memoryview]) -> bool:
-    """Whether a header block read from disk is the one expected and its checksum fits the payload
+    """Whether a header block read from disk is the expected one and its checksum fits the payload
     read with it.
     """
-    found = bytes(block)  # a memoryview compares byte by byte, bytes compare at memory speed
+    # A memoryview compares byte by byte, bytes compare at memory speed.
+    found = bytes(block)
     if found[:_SUM_AT] != head[:_SUM_AT] or found[_SUM_AT + 16 :] != head[_SUM_AT + 16 :]:
         return False
     return found[_SUM_AT : _SUM_AT + 16] == checksum(head, payload)
 
 
 def same_head(block: memoryview, head: bytes) -> bool:
-    """Whether a header block read from disk is the one expected, whatever its checksum."""
+    """Whether a header block read from disk is the expected one, whatever its checksum."""
     return bytes(block[:_SUM_AT]) == head[:_SUM_AT]
 
 
@@ -205,7 +205,7 @@ def slot_bytes(length: int) -> int:
 
 
 def slot_offset(slot: int, nbytes: int) -> int:
-    """Where slot number `slot` begins in a segment of slots of `nbytes`."""
+    """Byte offset at which slot number `slot` begins in a segment of slots of `nbytes`."""
     return BLOCK + slot * nbytes
 
 
@@ -218,8 +218,8 @@ def pack_segment_head(identity: bytes, segment: int, nbytes: int, slots: int) ->
 
 
 def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] | None:
-    """(segment number, slot size, slots) from the first block of a segment; None when it is not
-    ours or damaged.
+    """(segment number, slot size in bytes, slots) from the first block of a segment; None when it
+    is of another identity or damaged.
     """
     if len(block) < BLOCK:
         return None
@@ -232,15 +232,15 @@ def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] |
 
 
 def spoiled_segment_head() -> bytes:
-    """The first block of a segment that was given up: nothing but the magic, so that it can be told
-    from a stranger's file.
+    """The first block of a discarded segment: only the magic, so that it can be told from an
+    unknown file.
     """
     return _SEGMENT_MAGIC + _ZEROS[len(_SEGMENT_MAGIC) :]
 
 
 def may_begin_a_segment(blocks: bytes) -> bool:
-    """Whether the first two blocks of a file, or the one or none that it has, are those of a
-    segment, be it damaged, given up or never finished (all zero).
+    """Whether the first two blocks of a file are those of a segment, be it damaged, discarded or
+    never finished (all zero). A shorter file may have fewer.
     """
     if blocks[:BLOCK].startswith(_SEGMENT_MAGIC) or blocks[BLOCK:].startswith(_SLOT_MAGIC):
         return True
@@ -248,12 +248,11 @@ def may_begin_a_segment(blocks: bytes) -> bool:
 
 
 def settled(sequence: int) -> np.ndarray:
-    """The line that says: whatever was written up to this sequence number and is not in the lines
+    """The record that says: everything written up to this sequence number and not in the records
     before is gone.
     """
-    return np.array(
-        [(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD
-    )  # segments are counted from 1: it is about no slot
+    # Segments are counted from 1: this record is about no slot.
+    return np.array([(b"", b"", sequence, 0, 0, 0, SETTLED)], RECORD)
 
 
 def pack_log_head(identity: bytes) -> bytes:
@@ -285,7 +284,7 @@ def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, b
             break
         frames.append(body)
         at += FRAME_HEAD_BYTES + len(body)
-    # A log that was rewritten is one frame: that is not copied.
+    # A log that was just rewritten is one frame, which is not copied.
     return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at == len(
         data
     )

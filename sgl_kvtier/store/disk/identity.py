@@ -1,6 +1,4 @@
-"""Whose pages these are: everything that must be equal for a page to mean the same thing, and its
-fingerprint.
-"""
+"""Everything that must be equal for a page to mean the same thing, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -23,13 +21,13 @@ class Identity:
     ranks, rope, ...
 
     `fields` is plain data (text, numbers, booleans, None, and lists and objects of them). Two
-    servers share pages if and only if all fields are equal. Raises StoreError for anything that
-    JSON cannot say exactly.
+    servers share pages if and only if all fields are equal. Raises StoreError for data that JSON
+    cannot represent exactly.
     """
 
     fields: Mapping[str, Any]
     name: str = "pages"
-    """For people only: the readable part of the folder's name. Not part of what is compared."""
+    """The readable part of the folder's name. It is for people and is not compared."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fields", dict(self.fields))

@@ -1,9 +1,9 @@
-"""The index on disk: an append-only log of which slot holds which page. A hint: every page read is
-checked anyway.
+"""The index on disk: an append-only log that says which slot holds which page. It is a hint: every
+page read is checked anyway.
 
-A log of our own rather than a database, because all its I/O can then be made to fail, torn and
-reordered by the same tests as the pages', it opens a million entries with two numpy calls, and it
-never syncs behind our back.
+It is a log of our own rather than a database for three reasons. The tests that make the pages' I/O
+fail, tear and reorder do the same to it; it opens a million entries with two numpy calls; and it
+never syncs unless told to.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ logger = logging.getLogger(__name__)
 
 NAME = "index.log"
 _SLACK = 512
-"""Records more than this over twice the live ones make the log worth writing anew."""
+"""The log is rewritten once it has this many records more than twice the live ones."""
 _AGAIN_S = 10.0
-"""A log that could not be written anew, or misses records again at once, is not tried again before
-this: each time takes a pass over all pages.
+"""Seconds until a rewrite is tried again, where it failed or the log misses records again at once:
+each try takes a pass over all pages.
 """
 INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
-"""What the log may take per slot: two records, and one in the new log while it replaces the old
-one.
+"""Bytes that the log may take per slot: two records, and one in the new log while it replaces the
+old one.
 """
 _READ_BYTES_PER_SLOT = 4 * (RECORD.itemsize + FRAME_HEAD_BYTES)
 _READ_FIXED_BYTES = 1 << 20
 
 
 def most_bytes(slots: int) -> int:
-    """The longest log that is read for so many slots: twice what is ever kept. A longer one is
-    damaged.
+    """The longest log that is read for this number of slots: twice what is ever kept. A longer one
+    is damaged.
     """
     return _READ_FIXED_BYTES + slots * _READ_BYTES_PER_SLOT
 
 
 class Frame:
-    """Records as the log will have them, so that they can be packed before they are true."""
+    """Records as the log will have them, packed before they become true."""
 
     def __init__(self, records: np.ndarray) -> None:
         self.count = len(records)
@@ -59,12 +59,12 @@ class Frame:
 
 
 class IndexLog:
-    """The log of one rank's folder. Any thread; its own lock is held while it writes. Of reads only
-    those wait for it whose pages turned out to be damaged.
+    """The log of one rank's folder. Any thread; its own lock is held while it writes. A read waits
+    for it only if a page turns out to be damaged.
 
     An append that fails loses hints, never pages: `append` and `rewrite` return False and go on. A
-    log that misses records is given a torn end, so that nobody takes it for whole, until `rewrite`
-    has made another. With `durable` a new log is synced before it takes the old one's place.
+    log that misses records gets a torn end, so that it does not pass for whole, until `rewrite` has
+    made another. With `durable` a new log is synced before it replaces the old one.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class IndexLog:
         *,
         durable: bool = False,
     ) -> None:
-        """`check_owner` raises OSError once the folder is no longer this process's: then nothing in
-        it is made, replaced or removed.
+        """`check_owner` raises OSError once the folder no longer belongs to this process: then
+        nothing in it is made, replaced or removed.
         """
         self._env = env
         self._check_owner = check_owner
@@ -93,7 +93,7 @@ class IndexLog:
         self._mended_at = -_AGAIN_S
         self._closed = False
         self.bytes_written = 0
-        """Since the store was opened."""
+        """Bytes written since the store was opened."""
 
     @property
     def nbytes(self) -> int:
@@ -107,11 +107,11 @@ class IndexLog:
         return self._lost != 0
 
     def load(self, slots: int) -> tuple[np.ndarray, bool]:
-        """(records as written, whether they can be relied on to be complete) of a folder with so
-        many slots. Does not raise.
+        """(records as written, whether they are complete) of a folder with this number of slots.
+        Does not raise.
         """
         try:
-            # As if to be written: a log that another user made is none.
+            # Opened for writing, which refuses a log that another user made.
             data = read_large_file(self._env, self._path, most_bytes(slots), os.O_RDWR)
         except FileNotFoundError:
             return np.empty(0, RECORD), False
@@ -121,7 +121,7 @@ class IndexLog:
         return unpack_log(data, self._identity)
 
     def resume(self, records: int) -> bool:
-        """Goes on at the end of the whole log that `load` found with so many records."""
+        """Continues at the end of the whole log that `load` found with this number of records."""
         with self._lock:
             try:
                 self._fd = self._env.open(self._path, os.O_WRONLY)
@@ -133,13 +133,14 @@ class IndexLog:
             return True
 
     def rewrite(self, snapshot: Callable[[], np.ndarray]) -> bool:
-        """Replaces the log by one that says only what `snapshot` returns; the old one stays if that
+        """Replaces the log by one that says only what `snapshot` returns. The old one stays if that
         fails, or after `close`.
 
-        `snapshot` is called while no append can happen, so nothing falls between the two logs.
+        `snapshot` is called while no append can happen, so no record is lost between the two logs.
         """
         with self._lock:
-            if self._closed:  # the folder may be another owner's already
+            # The folder may already belong to another process.
+            if self._closed:
                 return False
             live = snapshot()
             fresh = self._path + ".new"
@@ -159,7 +160,8 @@ class IndexLog:
                     self._env.close(fd)
                     with contextlib.suppress(OSError):
                         self._check_owner()
-                        self._env.unlink(fresh)  # on a full disk somebody else needs the room
+                        # On a full disk another file needs the space.
+                        self._env.unlink(fresh)
                 if not isinstance(error, OSError):
                     raise
                 logger.debug("the index log was not rewritten: %s", error)
@@ -176,7 +178,7 @@ class IndexLog:
         return self.append_frame(Frame(records)) if len(records) else True
 
     def append_frame(self, frame: Frame) -> bool:
-        """The same for records that were packed already."""
+        """Like `append`, for records that were packed already."""
         data = frame.data
         with self._lock:
             if self._closed or self._lost:
@@ -194,16 +196,16 @@ class IndexLog:
             return True
 
     def worth_rewriting(self, live: int) -> bool:
-        """Whether most of the log is about pages that are gone, or it misses some, unless that was
-        tried in vain just now.
+        """Whether most records are about pages that are gone, or some records are missing. False
+        for a while after a rewrite failed.
         """
         return (
             self.lost or self._records > 2 * live + _SLACK
         ) and self._env.now() >= self._again_at
 
     def sync(self) -> None:
-        """Makes what was appended survive a power loss. Raises OSError, also when some of it could
-        not be appended.
+        """Makes all appended records survive a power loss. Raises OSError, also when some could not
+        be appended.
         """
         with self._lock:
             if self._lost:
@@ -212,26 +214,25 @@ class IndexLog:
                 self._env.sync(self._fd)
 
     def close(self) -> None:
-        """From now on nothing is written. Idempotent."""
+        """Nothing is written from now on. Idempotent."""
         with self._lock:
             self._closed = True
             self._drop_descriptor()
 
     def leave_to_parent(self) -> None:
-        """`close` in a forked child, where nobody may be left to give the lock back."""
+        """`close` in a forked child, where the thread that holds the lock may not exist."""
         self._lock = threading.Lock()
         self.close()
 
     def _lose(self, error: OSError) -> None:
-        """Locked. Makes a log that misses records end in the middle of a frame, or takes it away.
-        What it says stays true of the time before. Also a full disk lets a file grow by nothing, or
-        go.
+        """Locked. Makes a log that misses records end in the middle of a frame, or removes it. Its
+        earlier records stay true of the time before. Even a full disk lets a file be extended
+        without data, or removed.
         """
         logger.debug("index records were lost: %s", error)
         self._lost = error.errno or errno.EIO
-        self._again_at = max(
-            self._again_at, self._mended_at + _AGAIN_S
-        )  # a disk that is full again at once
+        # A disk that is full again at once.
+        self._again_at = max(self._again_at, self._mended_at + _AGAIN_S)
         try:
             if self._fd < 0:
                 raise OSError(errno.EBADF, "the index log could not be opened")

@@ -29,11 +29,11 @@ from sgl_kvtier.store.disk.segment import PROBE, segment_number
 CONFIG = "config.json"
 LOCK = "lock"
 PROFILE = "restore-profile.json"
-"""What a server has learned of costs and links; the store only makes room for it."""
+"""The learned costs and bandwidths of a server. The store only reserves the name."""
 ABOUT = "sgl_kvtier page store"
 PATIENT = 50
-"""Times that a lock is tried again before it counts as another process's: somebody may only be
-looking (`is_open`).
+"""Times that a lock is tried again before it counts as another process's: `is_open` holds it for a
+moment.
 """
 _PAUSE_S = 0.02
 _MOST_CONFIG_BYTES = 1 << 20
@@ -64,8 +64,8 @@ class RankFolder:
 
 
 def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankFolder:
-    """Makes and locks the folder of a rank. Raises StoreError, StoreBusyError or StoreFormatError
-    with what to do.
+    """Makes and locks the folder of a rank. Raises StoreError, StoreBusyError or StoreFormatError,
+    which say what to do.
     """
     if not root:
         raise StoreError("store.path is not set: give the folder that pages are kept in")
@@ -100,17 +100,18 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
 
 
 def check_root(root: str) -> None:
-    """Raises StoreError where other users may put folders of theirs in the place of a store's below
-    `root`. May raise OSError.
+    """Raises StoreError where other users could put folders of their own in place of a store's
+    below `root`. May raise OSError.
     """
     found = os.stat(root)
     shared = found.st_mode & stat.S_IWOTH or (
         found.st_mode & stat.S_IWGRP and not _has_only_this_user(found.st_gid)
     )
-    # As in /tmp: there everybody may add, and each can rename and remove only what is theirs.
+    # As in /tmp: every user may add there, and may rename and remove only their own.
     if shared and not found.st_mode & stat.S_ISVTX:
         raise StoreError(
-            f"{root} may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): they could put folders of theirs in the "
+            f"{root} may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): they "
+            "could put folders of theirs in the "
             "place of the store's. Run chmod go-w on it, or set store.path to a new folder below it"
         )
 
@@ -126,8 +127,8 @@ def lock_folder(env: Env, path: str, tries: int = 1) -> int:
         fd = env.open(name, os.O_RDWR | os.O_CREAT)
         try:
             env.lock(fd)
-            # Who removes a folder removes its lock while he holds it: what was opened before that
-            # is nobody's lock.
+            # A process removes a folder's lock while holding it: a lock file opened before that
+            # guards nothing.
             if env.same_file(fd, name):
                 _sign(env, fd)
                 return fd
@@ -138,7 +139,8 @@ def lock_folder(env: Env, path: str, tries: int = 1) -> int:
             raise
         env.close(fd)
     raise StoreBusyError(
-        f"{path} belongs to {_owner(env, name)}, which is still running. Stop it, or give this server "
+        f"{path} belongs to {_owner(env, name)}, which is still running. Stop it, or give this "
+        "server "
         "another store.path (one server per folder and rank)"
     )
 
@@ -154,9 +156,8 @@ def is_open(env: Env, rank: str) -> bool:
     except OSError:
         return False
     try:
-        env.lock_shared(
-            fd
-        )  # others who look do not see this one, and a server that starts now tries again
+        # A shared lock disturbs no other `is_open`, and a server that starts now tries again.
+        env.lock_shared(fd)
     except BlockingIOError:
         return True
     finally:
@@ -165,7 +166,7 @@ def is_open(env: Env, rank: str) -> bool:
 
 
 def read_identity(env: Env, namespace: str) -> dict[str, Any]:
-    """What the config.json of an identity's folder says: `fields` and `store_format`. Raises
+    """The content of the config.json of an identity's folder: `fields` and `store_format`. Raises
     StoreFormatError where it is no folder of a store.
     """
     path = os.path.join(namespace, CONFIG)
@@ -183,14 +184,15 @@ def read_identity(env: Env, namespace: str) -> dict[str, Any]:
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreFormatError(
-            f"{path} is damaged, or not a page store's ({error}): move {namespace} away, or remove it yourself"
+            f"{path} is damaged, or not a page store's ({error}): move {namespace} away, or remove "
+            "it yourself"
         ) from error
     return identity
 
 
 def list_namespaces(env: Env, root: str) -> list[str]:
-    """Folders below a root that are named as those of identities. Whether one is, `read_identity`
-    says. Links are left out.
+    """Folders below a root that are named like an identity's; `read_identity` says whether one is.
+    Links are left out.
     """
     try:
         names = [name for name in env.list(root) if _NAMESPACE.match(name)]
@@ -224,7 +226,7 @@ def is_rank_file(name: str) -> bool:
 
 
 def folder_bytes(env: Env, path: str) -> int:
-    """Bytes on disk of the store's files in one folder. Files that vanish meanwhile count nothing."""
+    """Bytes on disk of the store's files in one folder. Files that vanish meanwhile count as 0."""
     total = 0
     with contextlib.suppress(OSError):
         for name in filter(is_rank_file, env.list(path)):
@@ -240,14 +242,14 @@ def namespace_bytes(env: Env, namespace: str) -> int:
 
 def _make_and_lock(env: Env, namespace: str, path: str) -> int:
     for _ in range(PATIENT):
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another server or a purge removed the folder at this moment
+        # Another server or a purge removed the folder at this moment.
+        with contextlib.suppress(FileNotFoundError):
             _make_folder(env, namespace)
             _make_folder(env, path)
             return lock_folder(env, path, PATIENT)
     raise StoreBusyError(
-        f"{path} is removed again and again by another process. Stop it, or choose another store.path"
+        f"{path} is removed again and again by another process. Stop it, or choose another "
+        "store.path"
     )
 
 
@@ -272,7 +274,8 @@ def _settle_config(env: Env, namespace: str, identity: Identity) -> None:
             ) from error
         if found != json.loads(wanted):
             raise StoreFormatError(
-                f"{path} describes other pages. Remove the folder {namespace} or choose another store.path"
+                f"{path} describes other pages. Remove the folder {namespace} or choose another "
+                "store.path"
             )
         with contextlib.suppress(OSError):
             env.touch(path)
@@ -288,8 +291,8 @@ def _sign(env: Env, fd: int) -> None:
 
 
 def _owner(env: Env, lock: str) -> str:
-    """Who signed a lock, if he lives: the signature of one that has ended stands there until the
-    next owner's.
+    """The signature in a lock, if its process lives. A process that has ended leaves its signature
+    until the next owner's.
     """
     with contextlib.suppress(OSError, ValueError):
         pid = int(read_file(env, lock, _MOST_LOCK_BYTES))
@@ -299,8 +302,8 @@ def _owner(env: Env, lock: str) -> str:
 
 
 def _has_only_this_user(group: int) -> bool:
-    """Whether a group is the one that some systems make for each user, so that what it may write
-    only this user may.
+    """Whether a group is the one that some systems make for each user. Then only this user may
+    write what the group may.
     """
     try:
         name, found = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(group)

@@ -1,8 +1,8 @@
-"""Removing an identity's folder that nobody has open: looked through first, and only if everything
-in it is the store's.
+"""Removing an identity's folder that no process has open. It is checked first, and removed only if
+everything in it is the store's.
 
-A folder counts as a store's by what is in it, not by its name. One that holds anything else stays
-as it is, whole.
+A folder counts as a store's by its content, not by its name. One that holds anything else stays as
+it is, whole.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ _NAMESPACE_FILE = re.compile(
 
 
 def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
-    """Removes an identity's folder; returns the bytes freed, 0 when it is in use, or somebody else
-    has removed it or is about to.
+    """Removes an identity's folder. Returns the bytes freed: 0 when it is in use, or another
+    process has removed it or is about to.
 
-    Raises StoreError, with nothing removed, where it holds something that no store made or is
-    another user's. May raise OSError.
+    Raises StoreError, with nothing removed, where the folder holds something that no store made or
+    is another user's. May raise OSError.
     """
     locks: dict[str, int] = {}
     try:
-        # Before anything is looked at in earnest: a server that needs room asks often, and a folder
-        # in use stays so for long.
+        # A cheap check first: a server that needs room calls often, and a folder stays in use for
+        # long.
         with contextlib.suppress(PermissionError):
             if any(is_open(env, rank) for rank in list_ranks(env, namespace)):
                 return 0
         for rank in look_through(env, namespace):
             locks[rank] = lock_folder(env, rank, tries)
-        ranks = look_through(env, namespace)  # once more: now nobody else changes it
+        # Once more: now no other process changes it.
+        ranks = look_through(env, namespace)
         if ranks.keys() != locks.keys():
             return 0
         freed = namespace_bytes(env, namespace)
@@ -62,7 +63,7 @@ def remove_namespace(env: Env, namespace: str, tries: int = 1) -> int:
             for name in names:
                 if name != LOCK:
                     env.unlink(os.path.join(rank, name))
-        # Locks last: until then nobody else can open what is half gone.
+        # Locks last: until then no other process can open a folder that is half removed.
         for rank in ranks:
             env.unlink(os.path.join(rank, LOCK))
             env.remove_directory(rank)
@@ -96,7 +97,9 @@ def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
 
 
 def check_namespace(env: Env, namespace: str) -> None:
-    """Raises StoreError unless a folder is an identity's and this user's alone. May raise OSError."""
+    """Raises StoreError unless a folder is an identity's and this user's alone. May raise
+    OSError.
+    """
     try:
         check_private(namespace, env.status(namespace))
     except NotOursError as error:
@@ -145,15 +148,14 @@ def _check_file(env: Env, path: str, named_as_ours: bool) -> None:
 
 
 def _remove_config(env: Env, namespace: str) -> None:
-    """The end of a folder whose ranks are gone, unless somebody has put something there meanwhile:
-    a server, another rank.
+    """Removes the rest of a folder whose ranks are gone, unless a server or another rank has put
+    something there meanwhile.
     """
     names = env.list(namespace)
     if not all(map(_NAMESPACE_FILE.match, names)):
         return
-    for name in sorted(
-        names, key=lambda name: name == CONFIG
-    ):  # last: until then the folder can be told for what it is
+    # Last: until then the folder can be recognized by it.
+    for name in sorted(names, key=lambda name: name == CONFIG):
         env.unlink(os.path.join(namespace, name))
     env.remove_directory(namespace)
 

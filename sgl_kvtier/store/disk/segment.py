@@ -1,4 +1,4 @@
-"""One pre-allocated file of equal slots: made, opened again, closed, given back."""
+"""One pre-allocated file of equal slots: made, opened again, closed, discarded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from sgl_kvtier.store.disk.format import (
 
 PROBE = "probe"
 MOST_SEGMENT_NUMBER = 1 << 20
-"""Tables by segment number stay small. After this number they begin anew with those that are free.
+"""Tables by segment number stay small: after this number the free ones are used again from the
+start.
 """
 _PREFIX = "seg-"
 
 
 @dataclass(frozen=True, slots=True)
 class DirectIO:
-    """How files are opened for page I/O. `alignment` is what O_DIRECT asks of addresses and
-    lengths; 1 = page cache.
+    """How files are opened for page I/O. `alignment` is what O_DIRECT demands of addresses and
+    lengths, in bytes; 1 = page cache.
     """
 
     flags: int
@@ -46,8 +47,8 @@ BUFFERED = DirectIO(0, 1)
 
 @dataclass(slots=True)
 class Segment:
-    """An open segment. Slot n begins at `offset(n)`; the slot table's rows [base, base + slots) are
-    its slots.
+    """An open segment. Slot n begins at `offset(n)`. Its slots are the slot table's rows [base,
+    base + slots).
     """
 
     number: int
@@ -73,8 +74,8 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """The number in a segment's file name; None for any other name, also for numbers that no
-    segment gets.
+    """The number in a segment's file name; None for any other name, and for numbers that no segment
+    gets.
     """
     digits = name.removeprefix(_PREFIX)
     if digits == name or len(digits) != 8 or any(c not in "0123456789abcdef" for c in digits):
@@ -105,7 +106,7 @@ def create_segment(
 
 
 class NotASegmentError(OSError):
-    """A file with a segment's name and something else in it: whose it is nobody knows."""
+    """A file with a segment's name and other content. Its owner is unknown."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EINVAL, "holds something else than a segment: move it away", path)
@@ -114,7 +115,7 @@ class NotASegmentError(OSError):
 def open_segment(
     env: Env, folder: str, number: int, identity: bytes, io: DirectIO
 ) -> Segment | None:
-    """A segment that an earlier run made; None where that one made a segment that holds no page of
+    """A segment that an earlier run made; None where that run made a segment that holds no page of
     this identity.
 
     Raises NotASegmentError for any other content, and OSError.
@@ -135,7 +136,7 @@ def open_segment(
 
 
 def is_segment(env: Env, path: str) -> bool:
-    """Whether a file holds what a segment does, of whatever identity. Raises OSError."""
+    """Whether a file holds a segment, of whatever identity. Raises OSError."""
     fd = env.open(path, os.O_RDONLY)
     try:
         return may_begin_a_segment(_beginning(env, fd, 2))
@@ -144,15 +145,15 @@ def is_segment(env: Env, path: str) -> bool:
 
 
 def spoil_segment(env: Env, segment: Segment) -> None:
-    """Overwrites the head of a file that cannot be removed: whoever opens it again finds no
-    segment. Raises OSError.
+    """Overwrites the head of a file that cannot be removed, so that later openings find no segment.
+    Raises OSError.
     """
     write_fully(env, segment.fd, [_aligned(spoiled_segment_head())], 0)
 
 
 def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
-    """What O_DIRECT is good for in this folder. Raises OSError when it was insisted on (`on`) and
-    does not work.
+    """Tests O_DIRECT in this folder. Raises OSError when the setting is `on` and it does not
+    work.
     """
     if setting == "off":
         return BUFFERED
@@ -184,7 +185,9 @@ def _direct_alignment(env: Env, path: str) -> int:
 
 
 def _beginning(env: Env, fd: int, blocks: int) -> bytes:
-    """As many blocks of a file as it has: a segment's head, and then the header of its first slot."""
+    """Up to `blocks` blocks from the start of a file: a segment's head, then the header of its
+    first slot.
+    """
     buffer = _aligned(bytes(blocks * BLOCK))
     return bytes(buffer[: read_fully(env, fd, [buffer], 0)])
 

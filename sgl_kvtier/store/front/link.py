@@ -1,4 +1,4 @@
-"""A link of limited bandwidth that read jobs share: what makes a fast disk look like a slower
+"""A link of limited bandwidth that read jobs share: it makes a fast disk look like a slower
 device.
 """
 
@@ -20,18 +20,18 @@ from sgl_kvtier.store.io.jobs import OrderedJob
 logger = logging.getLogger(__name__)
 
 _AHEAD_S = 0.01
-"""Pages are asked of the store so long before the link delivers them, that the disk's own latency
-is hidden.
+"""Seconds before delivery at which a page is requested from the store. This hides the disk's own
+latency.
 """
 _AGAIN_S = _AHEAD_S / 2
-"""More are asked for when no more than this is left of it: several at once, for each request costs
-the processor that a device spares.
+"""More are requested when at most this many seconds of it are left: several at once, since each
+request costs processor time.
 """
 _AHEAD_PAGES = 64
 
 
 class LinkJob(OrderedJob):
-    """A read job on a link. It is not begun before `ready_at`."""
+    """A read job on a link. It does not begin before `ready_at`."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class LinkJob(OrderedJob):
         self.pages = pages
         self.ready_at = ready_at
         self.landed: dict[int, ReadOutcome] = {}
-        """Pages the store has read and the link has not delivered yet."""
+        """Pages that the store has read and the link has not delivered yet."""
 
     def nbytes(self, index: int) -> int:
         return sum(part.nbytes for part in self.pages[index].into)
 
     def late(self, now: float) -> bool:
-        """Whether what has not begun is not to begin any more."""
+        """Whether the deadline has passed, so that no further page may begin."""
         return self.deadline is not None and now >= self.deadline
 
 
@@ -58,7 +58,7 @@ class Link:
     """Serves one page after the other, jobs of a lower priority number first. One thread of its
     own.
 
-    Times are read from the system's clock: this models a device, so it has to take real time.
+    Times are read from the system's clock: this models a device, so it takes real time.
     """
 
     def __init__(self, store: PageStore, gbps: float, latency_s: float) -> None:
@@ -76,7 +76,7 @@ class Link:
         self._thread.start()
 
     def set_gbps(self, gbps: float) -> None:
-        """Changes the bandwidth for pages that are begun from now on; 0 = no limit."""
+        """Sets the bandwidth for pages that begin from now on; 0 = no limit."""
         with self._changed:
             self._gbps = gbps
 
@@ -87,18 +87,15 @@ class Link:
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
     ) -> LinkJob:
-        """Queues a read; after `close` it is CANCELLED at once, and in a forked process, which has
-        no link, a MISS.
+        """Queues a read. After `close` it is CANCELLED at once; in a forked process, which has no
+        link, it is a MISS.
         """
         job = LinkJob(pages, deadline, on_page, time.monotonic() + self._latency_s)
         if os.getpid() != self._process:
             job.end_rest(ReadOutcome.MISS)
             return job
-        entry = (
-            operator.index(priority),
-            next(self._order),
-            job,
-        )  # what cannot be compared would stay in the queue
+        # Converted first: a priority that cannot be compared would stay in the queue.
+        entry = (operator.index(priority), next(self._order), job)
         with self._changed:
             closing = self._closing
             if not closing:
@@ -109,7 +106,7 @@ class Link:
         return job
 
     def close(self) -> None:
-        """Delivers what is under way and cancels the rest. Idempotent."""
+        """Delivers pages in flight and cancels the rest. Idempotent."""
         if os.getpid() != self._process:
             return
         with self._changed:
@@ -137,7 +134,7 @@ class Link:
             self._deliver()
 
     def _begin(self) -> list[tuple[LinkJob, list[int]]]:
-        """Locked. Gives the next pages their time on the link."""
+        """Locked. Assigns the next pages their time on the link."""
         now = time.monotonic()
         begun: list[tuple[LinkJob, list[int]]] = []
         if self._free_at > now + _AGAIN_S:
@@ -174,8 +171,8 @@ class Link:
         try:
             self._store.read([job.pages[i] for i in indexes], on_page=landed)
         except Exception:
-            # Memory that cannot be read into, or somebody else's store: these pages fail, the link
-            # lives on.
+            # Memory that cannot be read into, or an error in another class's store: these pages
+            # fail, the link lives on.
             logger.exception("reading pages over a link failed")
             for position in range(len(indexes)):
                 landed(position, ReadOutcome.FAILED)
@@ -196,8 +193,8 @@ class Link:
             job.finish([(index, outcome)])
 
     def _until_next(self) -> float | None:
-        """Locked. Seconds until something is due by the clock alone; None when only an event can
-        bring it.
+        """Locked. Seconds until the clock alone makes something due; None when only an event
+        can.
         """
         now = time.monotonic()
         times = [

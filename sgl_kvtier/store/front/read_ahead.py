@@ -1,9 +1,9 @@
-"""Reading a known list of pages piece by piece: what comes next is under way while the present
-piece is waited for.
+"""Reading a known list of pages piece by piece: the next piece is in flight while the present one
+is waited for.
 
-A caller in Python that reads 128 pages, waits, and only then asks for the next 128 leaves the
-device without work in between: half a millisecond, and 5 ms and more beside a busy Python thread.
-Pages handed over ahead hide that.
+A Python caller that reads 128 pages, waits, and only then requests the next 128 leaves the device
+idle in between: for half a millisecond, and for 5 ms and more beside a busy Python thread.
+Requesting pages ahead hides that.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
 
 AHEAD_BYTES = 32 << 20
-"""How much is handed over beyond the pages waited for: what a device with 6.4 GB/s reads in 5 ms.
-Other reads wait for that much more.
+"""Bytes requested beyond the pages waited for: what a device with 6.4 GB/s reads in 5 ms. Other
+reads wait for that much more.
 """
 
 
 class ReadAhead:
-    """The pages [0, count) of one read, collected in their order. One thread, but for `cancel`.
+    """The pages [0, count) of one read, collected in their order. One thread, except `cancel`.
 
     `begin(first, last)` begins reading the pages [first, last). Destinations of pages that were
     begun belong to the store until `collect` has returned them or `close` has returned; `close`
@@ -39,18 +39,18 @@ class ReadAhead:
 
     @property
     def collected(self) -> int:
-        """How many pages `collect` has returned."""
+        """Number of pages that `collect` has returned."""
         return self._collected
 
     def collect(self, count: int) -> list[ReadOutcome | None]:
-        """How the next `count` pages ended, once they have. What follows is under way before that
-        is waited for.
+        """Waits for the next `count` pages and returns how each ended. The pages after them are in
+        flight before the wait.
         """
         first, last = self._collected, min(self._collected + count, self._count)
         until = min(last + self._ahead, self._count)
         while self._begun < until:
-            # In pieces as they will be asked for, so that no piece is waited for because of its
-            # end.
+            # In the pieces in which they will be collected, so that no piece waits for the end of a
+            # larger one.
             stop = last if self._begun < last else min(until, self._begun + count)
             self._jobs.append(self._begin(self._begun, stop))
             self._begun = stop
@@ -59,20 +59,23 @@ class ReadAhead:
         while len(self._ended) < last - first:
             self._jobs[0].wait()
             self._ended += self._jobs[0].outcomes
-            self._jobs.popleft()  # not before its outcomes are there: those of the next pages would be taken for them
+            # Not before its outcomes are there: those of the next pages would be taken for them.
+            self._jobs.popleft()
         self._collected = last
         found, self._ended = self._ended[: last - first], self._ended[last - first :]
         return found
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED, also those collected later. Never blocks; any thread."""
+        """Pages not begun become CANCELLED, also those collected later. Never blocks; any
+        thread.
+        """
         self._cancelled = True
         for job in tuple(self._jobs):
             job.cancel()
 
     def close(self) -> None:
-        """Ends what was begun and not collected. Blocks until no destination is written to any
-        more. Idempotent.
+        """Ends reads that were begun and not collected. Blocks until no destination is written to
+        any more. Idempotent.
         """
         self.cancel()
         while self._jobs:

@@ -1,5 +1,5 @@
-"""Stores in front of a store: `Throttled` is a slower device, `Faulty` an unreliable one. Same
-interface.
+"""Stores in front of a store, with the same interface: `Throttled` is a slower device, `Faulty` an
+unreliable one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sgl_kvtier.types import Lookup, PageKey
 
 
 class _InFront:
-    """Hands everything on to the store behind it."""
+    """Passes every call on to the store behind it."""
 
     def __init__(self, store: PageStore) -> None:
         self._store = store
@@ -63,9 +63,9 @@ class _InFront:
 class Throttled(_InFront):
     """A store as it would be on a slower device: one link for all reads and one for all writes.
 
-    A page occupies the read link for its bytes at `read_gbps`; each job, or each put, first waits
-    `latency_ms`, during which the link serves others. Pages end one by one in the order of their
-    jobs' priorities and of the pages in a job.
+    A page occupies the read link for its bytes at `read_gbps`. Each job, or each put, first waits
+    `latency_ms`, while the link serves others. Pages end one by one in the order of their jobs'
+    priorities and of the pages in a job.
     """
 
     def __init__(self, store: PageStore, config: ThrottleConfig) -> None:
@@ -99,8 +99,8 @@ class Throttled(_InFront):
         return outcomes
 
     def set_read_gbps(self, gbps: float) -> None:
-        """Changes the bandwidth for pages that have not begun; 0 = as fast as the disk. ValueError
-        when negative.
+        """Sets the bandwidth for pages that have not begun, in GB/s; 0 = as fast as the disk.
+        Raises ValueError when negative.
         """
         if gbps < 0:
             raise ValueError("a bandwidth cannot be negative")
@@ -121,9 +121,9 @@ class Faulty(_InFront):
     """A store whose device fails on purpose, by seed: FAILED reads, REFUSED writes, flipped bits on
     disk, slow reads.
 
-    Which pages are hit depends only on the seed and the order of calls. Flipped bits are written to
-    the disk by the store behind, so its own checks have to find them; a store that cannot do that
-    raises StoreError here.
+    The seed and the order of calls alone decide which pages are hit. Flipped bits are written to
+    the disk by the store behind, so that its own checks have to find them. A store that cannot do
+    that raises StoreError here.
     """
 
     def __init__(self, store: PageStore, config: FaultConfig) -> None:
@@ -132,7 +132,8 @@ class Faulty(_InFront):
         self._damage: Callable[..., bool] | None = getattr(store, "damage", None)
         if config.corrupt_rate and self._damage is None:
             raise StoreError(
-                f"{type(store).__name__} cannot damage its pages: put Faulty directly around the disk store"
+                f"{type(store).__name__} cannot damage its pages: put Faulty directly around the "
+                "disk store"
             )
         self._random = random.Random(config.seed)
         self._lock = threading.Lock()
@@ -184,7 +185,7 @@ class Faulty(_InFront):
 
 
 class _FaultyJob:
-    """A read job some of whose pages fail, or end later than they did."""
+    """A read job in which some pages fail, or end later than they did."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Which page is where, in memory, and where the next one goes."""
+"""Which page is in which slot, in memory, and which slot the next page gets."""

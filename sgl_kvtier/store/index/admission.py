@@ -1,5 +1,5 @@
-"""Which new pages are worth a write: all, those offered a second time, or those dear to compute.
-Flash wears by bytes written.
+"""Which new pages are worth a write: all, those offered a second time, or those expensive to
+compute. Flash wears by bytes written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.store.base import PageWrite
 
 _REMEMBERED = 1 << 17
-"""Keys per generation; two generations are kept. 8 bytes of each key stand for it."""
+"""Keys per generation; two generations are kept. A key is remembered by 8 of its bytes."""
 
 
 class Admission(Protocol):
@@ -22,11 +22,10 @@ class Admission(Protocol):
 
 
 class RecomputeCost:
-    """Lets a page in when computing it again would take as long as a threshold or longer, or when
-    nobody knows.
+    """Admits a page when computing it again would take at least a threshold, or an unknown time.
 
-    A late page of a long context costs more than an early one (attention grows with what lies
-    before it), so with a threshold the flash keeps what the accelerator would be busiest with.
+    A late page of a long context costs more than an early one, since attention grows with the
+    tokens before it. So a threshold keeps the pages that would take the accelerator longest.
     """
 
     def __init__(self, least_s: float) -> None:
@@ -37,10 +36,10 @@ class RecomputeCost:
 
 
 class SecondHit:
-    """Lets a page in when it is offered for the second time. The core's lock guards it.
+    """Admits a page when it is offered for the second time. The core's lock guards it.
 
     Memory is bounded: the keys of the last one to two generations of first offers are remembered,
-    older ones forgotten. Two keys that share 8 bytes let each other in, which costs a write and
+    older ones forgotten. Two keys that share 8 bytes admit each other, which costs a write and
     nothing else.
     """
 
@@ -62,7 +61,7 @@ class SecondHit:
 
 
 def admission_of(config: StoreConfig) -> Admission | None:
-    """The filter that the settings ask for; None when every page is written."""
+    """The filter that the settings name; None when every page is written."""
     if config.admission == "second-hit":
         return SecondHit()
     return RecomputeCost(config.admission_cost_s) if config.admission == "recompute-cost" else None

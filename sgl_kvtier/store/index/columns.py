@@ -23,7 +23,7 @@ except ImportError:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One entry per page asked for or offered; `buffers` has `parts` entries per page, in their
+    """One entry per page to read or write; `buffers` has `parts` entries per page, in their
     order.
     """
 
@@ -33,10 +33,10 @@ class Columns:
     buffers: list[Any]
     pools: list[str]
     pool: str | None
-    """The pool of all pages; None when they are not all of one."""
+    """The pool of all pages; None when they are of several pools."""
 
     def buffers_of(self, pages: Rows) -> list[Any]:
-        """The buffers of some pages, in the order given."""
+        """The buffers of some pages, in the given order."""
         ends = np.cumsum(self.parts).tolist()
         return [
             part
@@ -46,8 +46,8 @@ class Columns:
 
 
 def columns_of(pages: Sequence[PageRead] | Sequence[PageWrite]) -> Columns:
-    """Raises ValueError for keys that are not 32 bytes and TypeError or BufferError for what is not
-    contiguous memory.
+    """Raises ValueError for keys that are not 32 bytes, and TypeError or BufferError for memory
+    that is not contiguous.
     """
     if _native is not None:
         keys, parts, lengths, buffers, pool = _native.columns(pages)

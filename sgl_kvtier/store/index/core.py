@@ -1,4 +1,4 @@
-"""What the parts of one open store share: its settings, its lock, its slot table, and its counters."""
+"""What the parts of one open store share: settings, lock, slot table, counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADVICE = {
 
 @dataclass(slots=True)
 class Counters:
-    """What happened since the store was opened. Changed under the lock, read without."""
+    """Counts since the store was opened. Changed under the lock, read without."""
 
     pages_read: int = 0
     bytes_read: int = 0
@@ -51,7 +51,9 @@ class Counters:
 
 
 class Complaints:
-    """One warning per kind of trouble, with what to do about it; the counters say how often."""
+    """One warning per kind of trouble, with what to do about it; the counters say how often it
+    happened.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -87,8 +89,8 @@ class Core:
     log: IndexLog
     complaints: Complaints
     check_owner: Callable[[], None] = lambda: None
-    """Raises OSError with ESTALE once the folder is no longer this process's: then no file in it is
-    made or removed.
+    """Raises OSError with ESTALE once the folder no longer belongs to this process: then no file in
+    it is made or removed.
     """
     table: SlotTable = field(default_factory=SlotTable)
     counters: Counters = field(default_factory=Counters)

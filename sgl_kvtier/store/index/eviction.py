@@ -1,4 +1,4 @@
-"""Which page goes first when there is no room: the one used longest ago, or a whole segment of
+"""Which page is evicted when there is no room: the one used longest ago, or a whole segment of
 another slot size.
 """
 
@@ -13,7 +13,7 @@ from sgl_kvtier.store.disk.segment import Segment
 from sgl_kvtier.store.index.slots import Rows, SlotTable, State
 
 _SHARE = 64
-"""One refill sorts out one page in so many, so that its cost is spread over as many evictions."""
+"""One refill sorts out 1/64 of the pages, so that its cost is spread over as many evictions."""
 _AT_LEAST = 256
 
 
@@ -21,8 +21,8 @@ class LeastRecentlyUsed:
     """Victims among the segments of one slot size, exactly in the order of last use. The engine's
     lock guards it.
 
-    The oldest few rows are found at once and kept in order. A row used since then is passed over:
-    everything used or written later than the rest of the queue is younger than all of it.
+    The oldest few rows are found at once and kept in order. A row used since then is skipped: every
+    row used or written after the refill is younger than all of them.
     """
 
     def __init__(self, table: SlotTable) -> None:
@@ -47,7 +47,7 @@ class LeastRecentlyUsed:
         return np.array(chosen, np.int64)
 
     def oldest(self, segments: Iterable[Segment]) -> int | None:
-        """When the first victim was last used, on the table's own clock; None when there is none."""
+        """Last use of the first victim, on the table's own clock; None when there is none."""
         rows = self.victims(1, segments)
         if not len(rows):
             return None
@@ -66,14 +66,14 @@ class LeastRecentlyUsed:
         if want < len(rows):
             rows = rows[np.argpartition(table.used[rows], want)[:want]]
         # Among pages of one batch the lower slot goes first, so that neighbours are freed together
-        # and written in one go.
+        # and written together.
         rows = rows[np.lexsort((rows, table.used[rows]))]
         self._queue.extend(zip(rows.tolist(), table.used[rows].tolist(), strict=True))
 
 
 def coldest_segment(table: SlotTable, segments: Iterable[Segment]) -> tuple[Segment, int] | None:
-    """(segment, when any of its pages was last used) for the one longest unused that nobody reads
-    or writes.
+    """(segment, last use of any of its pages) of the segment unused for longest that no I/O is
+    reading or writing.
     """
     best: tuple[Segment, int] | None = None
     for segment in segments:

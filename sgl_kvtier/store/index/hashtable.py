@@ -1,5 +1,5 @@
-"""Which row holds a key: open addressing in two numpy arrays, about 10 bytes a page, whole batches
-at a time.
+"""The row that holds a key: open addressing in two numpy arrays, about 10 bytes a page, whole
+batches at a time.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class HashTable:
         at = key_hash(keys[rows], pools[rows]) & mask
         while len(rows):
             free = self._buckets[at] == EMPTY
-            # Of several rows that want one bucket the last one written stays; the others go on to
-            # the next.
+            # Of several rows that hash to one bucket the last one written stays; the others move on
+            # to the next.
             self._buckets[at[free]] = rows[free]
             rest = self._buckets[at] != rows
             rows = rows[rest]

@@ -17,8 +17,8 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """One entry per page asked for, with row EMPTY where there is no such page. Rows found are
-    pinned until they are read, or claimed until they are written.
+    """One entry per page, with row EMPTY where there is no such page. Rows found are pinned until
+    they are read, or claimed until they are written.
     """
 
     identity: bytes
@@ -34,7 +34,7 @@ class Located:
 
     @classmethod
     def nothing(cls, identity: bytes, count: int) -> Located:
-        """None of `count` pages is there."""
+        """`count` entries, none of which is there."""
         none = np.zeros(count, np.int64)
         return cls(
             identity,
@@ -56,7 +56,7 @@ class Located:
 
     @classmethod
     def join(cls, some: Sequence[Located]) -> Located:
-        """All entries of one identity's, in the order given."""
+        """All entries of several that have one identity, in the given order."""
         if len(some) == 1:
             return some[0]
         columns = {
@@ -67,11 +67,18 @@ class Located:
         return cls(identity=some[0].identity, segments=segments, **columns)
 
     def at(self, which: Rows) -> Located:
-        """Some of the entries, in the order given."""
+        """Some of the entries, in the given order."""
         return Located(
-            self.identity, self.rows[which], self.keys[which], self.pools[which], self.sequences[which],
-            self.lengths[which], self.slots[which], self.segment[which], self.segments,
-        )  # fmt: skip
+            self.identity,
+            self.rows[which],
+            self.keys[which],
+            self.pools[which],
+            self.sequences[which],
+            self.lengths[which],
+            self.slots[which],
+            self.segment[which],
+            self.segments,
+        )
 
     def records(self, kind: int) -> np.ndarray:
         """Records for the index log."""

@@ -1,5 +1,5 @@
-"""Where a new page may go: free slots, new segments while the budget lasts, and whose place is
-taken after that.
+"""Where a new page may go: free slots, then new segments while the budget lasts, then the slots of
+evicted pages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FEWEST_SEGMENTS = 8
 """A small capacity gets smaller segments, so that two slot sizes can live side by side."""
 _NAMES_TRIED = 10_000
 _INDEX_FIXED_BYTES = 128 << 10
-"""Left for the index log's head, its slack, and the small files beside it (an eighth of the
+"""Bytes left for the index log's head, its slack, and the small files beside it (an eighth of the
 capacity where that is less).
 """
 
@@ -74,7 +74,7 @@ class Room:
 
     @property
     def charged_bytes(self) -> int:
-        """The same with what the index log can grow to for their slots."""
+        """`bytes_used`, and the bytes that the index log can grow to for their slots."""
         return self.bytes_used + INDEX_BYTES_PER_SLOT * sum(
             s.slots for s in list(self.segments.values())
         )
@@ -120,9 +120,7 @@ class Room:
             pass
 
     def release(self, rows: Rows) -> None:
-        """Locked. Rows that are free now can be used again; those of removed segments are passed
-        over.
-        """
+        """Locked. Makes free rows usable again; those of removed segments are skipped."""
         for row in rows.tolist():
             segment = self.segments.get(int(self._core.table.segment[row]))
             if segment is not None:
@@ -131,14 +129,14 @@ class Room:
     def slots_of(
         self, rows: Rows, numbers: NDArray[np.uint32], which: NDArray[np.bool_]
     ) -> tuple[Rows, NDArray[np.uint32], dict[int, Segment]]:
-        """Locked. (slot of each row, its segment's number, those segments by number); only `which`
-        entries mean anything.
+        """Locked. (slot of each row, its segment's number, those segments by number). Only the
+        `which` entries mean anything.
         """
         known = numbers[which]
         if len(known) and (known == known[0]).all():
             segment = self.segments[int(known[0])]
             return rows - segment.base, numbers, {segment.number: segment}
-        # Not np.unique: it sorts, and sorting lets go of Python's lock, which costs 5 ms beside a
+        # Not np.unique: it sorts, and sorting releases Python's lock, which costs 5 ms beside a
         # busy thread.
         segments = {n: self.segments[n] for n in set(known.tolist())}
         bases = np.array(
@@ -165,12 +163,12 @@ class Room:
         return records
 
     def has_free(self, slot_bytes: int, count: int) -> bool:
-        """Locked. Whether `take` would find so many slots without evicting anything."""
+        """Locked. Whether `take` would find `count` slots without evicting anything."""
         return len(self._free[slot_bytes]) >= count
 
     def take(self, slot_bytes: int, count: int) -> Rows:
-        """Locked. Up to `count` free rows, evicting the pages used longest ago where needed;
-        neighbours stay together.
+        """Locked. Up to `count` free rows, evicting the pages used longest ago where needed.
+        Neighbours stay together.
         """
         free = self._free[slot_bytes]
         missing = count - len(free)
@@ -206,14 +204,16 @@ class Room:
         except OSError as error:
             self._stuck_bytes += segment.nbytes
             self._core.complaints.about("removing a segment", error)
-            if error.errno != errno.ESTALE:  # then another owner has the folder by now
+            # With ESTALE another process owns the folder by now.
+            if error.errno != errno.ESTALE:
                 self._disown(segment)
-        with self._syncing:  # who syncs may be at it
+        # Another thread may be syncing the segment.
+        with self._syncing:
             env.close(segment.fd)
 
     def _disown(self, segment: Segment) -> None:
-        """A segment that stays on disk: whatever the log or its slots say, its pages must not come
-        back at the next opening.
+        """Marks a segment that stays on disk, so that its pages do not come back at the next
+        opening, whatever the log or its slots say.
         """
         try:
             spoil_segment(self._core.env, segment)
@@ -237,8 +237,8 @@ class Room:
         ]
 
     def give_back_idle(self) -> int:
-        """Deletes segments that nobody reads or writes, and their pages; returns how many. Never
-        raises OSError.
+        """Deletes segments without I/O in flight, and their pages; returns how many. Never raises
+        OSError.
         """
         with self.changing:
             idle = []
@@ -254,20 +254,21 @@ class Room:
         return removed
 
     def close(self) -> None:
-        """Closes all files. While holding `changing`."""
+        """Closes all files. The caller holds `changing`."""
         for segment in self.segments.values():
             self._core.env.close(segment.fd)
 
     def leave_to_parent(self) -> None:
-        """Closes all files in a forked child, where nobody may be left to give the locks back."""
+        """Closes all files in a forked child, where the threads that hold the locks may not
+        exist.
+        """
         self.changing, self._syncing = threading.Lock(), threading.Lock()
         self.close()
         self.segments = {}
 
     def sync(self) -> None:
         """Makes everything written so far survive a power loss. Raises OSError."""
-        # One at a time: what another thread has taken upon itself to sync is not safe before it is
-        # done.
+        # One at a time: what another thread is about to sync is not safe before it is done.
         with self._syncing:
             for segment in list(self.segments.values()):
                 if segment.dirty:
@@ -279,7 +280,7 @@ class Room:
                         raise
 
     def sync_names(self) -> None:
-        """Makes it survive a power loss that segments were removed. Raises OSError."""
+        """Makes the removal of segments survive a power loss. Raises OSError."""
         if not self._removed:
             return
         env = self._core.env
@@ -316,9 +317,7 @@ class Room:
         return True
 
     def _create(self, slot_bytes: int, slots: int) -> Segment:
-        """A segment under the next number whose name stands for nothing in the folder. Raises
-        OSError.
-        """
+        """A segment under the next number whose name is free in the folder. Raises OSError."""
         core = self._core
         for _ in range(_NAMES_TRIED):
             number = self._next_number if self._next_number <= MOST_SEGMENT_NUMBER else 1
@@ -332,7 +331,9 @@ class Room:
         raise OSError(errno.EEXIST, "every name of a segment is taken")
 
     def _slots_of_new(self, slot_bytes: int) -> int:
-        """Slots that the next segment of this size may have; 0 when there is no room for it."""
+        """Number of slots that the next segment of this size may have; 0 when there is no room for
+        it.
+        """
         config = self._core.config
         share = config.capacity_bytes // self._ranks
         target = min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
@@ -357,8 +358,8 @@ class Room:
             return False
 
     def _take_from_others(self, slot_bytes: int) -> bool:
-        """Gives back the coldest segment of another slot size when all its pages are older than
-        what we would evict.
+        """Discards the coldest segment of another slot size when all its pages are older than the
+        one that would be evicted.
         """
         with self._core.lock:
             own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
@@ -381,8 +382,8 @@ class Room:
         return True
 
     def _evict_others(self, wanted: int) -> None:
-        """Removes other identities that nobody has open, the one opened longest ago first, until
-        `wanted` bytes fit.
+        """Removes other identities that no process has open, the one opened longest ago first,
+        until `wanted` bytes fit.
         """
         env = self._core.env
         for path, nbytes in list(self._others):
@@ -393,9 +394,8 @@ class Room:
                 if path not in self._left_alone:
                     freed = remove_namespace(env, path)
             except StoreError as error:
-                self._left_alone.add(
-                    path
-                )  # looking through it again and again would cost every put
+                # Checking such a folder again and again would slow every put.
+                self._left_alone.add(path)
                 logger.warning(
                     "%s. This server needs the room, and tries again when it is started again",
                     error,
@@ -406,5 +406,6 @@ class Room:
                 continue
             if freed:
                 logger.warning("removed %s (%d bytes): this server needs the room", path, nbytes)
-            if freed or not env.exists(path):  # another rank may have been faster, or a purge
+            # Another rank or a purge may have removed it first.
+            if freed or not env.exists(path):
                 self._others.remove((path, nbytes))

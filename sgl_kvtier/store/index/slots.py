@@ -1,5 +1,5 @@
-"""Every slot of a store as one row of numpy arrays: which page it holds, when it was used, who
-reads it.
+"""Every slot of a store as one row of numpy arrays: its page, its last use, and the reads of it in
+flight.
 
 About 75 bytes a slot. Not thread-safe: the engine's lock guards every call, and no call does I/O.
 """
@@ -18,12 +18,12 @@ from sgl_kvtier.types import PageKey
 
 
 class State(enum.IntEnum):
-    """What a row is. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while somebody
-    still reads the slot.
+    """The state of a row. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while a read
+    of the slot is in flight.
     """
 
     NONE = 0
-    """No slot: a gap left by a segment that was given back."""
+    """No slot: a gap left by a segment that was discarded."""
     FREE = 1
     WRITING = 2
     LIVE = 3
@@ -51,12 +51,12 @@ class SlotTable:
         self._rows = 0
 
     def __len__(self) -> int:
-        """Pages that can be found: written or being written."""
+        """Number of pages that can be found: written or being written."""
         return len(self._table)
 
     @property
     def nbytes(self) -> int:
-        """Memory the rows and the hash table take."""
+        """Bytes of memory that the rows and the hash table take."""
         return sum(column.nbytes for column in self._columns().values()) + self._table.nbytes
 
     def pool_id(self, pool: str) -> int:
@@ -66,7 +66,7 @@ class SlotTable:
         return self.pools.index(pool)
 
     def reserve(self, count: int) -> None:
-        """Makes room for so many rows at once, so that adding them copies nothing."""
+        """Makes room for `count` rows at once, so that adding them copies nothing."""
         self._grow(self._rows + count)
 
     def add_rows(self, count: int, segment: int) -> int:
@@ -85,7 +85,7 @@ class SlotTable:
         return start
 
     def remove_rows(self, start: int, count: int) -> None:
-        """Gives up the rows of a segment, none of which may be pinned or being written."""
+        """Drops the rows of a segment, none of which may be pinned or being written."""
         rows = np.arange(start, start + count)
         self.drop(rows[self.state[rows] == State.LIVE])
         assert not self.pins[rows].any() and (self.state[rows] == State.FREE).all()
@@ -99,7 +99,7 @@ class SlotTable:
         return self.find_words(words(keys), pool)
 
     def find_words(self, keys: NDArray[np.uint64], pool: str) -> Rows:
-        """The same for keys that are rows of four words already."""
+        """Like `find`, for keys that are rows of four words already."""
         return self._table.find(keys, self.pool_id(pool), self.keys, self.pool)
 
     def touch(self, rows: Rows) -> None:
@@ -120,24 +120,23 @@ class SlotTable:
         lengths: Rows,
         sequences: NDArray[np.uint64],
     ) -> None:
-        """Makes free rows WRITING rows of new, distinct keys."""
+        """Turns free rows into WRITING rows of new, distinct keys."""
         assert (self.state[rows] == State.FREE).all()
         self.keys[rows] = keys
         self.pool[rows] = pools
         self.length[rows] = lengths
         self.sequence[rows] = sequences
         self._table.insert(rows, self.keys, self.pool)
-        self.state[rows] = (
-            State.WRITING
-        )  # not before they can be found: `drop` takes them out again
+        # Last, once they can be found: `drop` looks them up to remove them.
+        self.state[rows] = State.WRITING
         self.touch(rows)
 
     def publish(self, rows: Rows) -> None:
-        """WRITING rows become LIVE ones."""
+        """Turns WRITING rows into LIVE ones."""
         self.state[rows] = State.LIVE
 
     def drop(self, rows: Rows) -> Rows:
-        """Forgets pages; returns the rows that are free now. Pinned ones become free with their
+        """Forgets pages; returns the rows that are free now. A pinned row becomes free with its
         last `unpin`.
         """
         self._table.remove(rows, self.keys, self.pool)
@@ -147,11 +146,11 @@ class SlotTable:
         return rows[~pinned]
 
     def pin(self, rows: Rows) -> None:
-        """Keeps slots from being reused. Counts: every pin needs one unpin."""
+        """Keeps slots from being reused. Pins are counted: each needs one unpin."""
         self._count(rows, 1)
 
     def unpin(self, rows: Rows) -> Rows:
-        """Takes back one pin each; returns the rows that are free now."""
+        """Removes one pin from each row; returns the rows that are free now."""
         self._count(rows, -1)
         freed: Rows = rows[(self.state[rows] == State.DOOMED) & (self.pins[rows] == 0)]
         if len(freed):
@@ -163,8 +162,8 @@ class SlotTable:
         if len(set(rows.tolist())) == len(rows):
             self.pins[rows] += np.uint16(step % (1 << 16))
         else:
-            # Counts a row that is there twice twice, but lets go of Python's lock, which costs 5 ms
-            # beside a busy thread.
+            # A row that is there twice has to count twice; this also releases Python's lock, which
+            # costs 5 ms beside a busy thread.
             np.add.at(self.pins, rows, np.uint16(step % (1 << 16)))
 
     def key_of(self, row: int) -> bytes:
@@ -172,7 +171,7 @@ class SlotTable:
         return key
 
     def check(self) -> None:
-        """Asserts what must always hold between calls; for tests."""
+        """Asserts the invariants that hold between calls; for tests."""
         live = np.flatnonzero((self.state == State.LIVE) | (self.state == State.WRITING))
         assert len(live) == len(self._table)
         for pool in range(len(self.pools)):
@@ -187,7 +186,7 @@ class SlotTable:
     def _grow(self, rows: int) -> None:
         if rows <= len(self.state):
             return
-        # A quarter more than asked for, so that a store that grows segment by segment is not copied
+        # A quarter more than needed, so that a store that grows segment by segment is not copied
         # each time.
         rows = max(rows, len(self.state) * 5 // 4)
         for name, column in self._columns().items():

@@ -1,1 +1,1 @@
-"""I/O threads: who moves the bytes of pages."""
+"""I/O threads: they move the bytes of pages."""

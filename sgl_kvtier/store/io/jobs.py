@@ -1,6 +1,4 @@
-"""Read jobs: the pages somebody asked for in an order, which of them have begun, and how each
-ended.
-"""
+"""Read jobs: the pages of one read in their order, how many have begun, and how each ended."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ from sgl_kvtier.store.index.located import Located
 logger = logging.getLogger(__name__)
 
 Ended = list[tuple[int, ReadOutcome]]
-"""Indexes of pages in their job, and how they ended."""
+"""(index of a page in its job, how it ended)."""
 
 
 class OrderedJob:
-    """A `ReadJob` whose pages are begun in order by whoever serves it. Any thread. Every page ends
-    exactly once.
+    """A `ReadJob` whose pages the thread that serves it begins in order. Any thread. Every page
+    ends exactly once.
 
-    Of `count` pages, [0, next) were begun, by `begin` or by `end_rest`; those given out by `begin`
+    Of `count` pages, [0, next) were begun, by `begin` or by `end_rest`. Pages returned by `begin`
     are in flight until `finish`.
     """
 
@@ -53,7 +51,7 @@ class OrderedJob:
 
     @property
     def exhausted(self) -> bool:
-        """Nothing is left to begin."""
+        """Whether nothing is left to begin."""
         return self._next >= self.count
 
     def drain(self) -> Ended:
@@ -69,7 +67,7 @@ class OrderedJob:
         self.end_rest(ReadOutcome.CANCELLED)
 
     def begin(self) -> list[int]:
-        """The next pages to read in one go; empty when none is left."""
+        """The next pages to read together; empty when none is left."""
         with self._changed:
             start = self._next
             if start >= self.count:
@@ -79,22 +77,22 @@ class OrderedJob:
             return list(range(start, self._next))
 
     def finish(self, ended: Ended) -> None:
-        """Pages given out by `begin` have ended: their memory is the caller's again."""
+        """Ends pages returned by `begin`: their memory belongs to the caller again."""
         self._close(ended, begun=len(ended))
 
     def end_rest(self, outcome: ReadOutcome) -> None:
-        """Every page not begun ends now with this outcome."""
+        """Ends every page not begun with this outcome."""
         with self._changed:
             rest = [(i, outcome) for i in range(self._next, self.count)]
             self._next = self.count
         self._close(rest, begun=0)
 
     def _run_end(self, start: int) -> int:
-        """Where the run of pages that are begun together ends."""
+        """The end of the run of pages that are begun together."""
         return start + 1
 
     def _settle(self, ended: Ended) -> Ended:
-        """Called before anybody sees how pages ended; returns what they get to see."""
+        """Called before outcomes become visible; returns those that do."""
         return ended
 
     def _close(self, ended: Ended, begun: int) -> None:
@@ -117,30 +115,30 @@ class OrderedJob:
             try:
                 on_page(index, outcome)
             except Exception:
-                # Somebody else's code on our I/O thread: the lane has to outlive it.
+                # A caller's code on the store's I/O thread: the thread has to survive it.
                 logger.exception("an on_page callback failed")
 
 
 def settled_or_failed(settle: Callable[[], Ended], ended: Ended) -> Ended:
-    """What `settle` makes of pages that ended; FAILED where it raises, so that whoever waits for
-    them is not left waiting.
+    """The outcomes that `settle` returns for pages that ended. FAILED where it raises, so that no
+    caller waits for ever.
     """
     try:
         return settle()
     except Exception:
-        # Out of memory, or a mistake of ours: nobody is told that these pages are right.
+        # Out of memory, or a mistake of ours: these pages must not count as right.
         logger.exception("settling pages failed")
         return [(index, ReadOutcome.FAILED) for index, _ in ended]
 
 
 Settle = Callable[[Located, Ended], Ended]
-"""What the engine does with pages that ended, before anybody sees it: drop the damaged, unpin,
-count.
+"""The engine's work on pages that ended, before their outcomes become visible: drop damaged ones,
+unpin, count.
 """
 
 
 class DiskReadJob(OrderedJob):
-    """An ordered job whose neighbours on disk are begun together, up or down the file."""
+    """An ordered job that begins neighbours on disk together, up or down the file."""
 
     RUN_BYTES = 1 << 20
     RUN_PAGES = 64

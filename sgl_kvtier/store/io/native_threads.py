@@ -1,9 +1,9 @@
-"""The same lanes in C (native/): I/O, checksums, order, deadlines and cancellation without Python's
-lock.
+"""The same I/O threads in C (native/): I/O, checksums, order, deadlines and cancellation without
+Python's lock.
 
-A Python thread is needed to settle pages that ended. That is the one who waits for the job or asks
-about it; a thread of our own does it only for jobs with callbacks, and from time to time for jobs
-that nobody asks about any more.
+A Python thread is needed to settle pages that ended. Usually that is the thread that waits for the
+job or queries it. A thread of this module settles only jobs with callbacks, and every `_SWEEP_S`
+seconds the jobs that no thread queries any more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 NATIVE = _native is not None and HEAD.itemsize == _native.HEAD_BYTES
-"""Whether the extension module is there and speaks this version's format."""
+"""Whether the extension module is there and has this version's format."""
 
 _READ_RUN_BYTES = 1 << 20
 _OUTCOMES = (
@@ -49,33 +49,35 @@ _OUTCOMES = (
     ReadOutcome.LATE,
     ReadOutcome.CANCELLED,
 )
-"""By the codes of native/runs.h."""
+"""Indexed by the codes of native/runs.h."""
 _SWEEP_S = 0.25
-"""How long a job that nobody asks about may keep its slots pinned after it has ended."""
+"""Seconds for which a job that no thread queries may keep its slots pinned after it has ended."""
 _DEADLINE_POLL_S = 0.01
-"""How late a callback may tell that a deadline passed while every lane hangs in the device."""
+"""Seconds by which the callback of a passed deadline may be late while every I/O thread hangs in
+the device.
+"""
 
 
 _RING_RUNS = 16
 _RING_BYTES = 2 << 20
-"""How much each ring has under way: with 8 lanes 128 runs, and 16 MiB where no run is larger than
-its share.
+"""Bytes that each ring has in flight: with 8 threads 128 runs, and 16 MiB where no run is larger
+than its share.
 """
 
 
 @functools.cache
 def io_uring_error() -> int:
-    """0 where this process may use io_uring, else the errno that says why not. Asked of the kernel
+    """0 where this process may use io_uring, else the errno of the refusal. The kernel is asked
     once.
     """
     return int(_native.probe_io_uring()) if NATIVE else errno.ENOSYS
 
 
 def ring_lanes(setting: str, direct: bool, threads: int) -> int:
-    """How many lanes read through a ring of their own; 0 = plain threads read.
+    """Number of I/O threads that read through a ring of their own; 0 = plain reads.
 
-    Without O_DIRECT the kernel reads in threads of its own what is not in memory, so a ring gains
-    nothing there.
+    Without O_DIRECT the kernel reads pages that are not in memory in its own threads, so a ring
+    gains nothing there.
     """
     if setting == "threads" or (setting == "auto" and not direct):
         return 0
@@ -91,7 +93,7 @@ def ring_lanes(setting: str, direct: bool, threads: int) -> int:
 
 
 class NativeReadJob:
-    """A `ReadJob` whose pages are moved by the native pool. Any thread."""
+    """A `ReadJob` whose pages the native pool moves. Any thread."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class NativeReadJob:
         self._job: Any = None
 
     def begin(self, job: Any) -> None:
-        """The pool's job, once it is under way."""
+        """Sets the pool's job, once it is in flight."""
         self._job = job
 
     @property
@@ -141,18 +143,18 @@ class NativeReadJob:
     def wait(self, timeout_s: float | None = None) -> bool:
         if not self._job.wait(-1.0 if timeout_s is None else max(0.0, timeout_s)):
             self._reap()
-            return (
-                self._unsettled == 0
-            )  # all may have ended just now, or before this process was forked
+            # All may have ended just now, or before this process was forked.
+            return self._unsettled == 0
         self._reap()
         with self._settling:
             return self._settled.wait_for(lambda: self._unsettled == 0, timeout_s)
 
     def cancel(self) -> None:
-        self._job.cancel()  # who waits, asks, or sweeps settles: that may take I/O
+        # Settling may take I/O: the next wait, query or sweep does it.
+        self._job.cancel()
 
     def settle_ended(self) -> bool:
-        """Settles what ended since the last call; True when nothing is left. For the lanes' own
+        """Settles pages that ended since the last call; True when nothing is left. For the settling
         thread.
         """
         with self._settling:
@@ -164,8 +166,8 @@ class NativeReadJob:
             if self.on_page is None:
                 self._record(ended)
         if self.on_page is not None:
-            # One thread alone settles jobs with callbacks, so this keeps their order without
-            # holding the lock.
+            # Only one thread settles jobs with callbacks, so this keeps their order without holding
+            # the lock.
             self._call_back(self.on_page, ended)
             with self._settling:
                 self._record(ended)
@@ -189,12 +191,12 @@ class NativeReadJob:
             try:
                 on_page(index, outcome)
             except Exception:
-                # Somebody else's code on our I/O thread: the thread has to outlive it.
+                # A caller's code on the store's I/O thread: the thread has to survive it.
                 logger.exception("an on_page callback failed")
 
 
 class NativeLanes:
-    """The native pool, and the thread that settles what nobody waits for."""
+    """The native pool, and the thread that settles pages no caller waits for."""
 
     def __init__(self, threads: int, verify: bool, alignment: int, rings: int) -> None:
         self._pool = _native.Pool(
@@ -219,7 +221,7 @@ class NativeLanes:
 
     @property
     def rings(self) -> int:
-        """Lanes that read through an io_uring of their own; 0: threads read."""
+        """Number of I/O threads that read through an io_uring of their own; 0 = plain reads."""
         return int(self._pool.rings)
 
     def read(
@@ -235,14 +237,24 @@ class NativeLanes:
         fds, sizes, offsets = _places(located)
         heads = located.heads()
         with self._lock:
-            self._jobs[id(job)] = job  # first: what is under way must be settled by somebody
+            # First: a job in flight must be settled.
+            self._jobs[id(job)] = job
             try:
                 job.begin(
                     self._pool.submit(
-                        False, on_page is not None, priority, min(deadline or 0.0, threading.TIMEOUT_MAX),
-                        fds, sizes, offsets, located.lengths, heads, pages.parts, pages.buffers,
+                        False,
+                        on_page is not None,
+                        priority,
+                        min(deadline or 0.0, threading.TIMEOUT_MAX),
+                        fds,
+                        sizes,
+                        offsets,
+                        located.lengths,
+                        heads,
+                        pages.parts,
+                        pages.buffers,
                     )
-                )  # fmt: skip
+                )
             except BaseException:
                 del self._jobs[id(job)]
                 raise
@@ -252,16 +264,21 @@ class NativeLanes:
         return job
 
     def write(
-        self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
+        self,
+        located: Located,
+        parts: NDArray[np.uint32],
+        buffers: list[Any],
+        failed: Callable[[OSError], None],
         meanwhile: Callable[[], None],
-    ) -> Rows:  # fmt: skip
+    ) -> Rows:
         job = self._pool.submit(
             True, False, 0, 0.0, *_places(located), located.lengths, located.heads(), parts, buffers
         )
         try:
             meanwhile()
         finally:
-            job.wait(-1.0)  # also then: slots and memory are the device's until it is done
+            # Even after an error: slots and memory belong to the device until it is done.
+            job.wait(-1.0)
         if job.error:
             failed(OSError(job.error, "writing pages"))
         return np.frombuffer(job.good(), np.int64)
@@ -291,8 +308,7 @@ class NativeLanes:
             try:
                 ended = job.settle_ended()
             except Exception:
-                # Out of memory, or a mistake of ours: tried again, and the thread that does it
-                # lives on.
+                # Out of memory, or a mistake of ours: tried again, and the thread lives on.
                 logger.exception("settling pages failed")
                 continue
             if ended:

@@ -1,6 +1,8 @@
-"""I/O threads that serve read jobs by priority, one run of neighbouring pages at a time: the lanes in pure Python.
+"""I/O threads in pure Python that serve read jobs by priority, one run of neighbouring pages at a
+time.
 
-`native_lanes` has the same lanes in C, for processes in which another Python thread is busy. The bytes are the same.
+`native_threads` does the same in C, for processes in which another Python thread is busy. The bytes
+are the same.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ logger = logging.getLogger(__name__)
 
 WRITE_RUN_BYTES = 1 << 20
 _GIVE_WAY_S = 0.02
-"""Longest wait for readers before each run: readers go first, and a writer still moves 50 MB/s beside them."""
+"""Longest wait of a writer for readers before each run, in seconds: readers go first, and a writer
+still moves 50 MB/s beside them.
+"""
 
 
 class Lanes(Protocol):
-    """What moves pages between slots and memory. Any thread."""
+    """Moves pages between slots and memory. Any thread."""
 
     @property
     def busy_s(self) -> float:
-        """Seconds that threads spent reading and checking, added up over threads."""
+        """Seconds that I/O threads spent reading and checking, added up over threads."""
 
     def read(
         self,
@@ -57,20 +61,25 @@ class Lanes(Protocol):
         failed: Callable[[OSError], None],
         meanwhile: Callable[[], None],
     ) -> Rows:
-        """Writes pages given in the order of their slots, `parts[i]` buffers each; returns which were, in that order.
+        """Writes pages in the order of their slots, `parts[i]` buffers each. Returns the indexes of
+        those written, in that order.
 
-        `failed` is told of each error. `meanwhile` is called once, while the first pages are being written where lanes can.
-        """  # fmt: skip
+        `failed` is called with each error. `meanwhile` is called once, while the first pages are
+        being written if possible.
+        """
 
     def close(self) -> None:
-        """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
+        """Ends the threads after the reads they are in; jobs not begun are CANCELLED.
+        Idempotent.
+        """
 
 
 class ThreadLanes:
-    """A queue of read jobs and the Python threads that work on it. Writes are done by the thread that asks for them.
+    """A queue of read jobs and the Python threads that serve it. The calling thread does the
+    writes.
 
-    Jobs of a lower priority number go first, equal ones in the order they came. Every submitted job ends: by being
-    read, by its deadline, by its cancellation, or CANCELLED when the lanes close.
+    Jobs of a lower priority number go first, equal ones in the order they came. Every submitted job
+    ends: read, past its deadline, cancelled, or CANCELLED by `close`.
     """
 
     def __init__(self, env: Env, movers: Callable[[], Mover], threads: int) -> None:
@@ -113,11 +122,8 @@ class ThreadLanes:
         parts = iter([memoryview(part).cast("B") for part in pages.buffers])
         into = [list(itertools.islice(parts, count)) for count in pages.parts.tolist()]
         job = DiskReadJob(into, located, deadline, on_page, settle)
-        entry = (
-            operator.index(priority),
-            next(self._order),
-            job,
-        )  # what cannot be compared would stay in the queue
+        # Converted first: a priority that cannot be compared would stay in the queue.
+        entry = (operator.index(priority), next(self._order), job)
         with self._changed:
             closing = self._closing
             if not closing:
@@ -131,15 +137,18 @@ class ThreadLanes:
                     heapq.heappush(self._deadlines, (deadline, entry[1], job))
                     self._watch_changed.notify()
             except MemoryError:
-                job.end_rest(
-                    ReadOutcome.LATE
-                )  # it is under way: whoever gets an exception believes that it is not
+                # The job is in flight: an exception would say that it is not.
+                job.end_rest(ReadOutcome.LATE)
         return job
 
     def write(
-        self, located: Located, parts: NDArray[np.uint32], buffers: list[Any], failed: Callable[[OSError], None],
+        self,
+        located: Located,
+        parts: NDArray[np.uint32],
+        buffers: list[Any],
+        failed: Callable[[OSError], None],
         meanwhile: Callable[[], None],
-    ) -> Rows:  # fmt: skip
+    ) -> Rows:
         meanwhile()
         flat = iter([memoryview(part).cast("B") for part in buffers])
         data = [list(itertools.islice(flat, count)) for count in parts.tolist()]
@@ -165,7 +174,9 @@ class ThreadLanes:
         return np.array(written, np.int64)
 
     def close(self) -> None:
-        """Ends the threads after the reads they are in; jobs not begun are CANCELLED. Idempotent."""
+        """Ends the threads after the reads they are in; jobs not begun are CANCELLED.
+        Idempotent.
+        """
         with self._changed:
             self._closing = True
             left, self._queue = self._queue, []
@@ -199,13 +210,14 @@ class ThreadLanes:
                 try:
                     ended = _read_run(mover, job, begun)
                 except Exception:
-                    # Out of memory, or a mistake of ours: these pages fail, the lane lives on.
+                    # Out of memory, or a mistake of ours: these pages fail, the thread lives on.
                     logger.exception("reading pages failed")
                     ended = [(i, ReadOutcome.FAILED) for i in begun]
                 with self._changed:
                     self.busy_s += self._env.now() - started
                 job.finish(ended)
-            del job  # an idle lane must not keep the last caller's memory
+            # An idle thread must not keep the last caller's memory.
+            del job
 
     def _watch_deadlines(self) -> None:
         while True:
@@ -227,7 +239,7 @@ def _read_run(mover: Mover, job: DiskReadJob, begun: list[int]) -> Ended:
     located = job.located
     if not located.found(begun[0]):
         return [(begun[0], ReadOutcome.MISS)]
-    # A run may go down the file (back to front); the device is always asked upwards.
+    # A run may go down the file (back to front); the device always reads upwards.
     upwards = sorted(begun, key=lambda i: located.slots[i])
     heads = [located.head(i) for i in upwards]
     outcomes = mover.read(located.segment_of(begun[0]), heads, [job.into[i] for i in upwards])
@@ -236,7 +248,7 @@ def _read_run(mover: Mover, job: DiskReadJob, begun: list[int]) -> Ended:
 
 
 def _runs(located: Located, data: Sequence[Sequence[memoryview]]) -> Iterator[list[int]]:
-    """Pages in neighbouring slots, as many as make one large write."""
+    """Pages in neighbouring slots, up to the size of one large write."""
     run: list[int] = []
     nbytes = buffers = 0
     for i, parts in enumerate(data):

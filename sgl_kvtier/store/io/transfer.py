@@ -1,5 +1,5 @@
-"""Moves runs of neighbouring slots between a segment and memory, checking or making their checksums
-on the way.
+"""Moves runs of neighbouring slots between a segment and memory, and checks or makes their
+checksums.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Mover:
     def write(
         self, segment: Segment, heads: list[SlotHead], data: list[Sequence[memoryview]]
     ) -> None:
-        """Writes neighbouring slots, lowest first, in one go. Raises OSError, after which any of
-        them may be torn.
+        """Writes neighbouring slots together, lowest first. Raises OSError, after which any of them
+        may be torn.
         """
         blocks = self._scratch.heads(len(heads))
         for block, head, part in zip(blocks, heads, data, strict=True):
@@ -83,7 +83,7 @@ class Mover:
         write_fully(self._env, segment.fd, [block], segment.offset(slot))
 
     def flip(self, segment: Segment, head: SlotHead, bit: int) -> None:
-        """Damages a stored page by one bit, for tests of what notices it. Raises OSError."""
+        """Damages a stored page by one bit, to test what detects it. Raises OSError."""
         block = self._scratch.heads(1)[0]
         at = segment.offset(head.slot) + BLOCK + bit // 8 // BLOCK * BLOCK
         read_fully(self._env, segment.fd, [block], at)
@@ -102,8 +102,8 @@ class Mover:
         for block, head, payload in zip(blocks, heads, payloads, strict=True):
             part = [block, *payload]
             if padded(head.length) > head.length:
-                # Every slot's padding may share one block of memory: nobody looks at what is read
-                # into it.
+                # Every slot's padding may share one block of memory: bytes read into it are never
+                # used.
                 part.append(self._scratch.padding()[: padded(head.length) - head.length])
             parts.append(part)
         return parts

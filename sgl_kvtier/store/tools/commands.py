@@ -1,5 +1,5 @@
-"""`kvtier stat`, `kvtier fsck` and `kvtier purge`: what is in a store, whether it is whole, and
-removing it.
+"""`kvtier stat`, `kvtier fsck` and `kvtier purge`: show a store's content, check that it is whole,
+remove it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SCHEMA_PURGE = "kvtier.purge/1"
 
 
 class Stat:
-    """`kvtier stat`: the identities in a store, their sizes, and who has them open. Safe beside a
-    running server.
+    """`kvtier stat`: the identities in a store, their sizes, and the processes that have them open.
+    Safe beside a running server.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,8 @@ class Fsck:
         for namespace, rank in ranks:
             if is_open(env, rank):
                 raise StoreBusyError(
-                    f"{rank} is in use: its pages change while they are read. Stop that server first, or name other "
+                    f"{rank} is in use: its pages change while they are read. Stop that server "
+                    "first, or name other "
                     "identities with --match"
                 )
             if namespace.problem:
@@ -152,8 +153,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="only identities with this field, as kvtier stat --json shows it, dots for nesting (model.dtype=bfloat16), or with "
-        "this model's name (name=Qwen3-8B); repeatable",
+        help="only identities with this field, as kvtier stat --json shows it, dots for nesting "
+        "(model.dtype=bfloat16), or with this model's name (name=Qwen3-8B); repeatable",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"

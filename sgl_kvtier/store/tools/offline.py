@@ -1,5 +1,5 @@
-"""Looking at a store that no server has open: its identities, ranks and slots, and whether each
-page is whole.
+"""A store that no server has open: its identities, ranks and slots, and whether each page is
+whole.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from sgl_kvtier.store.recovery import latest, newest_sequence, open_segments, sc
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """A folder that is named as an identity's. `fields` is empty and `fingerprint` None where it is
-    not one, and `problem` says why.
+    """A folder named like an identity's. Where it is not one, `fields` is empty, `fingerprint` is
+    None, and `problem` says why.
     """
 
     path: str
@@ -57,8 +57,8 @@ class Check:
     corrupt: int = 0
     unreadable: int = 0
     not_indexed: int = 0
-    """Whole pages that the index does not know: a restart does not find them, they cost room until
-    they are overwritten.
+    """Whole pages that the index does not name: a restart does not find them, and they take room
+    until they are overwritten.
     """
     stale: int = 0
     """Index entries whose slot holds something else."""
@@ -86,14 +86,13 @@ def namespaces(env: Env, root: str) -> list[Namespace]:
 
 
 def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
-    """Pages that the index of a rank lists; safe beside a running server, whose latest pages may be
-    missing.
+    """Number of pages that the index of a rank lists. Safe beside a running server, whose latest
+    pages may be missing.
     """
     if namespace.fingerprint is None:
         return 0
-    slots = folder_bytes(env, rank) // (
-        2 * BLOCK
-    )  # no slot is smaller, and only those written to are in the log
+    # No slot is smaller, and only slots that were written are in the log.
+    slots = folder_bytes(env, rank) // (2 * BLOCK)
     try:
         log = read_large_file(env, os.path.join(rank, NAME), most_bytes(slots))
         records, _ = unpack_log(log, namespace.fingerprint)
@@ -160,7 +159,8 @@ def _check_segments(
         records, result.index_whole = unpack_log(b"", identity)
     if repair and not result.index_whole:
         with contextlib.suppress(OSError):
-            env.unlink(log)  # the next opening makes it anew from the slots' headers
+            # The next opening makes it again from the slots' headers.
+            env.unlink(log)
     live = latest(records, segments, newest_sequence(env))
     indexed = {
         (int(r["segment"]), int(r["slot"])): (bytes(r["key"]), int(r["sequence"])) for r in live
