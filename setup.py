@@ -1,6 +1,6 @@
 """What setup.cfg cannot say: extension modules, left out where they cannot be built.
 
-The store's lanes are C. The deciding half is Python and stays Python in an editable install, so that an edit is what runs; a
+The store's I/O threads are C. The deciding half is Python and stays Python in an editable install, so that an edit is what runs; a
 wheel also holds it compiled by mypyc, from the same source, one and a half to four times as fast. KVTIER_COMPILE=0 leaves that out.
 """
 
@@ -19,7 +19,7 @@ SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py")
 
 
 class Build(build_ext):
-    """The lanes as ever, then the deciding half where the package is built apart from its source."""
+    """The I/O threads first, then the deciding half where the package is built apart from its source."""
 
     def run(self) -> None:
         super().run()
@@ -69,7 +69,7 @@ setup(
     ext_modules=[
         Extension(
             "sgl_kvtier.store._native",
-            sources=[f"{NATIVE}/lanes.c"],
+            sources=[f"{NATIVE}/module.c"],
             depends=[
                 f"{NATIVE}/{name}.h" for name in ("find", "pool", "rings", "runs", "uring", "xxh3")
             ],

@@ -41,8 +41,8 @@ from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.room import Room
 from sgl_kvtier.store.index.slots import EMPTY, Rows, SlotTable, State
 from sgl_kvtier.store.io.jobs import Ended, OrderedJob
-from sgl_kvtier.store.io.native_threads import NATIVE, NativeLanes, ring_lanes
-from sgl_kvtier.store.io.threads import Lanes, ThreadLanes
+from sgl_kvtier.store.io.native_threads import NATIVE, NativeIOThreads, ring_threads
+from sgl_kvtier.store.io.threads import IOThreads, PythonIOThreads
 from sgl_kvtier.store.io.transfer import Mover
 from sgl_kvtier.store.recovery import load_table, snapshot
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
@@ -109,9 +109,9 @@ class DiskStore:
         )
         self._room = Room(self._core, folder.namespace, ranks)
         load_table(self._core, self._room)
-        self._lanes = self._open_lanes()
+        self._io_threads = self._open_io_threads()
         self._eraser = Eraser(self._core, self._room)
-        self._writer = Writer(self._core, self._room, self._lanes, self._eraser)
+        self._writer = Writer(self._core, self._room, self._io_threads, self._eraser)
         self._suspects: dict[int, int] = {}
         self._opened_at = env.now()
         logger.info(
@@ -134,16 +134,16 @@ class DiskStore:
     @property
     def native(self) -> bool:
         """Whether the compiled I/O threads move the pages."""
-        return isinstance(self._lanes, NativeLanes)
+        return isinstance(self._io_threads, NativeIOThreads)
 
     @property
     def io(self) -> str:
         """How pages are read: io_uring, threads (compiled), or python (I/O threads that are not
         compiled).
         """
-        if not isinstance(self._lanes, NativeLanes):
+        if not isinstance(self._io_threads, NativeIOThreads):
             return "python"
-        return "io_uring" if self._lanes.rings else "threads"
+        return "io_uring" if self._io_threads.rings else "threads"
 
     @property
     def index_bytes(self) -> int:
@@ -198,7 +198,9 @@ class DiskStore:
         with self._core.lock:
             located = self._locate(columns, names)
         try:
-            return self._lanes.read(columns, located, priority, deadline, on_page, self._settle)
+            return self._io_threads.read(
+                columns, located, priority, deadline, on_page, self._settle
+            )
         except BaseException:
             # Memory that cannot be read into, or out of memory: the pages must not stay pinned.
             self._unpin(located.rows[located.rows != EMPTY])
@@ -247,7 +249,7 @@ class DiskStore:
             pages=len(self._core.table),
             bytes_on_disk=self._room.bytes_used + self._core.log.nbytes,
             capacity_bytes=self._room.allowance,
-            read_busy_s=self._lanes.busy_s,
+            read_busy_s=self._io_threads.busy_s,
             open_s=self._core.env.now() - self._opened_at,
             **counters,
         )
@@ -258,7 +260,7 @@ class DiskStore:
             if core.closing:
                 return
             core.closing = True
-        self._lanes.close()
+        self._io_threads.close()
         with core.lock:
             core.lock.wait_for(
                 lambda: not (core.table.state == State.WRITING).any() and not core.table.pins.any()
@@ -295,14 +297,14 @@ class DiskStore:
             self._unpin(rows)
         return True
 
-    def _open_lanes(self) -> Lanes:
+    def _open_io_threads(self) -> IOThreads:
         core = self._core
         if core.config.native_io and core.env.native and NATIVE:
-            rings = ring_lanes(core.config.io, self.direct_io, core.config.io_threads)
-            return NativeLanes(
+            rings = ring_threads(core.config.io, self.direct_io, core.config.io_threads)
+            return NativeIOThreads(
                 core.config.io_threads, core.config.verify_reads, core.io.alignment, rings
             )
-        return ThreadLanes(core.env, self._mover, core.config.io_threads)
+        return PythonIOThreads(core.env, self._mover, core.config.io_threads)
 
     def _leave_to_parent(self) -> None:
         """In a forked child: forgets the pages and closes the files. Takes no lock: the thread that

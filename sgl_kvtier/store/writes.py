@@ -18,7 +18,7 @@ from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.located import Located
 from sgl_kvtier.store.index.room import Room
 from sgl_kvtier.store.index.slots import EMPTY, Rows, State
-from sgl_kvtier.store.io.threads import Lanes
+from sgl_kvtier.store.io.threads import IOThreads
 
 _ROUNDS = 2
 """Making room for new pages can evict one of the same batch that was there a moment ago: it gets a
@@ -60,10 +60,10 @@ class _New:
 class Writer:
     """The write path of one open store. Any number of threads."""
 
-    def __init__(self, core: Core, room: Room, lanes: Lanes, eraser: Eraser) -> None:
+    def __init__(self, core: Core, room: Room, io_threads: IOThreads, eraser: Eraser) -> None:
         self._core = core
         self._room = room
-        self._lanes = lanes
+        self._io_threads = io_threads
         self._eraser = eraser
         self._admission = admission_of(core.config)
 
@@ -260,7 +260,7 @@ class Writer:
         if len(new.indexes) < len(parts) or not new.in_order:
             parts, buffers = parts[new.indexes], columns.buffers_of(new.indexes)
         failed = lambda error: core.complaints.about("writing pages", error)  # noqa: E731
-        written = self._lanes.write(new.located, parts, buffers, failed, meanwhile)
+        written = self._io_threads.write(new.located, parts, buffers, failed, meanwhile)
         for segment in new.located.segments.values():
             # Not before: a sync that began meanwhile may not have covered these pages.
             segment.dirty = True

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_pages import LANES, lanes, open_at
+from store_pages import IO_KINDS, io_settings, open_at
 
 from sgl_kvtier.store.engine import DiskStore
 
 
-@pytest.fixture(params=LANES)
+@pytest.fixture(params=IO_KINDS)
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., DiskStore]]:
     """Opens stores below one folder; `opened(capacity_bytes=...)`. Every test runs with every kind
-    of lanes.
+    of I/O threads.
     """
     stores: list[DiskStore] = []
-    settings_of_lanes = lanes(request.param)
+    chosen = io_settings(request.param)
 
     def open_(path: Path = tmp_path, **settings: Any) -> DiskStore:
-        stores.append(open_at(path, **(settings_of_lanes | settings)))
+        stores.append(open_at(path, **(chosen | settings)))
         return stores[-1]
 
     yield open_

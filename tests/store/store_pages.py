@@ -22,17 +22,17 @@ from sgl_kvtier.types import PageKey
 IDENTITY = Identity({"model": "lab", "dtype": "bfloat16", "page_size": 16}, name="lab")
 
 
-LANES = ("io_uring", "threads", "python")
-"""The kinds of lanes, by what `DiskStore.io` calls them."""
+IO_KINDS = ("io_uring", "threads", "python")
+"""The kinds of I/O threads, by what `DiskStore.io` calls them."""
 
 
-def lanes(kind: str) -> dict[str, Any]:
-    """The settings that choose a kind of lanes; skips the test where there is none of that kind
+def io_settings(kind: str) -> dict[str, Any]:
+    """The settings that choose a kind of I/O threads; skips the test where there is none of that kind
     here.
     """
     if kind != "python" and not NATIVE:
         pytest.skip(
-            "the native lanes are not built here (no C compiler when the package was installed)"
+            "the native I/O threads are not built here (no C compiler when the package was installed)"
         )
     if kind == "io_uring" and io_uring_error():
         pytest.skip(f"this process may not use io_uring: {os.strerror(io_uring_error())}")

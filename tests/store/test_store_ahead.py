@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from store_pages import LANES, aligned, content, key, lanes, open_at, put
+from store_pages import IO_KINDS, aligned, content, io_settings, key, open_at, put
 
 from sgl_kvtier.store.base import PageRead, ReadJob, ReadOutcome
 from sgl_kvtier.store.front import read_ahead as ahead
@@ -90,9 +90,9 @@ def test_after_cancel_pages_asked_for_later_are_cancelled_too() -> None:
     reading.close()
 
 
-@pytest.mark.parametrize("kind", LANES)
+@pytest.mark.parametrize("kind", IO_KINDS)
 def test_pages_that_nobody_collects_are_left_alone_after_close(tmp_path: Path, kind: str) -> None:
-    store = open_at(tmp_path, **lanes(kind))
+    store = open_at(tmp_path, **io_settings(kind))
     pages = {key(i): content(i, NBYTES) for i in range(60)}
     put(store, pages)
     names = list(pages)

@@ -18,8 +18,7 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.format import RECORD
 from sgl_kvtier.store.disk.index_log import IndexLog
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.io import jobs
-from sgl_kvtier.store.io import native_threads as native_lanes
+from sgl_kvtier.store.io import jobs, native_threads
 from sgl_kvtier.types import Lookup
 
 
@@ -159,7 +158,7 @@ def test_a_read_that_could_not_begin_leaves_nothing_to_wait_for(
     def fail(*_: object) -> None:
         raise error("no more")
 
-    for module, name in ((native_lanes.NativeReadJob, "begin"), (jobs.DiskReadJob, "__init__")):
+    for module, name in ((native_threads.NativeReadJob, "begin"), (jobs.DiskReadJob, "__init__")):
         monkeypatch.setattr(module, name, fail)
     with pytest.raises(error):
         read(store, {key(0): 5000})

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from store_pages import aligned, key, lanes, open_at
+from store_pages import aligned, io_settings, key, open_at
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
@@ -51,7 +51,7 @@ def test_many_pages_are_found_again_with_the_log_and_without(tmp_path: Path) -> 
         "segment_bytes": 32 << 20,
         "io_threads": 4,
         "direct_io": "off",
-    } | lanes("threads")
+    } | io_settings("threads")
     store = open_at(tmp_path, **settings)
     for first in range(0, PAGES, BATCH):
         rows = contents(first)

@@ -1,4 +1,4 @@
-"""The compiled lanes: the same checksums, the same bytes on disk, the same outcomes as the Python
+"""The compiled I/O threads: the same checksums, the same bytes on disk, the same outcomes as the Python
 ones.
 """
 
@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from store_pages import LANES, aligned, content, key, lanes, open_at, put, read
+from store_pages import IO_KINDS, aligned, content, io_settings, key, open_at, put, read
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.format import BLOCK, HEAD, SlotHead, heads_of
 from sgl_kvtier.store.index.slots import words
-from sgl_kvtier.store.io import native_threads as native_lanes
+from sgl_kvtier.store.io import native_threads
 from sgl_kvtier.store.io.native_threads import NATIVE
 
 if not NATIVE:
-    pytest.skip("the native lanes are not built here", allow_module_level=True)
+    pytest.skip("the native I/O threads are not built here", allow_module_level=True)
 
 from sgl_kvtier.store import _native
 
-COMPILED = LANES[:2]
+COMPILED = IO_KINDS[:2]
 SIZES = (1, 1000, 4096, 65_536, 300_001)
 
 
@@ -65,17 +65,17 @@ def test_many_headers_at_once_are_the_same_as_one_by_one() -> None:
     assert len(heads[0].fields()) == _native.HEAD_BYTES
 
 
-@pytest.mark.parametrize("reader", LANES)
-@pytest.mark.parametrize("writer", LANES)
+@pytest.mark.parametrize("reader", IO_KINDS)
+@pytest.mark.parametrize("writer", IO_KINDS)
 def test_any_kind_of_lanes_reads_what_any_other_wrote(
     tmp_path: Path, writer: str, reader: str
 ) -> None:
     pages = {key((size, i)): content((size, i), size) for size in SIZES for i in range(9)}
-    store = open_at(tmp_path, **lanes(writer), capacity_bytes=64 << 20)
+    store = open_at(tmp_path, **io_settings(writer), capacity_bytes=64 << 20)
     assert store.io == writer
     assert set(put(store, pages)) == {PutOutcome.STORED}
     store.close()
-    store = open_at(tmp_path, **lanes(reader), capacity_bytes=64 << 20)
+    store = open_at(tmp_path, **io_settings(reader), capacity_bytes=64 << 20)
     assert store.io == reader
     assert read(store, {k: len(d) for k, d in pages.items()}) == [
         (ReadOutcome.OK, d) for d in pages.values()
@@ -85,8 +85,8 @@ def test_any_kind_of_lanes_reads_what_any_other_wrote(
 
 def test_all_kinds_of_lanes_write_the_same_bytes(tmp_path: Path) -> None:
     images = []
-    for kind in LANES:
-        store = open_at(tmp_path / kind, **lanes(kind))
+    for kind in IO_KINDS:
+        store = open_at(tmp_path / kind, **io_settings(kind))
         put(store, {key(i): content(i, 5000) for i in range(20)})
         store.close()
         (path,) = Path(store.folder).glob("seg-*")
@@ -112,7 +112,11 @@ def test_a_queue_that_cannot_be_served_in_time_ends_late_while_its_lane_is_busy(
     tmp_path: Path, kind: str
 ) -> None:
     store = open_at(
-        tmp_path, **lanes(kind), capacity_bytes=256 << 20, io_threads=1, segment_bytes=64 << 20
+        tmp_path,
+        **io_settings(kind),
+        capacity_bytes=256 << 20,
+        io_threads=1,
+        segment_bytes=64 << 20,
     )
     big = {key(i): content(i, 8 << 20) for i in range(8)}
     put(store, big)
@@ -130,7 +134,7 @@ def test_a_queue_that_cannot_be_served_in_time_ends_late_while_its_lane_is_busy(
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_a_job_nobody_asks_about_gives_its_slots_back(tmp_path: Path, kind: str) -> None:
-    store = open_at(tmp_path, **lanes(kind))
+    store = open_at(tmp_path, **io_settings(kind))
     put(store, {key(i): content(i, 5000) for i in range(10)})
     store.read([PageRead(key(i), [aligned(5000)]) for i in range(10)])
     until = time.monotonic() + 60
@@ -143,8 +147,8 @@ def test_a_job_nobody_asks_about_gives_its_slots_back(tmp_path: Path, kind: str)
 def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_lanes, "_SWEEP_S", 3600.0)
-    store = open_at(tmp_path, **lanes("threads"), io_threads=1)
+    monkeypatch.setattr(native_threads, "_SWEEP_S", 3600.0)
+    store = open_at(tmp_path, **io_settings("threads"), io_threads=1)
     put(store, {key(i): content(i, 5000) for i in range(2)})
     assert store.damage(key(0), bit=1)
     damaged = store.read([PageRead(key(0), [aligned(5000)])])
@@ -161,7 +165,7 @@ def test_cancelling_leaves_what_has_ended_to_who_asks_for_it(
 def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(
     tmp_path: Path, kind: str
 ) -> None:
-    store = open_at(tmp_path, **lanes(kind), io_threads=1)
+    store = open_at(tmp_path, **io_settings(kind), io_threads=1)
     put(store, {key(i): content(i, 5000) for i in range(10)})
     seen: list[tuple[int, int]] = []
     job = store.read(
@@ -184,7 +188,7 @@ def test_callbacks_come_from_another_thread_in_the_order_of_the_outcomes(
 
 @pytest.mark.parametrize("kind", COMPILED)
 def test_writes_and_reads_at_once_from_many_threads_stay_apart(tmp_path: Path, kind: str) -> None:
-    store = open_at(tmp_path, **lanes(kind), capacity_bytes=4 << 20, segment_bytes=512 << 10)
+    store = open_at(tmp_path, **io_settings(kind), capacity_bytes=4 << 20, segment_bytes=512 << 10)
     wrong: list[object] = []
 
     def work(worker: int) -> None:

@@ -1,4 +1,4 @@
-"""Lanes with io_uring: what they have under way, what they leave alone, and a kernel that forbids
+"""I/O threads with io_uring: what they have in flight, what they do not touch, and a kernel that forbids
 them.
 """
 
@@ -13,16 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from store_pages import aligned, content, hang, key, lanes, open_at, put, read, segments
+from store_pages import aligned, content, hang, io_settings, key, open_at, put, read, segments
 
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.format import BLOCK
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.io import native_threads as native_lanes
-from sgl_kvtier.store.io.native_threads import NATIVE, ring_lanes
+from sgl_kvtier.store.io import native_threads
+from sgl_kvtier.store.io.native_threads import NATIVE, ring_threads
 
 if not NATIVE:
-    pytest.skip("the native lanes are not built here", allow_module_level=True)
+    pytest.skip("the native I/O threads are not built here", allow_module_level=True)
 
 NBYTES = 64 << 10
 
@@ -30,7 +30,11 @@ NBYTES = 64 << 10
 def open_rings(path: Path, **settings: object) -> DiskStore:
     store = open_at(
         path,
-        **({"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20} | lanes("io_uring") | settings),
+        **(
+            {"capacity_bytes": 128 << 20, "segment_bytes": 32 << 20}
+            | io_settings("io_uring")
+            | settings
+        ),
     )
     assert store.io == "io_uring"
     return store
@@ -186,21 +190,21 @@ def test_memory_the_device_cannot_write_to_is_read_by_way_of_a_copy(tmp_path: Pa
 
 
 def test_which_lanes_are_chosen() -> None:
-    lanes("io_uring")
-    assert ring_lanes("threads", direct=True, threads=8) == 0
-    assert ring_lanes("auto", direct=False, threads=8) == 0
+    io_settings("io_uring")
+    assert ring_threads("threads", direct=True, threads=8) == 0
+    assert ring_threads("auto", direct=False, threads=8) == 0
     assert (
-        ring_lanes("io_uring", direct=False, threads=8)
-        == ring_lanes("auto", direct=True, threads=8)
+        ring_threads("io_uring", direct=False, threads=8)
+        == ring_threads("auto", direct=True, threads=8)
         > 0
     )
-    assert ring_lanes("auto", direct=True, threads=1) == 1
+    assert ring_threads("auto", direct=True, threads=1) == 1
 
 
 def test_a_callback_tells_of_a_deadline_though_every_lane_hangs_and_nobody_looked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native_lanes, "_SWEEP_S", 3600.0)
+    monkeypatch.setattr(native_threads, "_SWEEP_S", 3600.0)
     store = open_rings(tmp_path, io_threads=1)
     names = [key(i) for i in range(42)]
     put(store, {name: content(i, 4096) for i, name in enumerate(names)})
@@ -278,7 +282,7 @@ store.close()
 def test_a_kernel_that_forbids_rings_gets_threads(
     tmp_path: Path, call: int, when: str, error: int, setting: str
 ) -> None:
-    lanes("io_uring")
+    io_settings("io_uring")
     command = [
         sys.executable,
         "-c",
@@ -306,7 +310,7 @@ device = hang(store)
 hung = store.read([PageRead(name, [aligned(4096)]) for name in names[:8:2]])
 while hung.in_flight < 4:
     time.sleep(0.01)
-time.sleep(0.2)  # for the lane to hand them over
+time.sleep(0.2)  # for the I/O thread to hand them over
 # io_uring_enter may go on waiting for what it has, and hand over no more.
 forbid((0x20, 0, 0, 0), (0x15, 0, 3, 426), (0x20, 0, 0, 24), (0x15, 1, 0, 0), (0x06, 0, 0, 0x00050000 | int(sys.argv[3])), (0x06, 0, 0, 0x7FFF0000))
 other = store.read([PageRead(names[10], [aligned(4096)])])
@@ -325,7 +329,7 @@ store.close()
 )
 @pytest.mark.parametrize("error", [1, 11], ids=["EPERM", "EAGAIN"])
 def test_what_a_ring_has_under_way_ends_after_it_was_given_up(tmp_path: Path, error: int) -> None:
-    lanes("io_uring")
+    io_settings("io_uring")
     command = [
         sys.executable,
         "-c",

@@ -73,7 +73,7 @@ def io_uring_error() -> int:
     return int(_native.probe_io_uring()) if NATIVE else errno.ENOSYS
 
 
-def ring_lanes(setting: str, direct: bool, threads: int) -> int:
+def ring_threads(setting: str, direct: bool, threads: int) -> int:
     """Number of I/O threads that read through a ring of their own; 0 = plain reads.
 
     Without O_DIRECT the kernel reads pages that are not in memory in its own threads, so a ring
@@ -195,7 +195,7 @@ class NativeReadJob:
                 logger.exception("an on_page callback failed")
 
 
-class NativeLanes:
+class NativeIOThreads:
     """The native pool, and the thread that settles pages no caller waits for."""
 
     def __init__(self, threads: int, verify: bool, alignment: int, rings: int) -> None:

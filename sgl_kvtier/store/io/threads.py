@@ -35,7 +35,7 @@ still moves 50 MB/s beside them.
 """
 
 
-class Lanes(Protocol):
+class IOThreads(Protocol):
     """Moves pages between slots and memory. Any thread."""
 
     @property
@@ -74,7 +74,7 @@ class Lanes(Protocol):
         """
 
 
-class ThreadLanes:
+class PythonIOThreads:
     """A queue of read jobs and the Python threads that serve it. The calling thread does the
     writes.
 

@@ -2,7 +2,7 @@
  *
  * A job is a list of pages, each in one slot of a file and in one or more buffers. Threads take runs of pages whose slots
  * are neighbours. Reads go by (priority, order); writes use threads that no read wants, and at least one run of a write
- * begins every WRITE_TURN_NS. Where lanes with rings work (rings.h), they alone read and the threads here only write.
+ * begins every WRITE_TURN_NS. Where threads with rings work (rings.h), they alone read and the threads here only write.
  */
 #ifndef KVTIER_POOL_H
 #define KVTIER_POOL_H
@@ -18,17 +18,17 @@ typedef struct {
     struct Pool *pool;
     pthread_t thread;
     int started, wake_fd, sleeping; /* `sleeping`: would take more, if woken through wake_fd */
-} Lane;
+} RingThread;
 
 typedef struct Pool {
     pthread_mutex_t lock;
     pthread_cond_t work, any_end, ready;
     Job *reads, *writes;
     pthread_t *threads;
-    Lane *lanes;
+    RingThread *ring_threads;
     Device device;
     int thread_count, stopping, writers;
-    int lane_count, rings, unready; /* `rings`: lanes whose ring works; `unready`: those that have not said yet */
+    int ring_thread_count, rings, unready; /* `rings`: threads whose ring works; `unready`: those that have not said yet */
     size_t read_run, write_run, flying, depth, depth_bytes; /* `flying`: runs in rings; depths: of each ring */
     uint64_t orders, last_write_ns, ends, busy_ns;
     uint64_t look_ns; /* when await_any() returns by itself; UINT64_MAX while nobody is in it */
@@ -52,12 +52,12 @@ static void wake_reader(Pool *pool) {
         pthread_cond_signal(&pool->work);
         return;
     }
-    for (int i = 0; i < pool->lane_count; i++) {
-        Lane *lane = &pool->lanes[i];
-        if (!lane->sleeping) continue;
+    for (int i = 0; i < pool->ring_thread_count; i++) {
+        RingThread *ring_thread = &pool->ring_threads[i];
+        if (!ring_thread->sleeping) continue;
         uint64_t one = 1;
-        lane->sleeping = 0;
-        if (write(lane->wake_fd, &one, sizeof one) > 0) return;
+        ring_thread->sleeping = 0;
+        if (write(ring_thread->wake_fd, &one, sizeof one) > 0) return;
     }
 }
 
@@ -73,7 +73,7 @@ static void end_page(Job *job, size_t index, int outcome) {
 
 /* Locked. */
 static void tell(Pool *pool, Job *job) {
-    /* Who waits, waits for all pages: waking it for each of them would take a processor from the lanes. */
+    /* A thread that waits wants all pages: waking it for each of them would take a processor from the I/O threads. */
     if (!job->open) pthread_cond_broadcast(&job->progress);
     if (!job->notify) return;
     pool->ends++;
@@ -126,7 +126,7 @@ static void enter_queue(Pool *pool, Job *job) {
     pthread_mutex_unlock(&pool->lock);
 }
 
-/* Locked. How many bytes the next run may have: smaller towards a job's end, so that all lanes end together. */
+/* Locked. How many bytes the next run may have: smaller towards a job's end, so that all I/O threads end together. */
 static size_t run_bytes(const Pool *pool, const Job *job, size_t start) {
     size_t most = job->writing ? pool->write_run : pool->read_run;
     size_t share = (job->n - start) * job->pages[start].slot_bytes / (size_t)pool->thread_count;

@@ -1,7 +1,7 @@
-/* Lanes that read through a ring of their own: many runs under way at once, each checked as it lands while the others go on.
+/* I/O threads that read through a ring of their own: many runs in flight at once, each checked as it lands while the others go on.
  *
- * One thread per lane begins runs, hands them to its ring and checks what has landed: no page changes hands between threads.
- * A ring that stops working is left, and its lane reads one run after the other.
+ * One thread per ring begins runs, submits them and checks the pages that have landed: no page moves between threads.
+ * A ring that stops working is left, and its thread reads one run after the other.
  */
 #ifndef KVTIER_RINGS_H
 #define KVTIER_RINGS_H
@@ -26,7 +26,7 @@ typedef struct {
 } Flight;
 
 typedef struct {
-    Lane *lane;
+    RingThread *ring_thread;
     Pool *pool;
     Ring ring;
     Flight *flights;
@@ -60,7 +60,7 @@ static void give_up(Rings *r) {
 static void watch_wake(Rings *r) {
     struct io_uring_sqe *entry = ring_entry(&r->ring);
     entry->opcode = IORING_OP_POLL_ADD;
-    entry->fd = r->lane->wake_fd;
+    entry->fd = r->ring_thread->wake_fd;
     entry->poll_events = POLLIN;
     entry->user_data = WAKE;
 }
@@ -70,7 +70,7 @@ static void collect(Rings *r) {
     int32_t result;
     while (ring_next(&r->ring, &what, &result)) {
         if (what == WAKE) {
-            while (read(r->lane->wake_fd, &woken, sizeof woken) > 0) continue;
+            while (read(r->ring_thread->wake_fd, &woken, sizeof woken) > 0) continue;
             if (!r->broken) watch_wake(r);
             continue;
         }
@@ -95,9 +95,9 @@ static void enter(Rings *r, int wait) {
             poll(NULL, 0, 1);
         }
     } else {
-        struct pollfd wake = {.fd = r->lane->wake_fd, .events = POLLIN};
+        struct pollfd wake = {.fd = r->ring_thread->wake_fd, .events = POLLIN};
         uint64_t woken;
-        if (wait && poll(&wake, 1, r->in_ring ? 1 : -1) > 0) (void)!read(r->lane->wake_fd, &woken, sizeof woken);
+        if (wait && poll(&wake, 1, r->in_ring ? 1 : -1) > 0) (void)!read(r->ring_thread->wake_fd, &woken, sizeof woken);
         /* What the ring took before it was left still lands in the callers' memory: their pages end when it has. */
         if (r->in_ring) ring_reap(&r->ring);
     }
@@ -175,23 +175,23 @@ static void finish_one(Rings *r) {
     end_run(r->pool, &flight->run, outcomes);
 }
 
-static int open_rings(Rings *r, Lane *lane) {
-    *r = (Rings){.lane = lane, .pool = lane->pool, .count = 2 * lane->pool->depth};
+static int open_rings(Rings *r, RingThread *ring_thread) {
+    *r = (Rings){.ring_thread = ring_thread, .pool = ring_thread->pool, .count = 2 * ring_thread->pool->depth};
     r->flights = calloc(r->count, sizeof *r->flights);
     r->free = calloc(r->count, sizeof *r->free);
     r->landed = calloc(r->count, sizeof *r->landed);
     r->ring.fd = -1;
     if (!r->flights || !r->free || !r->landed) return ENOMEM;
     for (uint32_t i = 0; i < r->count; i++) r->free[r->free_count++] = (uint32_t)r->count - 1 - i;
-    return ring_open(&r->ring, (unsigned)lane->pool->depth + 1);
+    return ring_open(&r->ring, (unsigned)ring_thread->pool->depth + 1);
 }
 
-/* The thread of one lane. Its ring is opened here, because only the thread that opens it may use it. */
+/* The thread of one ring. Its ring is opened here, because only the thread that opens it may use it. */
 static void *serve_ring(void *argument) {
-    Lane *lane = argument;
-    Pool *pool = lane->pool;
+    RingThread *ring_thread = argument;
+    Pool *pool = ring_thread->pool;
     Rings r;
-    int unable = open_rings(&r, lane);
+    int unable = open_rings(&r, ring_thread);
     pthread_mutex_lock(&pool->lock);
     pool->rings += !unable;
     pool->unready--;
@@ -202,14 +202,14 @@ static void *serve_ring(void *argument) {
         if (pool->stopping && r.free_count == r.count) break;
         /* What has landed is checked after more was handed over: the device works meanwhile. */
         int waiting = !r.landed_count;
-        lane->sleeping = waiting && has_room(&r);
+        ring_thread->sleeping = waiting && has_room(&r);
         pthread_mutex_unlock(&pool->lock);
         enter(&r, waiting);
         if (waiting)
             pthread_mutex_lock(&pool->lock);
         else
             finish_one(&r);
-        lane->sleeping = 0;
+        ring_thread->sleeping = 0;
     }
     pthread_mutex_unlock(&pool->lock);
     ring_close(&r.ring);

@@ -49,30 +49,30 @@ static void stop(PoolObject *self) {
     while (pool->writes) end_rest(pool, pool->writes, CANCELLED);
     pthread_cond_broadcast(&pool->work);
     pthread_cond_broadcast(&pool->any_end);
-    for (int i = 0; i < pool->lane_count; i++) (void)!write(pool->lanes[i].wake_fd, &one, sizeof one);
+    for (int i = 0; i < pool->ring_thread_count; i++) (void)!write(pool->ring_threads[i].wake_fd, &one, sizeof one);
     pthread_mutex_unlock(&pool->lock);
     for (int i = 0; i < pool->thread_count; i++) pthread_join(pool->threads[i], NULL);
-    for (int i = 0; i < pool->lane_count; i++) {
-        pthread_join(pool->lanes[i].thread, NULL);
-        close(pool->lanes[i].wake_fd);
+    for (int i = 0; i < pool->ring_thread_count; i++) {
+        pthread_join(pool->ring_threads[i].thread, NULL);
+        close(pool->ring_threads[i].wake_fd);
     }
-    pool->thread_count = pool->lane_count = 0;
+    pool->thread_count = pool->ring_thread_count = 0;
 }
 
-/* Starts so many lanes with rings and waits until each has said whether its ring works. Fewer, or none, are no error. */
-static void start_lanes(Pool *pool, int count) {
+/* Starts `count` threads with rings and waits until each has said whether its ring works. Fewer, or none, are no error. */
+static void start_ring_threads(Pool *pool, int count) {
 #ifdef KVTIER_URING
-    pool->lanes = count > 0 ? calloc((size_t)count, sizeof(Lane)) : NULL;
+    pool->ring_threads = count > 0 ? calloc((size_t)count, sizeof(RingThread)) : NULL;
     pthread_mutex_lock(&pool->lock);
-    for (int i = 0; pool->lanes && i < count; i++) {
-        Lane *lane = &pool->lanes[i];
-        *lane = (Lane){.pool = pool, .wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
-        if (lane->wake_fd < 0) break;
-        if (pthread_create(&lane->thread, NULL, serve_ring, lane)) {
-            close(lane->wake_fd);
+    for (int i = 0; pool->ring_threads && i < count; i++) {
+        RingThread *ring_thread = &pool->ring_threads[i];
+        *ring_thread = (RingThread){.pool = pool, .wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)};
+        if (ring_thread->wake_fd < 0) break;
+        if (pthread_create(&ring_thread->thread, NULL, serve_ring, ring_thread)) {
+            close(ring_thread->wake_fd);
             break;
         }
-        pool->lane_count++;
+        pool->ring_thread_count++;
         pool->unready++;
     }
     while (pool->unready) pthread_cond_wait(&pool->ready, &pool->lock);
@@ -106,7 +106,7 @@ static PyObject *pool_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     pool->look_ns = UINT64_MAX;
     pool->threads = calloc((size_t)threads, sizeof(pthread_t));
     self->owner = getpid();
-    Py_BEGIN_ALLOW_THREADS start_lanes(pool, rings);
+    Py_BEGIN_ALLOW_THREADS start_ring_threads(pool, rings);
     Py_END_ALLOW_THREADS
     for (int i = 0; pool->threads && i < threads; i++) {
         pthread_mutex_lock(&pool->lock);
@@ -126,7 +126,7 @@ static void pool_dealloc(PoolObject *self) {
     if (is_here(self)) {
         Py_BEGIN_ALLOW_THREADS stop(self);
         Py_END_ALLOW_THREADS free(self->pool.threads);
-        free(self->pool.lanes);
+        free(self->pool.ring_threads);
         pthread_mutex_destroy(&self->pool.lock);
         pthread_cond_destroy(&self->pool.ready);
         pthread_cond_destroy(&self->pool.work);
@@ -488,7 +488,7 @@ static PyMethodDef pool_methods[] = {
     {"close", (PyCFunction)pool_close, METH_NOARGS, "cancels what has not begun and joins the threads"},
     {NULL, NULL, 0, NULL}};
 
-static PyGetSetDef pool_fields[] = {{"rings", (getter)pool_rings, NULL, "lanes that read through an io_uring of their own", NULL},
+static PyGetSetDef pool_fields[] = {{"rings", (getter)pool_rings, NULL, "I/O threads that read through an io_uring of their own", NULL},
                                     {NULL, NULL, NULL, NULL, NULL}};
 
 static PyMethodDef job_methods[] = {
@@ -527,7 +527,7 @@ static PyMethodDef functions[] = {{"find", find, METH_VARARGS, "the row of each 
                                   {"checksum", checksum, METH_O, "XXH3-128 of a list of buffers, 241 bytes or more"},
                                   {NULL, NULL, 0, NULL}};
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "I/O lanes that do not hold Python's lock", -1,
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "I/O threads that do not hold Python's lock", -1,
                                     functions, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
