@@ -40,7 +40,7 @@ _WHERE = {name: module for module, names in _FROM.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used, so that the command line starts at once."""
+    """Imports public names when they are first used, so that the command line starts at once."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     where = f"{__name__}.{_WHERE[name]}"

@@ -1,5 +1,5 @@
-"""Types of command line arguments: text to a number in its range, with a message that says what is
-allowed.
+"""Types of command line arguments: text to a number in its range, with a message that names the
+allowed range.
 
 All raise argparse.ArgumentTypeError, which argparse turns into its one line of usage error.
 """

@@ -1,5 +1,5 @@
-"""The `kvtier` command: finds the part that does the work, hands it the arguments, and prints what
-went wrong in one line.
+"""The `kvtier` command: finds the module of a command, passes it the arguments, and prints errors
+in one line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_kvtier.errors import KVTierError
 
 @dataclass(frozen=True)
 class Command:
-    """What stands after `kvtier`, one word or two: the object (module:attribute) with
+    """One command of `kvtier`, named by one word or two: its object (module:attribute) with
     add_arguments(parser) and run(args), and two texts.
     """
 
@@ -30,23 +30,28 @@ COMMANDS = {
     "serve": Command(
         "sgl_kvtier.runtime.tools.serve_command",
         "run an SGLang server with the kvtier storage tier",
-        "kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier\n  kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier --print -- --tp 2",
+        "kvtier serve Qwen/Qwen3-8B --store /mnt/nvme/kvtier\n  kvtier serve Qwen/Qwen3-8B --store "
+        "/mnt/nvme/kvtier --print -- --tp 2",
     ),
     "compare": Command(
         "sgl_kvtier.lab.experiment.compare_command",
         "replay agent sessions against stock HiCache and kvtier, side by side",
-        "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html out.html",
+        "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html "
+        "out.html",
     ),
     "compare restore": Command(
         "sgl_kvtier.lab.experiment.restore.command",
         "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
-        "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute 1/4,1,4 --json out.json",
+        "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute "
+        "1/4,1,4 --json out.json",
     ),
     "compare lookahead": Command(
         "sgl_kvtier.lab.experiment.lookahead.command",
-        "replay agent sessions with a device pool too small for them: stock, each part of looking ahead, and an oracle",
+        "replay agent sessions with a device pool too small for them: stock, each part of looking "
+        "ahead, and an oracle",
         "kvtier compare lookahead --quick\n"
-        "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html out.html",
+        "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html "
+        "out.html",
     ),
     "replay": Command(
         "sgl_kvtier.lab.experiment.replay_command",
@@ -66,18 +71,21 @@ COMMANDS = {
     "sim": Command(
         "sgl_kvtier.lab.sim_command",
         "simulate policies on traces in virtual time; the papers' tables; replay decision logs",
-        "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --dram 64GiB --policy kvtier,stock,oracle\n"
-        "  kvtier sim paper cake --table 3",
+        "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --dram 64GiB "
+        "--policy kvtier,stock,oracle\n  kvtier sim paper cake --table 3",
     ),
     "bench": Command(
         "sgl_kvtier.lab.bench_command",
-        "measure one part: attention, store, torture, restore, restore-fuzz, restore-overhead, restore-timeline",
-        "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench torture --quick",
+        "measure one part: attention, store, torture, restore, restore-fuzz, restore-overhead, "
+        "restore-timeline",
+        "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench "
+        "torture --quick",
     ),
     "profile": Command(
         "sgl_kvtier.runtime.tools.profile_command",
         "what servers learned of prefill and links, and what follows for restoring prefixes",
-        "kvtier profile /mnt/nvme/kvtier\n  kvtier profile /mnt/nvme/kvtier --lengths 4k,32k --json -",
+        "kvtier profile /mnt/nvme/kvtier\n  kvtier profile /mnt/nvme/kvtier --lengths 4k,32k "
+        "--json -",
     ),
     "stat": Command(
         "sgl_kvtier.store.tools.commands:stat",
@@ -103,8 +111,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status: 0 done, 1 failed, 2 wrong arguments, 130 stopped with
-    Ctrl-C.
+    """Runs one command and returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130
+    stopped with Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -149,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before a bare -- and what behind it. argparse cannot keep them apart where a
+    """The arguments before a bare -- and those behind it. argparse cannot separate them where a
     command has positionals.
     """
     if "--" not in arguments:
@@ -168,7 +176,8 @@ def _load(where: str) -> Any:
         ):
             raise
         raise KVTierError(
-            f"this command is part of the laboratory, which needs {error.name}. Install it with: pip install 'sgl-kvtier[lab]'"
+            f"this command is part of the laboratory, which needs {error.name}. Install it with: "
+            "pip install 'sgl-kvtier[lab]'"
         ) from None
     return getattr(loaded, attribute) if attribute else loaded
 

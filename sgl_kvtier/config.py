@@ -41,12 +41,12 @@ HOST_KEYS = frozenset(
         "class_name",
     }
 )
-"""Top-level keys of the same file that belong to SGLang; they are passed over here."""
+"""Top-level keys of the same file that belong to SGLang; they are skipped here."""
 
 _MOST_BYTES = 1 << 50
-"""No store is larger: 1,024 TiB."""
+"""The largest store: 1,024 TiB."""
 _MOST_TEXT = 4096
-"""Characters of a text: no system takes a longer path."""
+"""Most characters of a text: no system takes a longer path."""
 
 
 def setting(
@@ -58,8 +58,8 @@ def setting(
     choices: tuple[str, ...] = (),
     is_bytes: bool = False,
 ) -> Any:
-    """A dataclass field with its description and its allowed range, from which checks, messages and
-    docs are made. Numbers have both bounds.
+    """A dataclass field with its description and its allowed range. Checks, messages and docs are
+    made from them. Numbers have both bounds.
     """
     meta = {"doc": doc, "low": low, "high": high, "choices": choices, "is_bytes": is_bytes}
     return field(default=default, metadata=meta)
@@ -127,7 +127,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class ThrottleConfig:
-    """A slower device than the one at hand, to repeat published bandwidths. 0 = no limit."""
+    """A slower device than the present one, to repeat published bandwidths. 0 = no limit."""
 
     read_gbps: float = setting(
         0.0, "read bandwidth in gigabits per second; 0 = as fast as the disk", low=0, high=10_000
@@ -140,7 +140,7 @@ class ThrottleConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Failures on purpose, to see that nothing depends on the store working. Never set this in
+    """Failures on purpose, to check that nothing depends on the store working. Never set this in
     production.
     """
 
@@ -159,7 +159,7 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """What is decided and by which rule: the same section steers the server and the simulator."""
+    """Settings of the planner: the server and the simulator read the same section."""
 
     restore: str = setting(
         "auto",

@@ -1,15 +1,13 @@
 """Every error this package raises on purpose.
 
-KVTierError
-├── ConfigError         a setting has a wrong name, type or range; the message names key, value and what is allowed
-├── SeamError           SGLang is missing, is another version, or a symbol we rely on has changed
-├── StoreError          the page store cannot be opened or used as asked
-│   ├── StoreBusyError      another process owns this directory
-│   └── StoreFormatError    the directory was written by something else, or by a newer version
-├── TraceError          a trace file is missing or is not in the format named
-└── BenchError          a benchmark could not be carried out (server did not start, port taken, no model)
+KVTierError ├── ConfigError a setting has a wrong name, type or range ├── SeamError SGLang is
+missing, is another version, or a symbol we rely on has changed ├── StoreError the page store cannot
+be opened or used │ ├── StoreBusyError another process owns this directory │ └── StoreFormatError
+the directory was written by something else, or by a newer version ├── TraceError a trace file is
+missing or is not in the format named └── BenchError a benchmark failed (server did not start, port
+taken, no model)
 
-While a server is running none of these reaches SGLang's scheduler: a failed read is a miss and a
+None of these reaches SGLang's scheduler while a server is running: a failed read is a miss and a
 counter.
 """
 
@@ -29,7 +27,7 @@ class SeamError(KVTierError):
 
 
 class StoreError(KVTierError):
-    """The page store cannot be opened or used as asked."""
+    """The page store cannot be opened or used."""
 
 
 class StoreBusyError(StoreError):
@@ -45,4 +43,4 @@ class TraceError(KVTierError):
 
 
 class BenchError(KVTierError):
-    """A benchmark could not be carried out."""
+    """A benchmark failed."""

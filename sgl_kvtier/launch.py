@@ -1,4 +1,5 @@
-"""How an SGLang server is started with the kvtier tier: its flags, and what this machine has.
+"""The command line of an SGLang server with the kvtier tier: its flags, and the device of this
+machine.
 
 Sources: SGLang 0.5.23 `--help`; on a CPU HiCache needs the direct copies and the page_first_direct
 layout.
@@ -18,13 +19,12 @@ HOST = "127.0.0.1"
 
 
 def device_flags(device: str) -> list[str]:
-    """What the kind of machine asks for. The CPU platform brings its own attention backend, so none
-    is named there.
+    """Flags for a kind of machine. The CPU platform brings its own attention backend, so none is
+    named there.
     """
     if device != "cpu":
         return ["--attention-backend", "flashinfer"]
-    # Without --sleep-on-idle an idle server keeps one core busy, which on a small host is half of
-    # the machine.
+    # Without --sleep-on-idle an idle server keeps one core busy, which is half of a small host.
     return [
         "--device",
         "cpu",
@@ -36,7 +36,9 @@ def device_flags(device: str) -> list[str]:
 
 
 def cache_flags(device: str, host_ratio: float) -> list[str]:
-    """HiCache with a host pool of `host_ratio` times the device pool, in a page-contiguous layout."""
+    """HiCache with a host pool of `host_ratio` times the device pool, in a page-contiguous
+    layout.
+    """
     copies, layout = (
         ("direct", "page_first_direct") if device == "cpu" else ("kernel", "page_first")
     )
@@ -45,7 +47,7 @@ def cache_flags(device: str, host_ratio: float) -> list[str]:
 
 
 def storage_flags(backend: str, settings: Path) -> list[str]:
-    """The storage tier: its name and its settings file."""
+    """Flags of the storage tier: its name and its settings file."""
     return [
         "--hicache-storage-backend",
         backend,
@@ -55,9 +57,7 @@ def storage_flags(backend: str, settings: Path) -> list[str]:
 
 
 def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = ()) -> list[str]:
-    """Our recommended flags for a user's own server. `extra` comes last, so that a flag given there
-    wins.
-    """
+    """The recommended flags for a user's own server. `extra` comes last, so that its flags win."""
     page = "16" if device == "cpu" else "64"
     flags = [
         "--model-path",
@@ -77,8 +77,8 @@ def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = 
 
 
 def detect_device() -> str:
-    """ "cuda" where an NVIDIA driver shows a device, else "cpu". Loads no torch, so that asking
-    costs milliseconds.
+    """This machine's device: "cuda" where an NVIDIA driver shows one, else "cpu". Loads no torch,
+    so it takes milliseconds.
     """
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return "cuda"
@@ -95,17 +95,15 @@ def detect_device() -> str:
 
 
 def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
-    """Which of these packages the interpreter that would run the server does not have. Imports none
-    of them.
-    """
-    # A standard-library door used only here.
+    """The packages that the interpreter of the server does not have. Imports none of them."""
+    # Imported here because nothing else needs it.
     from importlib.util import find_spec
 
     return [name for name in names if find_spec(name) is None]
 
 
 def refuse_taken_port(port: int) -> None:
-    """Raises BenchError, naming the process where it can be seen, if something listens on `port`."""
+    """Raises BenchError if a process listens on `port`, naming the process where it can be seen."""
     with socket.socket() as probe:
         # As servers do: a connection still in TIME_WAIT does not make the port taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,5 +1,5 @@
-"""What comes from outside: values shown short, numbers within their range, JSON text and files of
-bounded size.
+"""Values from outside: shown short, numbers within their range, JSON text and files of bounded
+size.
 
 Settings, requests, arguments, traces and logs are all checked here, so that a hostile or damaged
 one ends in one error that names it. The errors are ValueErrors; each room makes its own of them.
@@ -16,45 +16,43 @@ from typing import Any, Final, TypeGuard
 MOST_SHOWN: Final = 60
 """Characters of a value that an error repeats."""
 MOST_WHOLE: Final = 1 << 53
-"""No count, size, id or time that anybody means comes near; every whole number up to here is exact
-as a float.
-"""
+"""No real count, size, id or time comes near; every whole number up to here is exact as a float."""
 MOST_SETTINGS_BYTES: Final = 1 << 20
-"""Of a file of settings or of what was learned: real ones have under 10 KB."""
+"""Largest file of settings or of learned costs, in bytes; real ones have under 10 KB."""
 _ITEMS, _LEVELS = 20, 3
 
 
 def shown(value: object) -> str:
-    """A value as JSON for an error's text, cut to `MOST_SHOWN` characters and fit for UTF-8. Never
-    raises, whatever it is.
+    """A value as JSON for an error's text, cut to `MOST_SHOWN` characters and valid UTF-8. Never
+    raises.
     """
     text = _shown(value, 0)
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
 
 
 def refusal(name: str, value: object, allowed: str) -> str:
-    """The text of an error: what has which value, and what it must be."""
+    """The text of an error: the name, its value, and the allowed values."""
     return f"{name} = {shown(value)}: must be {allowed}"
 
 
 def is_number(
     value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE
 ) -> TypeGuard[float]:
-    """Whether `value` is a finite number from `low` to `high`, which are finite; truth values are
-    none.
+    """Whether `value` is a finite number from `low` to `high`, which are finite. A bool is not a
+    number.
     """
     # Written so that NaN, which is neither below nor above anything, fails.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_whole(value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE) -> TypeGuard[int]:
-    """Whether `value` is a whole number from `low` to `high`; 1.0 is none."""
+    """Whether `value` is an int from `low` to `high`; 1.0 is not one."""
     return isinstance(value, int) and is_number(value, low, high)
 
 
 def is_text(value: object, most: int) -> TypeGuard[str]:
-    """Whether `value` is a text of at most `most` characters that UTF-8 can hold: JSON can name
-    halves of characters alone.
+    """Whether `value` is a text of at most `most` characters that UTF-8 can encode: JSON can name
+    lone surrogates.
     """
     if not isinstance(value, str) or len(value) > most:
         return False
@@ -66,8 +64,8 @@ def is_text(value: object, most: int) -> TypeGuard[str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text. Raises ValueError, with where it goes wrong, on anything else,
-    however deeply it is nested.
+    """The value in a JSON text. Raises ValueError, with the position, on anything else, however
+    deeply it is nested.
     """
     try:
         return json.loads(text)
@@ -76,7 +74,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_bounded(path: Path, most: int = MOST_SETTINGS_BYTES) -> str:
-    """A UTF-8 file of at most `most` bytes. Raises OSError, and ValueError on a longer one and on
+    """A UTF-8 file of at most `most` bytes. Raises OSError, and ValueError on a longer file or on
     other bytes.
     """
     with path.open("rb") as file:
@@ -93,7 +91,7 @@ def _shown(value: object, level: int) -> str:
         quoted = json.dumps(value[:MOST_SHOWN], ensure_ascii=False)
         return quoted.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, int):
-        # Python refuses to write out, and takes long for, what has thousands of digits.
+        # Python refuses to print numbers with thousands of digits, or takes long.
         return (
             str(value)
             if value.bit_length() < 200

@@ -1,4 +1,6 @@
-"""Byte sizes as people write and read them. KiB, MiB, GiB are powers of 1024; KB, MB, GB of 1000."""
+"""Byte sizes as people write and read them. KiB, MiB, GiB are powers of 1024; KB, MB, GB of
+1000.
+"""
 
 from __future__ import annotations
 

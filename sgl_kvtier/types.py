@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
-"""SGLang's chained SHA-256 page hash as its 32 raw bytes. It names all tokens from the start up to
-the page's end.
+"""SGLang's chained SHA-256 page hash as its 32 raw bytes. It names all tokens from the first to the
+page's last.
 """
 
 
 class Lookup(enum.Enum):
-    """The answer to "do you have this page?"."""
+    """The answer to a look-up of a page."""
 
     HIT = "hit"
     PENDING = "pending"
-    """Being written at this moment: ask again, or treat as a miss."""
+    """Being written at this moment: look it up again, or treat it as a miss."""
     MISS = "miss"
 
 
 class Tier(enum.IntEnum):
-    """Where a page can be; a smaller number is nearer to the compute. SGLang says L1, L2, L3 to the
-    first three.
+    """Where a page can be; a smaller number is nearer to the compute. SGLang calls the first three
+    L1, L2, L3.
     """
 
     HBM = 0
@@ -33,12 +33,12 @@ class Tier(enum.IntEnum):
 
 
 class Link(enum.Enum):
-    """A path bytes take. Each has its own bandwidth estimate; SSD to HBM is the two hops done as
+    """A path that bytes take. Each has its own bandwidth estimate; SSD to HBM is both hops as
     one.
     """
 
-    # Members are unique, and Enum's own hash is a call in Python that costs a planner a tenth of
-    # its step.
+    # Members are unique, and Enum's own hash is a Python call that would cost the planner a tenth
+    # of its step.
     __hash__ = object.__hash__
 
     SSD_TO_DRAM = "ssd-dram"
@@ -49,7 +49,7 @@ class Link(enum.Enum):
 
 
 PLACES = {Tier.HBM: "device", Tier.DRAM: "host", Tier.SSD: "storage", Tier.REMOTE: "remote"}
-"""Tiers as metrics and results name them, which are SGLang's words."""
+"""Tiers in metrics and results, named in SGLang's words."""
 ROUTES = {
     Link.SSD_TO_DRAM: "storage-host",
     Link.DRAM_TO_HBM: "host-device",
@@ -62,7 +62,7 @@ ROUTES = {
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A half-open range [start, stop) of pages or tokens; which one is said where it is used."""
+    """A half-open range [start, stop) of pages or tokens; the place of use says of which."""
 
     start: int
     stop: int

@@ -1,5 +1,5 @@
-"""Results as one JSON object that says where it came from, and files that are either whole or not
-there.
+"""Results as one JSON object that says where it came from, and files that are either complete or
+absent.
 
 docs/manual/json.md lists every schema. NaN and infinities, which JSON does not have, are written as
 null.
@@ -29,8 +29,8 @@ ENVELOPE_KEYS = ("schema", "command", "environment")
 
 
 def envelope(schema: str, command: list[str], results: dict[str, Any]) -> dict[str, Any]:
-    """The object every `--json` writes: `schema`, `command`, `environment`, then the results' own
-    keys.
+    """The object every `--json` writes: `schema`, `command`, `environment`, then the keys of the
+    results.
 
     Raises ValueError when the results use one of the envelope's keys.
     """
@@ -75,7 +75,7 @@ def to_json(result: dict[str, Any]) -> str:
 
 
 def write_json(result: dict[str, Any], target: str) -> None:
-    """Write the result to a file (whole or not at all) or, for "-", to standard output.
+    """Writes the result to a file (all of it or nothing) or, for "-", to standard output.
 
     Raises KVTierError when the file cannot be written.
     """
@@ -83,10 +83,10 @@ def write_json(result: dict[str, Any], target: str) -> None:
 
 
 def write_text(text: str, target: str) -> None:
-    """Write UTF-8 text to a file, replaced in one step so that nobody reads half of it, or to
-    standard output for "-".
+    """Writes UTF-8 text to a file, or to standard output for "-". The file is replaced in one step,
+    so no reader sees half of it.
 
-    Folders on the way are made. Raises KVTierError when the file cannot be written.
+    Missing parent folders are made. Raises KVTierError when the file cannot be written.
     """
     if target == STDOUT:
         sys.stdout.write(text)
@@ -99,9 +99,7 @@ def write_text(text: str, target: str) -> None:
 
 
 def check_target(target: str) -> None:
-    """Raise KVTierError now if `target` could not be written later: to be called before long work,
-    not after it.
-    """
+    """Raises KVTierError now if `target` could not be written later: call it before long work."""
     if target == STDOUT:
         return
     path = Path(target)
@@ -138,7 +136,8 @@ def _replace(path: Path, text: str) -> None:
 
 def _unwritable(target: str, error: OSError) -> KVTierError:
     return KVTierError(
-        f"cannot write {target}: {error.strerror or error}. Choose a file in a folder you may write to"
+        f"cannot write {target}: {error.strerror or error}. Choose a file in a folder you may "
+        "write to"
     )
 
 

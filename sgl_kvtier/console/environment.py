@@ -1,5 +1,5 @@
-"""What a result was measured on: date, versions, processor, memory, accelerator, commit. No host
-names, no users.
+"""The machine and software a result was measured on: date, versions, processor, memory,
+accelerator, commit. No host names, no users.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import sgl_kvtier
 
 PACKAGES = ("sglang", "torch", "flashinfer-python", "transformers", "numpy")
-"""Installed distributions whose versions belong to a result. They are asked for, never imported."""
+"""Installed distributions whose versions belong to a result. They are never imported."""
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the software of this moment, as plain data. Never fails: what is not known is
+    """The machine and the software at this moment, as plain data. Never fails: unknown values are
     None.
 
     Runs `nvidia-smi` and `git` where they exist, each for 10 seconds at most.
@@ -41,8 +41,8 @@ def environment() -> dict[str, Any]:
 
 
 def planner_build() -> str:
-    """ "compiled" where the planner is an extension module, "source" where it is Python. Imports
-    neither.
+    """How the planner runs: "compiled" where it is an extension module, "source" where it is
+    Python. Imports neither.
     """
     found = importlib.util.find_spec("sgl_kvtier.policy.planner")
     return "source" if found is None or str(found.origin).endswith(".py") else "compiled"
@@ -69,7 +69,7 @@ def _fields(text: str) -> list[tuple[str, str]]:
 
 
 def _usable_cpus() -> float | None:
-    """Cores this process may use: what its affinity allows, less if its control group has a quota."""
+    """Number of cores this process may use: its affinity, less if its control group has a quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if affinity and len(quota) == 2 and quota[0].isdigit():
@@ -78,7 +78,7 @@ def _usable_cpus() -> float | None:
 
 
 def _memory_limit() -> int | None:
-    """The control group's memory limit, or None when there is none."""
+    """The control group's memory limit in bytes, or None when there is none."""
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     return int(limit) if limit.isdigit() else None
 

@@ -23,9 +23,8 @@ def live_progress(state: Progress, file: TextIO) -> AbstractContextManager[None]
 
 @contextmanager
 def _shown(state: Progress, console: Console) -> Iterator[None]:
-    # The note alone gives way on a narrow terminal: counts and times are what people look for.
-    # stdout is not redirected: what the caller prints there must reach stdout, not the bar's
-    # stderr.
+    # Only the note is cut on a narrow terminal: counts and times matter more. stdout is not
+    # redirected: the caller's output must reach stdout, not the bar's stderr.
     bar = RichProgress(
         _Cell(state, lambda s: s.label, "bold"),
         BarColumn(bar_width=24 if console.width >= 90 else 8),

@@ -1,4 +1,4 @@
-"""How far long work has come: done of total, elapsed, and an estimate of the time left."""
+"""The progress of long work: done of total, elapsed time, and an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Progress:
     """The counters of one piece of work. All methods may be called from any thread and from
     coroutines; none blocks.
 
-    `total` and the steps are floats, so work of different length can be weighed; None means the
-    total is not known.
+    `total` and the steps are floats, so that work of different length can be weighed. None means
+    that the total is unknown.
     """
 
     def __init__(
@@ -28,25 +28,27 @@ class Progress:
         self._say: Callable[[str], object] = lambda _: None
 
     def advance(self, steps: float = 1, note: str | None = None) -> None:
-        """Count `steps` as done; `note` (if given) says what comes now."""
+        """Counts `steps` as done; `note`, if given, names the work that follows."""
         with self._lock:
             self.done += steps
             self.note = self.note if note is None else note
 
     def describe(self, note: str) -> None:
-        """Say what is going on now."""
+        """Names the work that runs now."""
         self.note = note
 
     def expect(self, total: float | None) -> None:
-        """Change the total, when the work turns out longer or shorter than thought."""
+        """Changes the total, when the work turns out longer or shorter than expected."""
         self.total = total
 
     def say(self, message: str) -> None:
-        """Print a line that stays, above the progress display."""
+        """Prints a line that stays, above the progress display."""
         self._say(message)
 
     def say_by(self, write: Callable[[str], object]) -> None:
-        """Sets what prints the lines of `say`: the display that shows this progress."""
+        """Sets the function that prints the lines of `say`: the display that shows this
+        progress.
+        """
         self._say = write
 
     @property
@@ -56,8 +58,8 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left at the pace so far; None until something is done or while the
-        total is not known.
+        """Estimated seconds left at the pace so far; None until a step is done or while the total
+        is unknown.
         """
         if self.total is None or self.done <= 0:
             return None

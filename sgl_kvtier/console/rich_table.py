@@ -17,9 +17,7 @@ _NARROWEST_TEXT = 12
 
 
 def print_rich(table: Table, file: TextIO) -> None:
-    """Prints a table to `file`: on a terminal fitted to its width, elsewhere as wide as it needs to
-    be.
-    """
+    """Prints a table to `file`: fitted to a terminal's width, elsewhere at full width."""
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=False)
     if not console.is_terminal:
         natural = sum(_widths(table, narrow=False)) + 3 * len(table.columns) + 1
@@ -43,7 +41,9 @@ def print_rich(table: Table, file: TextIO) -> None:
 
 
 def _widths(table: Table, *, narrow: bool) -> list[int]:
-    """Cells each column needs: at least (narrow, text and headings wrapped) or to stand unwrapped."""
+    """Cells of width that each column needs: with `narrow` at least, text and headings wrapped;
+    else unwrapped.
+    """
     cells = table.cells()
     widths = []
     for index, column in enumerate(table.columns):

@@ -16,15 +16,15 @@ from sgl_kvtier.console.progress import Progress
 from sgl_kvtier.console.table import Table, encodable, plain_lines
 
 PLAIN_EVERY_S = 5.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two progress lines where there is no terminal."""
 
 
 def print_table(table: Table, file: TextIO | None = None) -> None:
-    """Print a table to `file` (stdout if None).
+    """Prints a table to `file` (stdout if None).
 
     On a terminal it fits the width where `rich` is installed (extra [lab]): text wraps, numbers
-    never do, and where they do not fit side by side every row is printed as a list. Elsewhere it is
-    plain text, as wide as it needs to be.
+    never do, and a table that is too wide is printed row by row as a list. Elsewhere it is plain
+    text at full width.
     """
     file = file or sys.stdout
     if importlib.util.find_spec("rich") is not None:
@@ -46,8 +46,8 @@ def progress(
     every_s: float = PLAIN_EVERY_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
-    """Show progress on `file` (stderr if None) while the block runs; yields the `Progress` to count
-    on.
+    """Shows progress on `file` (stderr if None) while the block runs; yields the `Progress` to
+    count on.
 
     A live bar on a terminal where `rich` is installed (extra [lab]); elsewhere a plain line every
     `every_s` seconds and one at the end. The display has its own thread, so it goes on while the

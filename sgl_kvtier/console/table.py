@@ -1,4 +1,4 @@
-"""Rows as a table for people: on the terminal and in markdown. What is missing is an en dash, never
+"""Rows as a table for people: on the terminal and in markdown. A missing value is an en dash, never
 a zero.
 """
 
@@ -19,8 +19,8 @@ class Column:
     """One column: `name` is the row's key, with dots for nested ones ("ttft_ms.p50"); `title` and
     `unit` are shown.
 
-    `decimals` fixes the digits after the point; `format` replaces the formatting for all values but
-    missing ones.
+    `decimals` fixes the digits after the point; `format` replaces the formatting of all values that
+    are not missing.
     """
 
     name: str
@@ -44,7 +44,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table, the same for the terminal, markdown and HTML. `notes` are printed below it."""
+    """A titled table, the same for the terminal, markdown and HTML. `notes` are printed below
+    it.
+    """
 
     title: str
     columns: Sequence[Column]
@@ -56,15 +58,15 @@ class Table:
         return [[column.text(row) for column in self.columns] for row in self.rows]
 
     def is_numeric(self, column: Column) -> bool:
-        """True when a column holds nothing but numbers, so that it is set flush right and never
-        wrapped.
-        """
+        """True when a column holds only numbers: it is right-aligned and never wrapped."""
         values = [v for v in (field_of(row, column.name) for row in self.rows) if not is_missing(v)]
         return bool(values) and all(_is_number(v) for v in values)
 
 
 def field_of(row: Row, name: str) -> object:
-    """The value under a dotted name, or None. A key that itself has dots goes before a nested one."""
+    """The value under a dotted name, or None. A key that has dots itself is preferred to a nested
+    one.
+    """
     if name in row:
         return row[name]
     value: object = row
@@ -76,13 +78,13 @@ def field_of(row: Row, name: str) -> object:
 
 
 def is_missing(value: object) -> bool:
-    """True for None and for floats that are no finite number."""
+    """True for None and for floats that are not finite."""
     return value is None or (_is_number(value) and not math.isfinite(float(value)))  # type: ignore[arg-type]
 
 
 def format_value(value: object, decimals: int | None = None) -> str:
-    """A value for people: thousands separated, about three significant digits unless `decimals`
-    says otherwise.
+    """A value for people: thousands separated, about three significant digits unless `decimals` is
+    given.
     """
     if is_missing(value):
         return MISSING
@@ -147,7 +149,7 @@ def _is_number(value: object) -> bool:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """The text as this output can carry it: an ASCII-only pipe gets "-" and "?" instead of an
+    """The text in a form this output can carry: an ASCII-only pipe gets "-" and "?" instead of an
     exception.
     """
     try:
