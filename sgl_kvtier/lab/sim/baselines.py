@@ -147,7 +147,7 @@ class StockHiCache:
         self._offers: list[RestoreOffered] = []
         self._operations: dict[str, _Operation] = {}
 
-    # --- facts ----------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def observe(self, fact: Fact) -> None:
         """Takes note of what happened."""
@@ -194,7 +194,7 @@ class StockHiCache:
             if operation.front >= operation.offer.pages:
                 del self._operations[fact.rid]
 
-    # --- decisions ------------------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def step(self, view: StepView) -> StepPlan:
         """Goes on prefetching, ends prefetches by the stop policy, loads back, and lets run what is

@@ -43,7 +43,7 @@ class Hands:
         self.wake: Callable[[], None] = lambda: None
         transfers.on_end = self._transfer_ended
 
-    # --- facts --------------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     @property
     def has_facts(self) -> bool:
@@ -69,7 +69,7 @@ class Hands:
         facts, self._facts = self._facts, []
         return facts
 
-    # --- a request's pages --------------------------------------------------------------------------------------------
+    # --- a request's pages ------------------------------------------------------------------------
 
     def look_up(self, live: Live) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
         """Pages in HBM from the start, and where those behind them lie; noted in the request's
@@ -169,7 +169,7 @@ class Hands:
         if fresh and self._write_down:
             self.caches.write_down(fresh)
 
-    # --- plans --------------------------------------------------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------
 
     def carry_out(self, plan: StepPlan, lives: Mapping[str, Live]) -> None:
         """Everything of a plan but the computes, which are the batch's. `lives`: requests waiting

@@ -123,7 +123,7 @@ class Server:
         self.compute_busy_s = 0.0
         hands.wake = self.wake
 
-    # --- what comes in ------------------------------------------------------------------------------------------------
+    # --- what comes in ----------------------------------------------------------------------------
 
     def submit(self, request: SimRequest) -> None:
         """A request arrives now."""
@@ -181,7 +181,7 @@ class Server:
     def _tell(self, fact: Fact) -> None:
         self._hands.tell(fact)
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> Generator[simpy.Event, Any, None]:
         """Steps for ever; idle while there is nothing to do."""
@@ -265,7 +265,7 @@ class Server:
             else max(1, own // self._spec.page_tokens) * self._spec.page_tokens
         )
 
-    # --- the batch ----------------------------------------------------------------------------------------------------
+    # --- the batch --------------------------------------------------------------------------------
 
     def _form(self, computes: tuple[Compute, ...]) -> list[_Part]:
         """What is prefilled in this step: what the plan says about restoring requests, then others

@@ -124,7 +124,7 @@ class LookaheadEngine:
         self._planned_at = 0.0
         self._ticks = 0
 
-    # --- what SGLang tells --------------------------------------------------------------------------------------------
+    # --- what SGLang tells ------------------------------------------------------------------------
 
     def checkpointed(self, req: Any, before: int) -> None:
         """A request's tokens [before, cache_protected_len) were put into the tree."""
@@ -225,7 +225,7 @@ class LookaheadEngine:
         if self._votes is not None:
             self._votes.found(hashes)
 
-    # --- once per step ------------------------------------------------------------------------------------------------
+    # --- once per step ----------------------------------------------------------------------------
 
     def polls(self) -> list[Poll]:
         """What is waited for, in the same order on every rank."""
@@ -318,7 +318,7 @@ class LookaheadEngine:
             "kvtier: the map of %d pages compared with the truth: %s", len(self.ahead.map), self.off
         )
 
-    # --- evictions ----------------------------------------------------------------------------------------------------
+    # --- evictions --------------------------------------------------------------------------------
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
         """Before SGLang's own eviction from the device, which makes up for what is missing."""
@@ -359,7 +359,7 @@ class LookaheadEngine:
         ]
         return self._next
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _tell(self, fact: Fact) -> None:
         self.context.facts.append(fact)
@@ -481,7 +481,7 @@ class LookaheadEngine:
             hits[tier] += tokens
         hits[None] += max(0, known.prompt_tokens - device - sum(below.values()))
 
-    # --- metrics ------------------------------------------------------------------------------------------------------
+    # --- metrics ----------------------------------------------------------------------------------
 
     def samples(self) -> list[Sample]:
         """All counters, the map's size, and of what it knows, for /metrics. Any thread."""

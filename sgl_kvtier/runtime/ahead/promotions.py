@@ -161,7 +161,7 @@ class Promotions:
         copying.look()
         return [copying.poll, *(fetch.poll for fetch in self._fetches)]
 
-    # --- moves --------------------------------------------------------------------------------------------------------
+    # --- moves ------------------------------------------------------------------------------------
 
     def carry_out(
         self,
@@ -272,7 +272,7 @@ class Promotions:
             usable.append(node)
         return usable
 
-    # --- copies to the device -----------------------------------------------------------------------------------------
+    # --- copies to the device ---------------------------------------------------------------------
 
     def _begin_copies(self) -> None:
         controller, context, started = self._tree.cache_controller, self._context, time.monotonic()
@@ -293,7 +293,7 @@ class Promotions:
         self._counters.moved_bytes[Link.DRAM_TO_HBM] += nbytes
         self._tell(TransferDone("", Link.DRAM_TO_HBM, _NO_SPAN, nbytes, seconds, _LATER))
 
-    # --- reads from storage -------------------------------------------------------------------------------------------
+    # --- reads from storage -----------------------------------------------------------------------
 
     def _fetch(self, move: Move, path: Path, deadline_s: float) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams

@@ -115,7 +115,7 @@ class StoreVotes:
             self._answer(*self._vote)
         return gone
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _on_write(
         self, host_indices: Any, token_ids: Any, hash_value: Any = None, *args: Any, **kwargs: Any

@@ -200,7 +200,7 @@ class TurnReads:
             self._idle_passes = 0
             self._let_go(self._stored[kept[0]])
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _sweep(self, scheduler: Any) -> None:
         """Forgets requests that have left the queue without a word; one that waits again is asked

@@ -69,7 +69,7 @@ class RestoreEngine:
         self.ending = False
         """A restoration has ended since the planner was last told."""
 
-    # --- what SGLang asks -------------------------------------------------------------------------------------------
+    # --- what SGLang asks -------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -183,7 +183,7 @@ class RestoreEngine:
             load.cancel()
         self.mover.close()
 
-    # --- offers -----------------------------------------------------------------------------------------------------
+    # --- offers -----------------------------------------------------------------------------------
 
     def offer_hit(self, operation: Any, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is
@@ -275,7 +275,7 @@ class RestoreEngine:
         self.context.facts.append(offer)
         return True
 
-    # --- carrying a plan out ----------------------------------------------------------------------------------------
+    # --- carrying a plan out ----------------------------------------------------------------------
 
     def start(self, command: messages.RestoreStart) -> None:
         """What the planner answered to an offer."""
@@ -395,7 +395,7 @@ class RestoreEngine:
         if r.front == r.pages:
             self._close(r, "met")
 
-    # --- what ended -------------------------------------------------------------------------------------------------
+    # --- what ended -------------------------------------------------------------------------------
 
     def settle(self, states: list[bytes], ended_at: list[float]) -> None:
         """Takes the agreed states of `loads`, in their order: notes what landed and what was lost,
@@ -478,7 +478,7 @@ class RestoreEngine:
             if load.poll.seen[low] == LANDED:
                 self.counters.unused_pages += high - low
 
-    # --- ends -------------------------------------------------------------------------------------------------------
+    # --- ends -------------------------------------------------------------------------------------
 
     def abandon(self, r: Restoration, how: str) -> None:
         """Ends a restoration that has not met, and lets the planner know. Its request is computed

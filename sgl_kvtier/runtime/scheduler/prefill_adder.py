@@ -27,7 +27,7 @@ class KVTierPrefillAdder(PrefillAdder):
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
 
-    # --- the request in the slot ------------------------------------------------------------------------------------
+    # --- the request in the slot ------------------------------------------------------------------
 
     def add_chunked_req(self, req: Any) -> Any:
         """Splices what has landed, then adds the granted chunk. Returning the request without
@@ -147,7 +147,7 @@ class KVTierPrefillAdder(PrefillAdder):
             output = min(req.sampling_params.max_new_tokens, _CLIP) + self.page_size
             self.memory_budget.total_offset += max(0, left - held) + output
 
-    # --- waiting requests -------------------------------------------------------------------------------------------
+    # --- waiting requests -------------------------------------------------------------------------
 
     def add_one_req(
         self, req: Any, has_chunked_req: bool, truncation_align_size: int | None

@@ -201,7 +201,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._tell_ahead(lambda ahead: ahead.reset())
         super().reset()
 
-    # --- for lookahead ------------------------------------------------------------------------------------------------
+    # --- for lookahead ----------------------------------------------------------------------------
 
     def clear_storage_backend(self) -> bool:
         """An operator has emptied the store, on every rank in the same step."""

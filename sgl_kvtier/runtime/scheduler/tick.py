@@ -96,7 +96,7 @@ class RestoreTick:
             self.ahead.note_chunk(chunk)
         return told
 
-    # --- several ranks that look ahead ------------------------------------------------------------------------------
+    # --- several ranks that look ahead ------------------------------------------------------------
 
     @property
     def rides(self) -> bool:
@@ -291,7 +291,7 @@ class RestoreTick:
         if self.ahead is not None:
             self.ahead.told()
 
-    # --- facts ------------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def _observe(self, now: float) -> float:
         """Agrees on what happened, tells the planner, and returns the agreed time."""

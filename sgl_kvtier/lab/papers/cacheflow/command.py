@@ -55,7 +55,7 @@ def loaded(table: str, row: str, place: Place, workload: str) -> list[Cell]:
     return [*cells, cell(table, row, "P90 over best single", best / tail[THEIRS], reading=THEIRS)]
 
 
-# --- section 4: end to end --------------------------------------------------------------------------------------------
+# --- section 4: end to end ------------------------------------------------------------------------
 
 
 def figure_4() -> Sequence[Cell]:

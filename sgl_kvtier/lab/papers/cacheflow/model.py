@@ -27,7 +27,7 @@ from sgl_kvtier.lab.sim.hardware import load_model
 from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.restore.modes import crossover_tokens, layer_split, token_split
 
-# --- section 2: what the cost model must agree with -------------------------------------------------------------------
+# --- section 2: what the cost model must agree with -----------------------------------------------
 
 
 def figure_1() -> Sequence[Cell]:
@@ -70,7 +70,7 @@ def _recompute_seconds(place: Place, tokens: int, chunk_tokens: int | None = Non
     )
 
 
-# --- Eq. 1 and 2 ------------------------------------------------------------------------------------------------------
+# --- Eq. 1 and 2 ----------------------------------------------------------------------------------
 
 
 def equations() -> Sequence[Cell]:
@@ -109,7 +109,7 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
     return result.requests[0].ttft_s
 
 
-# --- Figure 3: tokens or layers ---------------------------------------------------------------------------------------
+# --- Figure 3: tokens or layers -------------------------------------------------------------------
 
 
 def crossover(hardware: str, model: str, gbps: float) -> int | None:

@@ -203,7 +203,7 @@ def serve(
     return simulate(planner, rig_.hardware, rig_.model, requests, server=server, cost=rig_.cost)
 
 
-# --- workloads --------------------------------------------------------------------------------------------------------
+# --- workloads ------------------------------------------------------------------------------------
 
 
 @cache

@@ -58,7 +58,7 @@ def watched(
     return watch, result
 
 
-# --- Figure 4: what a chunk costs, by its index ----------------------------------------------------------------------
+# --- Figure 4: what a chunk costs, by its index ---------------------------------------------------
 
 
 @cache
@@ -83,7 +83,7 @@ def figure_4() -> Sequence[Cell]:
     return cells
 
 
-# --- Figure 5: budget and bandwidth that fluctuate -------------------------------------------------------------------
+# --- Figure 5: budget and bandwidth that fluctuate ------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +209,7 @@ def figure_5() -> Sequence[Cell]:
     return cells
 
 
-# --- Figure 6: one long cached request among short ones --------------------------------------------------------------
+# --- Figure 6: one long cached request among short ones -------------------------------------------
 
 
 def burst(seed: int) -> list[SimRequest]:
