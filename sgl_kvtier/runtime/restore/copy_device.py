@@ -58,7 +58,7 @@ class _Submitted:
 
 class StreamCopies:
     """Copies on a transfer engine of our own, so that HiCache's layer counters and acknowledgements
-    are not involved.
+    are not involved. Built on the scheduler's thread.
     """
 
     def __init__(self, controller: Any) -> None:
@@ -66,6 +66,8 @@ class StreamCopies:
 
         self._controller = controller
         self._module = torch.get_device_module(controller.device)
+        # SGLang's "cuda" has no index, and the mover's thread no device of its own.
+        self._index = self._module.current_device()
         self._engine = L2TransferEngine(controller.io_backend)
 
     def fence(self) -> Any:
@@ -82,7 +84,7 @@ class StreamCopies:
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
         """Submits the copy of all layers behind `fence`."""
         controller, engine = self._controller, self._engine
-        self._module.set_device(controller.device)
+        self._module.set_device(self._index)
         with self._module.stream(engine.host_to_device_stream):
             engine.host_to_device_stream.wait_event(fence)
             host, device = controller.move_indices(host_slots, device_slots)
