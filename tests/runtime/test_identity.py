@@ -8,10 +8,31 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pools import host_pool, server_args, storage_config
+from pools import (
+    PAGE,
+    host_pool,
+    index_key_pool,
+    latent_host_pool,
+    latent_pool,
+    server_args,
+    state_pool,
+    storage_config,
+)
 from safetensors.numpy import save_file
 
 from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend.host_pages import shape_of, share_of
+from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
+
+TINY_QWEN3 = PageShape(
+    layout="page_first_direct",
+    page_size=PAGE,
+    dtype="torch.float32",
+    head_num=2,
+    head_dim=32,
+    v_head_dim=32,
+)
+"""A page of the lab's tiny-qwen3 on one rank, said without a host pool."""
 
 
 @pytest.fixture
@@ -24,12 +45,56 @@ def model(tmp_path):
 
 
 def fingerprint(model, *, pools=None, config=None, **args):
-    who = identity.identity_of(
+    return described(model, pools or {"kv": host_pool()}, config, **args).fingerprint
+
+
+def described(model, pools, config=None, **args):
+    return identity.identity_of(
         server_args(str(model), **args),
-        storage_config(**(config or {})),
-        pools or {"kv": host_pool()},
+        share_of(storage_config(**(config or {}))),
+        {name: shape_of(pool) for name, pool in pools.items()},
     )
-    return who.fingerprint
+
+
+@pytest.fixture
+def written_model(tmp_path):
+    """A model folder of which every byte is known, so that its identity is."""
+    folder = tmp_path / "tiny-qwen3"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"hidden_size": 128}')
+    (folder / "model.bin").write_bytes(bytes(range(256)) * 64)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "folder"),
+    [
+        ({}, "tiny-qwen3-49f3a1cb77daf09f"),
+        ({"tp_size": 2, "tp_rank": 1, "tp_lcm_size": 2}, "tiny-qwen3-deb3653ff33ab19f"),
+    ],
+    ids=["one-rank", "two-ranks"],
+)
+def test_folders_written_so_far_keep_their_names(written_model, config, folder):
+    assert described(written_model, {"kv": host_pool()}, config).directory_name == folder
+
+
+def test_an_identity_needs_no_host_pool(written_model):
+    who = identity.identity_of(server_args(str(written_model)), RankShare(), {"kv": TINY_QWEN3})
+    assert who == described(written_model, {"kv": host_pool()})
+
+
+@pytest.mark.parametrize(
+    ("pool", "says"),
+    [
+        (lambda: host_pool("layer_first", torch.bfloat16), {"head_num": 2, "head_dim": 32, "v_head_dim": 32, "layout": "layer_first", "page_size": 16, "dtype": "torch.bfloat16"}),
+        (lambda: latent_host_pool(latent_pool(2)), {"kv_cache_dim": 40, "layout": "page_first_direct", "page_size": 16, "dtype": "torch.float32"}),
+        (index_key_pool, {"layout": "page_first_direct", "page_size": 64, "dtype": "torch.bfloat16"}),
+        (state_pool, {"layout": "page_first_direct", "page_size": 1, "dtype": "torch.float32"}),
+    ],
+    ids=["heads", "latents", "index-keys", "states"],
+)  # fmt: skip
+def test_every_kind_of_host_pool_is_described_as_before(pool, says):
+    assert shape_of(pool()).fields() == {**says, "format": "None"}
 
 
 def test_the_same_server_has_the_same_identity(model):
@@ -167,9 +232,7 @@ def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):
 
 def test_ranks_have_folders_of_their_own():
     names = {
-        identity.rank_name(
-            storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d), copy
-        )
+        share_of(storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d)).folder(copy)
         for t in (0, 1)
         for p in (0, 1)
         for d in (0, 1)

@@ -1,13 +1,16 @@
-"""Pages of SGLang's host pools as the store wants them: views of the pool's memory, read and
-written where they lie.
+"""Pages of HiCache's host pools as the store wants them: what they look like, and views of the
+pool's memory, read and written where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
+
+from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
 
 CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
 """Host layouts in which a page can be read in place, as it lies in the store."""
@@ -18,6 +21,30 @@ def is_page_contiguous(pool: Any) -> bool:
     in place.
     """
     return pool.layout in CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
+
+
+def shape_of(pool: Any) -> PageShape:
+    """What a host pool's pages look like. Sizes that a pool lacks stay None: states have no heads."""
+    return PageShape(
+        layout=_plain(pool, "layout"),
+        page_size=_plain(pool, "page_size"),
+        dtype=str(getattr(pool, "dtype", None)),
+        head_num=_plain(pool, "head_num"),
+        head_dim=_plain(pool, "head_dim"),
+        v_head_dim=_plain(pool, "v_head_dim"),
+        kv_cache_dim=_plain(pool, "kv_cache_dim"),
+        format=str(getattr(pool, "storage_format_tag", None)),
+    )
+
+
+def share_of(storage_config: Any) -> RankShare:
+    """This rank's share, as HiCache tells its storage backends."""
+    return RankShare(**{f.name: getattr(storage_config, f.name) for f in fields(RankShare)})
+
+
+def _plain(pool: Any, name: str) -> Any:
+    value = getattr(pool, name, None)
+    return value if isinstance(value, (int, str)) else None
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.outside import is_whole, parse_json
+from sgl_kvtier.runtime.backend.page_shape import PageShape, RankShare
 from sgl_kvtier.runtime.sglang.seams import SGLANG_VERSION
 from sgl_kvtier.store.disk.identity import Identity
 
@@ -32,11 +34,12 @@ def weights_changed() -> None:
     _runtime_weights = uuid.uuid4().hex
 
 
-def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) -> Identity:
+def identity_of(server_args: Any, ranks: RankShare, pools: Mapping[str, PageShape]) -> Identity:
     """The identity of a server's pages, the same on all of its ranks.
 
-    `server_args` is the resolved view; `pools` are SGLang's host pools by name. Which layers and
-    heads a rank holds follows from the sizes here and the rank's folder (`rank_name`).
+    `server_args` is the resolved view; `pools` are the shapes of pages by the name of their pool.
+    Which layers and heads a rank holds follows from the sizes here and the rank's folder
+    (`RankShare.folder`).
     """
     fields: dict[str, Any] = {
         "engine": f"sglang-{SGLANG_VERSION}",
@@ -49,30 +52,14 @@ def identity_of(server_args: Any, storage_config: Any, pools: dict[str, Any]) ->
                 getattr(server_args, "download_dir", None),
             )
         ),
-        "ranks": {
-            name: getattr(storage_config, name)
-            for name in ("tp_size", "pp_size", "attn_cp_size", "dcp_size", "tp_lcm_size")
-        },
+        "ranks": ranks.sizes(),
         "pp_layer_partition": os.environ.get("SGLANG_PP_LAYER_PARTITION"),
-        "pools": {name: _pool_fields(pool) for name, pool in sorted(pools.items())},
+        "pools": {name: shape.fields() for name, shape in sorted(pools.items())},
     }
     adapters = adapter_digests(server_args)
     if adapters:
         fields["adapters"] = adapters
     return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
-
-
-def rank_name(storage_config: Any, replica: int | None = None) -> str:
-    """The folder of one rank below its identity: ranks never share a folder. `replica` is the
-    data-parallel copy's number.
-    """
-    c = storage_config
-    name = f"tp{c.tp_rank}-pp{c.pp_rank}"
-    if c.attn_cp_size > 1:
-        name += f"-cp{c.attn_cp_rank}"
-    if c.dp_rank:
-        name += f"-dp{c.dp_rank}"
-    return name + (f"-copy{replica}" if replica else "")
 
 
 def adapter_digests(server_args: Any) -> dict[str, str]:
@@ -198,16 +185,4 @@ def _model_fields(args: Any) -> dict[str, Any]:
     fields = {name: str(getattr(args, name, None)) for name in names}
     if fields["load_format"] == "dummy":
         fields["seed"] = str(args.random_seed)
-    return fields
-
-
-def _pool_fields(pool: Any) -> dict[str, Any]:
-    names = ("layout", "page_size", "head_num", "head_dim", "v_head_dim", "kv_cache_dim")
-    fields = {
-        name: getattr(pool, name)
-        for name in names
-        if isinstance(getattr(pool, name, None), (int, str))
-    }
-    fields["dtype"] = str(getattr(pool, "dtype", None))
-    fields["format"] = str(getattr(pool, "storage_format_tag", None))
     return fields

@@ -33,7 +33,14 @@ from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.backend import identity
-from sgl_kvtier.runtime.backend.host_pages import bytes_of, is_page_contiguous, nbytes_of, parts_of
+from sgl_kvtier.runtime.backend.host_pages import (
+    bytes_of,
+    is_page_contiguous,
+    nbytes_of,
+    parts_of,
+    shape_of,
+    share_of,
+)
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.runtime.metrics import PUBLISHER, Source, store_samples
 from sgl_kvtier.runtime.sglang import hooks, seams
@@ -116,7 +123,7 @@ class KVTierStorage(HiCacheStorage):
             return
         self.registered_pools[name] = host_pool
         if self._store is not None:
-            shape = repr(sorted(identity._pool_fields(host_pool).items()))
+            shape = repr(sorted(shape_of(host_pool).fields().items()))
             self._pool_tags[name] = f"{name}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
 
     def on_host_pools_registered(self) -> None:
@@ -127,9 +134,11 @@ class KVTierStorage(HiCacheStorage):
         from sglang.srt.runtime_context import get_parallel, get_server_args
 
         c, parallel = self.storage_config, get_parallel()
-        who = identity.identity_of(resolving_view(get_server_args()), c, self.registered_pools)
+        share = share_of(c)
+        pools = {name: shape_of(pool) for name, pool in self.registered_pools.items()}
+        who = identity.identity_of(resolving_view(get_server_args()), share, pools)
         ranks = c.tp_size * c.pp_size * c.attn_cp_size * max(1, parallel.num_dp_ranks)
-        rank = identity.rank_name(c, parallel.dp_rank)
+        rank = share.folder(parallel.dp_rank)
         try:
             self._store = _in_front(
                 open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank

@@ -1,0 +1,78 @@
+"""What pages look like and whose share of them a rank holds, as plain values.
+
+An identity is made of these and of the server's arguments. HiCache's host pools are described by
+`host_pages.shape_of`; whoever comes to the store another way fills in the same values and opens the
+same folder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """One pool's page. Field names and values stand in the identity: a change is a new folder.
+
+    With layout `page_first_direct` a page of ordinary KV is two pieces, keys then values, each in
+    the order layer, token, head, number; with `page_first` each is in the order token, layer, head,
+    number. How many layers a page has follows from the model and the ranks.
+    """
+
+    layout: str | None
+    page_size: int | None
+    """Tokens of a page."""
+    dtype: str
+    """Of the numbers, as torch writes it: torch.bfloat16."""
+    head_num: int | None = None
+    """KV heads of this rank."""
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    kv_cache_dim: int | None = None
+    """Numbers of a token's latent in a layer, where keys and values are one."""
+    format: str = "None"
+    """SGLang's tag of a packed format; the text None for plain numbers."""
+
+    def fields(self) -> dict[str, int | str]:
+        """What the identity says of this pool: names without a value are left out."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """How many ranks share a server's pages, and which of them this is.
+
+    The sizes are part of the identity, the rank's own numbers name its folder. `tp_lcm_size` is the
+    setting of this name in SGLang's storage configuration.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    attn_cp_size: int = 1
+    dcp_size: int = 1
+    tp_lcm_size: int | None = None
+    tp_rank: int = 0
+    pp_rank: int = 0
+    attn_cp_rank: int = 0
+    dp_rank: int = 0
+
+    def sizes(self) -> dict[str, int | None]:
+        """What the identity says of the ranks: equal on all of them."""
+        return {
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "attn_cp_size": self.attn_cp_size,
+            "dcp_size": self.dcp_size,
+            "tp_lcm_size": self.tp_lcm_size,
+        }
+
+    def folder(self, replica: int | None = None) -> str:
+        """The folder of this rank below its identity: ranks never share one. `replica` is the
+        data-parallel copy's number.
+        """
+        name = f"tp{self.tp_rank}-pp{self.pp_rank}"
+        if self.attn_cp_size > 1:
+            name += f"-cp{self.attn_cp_rank}"
+        if self.dp_rank:
+            name += f"-dp{self.dp_rank}"
+        return name + (f"-copy{replica}" if replica else "")
