@@ -19,14 +19,12 @@ from sgl_kvtier.runtime.cpu import hicache
 PAGE, PAGES = 16, 32
 
 
-def host_pool(
-    layout: str = "page_first_direct", dtype: torch.dtype = torch.float32, seed: int = 0
-) -> Any:
-    """An MHA host pool of 32 pages with random contents: 3 layers, 2 heads of 32, so a page is 2 x
-    12,288 bytes in fp32.
+def device_pool(dtype: torch.dtype = torch.float32) -> Any:
+    """An MHA device pool of 16 pages: 3 layers, 2 heads of 32, so a page is 2 x 12,288 bytes in
+    fp32.
     """
     hicache.install()
-    device = MHATokenToKVPool(
+    return MHATokenToKVPool(
         size=256,
         page_size=PAGE,
         dtype=dtype,
@@ -36,10 +34,21 @@ def host_pool(
         device="cpu",
         enable_memory_saver=False,
     )
-    pool = MHATokenToKVPoolHost(
+
+
+def host_pool_of(device: Any, layout: str = "page_first_direct") -> Any:
+    """An MHA host pool of 32 pages for a device pool."""
+    return MHATokenToKVPoolHost(
         device.get_device_pool_infos()[0].buffer_info, 2.0, 0, PAGE, layout,
-        device_capacity_tokens=256, start_layer=0, end_layer=3, host_token_capacity=PAGES * PAGE,
+        device_capacity_tokens=256, start_layer=0, end_layer=device.layer_num, host_token_capacity=PAGES * PAGE,
     )  # fmt: skip
+
+
+def host_pool(
+    layout: str = "page_first_direct", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """An MHA host pool of 32 pages with random contents, for a device pool as above."""
+    pool = host_pool_of(device_pool(dtype), layout)
     pool.kv_buffer.view(-1).view(torch.uint8).copy_(
         torch.randint(
             0,
