@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from sgl_kvtier.errors import BenchError
@@ -33,6 +34,24 @@ def device_flags(device: str) -> list[str]:
         "--disable-cuda-graph",
         "--sleep-on-idle",
     ]
+
+
+def greedy_flags(device: str) -> list[str]:
+    """For a server that is only asked for the most likely token: on an accelerator torch samples,
+    unless FlashInfer's sampling modules are compiled. Else the first request waits for nvcc.
+    """
+    return [] if device == "cpu" or _has_sampling() else ["--sampling-backend", "pytorch"]
+
+
+def _has_sampling() -> bool:
+    found = [*_folders("flashinfer"), *_folders("flashinfer_jit_cache")]
+    return any(any(folder.glob("**/sampling/sampling.so")) for folder in found)
+
+
+def _folders(package: str) -> list[Path]:
+    """Where an installed package lies; it is not imported."""
+    spec = find_spec(package)
+    return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
 
 
 def cache_flags(device: str, host_ratio: float) -> list[str]:
@@ -96,9 +115,6 @@ def detect_device() -> str:
 
 def missing_packages(names: Sequence[str] = ("sglang",)) -> list[str]:
     """The packages that the interpreter of the server does not have. Imports none of them."""
-    # Imported here because nothing else needs it.
-    from importlib.util import find_spec
-
     return [name for name in names if find_spec(name) is None]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sgl_kvtier.arguments import count, not_negative, positive, seed, size
 from sgl_kvtier.lab.experiment.load import LoadOptions
-from sgl_kvtier.lab.outside.lab_model import SHAPES
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 
 
@@ -23,7 +23,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     )
     group.add_argument(
         "--lab-model",
-        choices=tuple(SHAPES),
+        choices=(*SHAPES, *DRAWN),
         default="lab-mha",
         help="which one (default %(default)s)",
     )

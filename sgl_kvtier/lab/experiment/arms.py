@@ -12,7 +12,7 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.server import Launch
-from sgl_kvtier.launch import cache_flags, device_flags, storage_flags
+from sgl_kvtier.launch import cache_flags, device_flags, greedy_flags, storage_flags
 
 BASELINE = "recompute"
 OURS = "kvtier"
@@ -88,6 +88,7 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
     an unknown arm.
     """
     check_arms([arm], setup.variants)
+    check_dtype(setup)
     folder.mkdir(parents=True, exist_ok=True)
     variant = setup.variants.get(arm)
     if variant is not None:
@@ -126,6 +127,16 @@ def check_arms(arms: Sequence[str], variants: Mapping[str, Variant] | None = Non
         raise BenchError(f"--arms: {wrong}. There are: {', '.join(known)}")
 
 
+def check_dtype(setup: Setup) -> None:
+    """Raises BenchError for numbers that the attention on an accelerator does not have."""
+    flashinfer = setup.device != "cpu" and "--attention-backend" not in setup.extra
+    if flashinfer and setup.dtype == "float32":
+        raise BenchError(
+            "--dtype float32: FlashInfer has no kernels for it. Give --dtype bfloat16, or "
+            "--server-arg=--attention-backend --server-arg=triton"
+        )
+
+
 def base_flags(setup: Setup) -> list[str]:
     """The flags every arm has."""
     flags = ["--model-path", setup.model_path, "--served-model-name", setup.served_name]
@@ -142,7 +153,8 @@ def base_flags(setup: Setup) -> list[str]:
         flags += ["--context-length", str(setup.context_tokens)]
     if setup.max_running is not None:
         flags += ["--max-running-requests", str(setup.max_running)]
-    return [*flags, *device_flags(setup.device), "--enable-metrics", "--enable-cache-report"]
+    flags += [*device_flags(setup.device), *greedy_flags(setup.device)]
+    return [*flags, "--enable-metrics", "--enable-cache-report"]
 
 
 def server_env(setup: Setup) -> dict[str, str]:

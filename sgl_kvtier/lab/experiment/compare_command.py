@@ -30,7 +30,7 @@ from sgl_kvtier.lab.experiment.arms import ARMS, DEFAULT_ARMS, Setup, check_arms
 from sgl_kvtier.lab.experiment.compare import CompareOptions, Comparison, Outcome
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
-from sgl_kvtier.lab.outside.lab_model import write_model
+from sgl_kvtier.lab.outside.lab_model import serving_dtype, write_named
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.lab.pages.compare import compare_tables
@@ -155,7 +155,7 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
         device=device,
         page_size=page,
         chunk_tokens=args.chunk or (512 if cpu else 4096),
-        dtype=args.dtype or ("float32" if cpu else "auto"),
+        dtype=args.dtype or serving_dtype(device, "" if args.model_path else args.lab_model),
         device_tokens=tokens,
         host_ratio=args.host_ratio,
         storage_bytes=args.storage_size,
@@ -242,7 +242,7 @@ def model_of(args: argparse.Namespace) -> str:
     """The model's folder or name; a lab model is written first."""
     if args.model_path is not None:
         return str(args.model_path)
-    return str(write_model(args.lab_model, seed=args.seed))
+    return str(write_named(args.lab_model, seed=args.seed))
 
 
 def need_sglang() -> None:

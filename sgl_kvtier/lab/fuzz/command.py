@@ -38,7 +38,7 @@ from sgl_kvtier.lab.fuzz.scenes import SCENES, parse_scenes, play, scenes_table
 from sgl_kvtier.lab.fuzz.server import FuzzServer
 from sgl_kvtier.lab.fuzz.stage import StageOptions
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import SHAPES, write_model
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, check_heads, serving_dtype, write_named
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.launch import detect_device, missing_packages
 
@@ -137,7 +137,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server = parser.add_argument_group("server")
     server.add_argument(
-        "--lab-model", choices=tuple(SHAPES), default="tiny-qwen3", help="default %(default)s"
+        "--lab-model",
+        choices=(*SHAPES, *DRAWN),
+        help="default tiny-qwen3 on a CPU, else lab-gpu-tiny",
+    )
+    server.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
+    server.add_argument(
+        "--storage-size",
+        type=arguments.size,
+        default=1 << 30,
+        metavar="SIZE",
+        help="of the store (default 1GiB)",
     )
     server.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
@@ -198,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(
             "--scene: scenes end by themselves; --scale says how long they are, not --requests, --restored or --minutes"
         )
-    model = write_model(args.lab_model)
+    model = write_named(fuzzed_model(args))
     wanted = load_options(args, _LOAD)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
     sessions = calls_of(chosen, wanted.most_output_tokens or 8)
@@ -241,6 +251,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result["counts"][name] for name in MUST_BE_ZERO) else 0
 
 
+def fuzzed_model(args: argparse.Namespace) -> str:
+    """The name of the model that is fuzzed. Raises BenchError for one the device cannot serve."""
+    device = args.device or detect_device()
+    name: str = args.lab_model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
+    check_heads(device, name)
+    return name
+
+
 def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     """Pools so small that the clients' prompts push each other out of the device, and the host pool
     into the store.
@@ -254,18 +272,19 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     tokens = -(-tokens // page) * page
     if tokens < longest:
         raise BenchError(f"--device-tokens {tokens}: the longest request alone needs {longest}")
+    device = args.device or detect_device()
     overlap = () if args.overlap == "on" else ("--disable-overlap-schedule",)
     return Setup(
         model_path=str(model),
         served_name=model.name,
-        device=args.device or detect_device(),
-        dtype="float32",
+        device=device,
+        dtype=args.dtype or serving_dtype(device, fuzzed_model(args)),
         page_size=page,
         chunk_tokens=args.chunk,
         device_tokens=tokens,
         context_tokens=tokens,
         host_ratio=args.host_ratio,
-        storage_bytes=1 << 30,
+        storage_bytes=args.storage_size,
         prefetch_threshold=32,
         max_running=max(args.concurrency, 8),
         threads=args.threads,

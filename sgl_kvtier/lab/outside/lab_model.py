@@ -1,5 +1,5 @@
 """Small random-weight models with a byte-level tokenizer, written from numpy so that nothing has to
-be downloaded.
+be downloaded; and larger ones for an accelerator.
 
 A lab model is a complete Hugging Face folder: config, generation config, float32 safetensors,
 tokenizer with a ChatML template. Its answers mean nothing; its attention, KV cache and cost per
@@ -15,7 +15,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,25 @@ class Shape:
         """Bytes of float32 keys and values that one token occupies."""
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def parameters(self) -> int:
+        """Numbers in all its weights."""
+        return sum(weight.rows * (weight.columns or 1) for weight in weights_of(self))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One tensor of a model: drawn from a normal distribution of standard deviation
+    `scale / columns ** 0.5`, or, where `columns` is None, `rows` numbers that are all `scale`.
+    """
+
+    name: str
+    rows: int
+    columns: int | None
+    scale: float = 1.0
+    zero_from: int | None = None
+    """Rows from here on are zero."""
+
 
 SHAPES = {
     shape.name: shape
@@ -117,6 +136,9 @@ SHAPES = {
 """
 
 
+ROOMY = 131072
+"""Tokens of context of the models for an accelerator: 64k and an answer have room."""
+
 UNWEIGHTED = {
     shape.name: shape
     for shape in (
@@ -129,6 +151,7 @@ UNWEIGHTED = {
             kv_heads=8,
             head_dim=128,
             intermediate=14336,
+            context=ROOMY,
         ),
         Shape(
             "shape-1b",
@@ -139,12 +162,48 @@ UNWEIGHTED = {
             kv_heads=8,
             head_dim=64,
             intermediate=8192,
+            context=ROOMY,
         ),
     )
 }
 """Models of real sizes (those of Llama 3) for an accelerator: a folder without weights, served with
 --load-format dummy. What they answer means nothing, not even that two caches agree.
 """
+
+DRAWN = {
+    shape.name: shape
+    for shape in (
+        Shape(
+            "lab-gpu-1b",
+            "llama",
+            layers=16,
+            hidden=2048,
+            heads=16,
+            kv_heads=8,
+            head_dim=128,
+            intermediate=8192,
+            context=ROOMY,
+        ),
+        Shape(
+            "lab-gpu-tiny",
+            "llama",
+            layers=2,
+            hidden=512,
+            heads=4,
+            kv_heads=2,
+            head_dim=128,
+            intermediate=1024,
+            context=ROOMY,
+        ),
+    )
+}
+"""Models for an accelerator whose answers show a wrong KV page: bfloat16 weights of the same scales
+as the lab models', drawn by torch (`lab/gpu/drawn.py`). The tiny one has the same heads.
+"""
+
+_FLASHINFER_HEADS = (64, 128, 256)
+"""Sizes of heads FlashInfer has kernels for."""
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def models_dir() -> Path:
@@ -153,6 +212,81 @@ def models_dir() -> Path:
     """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvtier" / "models"
+
+
+def is_ours(name: str) -> bool:
+    """Whether this names a model that is written here, and no folder or checkpoint."""
+    return name in SHAPES or name in UNWEIGHTED or name in DRAWN
+
+
+def shape_of(name: str) -> Shape | None:
+    """The dimensions of a model that is written here; None of any other."""
+    return {**SHAPES, **UNWEIGHTED, **DRAWN}.get(name)
+
+
+def serving_dtype(device: str, model: str) -> str:
+    """The --dtype a server of `model` gets where none was asked for. "auto" would make float16 of
+    float32 weights on an accelerator.
+    """
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if is_ours(model) else "auto"
+
+
+def check_heads(device: str, model: str) -> None:
+    """Raises BenchError for a model of ours that FlashInfer has no kernels for."""
+    shape = shape_of(model)
+    if device != "cpu" and shape is not None and shape.head_dim not in _FLASHINFER_HEADS:
+        raise BenchError(
+            f"{model} has heads of {shape.head_dim}, and FlashInfer has kernels for {_FLASHINFER_HEADS}. "
+            f"On an accelerator take one of {', '.join([*DRAWN, *UNWEIGHTED])}"
+        )
+
+
+def kv_bytes(model: str, dtype: str) -> int | None:
+    """Bytes of keys and values of one token in this --dtype; None where the model is not ours."""
+    shape = shape_of(model)
+    if shape is None:
+        return None
+    return shape.kv_bytes_per_token // (1 if dtype == "float32" else 2)
+
+
+def drawn_dir(nbytes: int) -> Path:
+    """Where a drawn model of so many bytes is kept: in /dev/shm where it has twice the room, since
+    such hosts have memory and often a slow disk; else with the others.
+    """
+    try:
+        if shutil.disk_usage(_SHARED_MEMORY).free >= 2 * nbytes:
+            return _SHARED_MEMORY / "kvtier" / "models"
+    except OSError:
+        pass
+    return models_dir()
+
+
+def write_drawn(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
+    """The folder of a model of `DRAWN`, written if it is not there yet: on the card where there is
+    one. Which device drew the weights is part of its name, since their generators differ.
+
+    Raises BenchError for an unknown name, without torch, or for a folder that cannot be written.
+    """
+    if name not in DRAWN:
+        raise BenchError(f"no drawn model named {name!r}. There are: {', '.join(DRAWN)}")
+    try:
+        from sgl_kvtier.lab.gpu import drawn  # imports torch, which nothing else here needs
+    except ImportError as error:
+        raise BenchError(
+            f"{name} is drawn by torch, which is not installed: pip install 'sgl-kvtier[sglang]'"
+        ) from error
+    shape = DRAWN[name]
+    parent = folder if folder is not None else drawn_dir(2 * shape.parameters)
+    device = drawn.device()
+    target = parent / f"{name}-{device}-{model_digest(shape, seed)}"
+
+    def write(draft: Path) -> None:
+        drawn.save(draft / "model.safetensors", shape, seed, device)
+        _finish(draft, shape, seed, "bfloat16")
+
+    return _write_once(target, write)
 
 
 def model_path(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
@@ -172,18 +306,23 @@ def write_model(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     no harm. Raises BenchError for an unknown name or a folder that cannot be written.
     """
     target = model_path(name, seed=seed, folder=folder)
-    shape, parent = SHAPES[name], target.parent
+    return _write_once(target, lambda draft: _write_files(draft, SHAPES[name], seed))
+
+
+def _write_once(target: Path, write: Callable[[Path], None]) -> Path:
     if (target / "kvtier_model.json").exists():
         return target
+    parent = target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=parent))
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     except OSError as error:
         raise BenchError(
             f"cannot write a model in {parent}: {error.strerror}. Set XDG_CACHE_HOME or name another folder"
         ) from error
     try:
-        _write_files(draft, shape, seed)
+        draft.chmod(0o755)
+        write(draft)
         _publish(draft, target)
     except OSError as error:
         raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
@@ -200,10 +339,18 @@ def write_unweighted(name: str, *, folder: Path | None = None) -> Path:
     target = (folder if folder is not None else models_dir()) / f"{name}-{model_digest(shape, 0)}"
     try:
         target.mkdir(parents=True, exist_ok=True)
-        _write_settings(target, shape)
+        _write_settings(target, shape, "bfloat16")
     except OSError as error:
         raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
     return target
+
+
+def write_named(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
+    """The folder of any model that is written here, by its name. Raises BenchError."""
+    if name in UNWEIGHTED:
+        return write_unweighted(name, folder=folder)
+    write = write_drawn if name in DRAWN else write_model
+    return write(name, seed=seed, folder=folder)
 
 
 def model_digest(shape: Shape, seed: int) -> str:
@@ -225,19 +372,21 @@ def _publish(draft: Path, target: Path) -> None:
 
 
 def _write_files(folder: Path, shape: Shape, seed: int) -> None:
-    folder.chmod(0o755)
-    tensors = dict(_tensors(shape, seed))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_settings(folder, shape)
-    weights = sum(tensor.size for tensor in tensors.values())
+    save_file(dict(_tensors(shape, seed)), folder / "model.safetensors", metadata={"format": "pt"})
+    _finish(folder, shape, seed, "float32")
+
+
+def _finish(folder: Path, shape: Shape, seed: int, dtype: str) -> None:
+    _write_settings(folder, shape, dtype)
     # Last: its presence says that the folder is complete.
     _write_json(
-        folder / "kvtier_model.json", {**asdict(shape), "seed": seed, "parameters": int(weights)}
+        folder / "kvtier_model.json",
+        {**asdict(shape), "seed": seed, "parameters": shape.parameters},
     )
 
 
-def _write_settings(folder: Path, shape: Shape) -> None:
-    _write_json(folder / "config.json", _config(shape))
+def _write_settings(folder: Path, shape: Shape, dtype: str) -> None:
+    _write_json(folder / "config.json", _config(shape, dtype))
     _write_json(
         folder / "generation_config.json", {"eos_token_id": BYTES, "pad_token_id": BYTES + 3}
     )
@@ -249,7 +398,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _config(shape: Shape) -> dict[str, Any]:
+def _config(shape: Shape, dtype: str) -> dict[str, Any]:
     family = {"qwen3": ("Qwen3ForCausalLM", "qwen3"), "llama": ("LlamaForCausalLM", "llama")}
     architecture, model_type = family[shape.family]
     return {
@@ -270,51 +419,64 @@ def _config(shape: Shape) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "use_sliding_window": False,
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
         "eos_token_id": BYTES,
         "bos_token_id": None,
         "pad_token_id": BYTES + 3,
     }
 
 
-def _tensors(shape: Shape, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+def weights_of(shape: Shape) -> Iterator[Weight]:
+    """Every tensor of a model, in the order in which they are written."""
     hidden, inner = shape.hidden, shape.intermediate
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # Qwen3 normalises queries and keys, so there the norm's weight sets the scale of the scores;
     # Llama's comes from the projections themselves.
     sharp = 1.0 if shape.family == "qwen3" else _SCORE_SCALE**0.5
-
-    def normal(name: str, rows: int, columns: int, scale: float) -> tuple[str, np.ndarray]:
-        # RandomState's stream is frozen by numpy's policy, unlike default_rng's. One stream per
-        # tensor makes the content independent of the order of writing.
-        stream = np.random.RandomState(zlib.crc32(f"{seed}:{name}".encode()))
-        values = stream.standard_normal((rows, columns)) * (scale / columns**0.5)
-        return name, values.astype(np.float32)
-
-    def ones(name: str, size: int, value: float = 1.0) -> tuple[str, np.ndarray]:
-        return name, np.full(size, value, dtype=np.float32)
-
-    yield normal("model.embed_tokens.weight", VOCABULARY, hidden, hidden**0.5)
+    yield Weight("model.embed_tokens.weight", VOCABULARY, hidden, hidden**0.5)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}."
-        yield ones(prefix + "input_layernorm.weight", hidden)
-        yield normal(prefix + "self_attn.q_proj.weight", query, hidden, sharp)
-        yield normal(prefix + "self_attn.k_proj.weight", key_value, hidden, sharp)
-        yield normal(prefix + "self_attn.v_proj.weight", key_value, hidden, 1.0)
-        yield normal(prefix + "self_attn.o_proj.weight", hidden, query, 1.0)
+        yield Weight(prefix + "input_layernorm.weight", hidden, None)
+        yield Weight(prefix + "self_attn.q_proj.weight", query, hidden, sharp)
+        yield Weight(prefix + "self_attn.k_proj.weight", key_value, hidden, sharp)
+        yield Weight(prefix + "self_attn.v_proj.weight", key_value, hidden)
+        yield Weight(prefix + "self_attn.o_proj.weight", hidden, query)
         if shape.family == "qwen3":
-            yield ones(prefix + "self_attn.q_norm.weight", shape.head_dim, _SCORE_SCALE**0.5)
-            yield ones(prefix + "self_attn.k_norm.weight", shape.head_dim, _SCORE_SCALE**0.5)
-        yield ones(prefix + "post_attention_layernorm.weight", hidden)
-        yield normal(prefix + "mlp.gate_proj.weight", inner, hidden, 1.0)
-        yield normal(prefix + "mlp.up_proj.weight", inner, hidden, 1.0)
-        yield normal(prefix + "mlp.down_proj.weight", hidden, inner, 1.0)
-    yield ones("model.norm.weight", hidden)
-    name, head = normal("lm_head.weight", VOCABULARY, hidden, _LOGIT_SCALE)
+            for norm in ("q_norm", "k_norm"):
+                yield Weight(
+                    f"{prefix}self_attn.{norm}.weight", shape.head_dim, None, _SCORE_SCALE**0.5
+                )
+        yield Weight(prefix + "post_attention_layernorm.weight", hidden, None)
+        yield Weight(prefix + "mlp.gate_proj.weight", inner, hidden)
+        yield Weight(prefix + "mlp.up_proj.weight", inner, hidden)
+        yield Weight(prefix + "mlp.down_proj.weight", hidden, inner)
+    yield Weight("model.norm.weight", hidden, None)
     # A special token's logit is 0 and the best of 256 others is far above: outputs are plain bytes,
     # never an end.
-    head[BYTES:] = 0.0
-    yield name, head
+    yield Weight("lm_head.weight", VOCABULARY, hidden, _LOGIT_SCALE, zero_from=BYTES)
+
+
+def stream_of(seed: int, weight: Weight) -> int:
+    """The seed of one tensor's numbers: a stream each makes the content independent of the order of
+    writing.
+    """
+    return zlib.crc32(f"{seed}:{weight.name}".encode())
+
+
+def _tensors(shape: Shape, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    for weight in weights_of(shape):
+        if weight.columns is None:
+            yield weight.name, np.full(weight.rows, weight.scale, dtype=np.float32)
+            continue
+        # RandomState's stream is frozen by numpy's policy, unlike default_rng's.
+        stream = np.random.RandomState(stream_of(seed, weight))
+        values = stream.standard_normal((weight.rows, weight.columns)) * (
+            weight.scale / weight.columns**0.5
+        )
+        drawn = values.astype(np.float32)
+        if weight.zero_from is not None:
+            drawn[weight.zero_from :] = 0.0
+        yield weight.name, drawn
 
 
 def _tokenizer() -> dict[str, Any]:

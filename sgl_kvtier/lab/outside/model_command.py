@@ -16,7 +16,7 @@ from sgl_kvtier.console import (
     print_table,
     write_json,
 )
-from sgl_kvtier.lab.outside.lab_model import SHAPES, models_dir, write_model
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, models_dir, write_named
 
 SCHEMA = "kvtier.model/1"
 
@@ -26,11 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="?",
-        choices=tuple(SHAPES),
+        choices=(*SHAPES, *DRAWN),
         help="which model to write; without it they are listed",
     )
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help=f"where (default {models_dir()})"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help=f"where (default {models_dir()}; of drawn models /dev/shm where it has room)",
     )
     parser.add_argument(
         "--seed", type=seed, default=0, help="another seed gives other weights (default 0)"
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if args.name is None:
         return _list(args.json)
-    path = write_model(args.name, seed=args.seed, folder=args.folder)
+    path = write_named(args.name, seed=args.seed, folder=args.folder)
     if args.json is None:
         print(path)
     else:
@@ -69,7 +72,7 @@ def _list(target: str | None) -> int:
             "kv_bytes_per_token": shape.kv_bytes_per_token,
             "context": shape.context,
         }
-        for shape in SHAPES.values()
+        for shape in (*SHAPES.values(), *DRAWN.values())
     ]
     if target is not None:
         write_json(envelope(SCHEMA, ["kvtier", "model"], {"models": rows}), target)
@@ -80,8 +83,14 @@ def _list(target: str | None) -> int:
         Column("layers", "Layers"),
         Column("hidden", "Hidden"),
         Column("heads", "Heads/KV"),
-        Column("kv_bytes_per_token", "KV per token", format=format_bytes),
+        Column("kv_bytes_per_token", "KV per token, float32", format=format_bytes),
         Column("context", "Context", "tokens"),
     )
-    print_table(Table("Lab models: random float32 weights, byte-level tokenizer", columns, rows))
+    print_table(
+        Table(
+            "Lab models: random weights (lab-gpu: bfloat16, drawn by torch), byte-level tokenizer",
+            columns,
+            rows,
+        )
+    )
     return 0

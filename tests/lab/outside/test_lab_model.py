@@ -124,3 +124,75 @@ def test_a_shape_without_weights_is_a_folder_that_a_server_fills_with_random_one
     )
     assert not list(path.glob("*.safetensors"))
     assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in path.iterdir()}
+
+
+@pytest.mark.parametrize("name", list(lab_model.UNWEIGHTED))
+def test_a_shape_for_an_accelerator_says_bfloat16_and_has_room_for_64k(
+    name: str, tmp_path: Path
+) -> None:
+    config = json.loads(
+        (lab_model.write_unweighted(name, folder=tmp_path) / "config.json").read_text()
+    )
+    assert config["torch_dtype"] == "bfloat16"  # SGLang's "auto" makes float16 of float32
+    assert config["max_position_embeddings"] == 131072
+
+
+def test_the_drawn_model_has_the_shape_of_a_billion_parameters() -> None:
+    shape = lab_model.DRAWN["lab-gpu-1b"]
+    assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (16, 2048, 16, 8)
+    assert (shape.head_dim, shape.context) == (128, 131072)
+    assert 0.9e9 < shape.parameters < 1.2e9
+    assert lab_model.kv_bytes("lab-gpu-1b", "bfloat16") == 65536
+
+
+def test_a_drawn_model_is_bfloat16_of_the_lab_models_scales(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="comes with sglang")
+    from safetensors.torch import load_file as load
+
+    folder = lab_model.write_named("lab-gpu-tiny", folder=tmp_path)
+    assert lab_model.write_named("lab-gpu-tiny", folder=tmp_path) == folder
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["torch_dtype"], config["head_dim"]) == ("bfloat16", 128)
+    tensors = load(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    wanted = {
+        weight.name: weight for weight in lab_model.weights_of(lab_model.DRAWN["lab-gpu-tiny"])
+    }
+    assert wanted.keys() == tensors.keys()
+    for name, weight in wanted.items():
+        found = tensors[name].float()
+        if weight.columns is None:
+            assert found.shape == (weight.rows,) and (found == weight.scale).all()
+            continue
+        assert found.shape == (weight.rows, weight.columns)
+        drawn = found[: weight.zero_from]
+        assert drawn.std().item() == pytest.approx(weight.scale / weight.columns**0.5, rel=0.02)
+        assert weight.zero_from is None or not found[weight.zero_from :].any()
+
+
+def test_equal_seeds_draw_equal_weights_and_others_do_not(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="comes with sglang")
+    files = [
+        (
+            lab_model.write_drawn("lab-gpu-tiny", seed=seed, folder=tmp_path / place)
+            / "model.safetensors"
+        ).read_bytes()
+        for place, seed in (("a", 0), ("b", 0), ("a", 1))
+    ]
+    assert files[0] == files[1] != files[2]
+
+
+def test_only_a_model_of_ours_is_served_as_bfloat16_on_an_accelerator() -> None:
+    assert lab_model.serving_dtype("cpu", "lab-mha") == "float32"
+    assert lab_model.serving_dtype("cuda", "lab-mha") == "bfloat16"
+    assert lab_model.serving_dtype("cuda", "shape-8b") == "bfloat16"
+    assert lab_model.serving_dtype("cuda", "/models/some-checkpoint") == "auto"
+
+
+def test_heads_that_flashinfer_has_no_kernels_for_are_refused_on_an_accelerator() -> None:
+    lab_model.check_heads("cpu", "tiny-qwen3")
+    for name in (*lab_model.DRAWN, *lab_model.UNWEIGHTED, "/models/some-checkpoint"):
+        lab_model.check_heads("cuda", name)
+    with pytest.raises(BenchError, match="lab-gpu-1b"):
+        lab_model.check_heads("cuda", "tiny-qwen3")

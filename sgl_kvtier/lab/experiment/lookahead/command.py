@@ -44,6 +44,7 @@ from sgl_kvtier.lab.experiment.lookahead.occupancy import watch
 from sgl_kvtier.lab.experiment.lookahead.result import Cell, make_results
 from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.outside.lab_model import serving_dtype
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.lab.pages.lookahead_html import lookahead_html
@@ -241,7 +242,7 @@ def _setup(args: argparse.Namespace, device: str, model: str, chosen: Load) -> S
         device=device,
         page_size=page,
         chunk_tokens=args.chunk or (512 if cpu else 4096),
-        dtype=args.dtype or ("float32" if cpu else "auto"),
+        dtype=args.dtype or serving_dtype(device, "" if args.model_path else args.lab_model),
         storage_bytes=args.storage_size,
         prefetch_threshold=threshold,
         context_tokens=chosen.longest_tokens + 2 * page if cpu else None,

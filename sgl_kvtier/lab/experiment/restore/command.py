@@ -17,8 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.arguments import not_negative, positive, seed
-from sgl_kvtier.console import Progress, check_target, print_table, progress, write_json, write_text
+from sgl_kvtier.arguments import not_negative, positive, seed, size
+from sgl_kvtier.console import (
+    Progress,
+    check_target,
+    format_bytes,
+    print_table,
+    progress,
+    write_json,
+    write_text,
+)
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.compare_command import early_end, undisturbed
@@ -42,7 +50,7 @@ from sgl_kvtier.lab.experiment.restore.result import is_sound, make_result, stan
 from sgl_kvtier.lab.experiment.restore.server import LabServer, Target, started
 from sgl_kvtier.lab.experiment.restore.trial import UNWATCHED_S, ServerCpu, Trials
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import SHAPES, UNWEIGHTED
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, UNWEIGHTED, kv_bytes, serving_dtype
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.lab.pages.restore_html import restore_html
 from sgl_kvtier.lab.pages.restore_tables import restore_tables
@@ -52,6 +60,7 @@ from sgl_kvtier.outside import is_number, is_whole, shown
 _COUNTED = "kvtier:restore_"
 """What the server counts of restorations: its growth over a run is in the result."""
 
+_LEAST_STORAGE = 4 << 30
 _QUICK_LENGTHS, _QUICK_RATIOS, _QUICK_ROUNDS = (2048,), (0.25, 0.5, 1.0, 2.0, 4.0), 2
 
 
@@ -128,12 +137,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models",
         type=_words,
         metavar="A,B",
-        help=f"lab models ({', '.join(SHAPES)}), for an accelerator shapes without weights ({', '.join(UNWEIGHTED)}), folders or names (default lab-mha)",
+        help=f"lab models ({', '.join(SHAPES)}), for an accelerator drawn ones ({', '.join(DRAWN)}) and shapes without weights "
+        f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b)",
     )
     server.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
     )
-    server.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
+    server.add_argument(
+        "--dtype",
+        help="default: float32 on a CPU, bfloat16 for models of ours elsewhere, else the model's",
+    )
+    server.add_argument(
+        "--storage-size",
+        type=size,
+        metavar="SIZE",
+        help="of the store (default: 4GiB, or more where all prompts of a model of ours need it)",
+    )
     server.add_argument(
         "--threads",
         type=positive,
@@ -197,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
     counters: dict[str, dict[str, float]] = {}
     with end_on_signals():
         try:
-            for model in args.models or ["lab-mha"]:
+            for model in _models(args):
                 with _target(args, model) as target:
                     commands[model] = target.command
                     _measure(args, target, log, counters.setdefault(model, {}))
@@ -277,6 +296,25 @@ def _check(args: argparse.Namespace) -> None:
         raise BenchError(f"--lengths: must be whole pages of {page} tokens")
 
 
+def _models(args: argparse.Namespace) -> list[str]:
+    default = "lab-mha" if (args.device or detect_device()) == "cpu" else "lab-gpu-1b"
+    return list(args.models or [default])
+
+
+def storage_bytes(wanted: int | None, model: str, dtype: str, tokens: int) -> int:
+    """The size of the store for prompts of so many tokens together. Raises BenchError where the one
+    asked for is known to be too small: loading would be measured on pages that are not there.
+    """
+    per_token = kv_bytes(model, dtype)
+    # A quarter more: headers, padding, and the pages behind a prompt that answers make.
+    need = 0 if per_token is None else tokens * per_token * 5 // 4
+    if wanted is not None and wanted < need:
+        raise BenchError(
+            f"--storage-size {format_bytes(wanted)}: {model} needs {format_bytes(need)} for prompts of {tokens:,} tokens together"
+        )
+    return wanted or max(_LEAST_STORAGE, need)
+
+
 def _options(args: argparse.Namespace, model: str, page: int, chunk: int) -> GridOptions:
     quick = args.quick
     chosen = args.load_over_compute or (_QUICK_RATIOS if quick else RATIOS)
@@ -303,19 +341,19 @@ def _decision_log(args: argparse.Namespace, model: str) -> str:
     return str(path)
 
 
-def _shape(args: argparse.Namespace) -> tuple[str, int, int, str]:
+def _shape(args: argparse.Namespace, model: str) -> tuple[str, int, int, str]:
     """The server's device, page size, chunk size and number type."""
     device = args.device or detect_device()
     cpu = device == "cpu"
     page, chunk = args.page_size or (16 if cpu else 64), args.chunk or (512 if cpu else 4096)
-    return device, page, chunk, args.dtype or ("float32" if cpu else "auto")
+    return device, page, chunk, args.dtype or serving_dtype(device, model)
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
     """What trials of one log have to have in common. Models, lengths, ratios, arms and rounds are
     not in it: a log may get more.
     """
-    device, page, chunk, dtype = _shape(args)
+    device, page, chunk, dtype = _shape(args, "")
     return {
         "kvtier": __version__,
         "seed": args.seed,
@@ -332,13 +370,14 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
-    device, page, chunk, dtype = _shape(args)
+    device, page, chunk, dtype = _shape(args, model)
     if args.url is not None:
         yield Target(model, args.url, args.admin_key, args.pid, page, chunk)
         return
+    lengths = _options(args, model, page, chunk).lengths
     lab = LabServer(
         model=model,
-        longest=max(_options(args, model, page, chunk).lengths),
+        longest=max(lengths),
         device=device,
         page=page,
         chunk=chunk,
@@ -348,6 +387,7 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
         seed=args.seed,
         extra=tuple(args.server_arg),
         decision_log=_decision_log(args, model),
+        storage_bytes=storage_bytes(args.storage_size, model, dtype, sum(lengths)),
     )
     own = args.folder or Path(tempfile.mkdtemp(prefix="kvtier-restore-"))
     folder = own / Path(model).name

@@ -34,7 +34,7 @@ from sgl_kvtier.lab.experiment.restore.overhead import (
     OverheadRound,
     overhead_figures,
 )
-from sgl_kvtier.lab.outside.lab_model import SHAPES, write_model
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, serving_dtype, write_named
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.launch import detect_device, missing_packages
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-tokens", type=positive, default=64, help="of each (default %(default)s)"
     )
     parser.add_argument(
-        "--lab-model", choices=tuple(SHAPES), default="lab-mha", help="default %(default)s"
+        "--lab-model", choices=(*SHAPES, *DRAWN), default="lab-mha", help="default %(default)s"
     )
     parser.add_argument(
         "--threads", type=positive, default=1, help="torch threads per server on a CPU (default 1)"
@@ -152,7 +152,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
     tokens = (
         (args.prompt_tokens + args.output_tokens + 4 * page) * (args.requests + 1) // page * page
     )
-    path = write_model(args.lab_model)
+    path = write_named(args.lab_model)
     device = detect_device()
     return Setup(
         model_path=str(path),
@@ -160,7 +160,7 @@ def make_setup(args: argparse.Namespace) -> Setup:
         device=device,
         page_size=page,
         chunk_tokens=512,
-        dtype="float32" if device == "cpu" else "auto",
+        dtype=serving_dtype(device, args.lab_model),
         device_tokens=tokens,
         context_tokens=tokens,
         max_running=max(args.requests, 8),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
-from sgl_kvtier.lab.outside.lab_model import SHAPES, UNWEIGHTED, write_model, write_unweighted
+from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, write_named
 from sgl_kvtier.lab.outside.server import Launch, Server
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -50,13 +50,15 @@ class LabServer:
     seed: int = 0
     extra: tuple[str, ...] = ()
     decision_log: str = ""
+    storage_bytes: int = 4 << 30
 
     @property
     def model_path(self) -> str:
-        """Its folder or name; a lab model, or one without weights, is written first."""
-        if self.model in UNWEIGHTED:
-            return str(write_unweighted(self.model))
-        return str(write_model(self.model, seed=self.seed)) if self.model in SHAPES else self.model
+        """Its folder or name; one of ours is written first."""
+        if not is_ours(self.model):
+            return self.model
+        check_heads(self.device, self.model)
+        return str(write_named(self.model, seed=self.seed))
 
     def setup(self, admin_key: str) -> Setup:
         """The same settings as in a comparison, with a store whose bandwidth can be changed."""
@@ -73,6 +75,7 @@ class LabServer:
             device_tokens=tokens,
             context_tokens=tokens if self.device == "cpu" else None,
             host_ratio=2.0,
+            storage_bytes=self.storage_bytes,
             max_running=8 if self.device == "cpu" else None,
             seed=self.seed,
             threads=self.threads,

@@ -1,0 +1,37 @@
+"""The weights of a drawn model, made by torch on the card where there is one: a billion numbers take
+a second there, and most of a minute in numpy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from sgl_kvtier.lab.outside.lab_model import Shape, Weight, stream_of, weights_of
+
+
+def device() -> str:
+    """Which device draws here: "cuda" or "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def save(path: Path, shape: Shape, seed: int, device: str) -> None:
+    """Writes all weights as bfloat16 safetensors. Equal arguments on one kind of device give equal
+    bytes. Raises OSError.
+    """
+    tensors = {weight.name: _drawn(weight, seed, device) for weight in weights_of(shape)}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _drawn(weight: Weight, seed: int, device: str) -> torch.Tensor:
+    if weight.columns is None:
+        return torch.full((weight.rows,), weight.scale, dtype=torch.bfloat16)
+    stream = torch.Generator(device).manual_seed(stream_of(seed, weight))
+    # In float32: the tails of a distribution drawn in bfloat16 are coarse.
+    values = torch.randn(weight.rows, weight.columns, generator=stream, device=device)
+    values *= weight.scale / weight.columns**0.5
+    if weight.zero_from is not None:
+        values[weight.zero_from :] = 0.0
+    return values.to(torch.bfloat16).cpu()
