@@ -1,14 +1,11 @@
 """A run as lines of JSON: every fact and view a planner was given and every plan it made, to be
 replayed and compared.
 
-    {"log": "kvtier.decisions", "version": 1, "config": {...}, "engine": {...}, "profile": {...} | null}
+    {"log": "kvtier.decisions", "version": 2, "config": {...}, "engine": {...}, "profile": {...} | null}
     {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}       facts, in the order they were observed
     {"type": "StepView", ...}                                      one step: the view,
     {"type": "StepPlan", "starts": [...], ...}                     and the plan that answered it
-    {"type": "PolicyChanged", "config": {...}}                     other settings from here on
-    {"type": "Hinted", "session": "s", "hint": {...}, "now": 1.0}  a client's hint was passed in
-    {"type": "LeftToEngine", "offer": {...}, "view": {...}, "why": "..."}     asked between two steps, and the answer
-    {"type": "ReadsDue", "queue": [...], "room": 100, "due": [...]}            the same
+    {"type": "Query", "question": {"type": "LeftToEngine", ...}, "answer": "..."}      asked between two steps
     {"type": "PlannerFailed", "error": "..."}                      the fact or view before made the planner raise
     {"type": "LinesDropped", "count": 12}                          a hole: what follows cannot be replayed
 
@@ -30,13 +27,23 @@ from sgl_kvtier.config import PolicyConfig, parse_setting
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal, shown
 from sgl_kvtier.policy import messages
-from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.sessions.sessions import Hint
+from sgl_kvtier.policy.messages import (
+    Fact,
+    Hint,
+    HintAnswer,
+    Mode,
+    Question,
+    RestoreOffered,
+    StepPlan,
+    StepView,
+)
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
+Answer: TypeAlias = str | tuple[str, ...] | HintAnswer | None
+
 NAME = "kvtier.decisions"
-VERSION = 1
+VERSION = 2
 _MOST_INT, _MOST_FLOAT = 1 << 63, sys.float_info.max
 _MOST_SAID = 200
 
@@ -51,37 +58,11 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyChanged:
-    """The planner was given other settings."""
+class Query:
+    """What the planner was asked between two steps, and its answer."""
 
-    config: PolicyConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Hinted:
-    """A client's hint was passed in."""
-
-    session: str
-    hint: Hint
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class LeftToEngine:
-    """Why a prefix is better left to the engine; None: it is not."""
-
-    offer: RestoreOffered
-    view: StepView
-    why: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadsDue:
-    """Whose stored pages the engine reads now, of waiting requests whose prefixes are left to it."""
-
-    queue: tuple[Queued, ...]
-    room: int
-    due: tuple[str, ...] = ()
+    question: Question[Any]
+    answer: Answer = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +79,7 @@ class LinesDropped:
     count: int
 
 
-Answer: TypeAlias = StepPlan | LeftToEngine | ReadsDue
-Record: TypeAlias = Fact | StepView | Answer | PolicyChanged | Hinted | PlannerFailed | LinesDropped
+Record: TypeAlias = Fact | StepView | StepPlan | Query | PlannerFailed | LinesDropped
 
 
 def encode_header(header: Header) -> str:
@@ -126,7 +106,7 @@ def decode_header(line: str) -> Header:
 
 
 def encode(record: Record) -> str:
-    """One fact, view or plan as a line, without its line break."""
+    """One fact, view, plan or question as a line, without its line break."""
     return json.dumps(_to_plain(record), separators=(",", ":"))
 
 
@@ -257,6 +237,30 @@ _SOURCE: _Codec = (
     lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])),
 )
 
+
+def _question(data: Mapping[str, Any]) -> Any:
+    kind = _QUESTIONS.get(str(data["type"]))
+    if kind is None:
+        raise ValueError(f"no question is of the type {shown(data['type'])}")
+    return _from_plain(kind, data)
+
+
+def _answer(value: Any) -> Answer:
+    if isinstance(value, dict):
+        given: HintAnswer = _from_plain(HintAnswer, value)
+        return given
+    if isinstance(value, list):
+        return tuple(map(_plain("str"), value))
+    said: str | None = _plain("str | None")(value)
+    return said
+
+
+def _answer_to_plain(answer: Answer) -> Any:
+    if isinstance(answer, HintAnswer):
+        return _to_plain(answer)
+    return list(answer) if isinstance(answer, tuple) else answer
+
+
 _CODECS: dict[str, _Codec] = {
     **{
         kind: (_same, _plain(kind))
@@ -288,11 +292,18 @@ _CODECS: dict[str, _Codec] = {
         )
     },
     **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView)},
+    "PageKey": _KEY,
+    "Question[Any]": (_to_plain, _question),
+    "Answer": (_answer_to_plain, _answer),
 }
 """How a field is written and read, by its annotation in messages.py. A new kind of field fails at
 import, just below.
 """
 
+_QUESTIONS: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (messages.LeftToEngine, messages.ReadsDue, messages.Hinted, messages.SessionsWith)
+}
 _RECORDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -306,18 +317,16 @@ _RECORDS: dict[str, type] = {
         messages.StepDone,
         messages.PagesPlaced,
         messages.PagesDropped,
+        messages.PolicyChanged,
         StepView,
         StepPlan,
-        PolicyChanged,
-        Hinted,
-        LeftToEngine,
-        ReadsDue,
+        Query,
         PlannerFailed,
         LinesDropped,
     )
 }
 
-for _kind in _RECORDS.values():
+for _kind in (*_RECORDS.values(), *_QUESTIONS.values(), Hint, HintAnswer):
     for _field in dataclasses.fields(_kind):
         if str(_field.type) not in _CODECS:
             raise TypeError(

@@ -1,8 +1,9 @@
-"""The protocol between the deciding half and its hands, on one screen: facts in, a view in, a plan
-out.
+"""The protocol between the deciding half and its hands: facts in, a view in, a plan out, and
+questions between two steps.
 
 A planner is told what happened (`observe(fact)`) and asked what to do next (`step(view) ->
-StepPlan`), both from one thread and once per scheduler step. The hands are `runtime/` (SGLang) or
+StepPlan`), both from one thread and once per scheduler step. Between two steps it may be asked
+something (`query(question) -> answer`). The hands are `runtime/` (SGLang) or
 `sim/` (virtual time); they carry out a plan and report, and never choose. Everything is a
 `message`, which nobody changes once it is made. Seconds are floats of whatever clock the hands
 keep; with several ranks, only values all ranks agree on may be put into a fact or a view.
@@ -19,8 +20,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 if TYPE_CHECKING:
@@ -178,6 +180,14 @@ class PagesDropped:
     now: float
 
 
+@message
+class PolicyChanged:
+    """Other settings hold from now on. Restorations under way go on in the mode they were given."""
+
+    config: PolicyConfig
+    now: float
+
+
 Fact: TypeAlias = (
     RequestArrived
     | RequestFinished
@@ -189,6 +199,7 @@ Fact: TypeAlias = (
     | StepDone
     | PagesPlaced
     | PagesDropped
+    | PolicyChanged
 )
 
 # --- the view: what could be done now ---------------------------------------------------------------------------------
@@ -220,18 +231,6 @@ class StepView:
     free_pages: dict[Tier, int] = field(default_factory=dict)
     empty_pages: dict[Tier, int] = field(default_factory=dict)
     owed_pages: int = 0
-
-
-@message
-class Queued:
-    """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below
-    the device: there, on their way, or stored; `unread`: some are stored and neither there nor on
-    their way.
-    """
-
-    rid: str
-    pages: int
-    unread: bool
 
 
 # --- the plan: what to do next ----------------------------------------------------------------------------------------
@@ -318,6 +317,102 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
 
 
+# --- questions: asked between two steps ------------------------------------------------------------------------------
+
+_A = TypeVar("_A")
+
+
+class Question(Generic[_A]):
+    """What `query` takes. The type in brackets is its answer's."""
+
+    __slots__ = ()
+
+
+@message
+class LeftToEngine(Question[str | None]):
+    """Why is this prefix better left to an engine that can load by itself? None: it is not. Asked
+    before it is offered, for what the engine drops in favour of a restoration it does not take up
+    again. In the view the request is not among the fresh ones. Changes nothing.
+    """
+
+    offer: RestoreOffered
+    view: StepView
+
+
+@message
+class Queued:
+    """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below
+    the device: there, on their way, or stored; `unread`: some are stored and neither there nor on
+    their way.
+    """
+
+    rid: str
+    pages: int
+    unread: bool
+
+
+@message
+class ReadsDue(Question[tuple[str, ...]]):
+    """Of waiting requests whose prefixes are left to the engine, in the order they run: which have
+    their stored pages read now into `room` pages of host memory? `queue` need not name those behind
+    the first that does not fit. Changes nothing.
+    """
+
+    queue: tuple[Queued, ...]
+    room: int
+
+
+@message
+class SessionsWith(Question[tuple[str, ...]]):
+    """Which sessions have this page in their prompts, those given up as well? Changes nothing."""
+
+    key: PageKey
+
+
+@message
+class Hint:
+    """What a client says of its session. None: it says nothing about that. `expected_delay_s`
+    counts from now if the session is idle, else from the end of its turn; `ttl_s` from now.
+    `priority` > 0: keep its pages longer, each step as if it came back twice as soon; < 0: the
+    other way round; it holds until the client says another. `ttl_s` 0: it will not come back.
+    """
+
+    expected_delay_s: float | None = None
+    priority: int | None = None
+    ttl_s: float | None = None
+    tool: str | None = None
+
+
+@message
+class HintAnswer:
+    """What became of a hint. `reason` says why it was refused or what was changed; empty when it
+    was taken as it was. `returns_at`: when its session is expected, None where it is not.
+    """
+
+    accepted: bool
+    reason: str = ""
+    returns_at: float | None = None
+
+
+@message
+class Hinted(Question[HintAnswer]):
+    """A client's hint. The planner takes note of it and answers what came of it."""
+
+    session: str
+    hint: Hint
+    now: float
+
+
+@message
+class Tally:
+    """What came of looking ahead so far: pages that were moved up for nothing, and tests of whether
+    a read overlaps with computing, by result.
+    """
+
+    wasted_pages: int
+    overlaps: dict[str, int]
+
+
 class Planner(Protocol):
     """Whoever decides: ours, or a baseline it is compared with. Never blocks, never raises on facts
     about unknown ids.
@@ -328,3 +423,10 @@ class Planner(Protocol):
 
     def step(self, view: StepView) -> StepPlan:
         """What to do now. Claims made here hold until a fact ends them."""
+
+
+class Consulted(Planner, Protocol):
+    """A planner that is asked between two steps as well, as hands in a server do."""
+
+    def query(self, question: Question[_A]) -> _A:
+        """Answers a question. A Hinted is taken note of; the others change nothing."""

@@ -1,5 +1,5 @@
-"""The deciding half as a whole: it takes facts, keeps what they imply, and answers each view with a
-plan.
+"""The deciding half as a whole: it takes facts, keeps what they imply, answers each view with a plan,
+and questions between two steps.
 
 Deterministic to the bit: the same facts and views give the same plans, whatever the hash seed. One
 thread, no clock.
@@ -7,16 +7,28 @@ thread, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.ahead.read_turns import due
-from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.messages import (
+    Fact,
+    Hinted,
+    LeftToEngine,
+    Question,
+    ReadsDue,
+    SessionsWith,
+    StepPlan,
+    StepView,
+    Tally,
+)
+from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.policy.restore.planner import RestorePlanner
-from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
 from sgl_kvtier.policy.shape import EngineShape
+
+_A = TypeVar("_A")
 
 
 class Planner:
@@ -31,10 +43,13 @@ class Planner:
     ) -> None:
         known = profile or {}
         self._restore = RestorePlanner(config, engine, known.get("links"), known.get("prefill"))
-        self.ahead = Lookahead(config, engine, self._restore.bandwidth)
-        """The map of pages, prefetching and sessions: hands read the map for reports and pass
-        clients' hints in.
-        """
+        self._ahead = Lookahead(config, engine, self._restore.bandwidth)
+        self._answers: dict[type, Callable[[Any], Any]] = {
+            LeftToEngine: self._restore.left_to_engine,
+            ReadsDue: due,
+            Hinted: self._ahead.hint,
+            SessionsWith: self._ahead.sessions_with,
+        }
         self._failed = False
         """Something went wrong once: no more looking ahead, whose map may be anything."""
 
@@ -45,7 +60,7 @@ class Planner:
         try:
             self._restore.observe(fact)
             if not self._failed:
-                self.ahead.observe(fact)
+                self._ahead.observe(fact)
         except Exception:
             self._give_up()
             raise
@@ -63,42 +78,40 @@ class Planner:
             self._give_up()
             raise
 
+    def query(self, question: Question[_A]) -> _A:
+        """Answers a question, between two steps. A Hinted is taken note of; the others change
+        nothing.
+        """
+        answer: _A = self._answers[type(question)](question)
+        return answer
+
     def _give_up(self) -> None:
         self._restore.give_up()
         self._failed = True
 
     def _decide(self, view: StepView) -> StepPlan:
         plan = self._restore.step(view)
-        if not self.ahead.active or self._failed:
+        if not self._ahead.active or self._failed:
             return plan
         busy_s = self._restore.links.backlogs(view.now)
-        evictions, moves = self.ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
+        evictions, moves = self._ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
         if not evictions and not moves:
             return plan
         return StepPlan(plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves)
 
-    def configure(self, config: PolicyConfig) -> None:
-        """Other settings for restoring from now on. Restorations under way go on in the mode they
-        were given.
-        """
-        self._restore.configure(config)
+    @property
+    def pages(self) -> PageView:
+        """What it knows of pages, to be looked at between its calls."""
+        return self._ahead.map
 
-    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why a prefix is better left to an engine that can load by itself, or None: asked before
-        it is offered, for what the engine has dropped in favour of a restoration it does not take
-        up again. Changes nothing. In the view it is not among the fresh requests.
-        """
-        return self._restore.left_to_engine(offer, view)
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it knows of a request or a session for which pages could be moved."""
+        return self._ahead.active
 
-    def reads_due(self, queue: Iterable[Queued], room: int) -> list[str]:
-        """Of waiting requests whose prefixes are left to the engine, in the order they run: those
-        whose stored pages it reads now into `room` pages of host memory. Changes nothing.
-        """
-        return due(queue, room)
-
-    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """The client's word on when its session returns; what came of it."""
-        return self.ahead.hint(session, hint, now)
+    def tally(self) -> Tally:
+        """What came of looking ahead so far, for reports. Any thread."""
+        return self._ahead.tally()
 
     def profile(self) -> dict[str, Any]:
         """What was learned, to be given to the next run: plain data."""

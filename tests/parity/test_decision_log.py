@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy import messages as m
-from sgl_kvtier.policy.decision_log import Header, decode, decode_header, encode, encode_header
+from sgl_kvtier.policy.decision_log import (
+    Header,
+    Query,
+    decode,
+    decode_header,
+    encode,
+    encode_header,
+)
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -31,6 +38,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "int": st.integers(0, 1 << 60),
     "int | None": st.none() | st.integers(0, 99),
     "float": _NUMBERS,
+    "float | None": st.none() | _NUMBERS,
     "bool": st.booleans(),
     "Span": _SPANS,
     "Tier": _TIERS,
@@ -39,6 +47,8 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "tuple[str, ...]": st.lists(_WORDS, max_size=3).map(tuple),
     "tuple[PageKey, ...]": _KEYS,
     "tuple[tuple[Span, Tier], ...]": st.lists(st.tuples(_SPANS, _TIERS), max_size=3).map(tuple),
+    "PolicyConfig": st.builds(PolicyConfig, restore=st.sampled_from(("auto", "load"))),
+    "PageKey": st.binary(min_size=32, max_size=32).map(PageKey),
     "dict[Tier, int]": st.dictionaries(_TIERS, st.integers(0, 99)),
 }
 
@@ -48,8 +58,9 @@ def _messages(kind: type) -> st.SearchStrategy[Any]:
     for field in dataclasses.fields(kind):
         annotation = str(field.type)
         if annotation not in _FIELDS:
-            inner = getattr(m, annotation.removeprefix("tuple[").removesuffix(", ...]"))
-            fields[field.name] = st.lists(_messages(inner), max_size=2).map(tuple)
+            inner = _messages(getattr(m, annotation.removeprefix("tuple[").removesuffix(", ...]")))
+            several = annotation.startswith("tuple[")
+            fields[field.name] = st.lists(inner, max_size=2).map(tuple) if several else inner
         else:
             fields[field.name] = _FIELDS[annotation]
     return st.builds(kind, **fields)
@@ -66,6 +77,7 @@ _FACTS = (
     m.StepDone,
     m.PagesPlaced,
     m.PagesDropped,
+    m.PolicyChanged,
 )
 
 
@@ -85,6 +97,24 @@ def test_every_message_survives_the_log(kind: type) -> None:
     survives()
 
 
+_QUESTIONS = (m.LeftToEngine, m.ReadsDue, m.Hinted, m.SessionsWith)
+_ANSWERS = st.none() | _WORDS | st.lists(_WORDS, max_size=3).map(tuple) | _messages(m.HintAnswer)
+
+
+def test_every_question_of_the_protocol_is_tried_here() -> None:
+    assert set(_QUESTIONS) == set(m.Question.__subclasses__())
+
+
+@pytest.mark.parametrize("kind", _QUESTIONS)
+def test_every_question_survives_the_log_with_its_answer(kind: type) -> None:
+    @given(_messages(kind), _ANSWERS)
+    def survives(question: Any, answer: Any) -> None:
+        record = Query(question, answer)
+        assert decode(encode(record)) == record
+
+    survives()
+
+
 def test_a_header_survives_the_log() -> None:
     header = Header(
         PolicyConfig(rule="cake"), EngineShape(16, 4096, 512, 32), {"links": {"ssd-hbm": 1e9}}
@@ -98,7 +128,7 @@ def _without(line: str, name: str) -> str:
     return json.dumps(data)
 
 
-_HEAD = '{"log":"kvtier.decisions","version":1,"config":%s,"engine":%s,"profile":%s}'
+_HEAD = '{"log":"kvtier.decisions","version":2,"config":%s,"engine":%s,"profile":%s}'
 
 
 @pytest.mark.parametrize(
@@ -144,13 +174,19 @@ _HEAD = '{"log":"kvtier.decisions","version":1,"config":%s,"engine":%s,"profile"
         ),
         (
             decode,
-            '{"type":"PolicyChanged","config":{"load_horizon_s":NaN}}',
+            '{"type":"PolicyChanged","now":1.0,"config":{"load_horizon_s":NaN}}',
             r"policy\.load_horizon_s = NaN",
         ),
         (
             decode,
-            '{"type":"Hinted","session":"a","hint":{"ttl_s":Infinity},"now":1.0}',
+            '{"type":"Query","question":{"type":"Hinted","session":"a","hint":{"ttl_s":Infinity},"now":1.0}}',
             "must be of type float",
+        ),
+        (decode, '{"type":"Query","question":{"type":"Rumour"}}', "no question is of the type"),
+        (
+            decode,
+            '{"type":"Query","question":{"type":"ReadsDue","queue":[],"room":1},"answer":[7]}',
+            "must be of type str",
         ),
         (decode_header, "[" * 200_000, "not JSON"),
         (decode_header, _HEAD % ('{"map_pages": 0}', "{}", "null"), r"policy\.map_pages = 0"),
@@ -177,7 +213,7 @@ _HEAD = '{"log":"kvtier.decisions","version":1,"config":%s,"engine":%s,"profile"
         ),
         (decode_header, '{"log":"something"}', "not a decision log"),
         (decode_header, '{"log":"kvtier.decisions","version":99}', "version 99"),
-        (decode_header, '{"log":"kvtier.decisions","version":1}', "first line is damaged"),
+        (decode_header, '{"log":"kvtier.decisions","version":2}', "first line is damaged"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[-20:]),
 )

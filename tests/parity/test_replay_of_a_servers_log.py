@@ -11,20 +11,34 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.policy.decision_log import (
     Header,
-    LeftToEngine,
     LinesDropped,
     PlannerFailed,
-    PolicyChanged,
-    ReadsDue,
+    Query,
     Record,
     decode,
     encode,
     encode_header,
 )
-from sgl_kvtier.policy.messages import Fact, Mode, Queued, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.messages import (
+    Fact,
+    Hint,
+    Hinted,
+    LeftToEngine,
+    Mode,
+    PolicyChanged,
+    Question,
+    Queued,
+    ReadsDue,
+    RequestArrived,
+    RequestFinished,
+    RestoreOffered,
+    SessionsWith,
+    StepPlan,
+    StepView,
+)
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.types import PageKey, Span, Tier
 
 CONFIG = PolicyConfig(restore="both")
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
@@ -59,9 +73,9 @@ def answered(config: PolicyConfig = CONFIG) -> tuple[list[Record], StepPlan]:
     planner = make_planner(CONFIG, ENGINE)
     view = StepView(1.5, ("a",), free_pages=PAGES)
     planner.observe(offer("a", 1.0))
-    planner.configure(config)
+    planner.observe(PolicyChanged(config, 1.2))
     plan = planner.step(view)
-    return [offer("a", 1.0), PolicyChanged(config), view, plan], plan
+    return [offer("a", 1.0), PolicyChanged(config, 1.2), view, plan], plan
 
 
 def test_a_log_with_changed_settings_is_replayed_under_them() -> None:
@@ -69,7 +83,7 @@ def test_a_log_with_changed_settings_is_replayed_under_them() -> None:
     assert [start.mode for start in plan.starts] == [Mode.LOAD]
     replayed = replay(log_of(*records))
     assert replayed.difference is None
-    assert (replayed.facts, replayed.steps, replayed.changes) == (1, 1, 1)
+    assert (replayed.facts, replayed.steps, replayed.changes) == (2, 1, 1)
 
 
 def test_without_the_change_the_same_log_is_decided_otherwise() -> None:
@@ -114,17 +128,18 @@ def questions() -> list[Record]:
     """
     config = replace(CONFIG, restore="auto")
     planner = make_planner(config, ENGINE)
-    planner.configure(config)
+    planner.observe(PolicyChanged(config, 1.0))
     view = StepView(1.0, ("a",), free_pages={Tier.HBM: 1})
-    why = planner.left_to_engine(offer("a", 1.0), view)
+    asked = LeftToEngine(offer("a", 1.0), view)
+    why = planner.query(asked)
     assert why == "no room"
     return [
-        PolicyChanged(config),
-        LeftToEngine(offer("a", 1.0), view, why),
-        ReadsDue(QUEUE, 12, ("a", "c")),
-        ReadsDue(QUEUE, 11, ("a",)),
-        LeftToEngine(offer("a", 1.0), view),
-        ReadsDue(QUEUE, 11, ("a", "c")),
+        PolicyChanged(config, 1.0),
+        Query(asked, why),
+        Query(ReadsDue(QUEUE, 12), ("a", "c")),
+        Query(ReadsDue(QUEUE, 11), ("a",)),
+        Query(asked, None),
+        Query(ReadsDue(QUEUE, 11), ("a", "c")),
     ]
 
 
@@ -136,20 +151,20 @@ def test_answers_between_steps_must_be_the_same() -> None:
         difference = replay(log_of(*same, other)).difference
         assert difference is not None
         assert difference.line == 6
-        assert '"no room"' in str(difference) or '"due":["a"]' in str(difference)
+        assert '"no room"' in str(difference) or '"answer":["a"]' in str(difference)
 
 
 class FailsToAnswer(Raises):
     """And it raises when it is asked for reads."""
 
-    def reads_due(self, queue: object, room: int) -> list[str]:
+    def query(self, question: Question[object]) -> object:
         raise ValueError("another defect")
 
 
 def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends_the_replay() -> (
     None
 ):
-    lines = log_of(ReadsDue(QUEUE, 12, ("a", "c")))
+    lines = log_of(Query(ReadsDue(QUEUE, 12), ("a", "c")))
     difference = replay(lines, lambda header: FailsToAnswer()).difference
     assert difference is not None
     assert isinstance(difference.planned, PlannerFailed)
@@ -159,7 +174,22 @@ def test_a_planner_that_fails_to_answer_is_a_difference_and_one_that_cannot_ends
 
 
 @pytest.mark.parametrize(
-    "record", [PolicyChanged(CONFIG), PlannerFailed("x"), LinesDropped(2), *questions()]
+    "record", [PolicyChanged(CONFIG, 1.0), PlannerFailed("x"), LinesDropped(2), *questions()]
 )
 def test_the_lines_of_a_server_are_read_as_they_were_written(record: Record) -> None:
     assert decode(encode(record)) == record
+
+
+def test_what_a_hint_was_answered_must_be_the_same() -> None:
+    key = PageKey(b"k" * 32)
+    planner = make_planner(CONFIG, ENGINE)
+    facts = RequestArrived("r", 0.0, 20, (key,), "s"), RequestFinished("r", 1.0, keys=(key,))
+    for fact in facts:
+        planner.observe(fact)
+    asked, hinted = SessionsWith(key), Hinted("s", Hint(expected_delay_s=5.0), 2.0)
+    said = Query(asked, planner.query(asked)), Query(hinted, planner.query(hinted))
+    assert said[0].answer == ("s",) and said[1].answer.returns_at == 7.0  # type: ignore[union-attr]
+    assert replay(log_of(*facts, *said)).difference is None
+    other = replace(said[1], answer=replace(said[1].answer, returns_at=8.0))  # type: ignore[type-var]
+    difference = replay(log_of(*facts, said[0], other)).difference
+    assert difference is not None and difference.line == 5

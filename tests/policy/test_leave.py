@@ -7,6 +7,7 @@ from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
+    LeftToEngine,
     Mode,
     PagesLost,
     RequestFinished,
@@ -56,64 +57,70 @@ def planner(*, ssd: float | None = None, dram: float | None = None, **settings: 
 
 
 def test_what_lies_in_host_memory_is_left_to_the_engine_that_copies_it_at_once():
-    assert planner(dram=rate(4096, 100)).left_to_engine(offer(dram=256), VIEW) == "host memory"
-    assert planner(ssd=1e6).left_to_engine(offer(dram=256), VIEW) == "host memory", (
+    assert planner(dram=rate(4096, 100)).query(LeftToEngine(offer(dram=256), VIEW)) == "host memory"
+    assert planner(ssd=1e6).query(LeftToEngine(offer(dram=256), VIEW)) == "host memory", (
         "the link was not measured"
     )
 
 
 def test_a_host_link_so_slow_that_computing_helps_is_worth_a_restoration():
-    assert planner(dram=rate(4096, 1)).left_to_engine(offer(dram=256), VIEW) is None
+    assert planner(dram=rate(4096, 1)).query(LeftToEngine(offer(dram=256), VIEW)) is None
 
 
 def test_a_gain_of_less_than_a_restoration_costs_is_no_reason_for_one():
     slow = rate(4096, 1)
     saved = COST.range_seconds(0, 4096, 512) / 2
-    assert planner(dram=slow, split_gain_s=saved / 2).left_to_engine(offer(dram=256), VIEW) is None
     assert (
-        planner(dram=slow, split_gain_s=saved * 2).left_to_engine(offer(dram=256), VIEW)
+        planner(dram=slow, split_gain_s=saved / 2).query(LeftToEngine(offer(dram=256), VIEW))
+        is None
+    )
+    assert (
+        planner(dram=slow, split_gain_s=saved * 2).query(LeftToEngine(offer(dram=256), VIEW))
         == "host memory"
     )
 
 
 def test_storage_so_fast_that_all_of_it_would_be_loaded_is_read_ahead_by_the_engine():
-    assert planner(ssd=rate(4096, 500)).left_to_engine(offer(ssd=256), VIEW) == "loading is faster"
+    assert (
+        planner(ssd=rate(4096, 500)).query(LeftToEngine(offer(ssd=256), VIEW))
+        == "loading is faster"
+    )
 
 
 @pytest.mark.parametrize("ratio", [1 / 500, 1 / 4, 1, 4])
 def test_storage_that_computing_can_help_or_beat_is_not_left_to_loading(ratio):
-    assert planner(ssd=rate(4096, ratio)).left_to_engine(offer(ssd=256), VIEW) is None
+    assert planner(ssd=rate(4096, ratio)).query(LeftToEngine(offer(ssd=256), VIEW)) is None
 
 
 def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it():
     one = planner(ssd=rate(4096, 1))
     asked = offer(ssd=256)  # and 64 tokens more: 260 pages
     rooms = {pages: replace(VIEW, free_pages={Tier.HBM: pages}) for pages in (259, 260)}
-    assert [one.left_to_engine(asked, view) for view in rooms.values()] == ["no room", None]
+    assert [one.query(LeftToEngine(asked, view)) for view in rooms.values()] == ["no room", None]
     beside = replace(rooms[260], fresh_tokens=1)
-    assert one.left_to_engine(asked, beside) == "no room"
-    assert planner(ssd=rate(4096, 1), restore="both").left_to_engine(asked, beside) is None
+    assert one.query(LeftToEngine(asked, beside)) == "no room"
+    assert planner(ssd=rate(4096, 1), restore="both").query(LeftToEngine(asked, beside)) is None
 
 
 def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_helps():
     asked = offer(dram=200, ssd=4)
     assert (
-        planner(ssd=rate(4096, 500), dram=rate(4096, 20)).left_to_engine(asked, VIEW)
+        planner(ssd=rate(4096, 500), dram=rate(4096, 20)).query(LeftToEngine(asked, VIEW))
         == "loading is faster"
     )
 
 
 def test_storage_that_was_never_measured_is_measured_by_a_read_of_the_engine_itself():
-    assert planner().left_to_engine(offer(ssd=256), VIEW) == "not measured yet"
+    assert planner().query(LeftToEngine(offer(ssd=256), VIEW)) == "not measured yet"
     one = planner(dram=rate(4096, 50))
-    assert one.left_to_engine(offer(dram=16, ssd=256), VIEW) == "not measured yet"
+    assert one.query(LeftToEngine(offer(dram=16, ssd=256), VIEW)) == "not measured yet"
     nbytes = 256 * ENGINE.page_bytes
     one.observe(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, nbytes / rate(4096, 1), 0.0))
-    assert one.left_to_engine(offer(dram=16, ssd=256), VIEW) is None
+    assert one.query(LeftToEngine(offer(dram=16, ssd=256), VIEW)) is None
 
 
 def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_since_the_engines_copies_are_not_timed():
-    assert planner(ssd=rate(4096, 1)).left_to_engine(offer(dram=16, ssd=240), VIEW) is None
+    assert planner(ssd=rate(4096, 1)).query(LeftToEngine(offer(dram=16, ssd=240), VIEW)) is None
 
 
 @pytest.mark.parametrize(
@@ -128,8 +135,8 @@ def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_sinc
 )
 def test_what_was_asked_for_by_name_is_done(settings):
     assert (
-        planner(ssd=rate(4096, 500), dram=rate(4096, 500), **settings).left_to_engine(
-            offer(dram=128, ssd=128), VIEW
+        planner(ssd=rate(4096, 500), dram=rate(4096, 500), **settings).query(
+            LeftToEngine(offer(dram=128, ssd=128), VIEW)
         )
         is None
     )
@@ -140,7 +147,7 @@ def test_asking_changes_nothing():
     for asked in (0, 3):
         one = planner(ssd=rate(4096, 1), dram=rate(4096, 50))
         for _ in range(asked):
-            one.left_to_engine(offer(ssd=256), VIEW)
+            one.query(LeftToEngine(offer(ssd=256), VIEW))
         one.observe(offer(ssd=256))
         plans.append(one.step(VIEW))
     assert plans[0] == plans[1]
@@ -152,7 +159,7 @@ def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> Planner:
     in storage.
     """
     one = planner(ssd=rate(4096, ssd_ratio), dram=rate(4096, dram_ratio))
-    assert one.left_to_engine(offer(dram=64, ssd=192), VIEW) is None
+    assert one.query(LeftToEngine(offer(dram=64, ssd=192), VIEW)) is None
     one.observe(offer(dram=64, ssd=192))
     return one
 
@@ -221,9 +228,9 @@ def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
 
 def test_what_the_engine_reads_by_itself_is_learned_from():
     one = planner(ssd=rate(4096, 500))
-    assert one.left_to_engine(offer(ssd=256), VIEW) == "loading is faster"
+    assert one.query(LeftToEngine(offer(ssd=256), VIEW)) == "loading is faster"
     for _ in range(3):
         one.observe(
             TransferDone("", Link.SSD_TO_HBM, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0)
         )
-    assert one.left_to_engine(offer(ssd=256), VIEW) is None
+    assert one.query(LeftToEngine(offer(ssd=256), VIEW)) is None

@@ -16,6 +16,8 @@ from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import (
     ChunkStarted,
+    Hint,
+    Hinted,
     PagesDropped,
     PagesPlaced,
     RequestArrived,
@@ -25,7 +27,6 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.policy.pages.eviction import NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
-from sgl_kvtier.policy.sessions.sessions import Hint
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -129,7 +130,7 @@ def test_who_will_idle_long_leaves_a_copy_below():
     ahead = look(demote_after_s=5.0)
     keys = named(10)
     arrive(ahead, "1", keys, session="s")
-    ahead.hint("s", Hint(expected_delay_s=60.0), 0.0)
+    ahead.hint(Hinted("s", Hint(expected_delay_s=60.0), 0.0))
     ahead.observe(ChunkStarted("1", Span(0, 160), 0.0))
     ahead.observe(PagesPlaced(keys, Tier.HBM, 0.1))
     ahead.observe(RequestFinished("1", 0.2, keys=keys))
@@ -146,10 +147,10 @@ def test_a_hint_reaches_the_order_of_eviction():
     assert ahead.map.page(named(1)[0]).owners == ()
     for name, start, delay in (("a", 0, 50.0), ("b", 100, 5.0)):
         arrive(ahead, name + "2", named(5, start), 1.0, session=name)
-        assert ahead.hint(name, Hint(expected_delay_s=delay), 1.0).accepted
+        assert ahead.hint(Hinted(name, Hint(expected_delay_s=delay), 1.0)).accepted
         run(ahead, name + "2", named(5, start), 1.5)
     assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5))
-    ahead.hint("a", Hint(expected_delay_s=1.0), 2.0)
+    ahead.hint(Hinted("a", Hint(expected_delay_s=1.0), 2.0))
     assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5, 100))
 
 
@@ -160,7 +161,7 @@ def test_hints_without_end_for_one_session_take_no_more_memory_than_a_thousand()
     tracemalloc.start()
     try:
         for n in range(20_000):
-            assert ahead.hint("a", Hint(expected_delay_s=1e5 + n), 2.0 + n * 1e-3).accepted
+            assert ahead.hint(Hinted("a", Hint(expected_delay_s=1e5 + n), 2.0 + n * 1e-3)).accepted
         assert tracemalloc.get_traced_memory()[0] < 500_000
     finally:
         tracemalloc.stop()
@@ -172,7 +173,7 @@ def test_a_session_that_is_given_up_owns_nothing():
     ahead = look(session_idle_s=20.0)
     keys = named(5)
     arrive(ahead, "1", keys, session="s")
-    ahead.hint("s", Hint(expected_delay_s=15.0), 0.0)
+    ahead.hint(Hinted("s", Hint(expected_delay_s=15.0), 0.0))
     run(ahead, "1", keys, 0.5)
     assert ahead.map.page(keys[0]).owners == ("session s",)
     for at in range(1, 200):

@@ -21,7 +21,7 @@ def check(planner) -> int:
     """Compares everything that is kept of owners' pages with the map; returns how many owners lack
     some.
     """
-    prefetcher, known = planner.ahead.prefetcher, planner.ahead.map
+    prefetcher, known = planner._ahead.prefetcher, planner._ahead.map
     wanting = prefetcher.refresh()
     for owner in list(prefetcher.known):
         assert prefetcher.missing(owner) == known.missing(owner)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_kvtier.policy.messages import Hint
 from sgl_kvtier.policy.sessions.gaps import Gaps, longer, quantile
 from sgl_kvtier.policy.sessions.returns import Returns
-from sgl_kvtier.policy.sessions.sessions import Hint, Sessions
+from sgl_kvtier.policy.sessions.sessions import Sessions
 
 
 def teach(

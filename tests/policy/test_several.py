@@ -9,7 +9,14 @@ from test_leave import offer, planner, rate
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import ChunkStarted, Mode, RestoreOffered, StepPlan, StepView
+from sgl_kvtier.policy.messages import (
+    ChunkStarted,
+    LeftToEngine,
+    Mode,
+    RestoreOffered,
+    StepPlan,
+    StepView,
+)
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -43,7 +50,10 @@ def test_a_request_does_not_wait_for_a_link_it_does_not_use():
 def test_nor_is_a_restoration_given_up_for_another_links_queue():
     one = beside_a_busy_disk(restore="auto")
     short = RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.DRAM),))
-    assert one.left_to_engine(short, StepView(0.0, ("a", "b"), prefill_tokens=512)) == "host memory"
+    assert (
+        one.query(LeftToEngine(short, StepView(0.0, ("a", "b"), prefill_tokens=512)))
+        == "host memory"
+    )
     one.observe(short)
     (start,) = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512)).starts
     assert start.mode is not Mode.COMPUTE

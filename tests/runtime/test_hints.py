@@ -14,10 +14,16 @@ import pytest
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.policy.decision_log import Header, Hinted, decode, encode, encode_header
-from sgl_kvtier.policy.messages import PagesPlaced, RequestArrived, RequestFinished, StepView
+from sgl_kvtier.policy.decision_log import Header, Query, decode, encode, encode_header
+from sgl_kvtier.policy.messages import (
+    Hint,
+    Hinted,
+    PagesPlaced,
+    RequestArrived,
+    RequestFinished,
+    StepView,
+)
 from sgl_kvtier.policy.planner import Planner, make_planner
-from sgl_kvtier.policy.sessions.sessions import Hint
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.hints.message import (
     MOST_BYTES,
@@ -222,7 +228,7 @@ def test_a_hint_for_a_known_session_is_accepted_and_says_when_it_is_expected() -
         "sessions": 1,
         "expected_in_s": pytest.approx(30.0),
     }
-    page = lab.inner.ahead.map.page(KEYS[0])
+    page = lab.inner.pages.page(KEYS[0])
     assert page is not None and page.next_use == pytest.approx(33.0)
 
 
@@ -246,7 +252,7 @@ def test_a_session_that_is_told_not_to_return_has_pages_of_nobody() -> None:
     lab.turn("a", KEYS[:4], 0.0)
     answer = lab.hint(Hint(ttl_s=0.0), 2.0, session="a")
     assert (answer["result"], answer["expected_in_s"]) == ("accepted", None)
-    page = lab.inner.ahead.map.page(KEYS[0])
+    page = lab.inner.pages.page(KEYS[0])
     assert page is not None and page.next_use == math.inf
 
 
@@ -282,7 +288,7 @@ def test_time_never_goes_back_behind_the_last_step() -> None:
     assert lab.hint(Hint(expected_delay_s=10.0), 40.0, session="a")[
         "expected_in_s"
     ] == pytest.approx(10.0)
-    page = lab.inner.ahead.map.page(KEYS[0])
+    page = lab.inner.pages.page(KEYS[0])
     assert page is not None and page.next_use == pytest.approx(110.0)
 
 
@@ -311,7 +317,8 @@ def test_a_log_with_hints_is_decided_again_identically() -> None:
     lab.planner.step(view)
     lab.hint(Hint(expected_delay_s=0.5), 2.0, session="a")
     lab.planner.step(StepView(2.1, (), free_pages={Tier.HBM: 0, Tier.DRAM: 8}))
-    assert any(isinstance(decode(line), Hinted) for line in lab.lines[1:])
+    asked = [one for one in map(decode, lab.lines[1:]) if isinstance(one, Query)]
+    assert [(type(one.question), one.answer.accepted) for one in asked] == [(Hinted, True)]  # type: ignore[union-attr]
     done = replay(lab.lines)
     assert (done.steps, done.difference) == (2, None)
 

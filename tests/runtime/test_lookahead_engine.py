@@ -19,18 +19,15 @@ PAGE = 4
 KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(3))
 
 
-class Owners:
+class Turns:
     """Sessions named by their turns; counts how often it is asked."""
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def number(self, owner: str) -> int | None:
+    def turn_of(self, owner: str) -> float | None:
         self.asked += 1
-        return int(owner.removeprefix(owner_of("")))
-
-    def turn(self, number: int) -> float:
-        return float(number)
+        return float(owner.removeprefix(owner_of("")))
 
 
 def made() -> LookaheadEngine:
@@ -39,7 +36,7 @@ def made() -> LookaheadEngine:
     hands.context = SimpleNamespace(page=PAGE, facts=[])  # type: ignore[assignment]
     hands.promotions = SimpleNamespace(claiming_for=None)  # type: ignore[assignment]
     hands.victims = SimpleNamespace()  # type: ignore[assignment]
-    hands.ahead = SimpleNamespace(map=SimpleNamespace(owners=Owners()))  # type: ignore[assignment]
+    hands.pages = Turns()  # type: ignore[assignment]
     hands._config = SimpleNamespace(eviction="next-use", sessions=True)  # type: ignore[assignment]
     hands._requests, hands._idle, hands._idle_tokens, hands._next, hands._expected = (
         {},
@@ -78,11 +75,11 @@ def test_the_order_of_returns_is_looked_up_once_in_a_step_and_as_far_as_it_is_us
     hands = made()
     for session in range(3 * MOST_PINS, 0, -1):
         hands._park(str(session), path(session))
-    owners: Any = hands.ahead.map.owners
+    turns: Any = hands.pages
     nodes, least = hands.wanted_in_host()
     assert nodes == list(range(1, MOST_PINS + 1)) and least
-    asked = owners.asked
-    assert hands.wanted_in_host() == (nodes, least) and owners.asked == asked == 3 * MOST_PINS
+    asked = turns.asked
+    assert hands.wanted_in_host() == (nodes, least) and turns.asked == asked == 3 * MOST_PINS
     hands._unpark("1")
     assert hands.wanted_in_host()[0][0] == 2
 

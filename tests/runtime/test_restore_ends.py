@@ -84,7 +84,7 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
         unlock=lambda lock: None,
     )
     mover = Mover()
-    engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
+    engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)  # type: ignore[arg-type]
     r = Restoration(
         "r", None, (pages + 1) * PAGE, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0)
     )

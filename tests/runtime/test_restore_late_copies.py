@@ -172,7 +172,7 @@ class Lab:
             is_chunk_cache=lambda: True,
         )
         mover = PageMover(LateCopies(self.host, self.device, self.stream), PAGE)
-        self.engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
+        self.engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)  # type: ignore[arg-type]
         self.begun = self.spliced = self.abandoned = 0
         self.rows: list[torch.Tensor] = []
 
@@ -304,7 +304,7 @@ def test_a_page_whose_copy_has_not_ended_is_open_and_its_bounce_page_is_not_give
         page_size=PAGE, token_to_kv_pool_allocator=device, evict_host=None, unlock=lambda lock: None,
         cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=LateStore(host, disk, random.Random(99))),
     )  # fmt: skip
-    engine = RestoreEngine(StepContext(tree), mover, 0)  # type: ignore[arg-type]
+    engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)  # type: ignore[arg-type]
     keys = tuple(PageKey((page + 1).to_bytes(32, "big")) for page in range(2))
     r = Restoration("r", None, 3 * PAGE, 0, 2, ((Span(0, 2), Tier.SSD),), keys, torch.empty(0))
     engine.restorations["r"] = r

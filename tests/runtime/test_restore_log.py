@@ -12,8 +12,8 @@ import pytest
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.policy.decision_log import Header, LinesDropped, decode, encode_header
-from sgl_kvtier.policy.messages import Queued, RestoreOffered, StepView
+from sgl_kvtier.policy.decision_log import Header, LinesDropped, Query, decode, encode_header
+from sgl_kvtier.policy.messages import Queued, ReadsDue, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime.records import decision_file
@@ -79,17 +79,12 @@ def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(
         replay((tmp_path / "log").read_text().splitlines())
 
 
-def test_of_a_long_queue_only_what_was_looked_at_is_written() -> None:
+def test_a_question_is_written_with_its_answer() -> None:
     written: list[Any] = []
-    queue = (Queued(f"r{number}", 10, True) for number in range(10_000))
-    assert Recorded(make_planner(CONFIG, ENGINE), written.append).reads_due(queue, 35) == [
-        "r0",
-        "r1",
-        "r2",
-    ]
-    (record,) = written
-    assert [one.rid for one in record.queue] == ["r0", "r1", "r2", "r3"]
-    assert replay([encode_header(HEADER), decision_file.encode(record)]).difference is None
+    asked = ReadsDue(tuple(Queued(f"r{number}", 10, True) for number in range(9)), 35)
+    assert Recorded(make_planner(CONFIG, ENGINE), written.append).query(asked) == ("r0", "r1", "r2")
+    assert written == [Query(asked, ("r0", "r1", "r2"))]
+    assert replay([encode_header(HEADER), decision_file.encode(written[0])]).difference is None
 
 
 def test_a_disk_that_fails_ends_the_log_and_not_the_server(tmp_path: Path) -> None:

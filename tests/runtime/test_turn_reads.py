@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from sgl_kvtier.policy.ahead.read_turns import due
 from sgl_kvtier.runtime.ahead.turn_reads import _SWEEP, TurnReads
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.step.context import StepContext
@@ -52,7 +53,14 @@ class Lab:
         context.scheduler = self.scheduler
         self.counters = RestoreCounters()
         restoring = SimpleNamespace(taking=True, restorations={})
-        self.turns = TurnReads(context, restoring, self.counters.turn_reads, lambda: self.now)  # type: ignore[arg-type]
+        planner = SimpleNamespace(query=due)
+        self.turns = TurnReads(
+            context,
+            restoring,
+            planner,
+            self.counters.turn_reads,
+            lambda: self.now,  # type: ignore[arg-type]
+        )
 
     def ask(self, req: Any) -> None:
         self.asked.append(req.rid)

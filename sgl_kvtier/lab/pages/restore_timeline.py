@@ -1,7 +1,7 @@
 """One restoration over time, from a server's decision log: the front that is computed and the back
 that is loaded.
 
-Reads the log's JSON lines (kvtier.decisions, version 1) by their names alone, so that a log can be
+Reads the log's JSON lines (kvtier.decisions, version 2) by their names alone, so that a log can be
 drawn where nothing else of this package is at hand. As Cake's Figure 5: tokens against time, two
 curves that meet.
 """

@@ -9,21 +9,17 @@ from dataclasses import dataclass
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
-    Answer,
     Header,
-    Hinted,
-    LeftToEngine,
     LinesDropped,
     PlannerFailed,
-    PolicyChanged,
-    ReadsDue,
+    Query,
     Record,
     decode,
     decode_header,
     encode,
     encode_header,
 )
-from sgl_kvtier.policy.messages import Fact, Planner, StepPlan, StepView
+from sgl_kvtier.policy.messages import Fact, Planner, PolicyChanged, StepPlan, StepView
 from sgl_kvtier.policy.planner import make_planner
 
 
@@ -58,8 +54,8 @@ class Difference:
 
     line: int
     at: Fact | StepView | None
-    logged: Answer | PlannerFailed | None
-    planned: Answer | PlannerFailed | None
+    logged: StepPlan | Query | PlannerFailed | None
+    planned: StepPlan | Query | PlannerFailed | None
 
     def __str__(self) -> str:
         logged, planned = (
@@ -146,14 +142,9 @@ class _Run:
             )
         if isinstance(record, StepPlan):
             return self._compare(number, record)
-        if isinstance(record, PolicyChanged):
-            self._configure(number, record)
-        elif isinstance(record, Hinted):
-            self._hint(number, record)
-        elif isinstance(record, (LeftToEngine, ReadsDue)):
+        if isinstance(record, Query):
             return self._ask(number, record)
-        else:
-            self._give(record)
+        self._give(record)
         return None
 
     def replayed(self, difference: Difference | None) -> Replayed:
@@ -175,6 +166,7 @@ class _Run:
                 self._planned = self._planner.step(record)
             else:
                 self._facts += 1
+                self._changes += isinstance(record, PolicyChanged)
                 self._planner.observe(record)
         except Exception as error:  # a planner's defect is what is being looked for: it has to fail in the log as well
             self._raised = PlannerFailed(repr(error))
@@ -196,40 +188,15 @@ class _Run:
         self._failures += 1
         return None
 
-    def _configure(self, number: int, record: PolicyChanged) -> None:
-        configure = getattr(self._planner, "configure", None)
-        if configure is None:
-            raise TraceError(
-                f"line {number}: the settings were changed here, which this planner has no way to follow"
-            )
-        configure(record.config)
-        self._changes += 1
-
-    def _hint(self, number: int, record: Hinted) -> None:
-        hint = getattr(self._planner, "hint", None)
-        if hint is None:
-            raise TraceError(
-                f"line {number}: a client's hint was passed in here, which this planner has no way to take"
-            )
-        hint(record.session, record.hint, record.now)
-
-    def _ask(self, number: int, record: LeftToEngine | ReadsDue) -> Difference | None:
-        ask = getattr(
-            self._planner,
-            "left_to_engine" if isinstance(record, LeftToEngine) else "reads_due",
-            None,
-        )
-        if ask is None:
+    def _ask(self, number: int, record: Query) -> Difference | None:
+        query = getattr(self._planner, "query", None)
+        if query is None:
             raise TraceError(
                 f"line {number}: the planner was asked what this one has no way to answer"
             )
         self._questions += 1
-        planned: LeftToEngine | ReadsDue
         try:
-            if isinstance(record, LeftToEngine):
-                planned = LeftToEngine(record.offer, record.view, ask(record.offer, record.view))
-            else:
-                planned = ReadsDue(record.queue, record.room, tuple(ask(record.queue, record.room)))
+            planned = Query(record.question, query(record.question))
         except Exception as error:
             return Difference(number, self._at, record, PlannerFailed(repr(error)))
         return None if planned == record else Difference(number, self._at, record, planned)

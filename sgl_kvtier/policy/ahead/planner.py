@@ -28,19 +28,23 @@ from sgl_kvtier.policy.messages import (
     ChunkStarted,
     Evict,
     Fact,
+    HintAnswer,
+    Hinted,
     Move,
     PagesDropped,
     PagesPlaced,
     RequestArrived,
     RequestFinished,
+    SessionsWith,
     StepDone,
     StepView,
+    Tally,
 )
 from sgl_kvtier.policy.pages.eviction import RULES
 from sgl_kvtier.policy.pages.owners import owner_of, session_of
 from sgl_kvtier.policy.pages.page_state import Missing
 from sgl_kvtier.policy.pages.tier_map import TierMap
-from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer, Sessions
+from sgl_kvtier.policy.sessions.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey
 
@@ -106,10 +110,13 @@ class Lookahead:
         if observer is not None:
             observer(fact)
 
-    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
+    def hint(self, question: Hinted) -> HintAnswer:
         """The client's word on when its session returns; what came of it."""
-        answer = self.sessions.hint(session, hint, now)
+        session, now = question.session, question.now
+        said = self.sessions.hint(session, question.hint, now)
         expected = self.sessions.expected(session, now)
+        at = expected.at if expected is not None and expected.at < math.inf else None
+        answer = HintAnswer(said.accepted, said.reason, at)
         if not answer.accepted or expected is None:
             return answer
         if session in self._idle:
@@ -119,8 +126,13 @@ class Lookahead:
             self._idle.find(expected, now, self._iteration())
         return answer
 
-    def sessions_with(self, key: PageKey) -> tuple[str, ...]:
+    def tally(self) -> Tally:
+        """What came of its moves so far. Any thread."""
+        return Tally(self.prefetcher.brought.wasted, dict(self.prefetcher.overlaps.counts))
+
+    def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, those given up as well. O(pages of those)."""
+        key = question.key
         page = self.map.page(key)
         owners = () if page is None else page.owners
         known = [session for owner in owners if (session := session_of(owner)) is not None]

@@ -8,21 +8,20 @@ is then computed. TierKV (Algorithm 1) looks as far ahead as there is room for; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from sgl_kvtier.policy.messages import Queued
+from sgl_kvtier.policy.messages import ReadsDue
 
 
-def due(queue: Iterable[Queued], room: int) -> list[str]:
+def due(question: ReadsDue) -> tuple[str, ...]:
     """Requests whose stored pages are read now, in the queue's order. `room` are host pages that
     may hold prefixes of waiting requests. The first in the queue is never kept waiting; one behind
     it is due while it and all before it fit.
     """
     found: list[str] = []
-    for place, request in enumerate(queue):
+    room = question.room
+    for place, request in enumerate(question.queue):
         room -= request.pages
         if room < 0 and place:
             break
         if request.unread:
             found.append(request.rid)
-    return found
+    return tuple(found)

@@ -6,10 +6,11 @@ Bit t says that tier t holds the page, bit t + 4 that it is on its way there.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.types import PageKey, Span, Tier
 
 RESIDENT: Final = 0x0F
 MOVING: Final = 0xF0
@@ -62,6 +63,37 @@ class PageInfo:
     last_use: float
     next_use: float
     owners: tuple[str, ...]
+
+
+class PageView(Protocol):
+    """A planner's map of pages as hands see it: to be looked at, and changed by facts alone."""
+
+    def __len__(self) -> int:
+        """Known pages."""
+
+    def page(self, key: PageKey) -> PageInfo | None:
+        """All that is known of a page; None if nothing is."""
+
+    def count(self, tier: Tier) -> int:
+        """Known pages that are resident in a tier."""
+
+    def resident(self, tier: Tier) -> Iterator[PageKey]:
+        """Every key said to be in a tier. O(known pages)."""
+
+    def resident_part(
+        self, tier: Tier, place: int, count: int
+    ) -> tuple[tuple[PageKey, ...], int | None]:
+        """The same a part at a time: keys among `count` places from `place` on, and where the next
+        part begins.
+        """
+
+    def victims_aside(self, tier: Tier, count: int) -> tuple[PageKey, ...]:
+        """The pages that leave a tier first, the first one first."""
+
+    def turn_of(self, owner: str) -> float | None:
+        """When an owner should run next, in seconds; infinity where that is not known, None where
+        the owner is not.
+        """
 
 
 @dataclass(frozen=True, slots=True)

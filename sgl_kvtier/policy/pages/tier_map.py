@@ -195,6 +195,13 @@ class TierMap:
                 break
         return tuple([self._keys[slot] for slot in slots])
 
+    def turn_of(self, owner: str) -> float | None:
+        """When an owner should run next, in seconds; infinity where that is not known, None where
+        the owner is not.
+        """
+        number = self.owners.number(owner)
+        return None if number is None else self.owners.turn(number)
+
     def resident(self, tier: Tier) -> Iterator[PageKey]:
         """Every key said to be in a tier, to compare with the truth. O(known pages)."""
         bit = 1 << tier

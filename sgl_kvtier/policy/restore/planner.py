@@ -14,6 +14,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
     Compute,
     Fact,
+    LeftToEngine,
     Load,
     RequestFinished,
     RestoreOffered,
@@ -91,15 +92,11 @@ class RestorePlanner:
         self._offers.give_up()
         self._outlook.begin()
 
-    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
+    def left_to_engine(self, question: LeftToEngine) -> str | None:
         """Why this is not worth being offered to an engine that can load by itself, or None.
         Changes nothing.
         """
-        return self._offers.left_to_engine(offer, view)
-
-    def configure(self, config: PolicyConfig) -> None:
-        """Other settings from now on. Restorations under way go on in the mode they were given."""
-        self._under_way.configure(config)
+        return self._offers.left_to_engine(question.offer, question.view)
 
     def profile(self) -> dict[str, Any]:
         """What was learned, to be given to the next run: plain data."""

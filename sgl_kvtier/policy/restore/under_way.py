@@ -22,6 +22,7 @@ from sgl_kvtier.policy.messages import (
     Fact,
     Mode,
     PagesLost,
+    PolicyChanged,
     RequestFinished,
     TransferDone,
 )
@@ -69,6 +70,7 @@ class UnderWay:
             ChunkStarted: self._chunk_started,
             ChunkDone: self._chunk_done,
             RequestFinished: self._finished,
+            PolicyChanged: self._configured,
         }
 
     def observe(self, fact: Fact) -> None:
@@ -78,11 +80,6 @@ class UnderWay:
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
-
-    def configure(self, config: PolicyConfig) -> None:
-        """Other settings from now on. Restorations under way go on in the mode they were given."""
-        self.config = config
-        self.rule = rule_of(config)
 
     def begin(self, item: Restoration) -> None:
         """A request is being restored from now on."""
@@ -105,6 +102,10 @@ class UnderWay:
         return self.profiled or self.cost.seen > 0
 
     # --- facts ----------------------------------------------------------------------------------------------------
+
+    def _configured(self, fact: PolicyChanged) -> None:
+        self.config = fact.config
+        self.rule = rule_of(fact.config)
 
     def _transferred(self, fact: TransferDone) -> None:
         self.bandwidth.saw(fact.link, fact.nbytes, fact.seconds)

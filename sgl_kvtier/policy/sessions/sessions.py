@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from sgl_kvtier.policy.messages import Hint, HintAnswer
 from sgl_kvtier.policy.sessions.gaps import Gaps, longer, quantile
 from sgl_kvtier.policy.sessions.returns import Returns
 
@@ -31,30 +32,6 @@ _BELIEVED: Final = 0.95
 """The chance of a session whose client said when it comes."""
 _ALL: Final = ""
 _SPARE_CHECKS: Final = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Hint:
-    """What a client says of its session. None: it says nothing about that. `expected_delay_s`
-    counts from now if the session is idle, else from the end of its turn; `ttl_s` from now.
-    `priority` > 0: keep its pages longer, each step as if it came back twice as soon; < 0: the
-    other way round; it holds until the client says another. `ttl_s` 0: it will not come back.
-    """
-
-    expected_delay_s: float | None = None
-    priority: int | None = None
-    ttl_s: float | None = None
-    tool: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class HintAnswer:
-    """What became of a hint. `reason` says why it was refused or what was changed; empty when it
-    was taken as it was.
-    """
-
-    accepted: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

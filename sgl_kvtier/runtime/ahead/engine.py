@@ -21,7 +21,6 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.idle import MOST_IDLE
-from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.messages import (
     Fact,
     Move,
@@ -32,6 +31,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.pages.owners import owner_of, session_of
+from sgl_kvtier.policy.planner import Planner
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.host_pins import MOST_PINS
 from sgl_kvtier.runtime.ahead.promotions import Path, Promotions
@@ -78,29 +78,26 @@ class _Known:
 
 
 class LookaheadEngine:
-    """The hands of one planner's `ahead`. Facts, slots and numbers are the context's, which
+    """The hands of a planner that looks ahead. Facts, slots and numbers are the context's, which
     restorations use too.
     """
 
     def __init__(
-        self, context: StepContext, restoring: Restoring, ahead: Lookahead, config: PolicyConfig,
+        self, context: StepContext, restoring: Restoring, planner: Planner, config: PolicyConfig,
         *, orders_evictions: bool, alone: bool = True,
     ) -> None:  # fmt: skip
         """`alone`: there is no other rank to agree with."""
         tree = context.tree
         self.context = context
         self._restoring = restoring
-        self.ahead = ahead
+        self.planner = planner
+        self.pages = pages = planner.pages
         self.counters = LookaheadCounters()
-        self.facts = TierFacts(tree, self._tell, ahead.map)
+        self.facts = TierFacts(tree, self._tell, pages)
         self.promotions = Promotions(context, self.facts, self._tell, self.counters)
-        self.victims = (
-            Victims(tree, ahead.map, self.facts, self.counters) if orders_evictions else None
-        )
-        self.check = TierCheck(tree, ahead.map, self.facts)
-        self._votes = (
-            None if alone else StoreVotes(tree, ahead.map, self.facts, context.next_number)
-        )
+        self.victims = Victims(tree, pages, self.facts, self.counters) if orders_evictions else None
+        self.check = TierCheck(tree, pages, self.facts)
+        self._votes = None if alone else StoreVotes(tree, pages, self.facts, context.next_number)
         self.sessions = SessionNames()
         self.metrics: Source | None = None
         self.broken = False
@@ -191,7 +188,7 @@ class LookaheadEngine:
         """Before the pools are emptied."""
         self.promotions.reset()
         self.facts.dropped(self.facts.cleared(), Tier.DRAM)
-        self.facts.dropped(tuple(self.ahead.map.resident(Tier.HBM)), Tier.HBM)
+        self.facts.dropped(tuple(self.pages.resident(Tier.HBM)), Tier.HBM)
         for path in (
             *self._idle.values(),
             *(known.path for known in self._requests.values() if known.path is not None),
@@ -237,7 +234,7 @@ class LookaheadEngine:
         """
         if self.broken:
             return BROKEN
-        known = self.ahead.map
+        known = self.pages
         tiers = [known.count(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)]
         state = (
             len(known),
@@ -272,7 +269,7 @@ class LookaheadEngine:
         """
         if scheduler.waiting_queue or scheduler.chunked_req is not None:
             return True
-        return self.ahead.active and self.context.now - self._planned_at >= _IDLE_PERIOD_S
+        return self.planner.looks_ahead and self.context.now - self._planned_at >= _IDLE_PERIOD_S
 
     def told(self) -> None:
         """The planner has been told everything."""
@@ -315,7 +312,7 @@ class LookaheadEngine:
         self.counters.drift += sum(self.off.values())
         self.counters.checks += 1
         logger.info(
-            "kvtier: the map of %d pages compared with the truth: %s", len(self.ahead.map), self.off
+            "kvtier: the map of %d pages compared with the truth: %s", len(self.pages), self.off
         )
 
     # --- evictions --------------------------------------------------------------------------------
@@ -350,9 +347,9 @@ class LookaheadEngine:
         """Once in a step at most: room is made in host memory for every node that is written
         through.
         """
-        owners = self.ahead.map.owners
-        turns = ((owners.number(owner_of(session)), path) for session, path in self._idle.items())
-        due = [(owners.turn(number), path) for number, path in turns if number is not None]
+        pages = self.pages
+        turns = ((pages.turn_of(owner_of(session)), path) for session, path in self._idle.items())
+        due = [(turn, path) for turn, path in turns if turn is not None]
         self._expected = len(due)
         self._next = [
             path for _, path in heapq.nsmallest(MOST_PINS, due, key=lambda entry: entry[0])
@@ -407,7 +404,7 @@ class LookaheadEngine:
                 return None
             req = known.req
             return Path(req.full_untruncated_fill_ids, known.keys, req.extra_key, req.cache_salt)
-        page = self.ahead.map.page(move.keys[-1])
+        page = self.pages.page(move.keys[-1])
         owners = page.owners if page is not None else ()
         return next(
             (
@@ -438,7 +435,7 @@ class LookaheadEngine:
 
     def _forget_stored(self) -> None:
         """What the map has in storage is there no more."""
-        self.facts.dropped(tuple(self.ahead.map.resident(Tier.SSD)), Tier.SSD)
+        self.facts.dropped(tuple(self.pages.resident(Tier.SSD)), Tier.SSD)
         self.check.forget()
         if self._votes is not None:
             self._votes.forget()
@@ -485,14 +482,11 @@ class LookaheadEngine:
 
     def samples(self) -> list[Sample]:
         """All counters, the map's size, and of what it knows, for /metrics. Any thread."""
-        ahead, known = self.ahead.prefetcher, self.ahead.map
-        wasted = (ahead.brought.wasted + self.facts.wasted) * self.context.page_bytes
+        tally, known = self.planner.tally(), self.pages
+        wasted = (tally.wasted_pages + self.facts.wasted) * self.context.page_bytes
         return [
             *self.counters.counts(wasted),
-            *(
-                ("overlap", {"result": name}, count)
-                for name, count in list(ahead.overlaps.counts.items())
-            ),
+            *(("overlap", {"result": name}, count) for name, count in tally.overlaps.items()),
             ("map_pages", {}, len(known)),
             ("map_device_pages", {}, known.count(Tier.HBM)),
             ("map_host_pages", {}, known.count(Tier.DRAM)),

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang.attached import backend_of
@@ -33,11 +33,11 @@ class StoreVotes:
     """One per scheduler process of several. `number` gives every poll its number."""
 
     def __init__(
-        self, tree: Any, tier_map: TierMap, facts: TierFacts, number: Callable[[], int]
+        self, tree: Any, pages: PageView, facts: TierFacts, number: Callable[[], int]
     ) -> None:
         """Watches what SGLang writes to storage from now on."""
         self._tree = tree
-        self._map = tier_map
+        self._pages = pages
         self._facts = facts
         self._number = number
         self._writing: dict[int, tuple[PageKey, ...]] = {}
@@ -95,7 +95,7 @@ class StoreVotes:
         ]:
             self._todo.update(dict.fromkeys(self._not_known(self._writing.pop(operation))))
         if self._next is not None and not self._todo:
-            part, self._next = self._map.resident_part(Tier.SSD, self._next, _SLICE)
+            part, self._next = self._pages.resident_part(Tier.SSD, self._next, _SLICE)
             self._todo.update(dict.fromkeys(part))
         if (
             now >= self._ask_at
@@ -127,7 +127,7 @@ class StoreVotes:
         return operation
 
     def _not_known(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
-        pages = ((key, self._map.page(key)) for key in keys)
+        pages = ((key, self._pages.page(key)) for key in keys)
         return tuple(key for key, page in pages if page is None or Tier.SSD not in page.tiers)
 
     def _answer(self, poll: Poll, keys: tuple[PageKey, ...]) -> None:

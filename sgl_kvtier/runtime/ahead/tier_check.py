@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.types import Lookup, PageKey, Tier
@@ -26,9 +26,9 @@ class TierCheck:
     server is idle.
     """
 
-    def __init__(self, tree: Any, tier_map: TierMap, facts: TierFacts) -> None:
+    def __init__(self, tree: Any, pages: PageView, facts: TierFacts) -> None:
         self._tree = tree
-        self._map = tier_map
+        self._pages = pages
         self._facts = facts
         self._at = 0.0
         self._seen: tuple[int, int] | None = None
@@ -62,7 +62,7 @@ class TierCheck:
                 return 0
             self._seen = seen
             self._next = 0
-        part, self._next = self._map.resident_part(Tier.SSD, self._next, _SLICE)
+        part, self._next = self._pages.resident_part(Tier.SSD, self._next, _SLICE)
         gone = self._not_stored(store, part)
         self._facts.dropped(gone, Tier.SSD)
         return len(gone)
@@ -91,7 +91,7 @@ class TierCheck:
         """
         core, page = self._tree.tree_core, self._facts._page
         known = {
-            tier: dict.fromkeys(self._map.resident(tier))
+            tier: dict.fromkeys(self._pages.resident(tier))
             for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
         }
         paths: dict[PageKey, None] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
-from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
@@ -27,10 +27,10 @@ class TierFacts:
     facts were last told.
     """
 
-    def __init__(self, tree: Any, tell: Callable[[Fact], None], tier_map: TierMap) -> None:
+    def __init__(self, tree: Any, tell: Callable[[Fact], None], pages: PageView) -> None:
         """Begins watching the tree's core, which must still be empty."""
         self._tell = tell
-        self._map = tier_map
+        self._pages = pages
         self._page = int(tree.page_size)
         self._core = tree.tree_core
         pool = tree.cache_controller.mem_pool_host.anchor_entry.host_pool
@@ -102,7 +102,7 @@ class TierFacts:
     def _is_there(self, key: PageKey, tier: Tier) -> bool:
         if tier is Tier.DRAM:
             return key in self._hosted
-        page = self._map.page(key)
+        page = self._pages.page(key)
         return key in self._came or (
             page is not None and tier in page.tiers and key not in self.left
         )

@@ -12,12 +12,11 @@ common, so they do the same. Not with pipeline stages: there SGLang decides on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_kvtier.policy.ahead.read_turns import due
-from sgl_kvtier.policy.messages import Queued
+from sgl_kvtier.policy.messages import Consulted, Queued, ReadsDue
 from sgl_kvtier.runtime.step.context import Restoring, StepContext
 
 _MOST_READS = 3
@@ -58,17 +57,19 @@ class TurnReads:
         self,
         context: StepContext,
         restoring: Restoring,
+        planner: Consulted,
         counts: Counter[str],
         clock: Callable[[], float],
     ) -> None:
-        """`counts` is where what was done is counted, by what it was."""
+        """The planner says whose turn it is; `counts` is where what was done is counted, by what it
+        was.
+        """
         self._context = context
         self._restoring = restoring
+        self._planner = planner
         self._counts = counts
         self._clock = clock
         self._tree = context.tree
-        self.decide: Callable[[Iterable[Queued], int], list[str]] = due
-        """The planner's word."""
         self._stored: dict[str, _Stored] = {}
         self._idle_since = 0.0
         self._idle_passes = 0
@@ -234,7 +235,7 @@ class TurnReads:
         scheduler._prefetch_kvcache(req)
         return req.cache_request_handle in self._tree.ongoing_prefetch
 
-    def _due(self, asking: str = "") -> list[str]:
+    def _due(self, asking: str = "") -> tuple[str, ...]:
         """Whose pages may be read. `asking` is a request that asks for some, besides those kept
         back.
         """
@@ -245,10 +246,14 @@ class TurnReads:
             # What is on the device has its copy in host memory, which cannot leave: the rest is the
             # room.
             room -= int(device.size) - int(device.available_size())
-        return self.decide(self._waiting(asking), max(0, room) // self._context.page)
+        pages = max(0, room) // self._context.page
+        return self._planner.query(ReadsDue(self._waiting(asking, pages), pages))
 
-    def _waiting(self, asking: str) -> Iterator[Queued]:
-        context = self._context
+    def _waiting(self, asking: str, room: int) -> tuple[Queued, ...]:
+        """Waiting requests in the order they run, up to the first that does not fit into `room`
+        pages.
+        """
+        context, found = self._context, list[Queued]()
         for req in context.scheduler.waiting_queue if context.scheduler is not None else ():
             if req.rid in self._restoring.restorations:
                 continue  # it has pages of its own
@@ -256,4 +261,8 @@ class TurnReads:
             there = req.prefix_len + req.host_hit_length
             end = max(there, stored.end) if stored is not None else there
             unread = req.rid == asking or (stored is not None and stored.kept_back)
-            yield Queued(req.rid, max(0, end - req.prefix_len) // context.page, unread)
+            found.append(Queued(req.rid, max(0, end - req.prefix_len) // context.page, unread))
+            room -= found[-1].pages
+            if room < 0 and len(found) > 1:
+                break
+        return tuple(found)

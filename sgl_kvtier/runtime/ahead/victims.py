@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.step.page_names import from_hex
@@ -26,10 +26,10 @@ class Victims:
     """Evicts by the map's order. Scheduler's thread."""
 
     def __init__(
-        self, tree: Any, tier_map: TierMap, facts: TierFacts, counters: LookaheadCounters
+        self, tree: Any, pages: PageView, facts: TierFacts, counters: LookaheadCounters
     ) -> None:
         self._tree = tree
-        self._map = tier_map
+        self._pages = pages
         self._facts = facts
         self._counters = counters
         self._page = int(tree.page_size)
@@ -74,7 +74,7 @@ class Victims:
         evicted = False
         bared: dict[PageKey, None] = {}
         left = self._facts.left
-        for key in self._map.victims_aside(Tier.HBM, missing + len(left) + _SLACK_PAGES):
+        for key in self._pages.victims_aside(Tier.HBM, missing + len(left) + _SLACK_PAGES):
             if key in left:
                 continue
             node = leaves.pop(key, None)

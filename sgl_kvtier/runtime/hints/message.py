@@ -18,7 +18,7 @@ from typing import Any
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.outside import is_number, is_text, is_whole, parse_json, refusal, shown
-from sgl_kvtier.policy.sessions.sessions import Hint
+from sgl_kvtier.policy.messages import Hint
 from sgl_kvtier.runtime.step.session_name import known_as
 from sgl_kvtier.types import PageKey
 

@@ -9,11 +9,10 @@ policy/sessions/sessions.py.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
-from sgl_kvtier.policy.sessions.sessions import HintAnswer
+from sgl_kvtier.policy.messages import Consulted, HintAnswer, Hinted, SessionsWith
 from sgl_kvtier.runtime import metrics
 from sgl_kvtier.runtime.hints.message import MARK, Sent, unpack
 from sgl_kvtier.runtime.hints.route import ANSWER
@@ -45,15 +44,13 @@ def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
     why = unable(scheduler.tree_cache, tick)
     if why is not None:
         return _answer([HintAnswer(False, why)], 0, None)
-    planner = tick.planner
     now = max(sent.at, tick.context.now) if _one_host(scheduler) else tick.context.now
-    sessions = _meant(planner.ahead, sent)
+    sessions = _meant(tick.planner, sent)
     if isinstance(sessions, str):
         return _answer([HintAnswer(False, sessions)], 0, None)
-    answers = [planner.hint(session, sent.hint, now) for session in sessions]
-    returns = [planner.ahead.sessions.expected(session, now) for session in sessions]
-    at = min((one.at for one in returns if one is not None), default=math.inf)
-    return _answer(answers, len(sessions), max(0.0, at - now) if at < math.inf else None)
+    answers = [tick.planner.query(Hinted(session, sent.hint, now)) for session in sessions]
+    returns = [answer.returns_at for answer in answers if answer.returns_at is not None]
+    return _answer(answers, len(sessions), max(0.0, min(returns) - now) if returns else None)
 
 
 def unable(tree: Any, tick: Any) -> str | None:
@@ -71,11 +68,12 @@ def unable(tree: Any, tick: Any) -> str | None:
     return None
 
 
-def _meant(ahead: Any, sent: Sent) -> list[str] | str:
+def _meant(planner: Consulted, sent: Sent) -> tuple[str, ...] | str:
     """The sessions a hint is for, or why there are none."""
     if sent.session is not None:
-        return [sent.session]
-    sessions = list(ahead.sessions_with(sent.page))
+        return (sent.session,)
+    assert sent.page is not None, "a hint names a session or a page"
+    sessions = planner.query(SessionsWith(sent.page))
     if not sessions:
         return "no session is known whose prompts have the whole pages of this prefix"
     if len(sessions) > MOST_SESSIONS:

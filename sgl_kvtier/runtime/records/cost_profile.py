@@ -18,19 +18,25 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.outside import is_number, is_whole, parse_json
-from sgl_kvtier.policy.ahead.planner import Lookahead
-from sgl_kvtier.policy.messages import ChunkDone, Fact, Planner, StepPlan, StepView, TransferDone
-from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
+from sgl_kvtier.policy.messages import (
+    ChunkDone,
+    Consulted,
+    Fact,
+    Question,
+    StepPlan,
+    StepView,
+    TransferDone,
+)
 from sgl_kvtier.store.disk.env import Env, create_file, read_file
 from sgl_kvtier.store.disk.namespace import PROFILE
 from sgl_kvtier.types import Link
 
 logger = logging.getLogger(__name__)
 
+_A = TypeVar("_A")
 NAME = PROFILE
 SCHEMA = "kvtier.restore-profile/1"
 _MOST_BYTES = 1 << 20
@@ -145,7 +151,7 @@ class Learning:
 
     def __init__(
         self,
-        inner: Configurable,
+        inner: Consulted,
         learned: Callable[[], dict[str, Any]],
         keeper: ProfileKeeper | None,
         known: Profile,
@@ -187,18 +193,9 @@ class Learning:
         """The inner planner's plan."""
         return self._inner.step(view)
 
-    def configure(self, config: PolicyConfig) -> None:
-        """Other settings from now on."""
-        self._inner.configure(config)
-
-    @property
-    def ahead(self) -> Lookahead:
-        """The inner planner's, to look at; hints go through `hint`."""
-        return self._inner.ahead
-
-    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """Passes a client's hint on."""
-        return self._inner.hint(session, hint, now)
+    def query(self, question: Question[_A]) -> _A:
+        """The inner planner's answer."""
+        return self._inner.query(question)
 
     def stop_keeping(self) -> None:
         """Nothing learned from now on is kept."""
@@ -209,20 +206,6 @@ class Learning:
         """Writes what is left to write. Idempotent."""
         if self._keeper is not None:
             self._keeper.close()
-
-
-class Configurable(Planner, Protocol):
-    """A planner whose settings can be changed."""
-
-    def configure(self, config: PolicyConfig) -> None:
-        """Other settings from now on."""
-
-    @property
-    def ahead(self) -> Lookahead:
-        """Its map of pages, prefetching and sessions, to look at."""
-
-    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """The client's word on when its session returns; what came of it."""
 
 
 class ProfileKeeper:

@@ -13,31 +13,25 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.decision_log import (
     Header,
-    Hinted,
-    LeftToEngine,
     LinesDropped,
     PlannerFailed,
-    PolicyChanged,
-    ReadsDue,
+    Query,
     Record,
     encode,
     encode_header,
 )
-from sgl_kvtier.policy.messages import Fact, Queued, RestoreOffered, StepPlan, StepView
-from sgl_kvtier.policy.planner import Planner
-from sgl_kvtier.policy.sessions.sessions import Hint, HintAnswer
+from sgl_kvtier.policy.messages import Consulted, Fact, Question, StepPlan, StepView
 
 logger = logging.getLogger(__name__)
 
+_A = TypeVar("_A")
 MOST_QUEUED = 50_000
 """Records waiting to be written: at most some tens of megabytes, seconds of the busiest server."""
 _PERIOD_S = 0.2
@@ -111,7 +105,7 @@ class Recorded:
     Scheduler's thread.
     """
 
-    def __init__(self, inner: Planner, write: Callable[[Record], None]) -> None:
+    def __init__(self, inner: Consulted, write: Callable[[Record], None]) -> None:
         self._inner = inner
         self._write = write
 
@@ -135,39 +129,11 @@ class Recorded:
         self._write(plan)
         return plan
 
-    def configure(self, config: PolicyConfig) -> None:
-        """Other settings from now on."""
-        self._write(PolicyChanged(config))
-        self._inner.configure(config)
-
-    def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Writes what was asked, and the answer."""
-        why = self._inner.left_to_engine(offer, view)
-        self._write(LeftToEngine(offer, view, why))
-        return why
-
-    def reads_due(self, queue: Iterable[Queued], room: int) -> list[str]:
-        """The same, with as much of the queue as was looked at."""
-        seen: list[Queued] = []
-
-        def looked_at() -> Iterator[Queued]:
-            for one in queue:
-                seen.append(one)
-                yield one
-
-        found = self._inner.reads_due(looked_at(), room)
-        self._write(ReadsDue(tuple(seen), room, tuple(found)))
-        return found
-
-    @property
-    def ahead(self) -> Lookahead:
-        """The inner planner's, to look at; hints go through `hint`."""
-        return self._inner.ahead
-
-    def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """Writes a client's hint and passes it on."""
-        self._write(Hinted(session, hint, now))
-        return self._inner.hint(session, hint, now)
+    def query(self, question: Question[_A]) -> _A:
+        """Writes the question and its answer."""
+        answer = self._inner.query(question)
+        self._write(Query(question, answer))  # type: ignore[arg-type]
+        return answer
 
 
 def _begin(path: Path, header: str) -> TextIO:

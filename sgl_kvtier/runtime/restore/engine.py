@@ -50,12 +50,18 @@ _LATER = 0.0
 class RestoreEngine:
     """Restorations and their loads. Their slots are the context's."""
 
-    def __init__(self, context: StepContext, mover: PageMover, min_tokens: int) -> None:
+    def __init__(
+        self,
+        context: StepContext,
+        mover: PageMover,
+        min_tokens: int,
+        leave: Callable[[RestoreOffered], str | None],
+    ) -> None:
+        """`leave`: the planner's word on why a prefix is better left to SGLang than offered."""
         self.context = context
         self.mover = mover
         self.min_tokens = min_tokens
-        self.leave: Callable[[RestoreOffered], str | None] = lambda _offer: None
-        """Why a prefix is better left to SGLang than offered: the planner's word."""
+        self._leave = leave
         self.taking = True
         """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
         self.restorations: dict[str, Restoration] = {}
@@ -256,7 +262,7 @@ class RestoreEngine:
             offer = RestoreOffered(
                 req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources
             )
-            found = found if taken and found.keys else self.leave(offer) or found
+            found = found if taken and found.keys else self._leave(offer) or found
         if isinstance(found, str):
             self.counters.declined[found] += 1
             return False

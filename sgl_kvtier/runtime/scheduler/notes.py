@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import PolicyChanged
 from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning
@@ -39,7 +40,7 @@ class RestoreNotes:
         self.config = config
         self._engine.taking = config.restore != "off"
         self._engine.min_tokens = config.min_restore_tokens
-        self._planner.configure(config)
+        self._planner.observe(PolicyChanged(config, self._engine.context.now))
 
     def forget_links(self) -> None:
         """The bandwidth was changed on purpose: what is learned from now on says nothing about the

@@ -13,6 +13,7 @@ import torch
 
 from sgl_kvtier.config import KVTierConfig, PolicyConfig
 from sgl_kvtier.policy.decision_log import Header
+from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
@@ -122,9 +123,12 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     policy = in_force(args, config.policy)
     controller = tree.cache_controller
     context = StepContext(tree)
-    engine = RestoreEngine(
-        context, PageMover(copies_for(controller), tree.page_size), policy.min_restore_tokens
-    )
+    mover = PageMover(copies_for(controller), tree.page_size)
+
+    def leave(offer: RestoreOffered) -> str | None:
+        return tick.leave(offer)
+
+    engine = RestoreEngine(context, mover, policy.min_restore_tokens, leave)
     engine.taking = policy.restore != "off"
     ranks = tree.tp_world_size * tree.pp_size
     first = tree.pp_rank == 0 and (
@@ -157,7 +161,6 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     keeper = ProfileKeeper(path) if first and path is not None and not replica else None
     learning = Learning(recorded, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
     tick = RestoreTick(engine, learning, agreement, args.chunked_prefill_size)
-    tick.left_to_engine, tick.turns.decide = recorded.left_to_engine, recorded.reads_due
     tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
     if args.enable_metrics:
         rank = (
@@ -193,7 +196,7 @@ def _look_ahead(
     hands = LookaheadEngine(
         engine.context,
         engine,
-        planner.ahead,
+        planner,
         policy,
         orders_evictions=policy.eviction != "lru" and not write_back,
         alone=alone,

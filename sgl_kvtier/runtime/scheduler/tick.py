@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from sgl_kvtier.policy.messages import (
+    Consulted,
     Fact,
+    LeftToEngine,
     Load,
     Mode,
     PagesLost,
-    Planner,
     RestoreOffered,
     StepDone,
-    StepView,
     TransferDone,
 )
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
@@ -52,7 +52,7 @@ class RestoreTick:
     """
 
     def __init__(
-        self, engine: RestoreEngine, planner: Planner, agreement: Agreement, chunk_tokens: int
+        self, engine: RestoreEngine, planner: Consulted, agreement: Agreement, chunk_tokens: int
     ) -> None:
         self.engine = engine
         self.context = engine.context
@@ -68,14 +68,11 @@ class RestoreTick:
         self.turns = TurnReads(
             engine.context,
             engine,
+            planner,
             engine.counters.turn_reads,
             lambda: time.monotonic() if agreement.alone else self.context.now,
         )
         self.clock = ChunkClock(self.note_chunk)
-        self.left_to_engine: Callable[[RestoreOffered, StepView], str | None] = (
-            lambda _offer, _view: None
-        )
-        engine.leave = self.leave
         # Pipeline stages with fewer layers may have room for more tokens.
         host = agreement.least(
             self.context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
@@ -140,9 +137,8 @@ class RestoreTick:
             own = (
                 offer.prompt_tokens - (offer.resident + in_dram) * self.context.page
             )  # what the view counts of it as fresh
-            return self.left_to_engine(
-                offer, replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
-            )
+            beside = replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
+            return self.planner.query(LeftToEngine(offer, beside))
         except Exception:
             logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
             engine.counters.planner_failures += 1

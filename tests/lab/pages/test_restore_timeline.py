@@ -17,7 +17,7 @@ from sgl_kvtier.lab.pages.restore_timeline import (
     timeline_plot,
 )
 
-HEAD = {"log": "kvtier.decisions", "version": 1, "config": {}, "engine": {"page_tokens": 16}}
+HEAD = {"log": "kvtier.decisions", "version": 2, "config": {}, "engine": {"page_tokens": 16}}
 RUN = [
     {
         "type": "RestoreOffered",
