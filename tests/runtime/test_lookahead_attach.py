@@ -54,7 +54,7 @@ def test_a_store_that_is_emptied_is_no_drift(tmp_path: Path) -> None:
         for session in range(SESSIONS):
             agents.turn(served, session, 0)
         served.settle()
-        assert on_the_map(served, "ssd") > 0
+        assert on_the_map(served, "storage") > 0
         when_idle(served, "POST", ROUTE + "/clear")
         time.sleep(2.5)
         for session in range(2):
@@ -92,7 +92,7 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
                 )
             time.sleep(0.1)
             when_idle(served, "DELETE", ROUTE)
-            assert on_the_map(served, "ssd") == 0
+            assert on_the_map(served, "storage") == 0
             with ThreadPoolExecutor(4) as pool:
                 assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
             when_idle(served, "POST", "/flush_cache")
@@ -110,6 +110,6 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
             with ThreadPoolExecutor(4) as pool:
                 assert list(pool.map(lambda prompt: served.ask(prompt).tokens, asked)) == expected
             when_idle(served, "POST", "/flush_cache")
-        assert on_the_map(served, "ssd") == 0
+        assert on_the_map(served, "storage") == 0
         said = (tmp_path / "server.log").read_text(errors="replace")
         assert "Traceback" not in said and "planner failed" not in said
