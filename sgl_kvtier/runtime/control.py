@@ -62,7 +62,7 @@ def change_throttle(scheduler: Any, value: float) -> None:
     if throttle is None:
         raise ValueError("no kvtier storage backend is attached")
     throttle(parse_setting("throttle", "read_gbps", value))
-    notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
+    notes = getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
     if notes is not None:
         notes.forget_links()
 
@@ -84,7 +84,7 @@ def policy_handler(name: str) -> Handler:
     def change(scheduler: Any, value: float) -> None:
         if name in FIXED:
             raise ValueError(f"policy.{name} is fixed when the server starts")
-        notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
+        notes = getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
         if notes is not None:
             notes.configure(change_policy(notes.config, name, value))
         elif change_policy(PolicyConfig(), name, value).restore != "off" or name != "restore":
@@ -100,12 +100,12 @@ def check_map(scheduler: Any, value: float) -> None:
     as drift.
     """
     del value
-    ahead = getattr(scheduler.tree_cache, "ahead", None)
-    if ahead is None:
+    parts = getattr(scheduler.tree_cache, "kvtier", None)
+    if parts is None or parts.ahead is None:
         raise ValueError("this server does not look ahead")
     if not scheduler.is_fully_idle():
         raise ValueError("the map is compared while nothing runs")
-    ahead.compare(scheduler)
+    parts.tick.compare_map(scheduler)
 
 
 HANDLERS: dict[str, Handler] = {

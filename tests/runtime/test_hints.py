@@ -199,11 +199,11 @@ class Lab:
         self.engine = SimpleNamespace(taking=True, min_tokens=0)
         self.context = SimpleNamespace(now=0.0)
         notes = RestoreNotes(config, self.engine, self.planner, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
-        self.tick = SimpleNamespace(
+        self.parts = SimpleNamespace(
             notes=notes, planner=self.planner, context=self.context, ahead=object()
         )
         self.scheduler = SimpleNamespace(
-            tree_cache=SimpleNamespace(tick=self.tick),
+            tree_cache=SimpleNamespace(kvtier=self.parts),
             server_args=SimpleNamespace(nnodes=1, dp_size=1),
         )
 
@@ -301,7 +301,7 @@ def test_servers_that_cannot_use_hints_say_what_they_lack() -> None:
     tree = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=ours))
     assert "policy.restore" in take(SimpleNamespace(tree_cache=tree), sent)["reason"]
     lab = Lab()
-    lab.tick.ahead = None
+    lab.parts.ahead = None
     assert "does not look ahead" in take(lab.scheduler, sent)["reason"]
     assert (
         "policy.sessions is off"

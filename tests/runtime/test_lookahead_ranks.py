@@ -55,9 +55,6 @@ class Ahead:
     def told(self) -> None:
         """Nothing to note."""
 
-    def empty_pages(self) -> dict[Tier, int]:
-        return {}
-
     def carry_out(self, plan: Any, view: Any) -> None:
         """No moves here."""
 
@@ -79,11 +76,11 @@ class Rank:
         )
         self.told: list[Any] = []
         tree = SimpleNamespace(
-            page_size=16, token_to_kv_pool_allocator=None, ahead=None, _all_reduce=refused,
+            page_size=16, token_to_kv_pool_allocator=None, _all_reduce=refused,
             cache_controller=SimpleNamespace(mem_pool_host=host, storage_backend=None),
             _all_reduce_attn_groups=lambda data, op: None,
         )  # fmt: skip
-        self.context = StepContext(tree)
+        self.context = StepContext(tree, alone=False)
         self.engine = SimpleNamespace(
             context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
             look_for_offers=lambda: None, settle=lambda states, ends: None,
@@ -91,11 +88,11 @@ class Rank:
         )  # fmt: skip
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())
         self.agreement = Agreement(tree, 2, first=number == 0)
-        self.tick = RestoreTick(self.engine, planner, self.agreement, 256)  # type: ignore[arg-type]
-        self.tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
-        self.tick._unblock = lambda scheduler: None  # type: ignore[method-assign]
+        turns = SimpleNamespace(look=lambda scheduler: None)
+        views = SimpleNamespace(of=lambda scheduler, now: None)
         self.ahead = Ahead()
-        self.tick.ahead = self.ahead  # type: ignore[assignment]
+        self.tick = RestoreTick(self.engine, planner, self.agreement, turns, views, self.ahead)  # type: ignore[arg-type]
+        self.tick._unblock = lambda scheduler: None  # type: ignore[method-assign]
 
 
 def reduce(*ranks: Rank) -> None:
@@ -208,10 +205,11 @@ def test_what_is_agreed_on_travels_with_sglangs_own_reduction_and_comes_out_agai
     done = SimpleNamespace(finish_event=SimpleNamespace(query=lambda: True))
     tree.cache_controller = SimpleNamespace(ack_write_queue=[done] * 5, ack_load_queue=[done])
     answers: list[list[int]] = []
-    tree.tick = SimpleNamespace(rides=True, ask=lambda: [9, 8, 9], answer=answers.append)  # type: ignore[assignment]
+    tick = SimpleNamespace(rides=True, ask=lambda: [9, 8, 9], answer=answers.append)
+    tree.kvtier = SimpleNamespace(tick=tick)  # type: ignore[assignment]
     assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
     assert seen == [[5, 1, 0, 0, 9, 8, 9]] and answers == [[7, 8, 9]]
-    tree.tick.rides = False  # type: ignore[misc]
+    tick.rides = False
     assert tree._sync_hicache_ready_counts()[:2] == (3, 1)
     tree._all_reduce(torch.tensor([1]), None)
     assert seen[1:] == [[5, 1, 0, 0], [1]] and len(answers) == 1

@@ -32,7 +32,7 @@ class Budget:
 
 def adder_with(engine: Any, free: int = 4096) -> KVTierPrefillAdder:
     adder = KVTierPrefillAdder.__new__(KVTierPrefillAdder)
-    adder.tree_cache = SimpleNamespace(engine=engine)
+    adder.tree_cache = SimpleNamespace(kvtier=SimpleNamespace(engine=engine))
     adder.page_size = PAGE
     adder.memory_budget = Budget(free)
     adder.can_run_list = []

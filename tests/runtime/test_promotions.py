@@ -16,6 +16,7 @@ from sgl_kvtier.runtime.ahead.promotions import Path, Promotions, _Fetch
 from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
+from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.types import PageKey, Tier
 
@@ -74,11 +75,14 @@ def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
     assert not moves.hangs
 
 
-def engine_of(moves: Promotions) -> RestoreEngine:
-    """A restore engine that knows of the same reads and restores nothing."""
-    engine = object.__new__(RestoreEngine)
-    engine.loads, engine.context = [], moves._context
-    return engine
+def tree_with(moves: Promotions, ahead: Any, agreement: Any) -> SimpleNamespace:
+    """A tree with parts that know of the same reads and restore nothing."""
+    parts = object.__new__(Parts)
+    parts.engine = object.__new__(RestoreEngine)
+    parts.context = parts.engine.context = moves._context
+    parts.engine.loads, parts.agreement = [], agreement
+    parts.tick = SimpleNamespace(ahead=ahead)  # type: ignore[assignment]
+    return SimpleNamespace(kvtier=parts)
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -89,10 +93,7 @@ def test_a_server_is_not_idle_before_a_read_that_hangs_has_ended(
     moves, given_back, _ = made()
     hung = fetch(9.0, ended=False)
     moves._fetches = [hung]
-    tick = SimpleNamespace(agreement=SimpleNamespace(alone=True))
-    tree = SimpleNamespace(
-        engine=engine_of(moves), ahead=SimpleNamespace(promotions=moves), tick=tick
-    )
+    tree = tree_with(moves, SimpleNamespace(promotions=moves), SimpleNamespace(alone=True))
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=paused)
     for _ in range(2):
         assert not restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
@@ -110,9 +111,7 @@ def test_nor_after_a_failure_has_ended_all_looking_ahead(monkeypatch: pytest.Mon
     moves._fetches = [hung]
     moves.reset()
     alone = SimpleNamespace(alone=True)
-    tree = SimpleNamespace(
-        engine=engine_of(moves), ahead=None, tick=SimpleNamespace(agreement=alone)
-    )
+    tree = tree_with(moves, None, alone)
     scheduler = SimpleNamespace(tree_cache=tree, _engine_paused=False)
     assert not restore_hooks.is_fully_idle(lambda scheduler: True, scheduler)
     alone.alone = False

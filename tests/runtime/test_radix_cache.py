@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
 
 
@@ -31,10 +32,12 @@ def test_at_a_graceful_end_nothing_reads_into_host_memory_when_it_is_unmapped(
     tree = bare()
     backend = SimpleNamespace(begin_read=None, close=lambda: order.append("store"))
     tree.cache_controller = SimpleNamespace(storage_backend=SimpleNamespace(_backend=backend))
-    tree.engine = SimpleNamespace(close=lambda: order.append("copies"))
-    notes = SimpleNamespace(close=lambda: order.append("notes"))
-    tree.tick = SimpleNamespace(agreement=SimpleNamespace(close=lambda: None), notes=notes)
-    tree.ahead = SimpleNamespace(close=lambda: order.append("ahead"))
+    tree.kvtier = parts = object.__new__(Parts)
+    parts.engine = SimpleNamespace(close=lambda: order.append("copies"))  # type: ignore[assignment]
+    parts.notes = SimpleNamespace(close=lambda: order.append("notes"))  # type: ignore[assignment]
+    parts.agreement = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    ahead = SimpleNamespace(close=lambda: order.append("ahead"))
+    parts.tick = SimpleNamespace(ahead=ahead)  # type: ignore[assignment]
     tree.release_host_resources()
     assert order == ["copies", "notes", "ahead", "store", "unmapped"]
 
@@ -58,7 +61,7 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
     extra = '{"store": {"path": "unused"}, "policy": {"restore": "both", "prefetch": "kvtier"}}'
     with caplog.at_level(logging.WARNING):
         tree.init_hicache(SimpleNamespace(hicache_storage_backend_extra_config=extra), None)
-    assert tree.engine is None and tree.tick is None and tree.ahead is None and tree.turns is None
+    assert tree.kvtier is None
     assert (
         "prefixes are restored and pages are prefetched and evicted SGLang's own way: indexer"
         in caplog.text
@@ -67,10 +70,12 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
 
 def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
     tree = bare()
-    tree.ahead = SimpleNamespace()
+    tree.kvtier = parts = object.__new__(Parts)
     stopped: list[int] = []
-    agreement = SimpleNamespace(alone=True)
-    tree.tick = SimpleNamespace(stop_looking_ahead=lambda: stopped.append(1), agreement=agreement)
+    agreement = parts.agreement = SimpleNamespace(alone=True)  # type: ignore[assignment]
+    parts.tick = SimpleNamespace(  # type: ignore[assignment]
+        stop_looking_ahead=lambda: stopped.append(1), ahead=SimpleNamespace()
+    )
 
     def fails(ahead: Any) -> None:
         raise OverflowError("an id of an image")
@@ -79,7 +84,7 @@ def test_looking_ahead_that_fails_costs_itself_alone(caplog: pytest.LogCaptureFi
     assert stopped == [1] and "looking ahead failed" in caplog.text
     agreement.alone = False
     tree._tell_ahead(fails)
-    assert stopped == [1] and tree.ahead.broken, "with other ranks it is agreed on"
+    assert stopped == [1] and parts.ahead.broken, "with other ranks it is agreed on"
 
 
 def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(

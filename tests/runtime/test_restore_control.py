@@ -26,11 +26,13 @@ NAMES = [f.name for f in dataclasses.fields(PolicyConfig)]
 
 def lab(config: PolicyConfig) -> SimpleNamespace:
     """A scheduler with notes, an engine that only has what is changed, and a real planner."""
-    engine = SimpleNamespace(taking=True, min_tokens=config.min_restore_tokens)
+    engine = SimpleNamespace(
+        taking=True, min_tokens=config.min_restore_tokens, context=SimpleNamespace(now=1.0)
+    )
     planner = make_planner(config, ENGINE)
     learning = Learning(planner, planner.profile, None, Profile({}, {}, {}, 0, {}))
     notes = RestoreNotes(config, engine, learning, SimpleNamespace(reductions=0), None)  # type: ignore[arg-type]
-    tree = SimpleNamespace(tick=SimpleNamespace(notes=notes))
+    tree = SimpleNamespace(kvtier=SimpleNamespace(notes=notes, ahead=None))
     return SimpleNamespace(tree_cache=tree, engine=engine, notes=notes, planner=planner)
 
 

@@ -24,6 +24,7 @@ from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
@@ -223,7 +224,9 @@ def tick_of_two_ranks() -> tuple[RestoreTick, Restoration, list[Any], TwoRanks]:
     told: list[Any] = []
     planner = SimpleNamespace(observe=told.append, step=lambda view: StepPlan())
     ranks = TwoRanks(engine.context.tree)
-    return RestoreTick(engine, planner, Agreement(ranks, 2, first=True), 256), r, told, ranks  # type: ignore[arg-type]
+    agreement, views = Agreement(ranks, 2, first=True), Views(engine, 256, 1024)  # type: ignore[arg-type]
+    turns = SimpleNamespace(look=lambda scheduler: None)
+    return RestoreTick(engine, planner, agreement, turns, views), r, told, ranks  # type: ignore[arg-type]
 
 
 def test_the_chunk_by_which_the_last_restoration_ends_is_told_on_several_ranks_too():
@@ -258,7 +261,7 @@ def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
         )
     )
     tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)  # type: ignore[assignment]
     load, begun = tick.engine.load, []
 
     def fails_at_the_second(command: messages.Load) -> None:
@@ -326,7 +329,6 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         polls=list,
         told=lambda: None,
         carry_out=lambda plan, view: None,
-        empty_pages=dict,
     )
     tick.ahead = ahead  # type: ignore[assignment]
     tick.riding.taken = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
@@ -341,7 +343,7 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         computes=(messages.Compute("other", None, 64),),
     )
     tick.planner = SimpleNamespace(observe=told.append, step=lambda view: plan)  # type: ignore[assignment]
-    tick.views = SimpleNamespace(of=lambda scheduler, now, empty: None)  # type: ignore[assignment]
+    tick.views = SimpleNamespace(of=lambda scheduler, now: None)  # type: ignore[assignment]
     failing_pool(tick)
     tick.run(SimpleNamespace(running_batch=SimpleNamespace(reqs=[1])))
     assert tick.ahead is ahead, "looking ahead goes on"

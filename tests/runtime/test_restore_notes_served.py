@@ -17,8 +17,8 @@ from serving import Served, prompts
 from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.policy.decision_log import PolicyChanged, decode, decode_header
-from sgl_kvtier.policy.messages import Mode, StepPlan
+from sgl_kvtier.policy.decision_log import decode, decode_header
+from sgl_kvtier.policy.messages import Mode, PolicyChanged, StepPlan
 from sgl_kvtier.runtime.records import cost_profile
 
 pytestmark = pytest.mark.server

@@ -30,7 +30,6 @@ class Lab:
 
     def __init__(self, device: int = 512, host: int = 1024) -> None:
         self.asked: list[str] = []
-        self.now = 0.0
         self.limited = False
         self.queue: list[Any] = []
         controller = SimpleNamespace(
@@ -41,7 +40,6 @@ class Lab:
         self.tree = SimpleNamespace(
             page_size=PAGE,
             pp_size=1,
-            ahead=None,
             prefetch_threshold=THRESHOLD,
             prefetch_stop_policy="wait_complete",
             cache_controller=controller,
@@ -49,7 +47,7 @@ class Lab:
             token_to_kv_pool_allocator=SimpleNamespace(size=device, available_size=lambda: 0),
         )
         self.scheduler = SimpleNamespace(waiting_queue=self.queue, _prefetch_kvcache=self.ask)
-        context = StepContext(self.tree)
+        context = self.context = StepContext(self.tree, alone=False)
         context.scheduler = self.scheduler
         self.counters = RestoreCounters()
         restoring = SimpleNamespace(taking=True, restorations={})
@@ -58,8 +56,7 @@ class Lab:
             context,
             restoring,
             planner,
-            self.counters.turn_reads,
-            lambda: self.now,  # type: ignore[arg-type]
+            self.counters.turn_reads,  # type: ignore[arg-type]
         )
 
     def ask(self, req: Any) -> None:
@@ -186,12 +183,12 @@ def test_a_device_that_hangs_keeps_nobody_waiting_for_long():
     for rid in ("a", "b", "c"):
         lab.arrives(rid, 320)
     for second in range(3):
-        lab.now = float(second)
+        lab.context.now = float(second)
         lab.turns.passed(ran=False)
         assert lab.turns.kept_back == (["b", "c"] if second < 2 else ["c"])
     lab.turns.passed(ran=False)
     lab.turns.passed(ran=True)
-    lab.now += 1.9
+    lab.context.now += 1.9
     lab.turns.passed(ran=False)
     assert lab.turns.kept_back == ["c"], "something ran meanwhile"
     for _ in range(10_000):

@@ -88,6 +88,7 @@ class LookaheadEngine:
     ) -> None:  # fmt: skip
         """`alone`: there is no other rank to agree with."""
         tree = context.tree
+        context.looking_ahead = True
         self.context = context
         self._restoring = restoring
         self.planner = planner
@@ -276,15 +277,6 @@ class LookaheadEngine:
         self.facts.told()
         self._planned_at = self.context.now
 
-    def empty_pages(self) -> dict[Tier, int]:
-        """Pages of the pools that hold nothing."""
-        tree, page = self.context.tree, self.context.page
-        host = tree.cache_controller.mem_pool_host.available_size()
-        return {
-            Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page,
-            Tier.DRAM: host // page,
-        }
-
     def carry_out(self, plan: StepPlan, view: StepView) -> None:
         """Begins the plan's moves. Its evictions are not needed: room is made by the map's order
         when it is asked for.
@@ -301,13 +293,8 @@ class LookaheadEngine:
                 self._config.load_deadline_s,
             )
 
-    def compare(self, scheduler: Any) -> None:
-        """The whole map against the truth, on an idle server: what differs is logged and counted."""
-        tree = self.context.tree
-        tree.check_hicache_events()
-        tree.tick.hear()
-        self.look(scheduler)
-        tree.tick.tell()
+    def compare(self) -> None:
+        """The whole map against the truth, on an idle server whose facts were all told."""
         self.off = self.check.whole()
         self.counters.drift += sum(self.off.values())
         self.counters.checks += 1

@@ -12,7 +12,6 @@ common, so they do the same. Not with pipeline stages: there SGLang decides on t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +48,10 @@ class _Stored:
 
 
 class TurnReads:
-    """One per scheduler process. `clock` gives seconds that are the same on every rank, and may
-    stand still.
-    """
+    """One per scheduler process. The time of several ranks may stand still."""
 
     def __init__(
-        self,
-        context: StepContext,
-        restoring: Restoring,
-        planner: Consulted,
-        counts: Counter[str],
-        clock: Callable[[], float],
+        self, context: StepContext, restoring: Restoring, planner: Consulted, counts: Counter[str]
     ) -> None:
         """The planner says whose turn it is; `counts` is where what was done is counted, by what it
         was.
@@ -68,7 +60,6 @@ class TurnReads:
         self._restoring = restoring
         self._planner = planner
         self._counts = counts
-        self._clock = clock
         self._tree = context.tree
         self._stored: dict[str, _Stored] = {}
         self._idle_since = 0.0
@@ -84,7 +75,7 @@ class TurnReads:
         return (
             tree.pp_size == 1
             and tree.prefetch_stop_policy != "best_effort"
-            and (self._restoring.taking or tree.ahead is not None)
+            and (self._restoring.taking or self._context.looking_ahead)
         )
 
     @property
@@ -194,7 +185,7 @@ class TurnReads:
         if not kept:
             self._idle_passes = 0
             return
-        now = self._clock()
+        now = self._context.moment()
         self._idle_since = self._idle_since if self._idle_passes else now
         self._idle_passes += 1
         if now - self._idle_since >= _MOST_IDLE_S or self._idle_passes >= _MOST_IDLE_PASSES:

@@ -40,30 +40,30 @@ def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
     for, and `expected_in_s`, when the idle one among them that comes back first is expected.
     Scheduler's thread.
     """
-    tick: Any = getattr(scheduler.tree_cache, "tick", None)
-    why = unable(scheduler.tree_cache, tick)
+    parts: Any = getattr(scheduler.tree_cache, "kvtier", None)
+    why = unable(scheduler.tree_cache, parts)
     if why is not None:
         return _answer([HintAnswer(False, why)], 0, None)
-    now = max(sent.at, tick.context.now) if _one_host(scheduler) else tick.context.now
-    sessions = _meant(tick.planner, sent)
+    now = max(sent.at, parts.context.now) if _one_host(scheduler) else parts.context.now
+    sessions = _meant(parts.planner, sent)
     if isinstance(sessions, str):
         return _answer([HintAnswer(False, sessions)], 0, None)
-    answers = [tick.planner.query(Hinted(session, sent.hint, now)) for session in sessions]
+    answers = [parts.planner.query(Hinted(session, sent.hint, now)) for session in sessions]
     returns = [answer.returns_at for answer in answers if answer.returns_at is not None]
     return _answer(answers, len(sessions), max(0.0, min(returns) - now) if returns else None)
 
 
-def unable(tree: Any, tick: Any) -> str | None:
+def unable(tree: Any, parts: Any) -> str | None:
     """Why this server can do nothing with any hint, or None."""
-    if tick is None or tick.notes is None:
+    if parts is None:
         if store_of(getattr(tree, "cache_controller", None)) is None:
             return (
                 "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
             )
         return "this server restores prefixes SGLang's own way, so nothing is planned ahead: see policy.restore and its log"
-    if tick.ahead is None:
+    if parts.ahead is None:
         return "this server does not look ahead: name policy.prefetch or policy.eviction in kvtier.json, or see its log for why not"
-    if not tick.notes.config.sessions:
+    if not parts.notes.config.sessions:
         return "policy.sessions is off, so no session is known: set it to true in kvtier.json"
     return None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
-from sgl_kvtier.runtime.step.chunk_clock import ChunkClock
+from sgl_kvtier.runtime.scheduler.parts import parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,21 +39,17 @@ def build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = Non
     return original(ctx, cache_class=KVTierRadixCache)
 
 
-def _engine(scheduler: Any) -> Any:
-    return getattr(scheduler.tree_cache, "engine", None)
-
-
 def run_tick(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After SGLang's own cache events."""
     del result, args, kwargs
-    tick = getattr(scheduler.tree_cache, "tick", None)
-    if tick is not None:
-        tick.run(scheduler)
+    parts = parts_of(scheduler.tree_cache)
+    if parts is not None:
+        parts.tick.run(scheduler)
 
 
 def adder_class(result: Any, scheduler: Any) -> Any:
     del result
-    if _engine(scheduler) is None:
+    if parts_of(scheduler.tree_cache) is None:
         return None
     from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
 
@@ -69,7 +65,7 @@ def repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
     if (
         batch is None
         or parked is None
-        or _engine(scheduler) is None
+        or parts_of(scheduler.tree_cache) is None
         or any(req is parked for req in batch.reqs)
     ):
         return
@@ -81,8 +77,9 @@ def read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
     """Around SGLang's look at whether a request has lost pages since it was queued: what was read
     for it since counts too.
     """
-    turns = getattr(scheduler.tree_cache, "turns", None)
-    return (turns is not None and turns.at_turn(scheduler, req)) or original(scheduler, req)
+    parts = parts_of(scheduler.tree_cache)
+    waits = parts is not None and parts.turns.at_turn(scheduler, req)
+    return waits or original(scheduler, req)
 
 
 def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,20 +87,21 @@ def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     land it get the interpreter.
     """
     del args, kwargs
-    engine, turns = _engine(scheduler), getattr(scheduler.tree_cache, "turns", None)
-    if turns is not None:
-        turns.passed(result.batch_to_run is not None)
-    if engine is not None and engine.loads and result.batch_to_run is None:
-        engine.mover.wait_news(_NAP_S)
+    parts = parts_of(scheduler.tree_cache)
+    if parts is None:
+        return
+    parts.turns.passed(result.batch_to_run is not None)
+    if parts.engine.loads and result.batch_to_run is None:
+        parts.engine.mover.wait_news(_NAP_S)
 
 
 def time_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    tick = getattr(scheduler.tree_cache, "tick", None)
-    if tick is None or not batch.forward_mode.is_extend():
+    parts = parts_of(scheduler.tree_cache)
+    if parts is None or not batch.forward_mode.is_extend():
         return original(scheduler, batch, *args, **kwargs)
-    clock: ChunkClock = tick.clock
+    clock = parts.tick.clock
     timed = clock.launch(
         batch, None if str(scheduler.device) == "cpu" else _forward_stream(scheduler)
     )
@@ -122,9 +120,9 @@ def _forward_stream(scheduler: Any) -> Any:
 
 def time_result(result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     del result, args, kwargs
-    tick = getattr(scheduler.tree_cache, "tick", None)
-    if tick is not None:
-        tick.clock.processed(batch)
+    parts = parts_of(scheduler.tree_cache)
+    if parts is not None:
+        parts.tick.clock.processed(batch)
 
 
 def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
@@ -132,21 +130,12 @@ def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **k
     them for a flush.
     """
     idle = original(scheduler, *args, **kwargs)
-    engine = _engine(scheduler)
-    if not idle or engine is None or kwargs.get("for_health_check") or (args and args[0]):
+    parts = parts_of(scheduler.tree_cache)
+    if not idle or parts is None or kwargs.get("for_health_check") or (args and args[0]):
         return idle
-    ahead = scheduler.tree_cache.ahead
-    if scheduler._engine_paused:  # no step will come that could end them
-        if engine.holds_memory:
-            engine.reset()
-        if ahead is not None and ahead.promotions.hangs:
-            ahead.promotions.reset()
-    hangs = (ahead is not None and ahead.promotions.hangs) or (
-        scheduler.tree_cache.tick.agreement.alone and engine.context.reads_hang
-    )
-    return not engine.holds_memory and not hangs
+    return parts.is_idle(scheduler._engine_paused)
 
 
 def count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:
-    engine = getattr(checker.tree_cache, "engine", None)
-    return None if engine is None else (result[0] + engine.context.slots.tokens, result[1])
+    parts = parts_of(checker.tree_cache)
+    return None if parts is None else (result[0] + parts.context.slots.tokens, result[1])

@@ -33,7 +33,7 @@ class KVTierPrefillAdder(PrefillAdder):
         """Splices what has landed, then adds the granted chunk. Returning the request without
         adding it parks it.
         """
-        engine = self.tree_cache.engine
+        engine = self.tree_cache.kvtier.engine
         r = engine.of(req.rid)
         if r is None:
             return self._add_what_fits(req)
@@ -69,7 +69,10 @@ class KVTierPrefillAdder(PrefillAdder):
         """The next chunk. SGLang takes room for it for granted; what restorations hold can make
         that untrue, for a while.
         """
-        engine, most = self.tree_cache.engine, len(req.full_untruncated_fill_ids) - req.prefix_len
+        engine, most = (
+            self.tree_cache.kvtier.engine,
+            len(req.full_untruncated_fill_ids) - req.prefix_len,
+        )
         limits = [
             limit
             for limit in (most, self.rem_chunk_tokens, self.chunked_req_limit)
@@ -90,7 +93,7 @@ class KVTierPrefillAdder(PrefillAdder):
         budget = self.memory_budget
         short = tokens + self.page_size - budget._available_and_evictable()
         if short > 0:
-            self.tree_cache.engine.give_room(short)
+            self.tree_cache.kvtier.engine.give_room(short)
         return min(tokens, budget._available_and_evictable() - self.page_size)
 
     def _whole_pages(self, tokens: int) -> int:
@@ -107,7 +110,7 @@ class KVTierPrefillAdder(PrefillAdder):
         """
         assert span.start * self.page_size == req.prefix_len, (req.rid, span, req.prefix_len)
         tiers = dict(r.spliced)
-        slots = self.tree_cache.engine.splice(r, span)
+        slots = self.tree_cache.kvtier.engine.splice(r, span)
         stop = span.stop * self.page_size
         pool = self.tree_cache.req_to_token_pool
         pool.write(
@@ -133,7 +136,7 @@ class KVTierPrefillAdder(PrefillAdder):
             req.cached_tokens_storage += storage
 
     def _park(self, r: Restoration, req: Any) -> Any:
-        self.tree_cache.engine.counters.park(r)
+        self.tree_cache.kvtier.engine.counters.park(r)
         self._reserve(r, req, req.prefix_len)
         return req
 
@@ -155,7 +158,7 @@ class KVTierPrefillAdder(PrefillAdder):
         """Admits a waiting request; a restoring one with the chunk it was granted and what has
         landed as its prefix.
         """
-        engine = self.tree_cache.engine
+        engine = self.tree_cache.kvtier.engine
         r = engine.of(req.rid)
         if r is None:
             verdict = super().add_one_req(req, has_chunked_req, truncation_align_size)
@@ -175,7 +178,10 @@ class KVTierPrefillAdder(PrefillAdder):
     def _add_restoring(
         self, r: Restoration, req: Any, has_chunked_req: bool, align: int | None
     ) -> Any:
-        engine, compute = self.tree_cache.engine, self.tree_cache.engine.computes[req.rid]
+        engine, compute = (
+            self.tree_cache.kvtier.engine,
+            self.tree_cache.kvtier.engine.computes[req.rid],
+        )
         if req.prefix_len != r.resident * self.page_size:
             engine.offer_again(r)
             return AddReqResult.CONTINUE

@@ -1,9 +1,9 @@
 """SGLang's radix cache with restorations and lookahead beside it: what the tree has to ask or tell
 their hands.
 
-A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. It adds no state to the
-tree. Every override runs on the scheduler's thread, and without an engine, or without `ahead`, each
-is SGLang's own method.
+A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. Of ours only
+`kvtier` hangs on it. Every override runs on the scheduler's thread, and without `kvtier` each is
+SGLang's own method.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
-from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
-from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
-from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.types import PageKey, Tier
 
@@ -31,10 +29,8 @@ logger = logging.getLogger(__name__)
 class KVTierRadixCache(UnifiedRadixCache):
     """The tree of a server that restores prefixes by computing and loading at once."""
 
-    engine: RestoreEngine | None = None
-    tick: RestoreTick | None = None
-    ahead: LookaheadEngine | None = None
-    turns: TurnReads | None = None
+    kvtier: Parts | None = None
+    """Ours; None where all is SGLang's own way."""
     _taken_over = False
     _riding = False
 
@@ -49,25 +45,20 @@ class KVTierRadixCache(UnifiedRadixCache):
             return
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
-        self.engine, self.tick = restore_setup.build(self, server_args)
-        self.ahead = self.tick.ahead
-        self.turns = self.tick.turns
+        self.kvtier = restore_setup.build(self, server_args)
 
     def check_hicache_events(self) -> None:
         """SGLang's own events. It would ask storage again for what it dropped in favour of a
         restoration.
         """
         super().check_hicache_events()
-        if self.engine is not None:
-            for rid in self.engine.owned:
-                self.storage_prefetch_retries.cancel(rid)
-        if self.turns is not None:
-            for rid in self.turns.kept_back:
+        if self.kvtier is not None:
+            for rid in self.kvtier.asks_itself:
                 self.storage_prefetch_retries.cancel(rid)
 
     def _sync_hicache_ready_counts(self) -> Any:
         """SGLang's reduction of a tick: what ranks that look ahead have to agree on goes with it."""
-        self._riding = self.tick is not None and self.tick.rides
+        self._riding = self.kvtier is not None and self.kvtier.tick.rides
         try:
             return super()._sync_hicache_ready_counts()
         finally:
@@ -75,12 +66,12 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def _all_reduce(self, data: torch.Tensor, tp_reduce_op: Any) -> None:
         """Over all ranks, in place."""
-        if not self._riding or self.tick is None:
+        if not self._riding or self.kvtier is None:
             return super()._all_reduce(data, tp_reduce_op)
-        whole = torch.cat([data, torch.tensor(self.tick.ask(), dtype=data.dtype)])
+        whole = torch.cat([data, torch.tensor(self.kvtier.tick.ask(), dtype=data.dtype)])
         super()._all_reduce(whole, tp_reduce_op)
         data.copy_(whole[: len(data)])
-        self.tick.answer(whole[len(data) :].tolist())
+        self.kvtier.tick.answer(whole[len(data) :].tolist())
 
     def _offer_or_allocate(
         self, operation: Any, hit_tokens: int, **how: Any
@@ -88,11 +79,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer
         of what we restore, and of what is read later.
         """
-        self._tell_ahead(
-            lambda ahead: ahead.found(operation.hash_value[: hit_tokens // self.page_size])
-        )
-        offered = self.engine is not None and self.engine.offer_hit(operation, hit_tokens)
-        if offered or (self.turns is not None and self.turns.hit(operation, hit_tokens)):
+        if self.kvtier is not None and self.kvtier.takes(operation, hit_tokens):
             self.discard_storage_prefetch_accounting(
                 operation.handle
             )  # neither fulfilled nor dropped: it is ours now
@@ -113,48 +100,43 @@ class KVTierRadixCache(UnifiedRadixCache):
         self, request: Any, last_host_node_id: Any, new_input_tokens: Any, *args: Any, **kwargs: Any
     ) -> bool | None:
         """When a request is queued, and when storage is asked again for it."""
-        if self.engine is not None and request.rid in self.engine.owned:
+        parts = self.kvtier
+        if parts is not None and request.rid in parts.engine.owned:
             return None
-        if self.turns is not None and self.enable_storage:
+        if parts is not None and self.enable_storage:
             there = len(kwargs.get("matched_prefix_tokens") or ())
-            if self.turns.declines(request, len(new_input_tokens), there):
+            if parts.turns.declines(request, len(new_input_tokens), there):
                 return None
         answer = super().prefetch_from_storage(
             request, last_host_node_id, new_input_tokens, *args, **kwargs
         )
-        if self.engine is not None and request not in self.ongoing_prefetch:
-            self.engine.look_at(
-                request
-            )  # storage was not asked: what is in host memory may still be worth restoring
+        if parts is not None and request not in self.ongoing_prefetch:
+            # Storage was not asked: what is in host memory may still be worth restoring.
+            parts.engine.look_at(request)
         return answer
 
     def revoke_pending_prefetch(self, request: Any) -> None:
         """Storage has nothing more for this request, or its transfer is ours now."""
         super().revoke_pending_prefetch(request)
-        if self.engine is not None and not self._taken_over:
-            self.engine.look_at(request)
+        if self.kvtier is not None and not self._taken_over:
+            self.kvtier.engine.look_at(request)
 
     def _handle_prefetch_result(self, operation: Any) -> None:
         """SGLang has read pages of a waiting request into host memory, and puts them into the tree."""
         super()._handle_prefetch_result(operation)
-        if self.turns is not None:
-            self.turns.landed(operation)
+        if self.kvtier is not None:
+            self.kvtier.turns.landed(operation)
 
     def check_prefetch_progress(self, request: Any) -> bool:
         """Whether a waiting request may be admitted in this pass."""
-        if self.engine is not None:
-            admissible = self.engine.admissible(request)
-            if admissible is None and self.turns is not None:
-                admissible = self.turns.admissible(request)
-            if admissible is not None:
-                return admissible
-        return super().check_prefetch_progress(request)
+        admissible = None if self.kvtier is None else self.kvtier.admissible(request)
+        return super().check_prefetch_progress(request) if admissible is None else admissible
 
     def prefix_device_indices(self, req: Any) -> torch.Tensor:
         """A new request's prefix: the tree's slots, and behind them those that were spliced at its
         admission.
         """
-        spliced = None if self.engine is None else self.engine.take_prefix(req.rid)
+        spliced = None if self.kvtier is None else self.kvtier.engine.take_prefix(req.rid)
         if spliced is None:
             return super().prefix_device_indices(req)
         path = self.tree_core.collect_full_device_indices(
@@ -166,19 +148,15 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """A request gives its row back: finished, aborted or retracted."""
-        if self.engine is not None:
-            self.engine.forget(req.rid)
-        if self.turns is not None:
-            self.turns.forget(req.rid)
+        if self.kvtier is not None:
+            self.kvtier.forget(req.rid)
         self._tell_ahead(lambda ahead: ahead.released(req))
         super().on_release(req, checkpointed=checkpointed)
 
     def release_aborted_request(self, request: Any) -> None:
         """A waiting request, or one between two chunks, was aborted."""
-        if self.engine is not None:
-            self.engine.forget(request.rid)
-        if self.turns is not None:
-            self.turns.forget(request.rid)
+        if self.kvtier is not None:
+            self.kvtier.forget(request.rid)
         self._tell_ahead(lambda ahead: ahead.gone(request.rid))
         super().release_aborted_request(request)
 
@@ -188,17 +166,16 @@ class KVTierRadixCache(UnifiedRadixCache):
         """
         before = self.token_to_kv_pool_allocator.available_size()
         result = super().evict_for_alloc(params, **how)
-        if self.engine is not None:
+        if self.kvtier is not None:
             short = before + params.num_tokens - self.token_to_kv_pool_allocator.available_size()
-            if short > 0 and self.engine.give_room(short):
+            if short > 0 and self.kvtier.engine.give_room(short):
                 return super().evict_for_alloc(params, **how)  # what they kept from eviction
         return result
 
     def reset(self) -> None:
         """Before the pools are emptied: no transfer may be under way into them."""
-        if self.engine is not None:
-            self.engine.reset()
-        self._tell_ahead(lambda ahead: ahead.reset())
+        if self.kvtier is not None:
+            self.kvtier.reset()
         super().reset()
 
     # --- for lookahead ----------------------------------------------------------------------------
@@ -222,8 +199,9 @@ class KVTierRadixCache(UnifiedRadixCache):
         """Room is made on the device: by the planner's order first, then by SGLang's own as far as
         it is not enough.
         """
-        if self.ahead is not None:
-            self.ahead.evict(request_by_type[BASE_COMPONENT_TYPE], tracker)
+        ahead = self._ahead
+        if ahead is not None:
+            ahead.evict(request_by_type[BASE_COMPONENT_TYPE], tracker)
         super()._evict_components(request_by_type, tracker, *args, **kwargs)
 
     def _evict_device_leaf(self, node_id: int, tracker: Any) -> Any:
@@ -250,15 +228,15 @@ class KVTierRadixCache(UnifiedRadixCache):
         """Room is made in host memory: what was read for waiting requests, and paths of sessions
         that return soon, are held back while there are others.
         """
-        if self.turns is None or component_type != BASE_COMPONENT_TYPE:
+        if self.kvtier is None or component_type != BASE_COMPONENT_TYPE:
             return super().evict_host(num_tokens, component_type)
-        nodes, least = self.turns.nodes(), True
-        if self.ahead is not None:
-            wanted, least = self.ahead.wanted_in_host()
+        nodes, least, ahead = self.kvtier.turns.nodes(), True, self._ahead
+        if ahead is not None:
+            wanted, least = ahead.wanted_in_host()
             nodes += wanted
         freed = evict_others(self, num_tokens, nodes, super().evict_host, least=least)
-        if self.ahead is not None and nodes:
-            self.ahead.counters.host_victims += freed // self.page_size
+        if ahead is not None and nodes:
+            ahead.counters.host_victims += freed // self.page_size
         return freed
 
     def _drain_host_frees(self, host_frees: Any) -> None:
@@ -273,27 +251,25 @@ class KVTierRadixCache(UnifiedRadixCache):
         prefix; the newest of two covers the older one, because copies run in order on one stream.
         """
         own = super().ready_to_load_host_cache()
-        return self.ahead.promotions.consumer if own < 0 and self.ahead is not None else own
+        ahead = self._ahead
+        return ahead.promotions.consumer if own < 0 and ahead is not None else own
+
+    @property
+    def _ahead(self) -> LookaheadEngine | None:
+        return None if self.kvtier is None else self.kvtier.ahead
 
     def _tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
-        """Whoever looks ahead is told. Should that fail it costs the looking ahead, not the server."""
-        if self.ahead is None or self.tick is None:
-            return
-        try:
-            tell(self.ahead)
-        except Exception:
-            logger.exception("kvtier: looking ahead failed")
-            if self.tick.agreement.alone:
-                self.tick.stop_looking_ahead()
-            elif self.ahead is not None:
-                self.ahead.broken = True  # until then it gives its numbers into every reduction
+        """Whoever looks ahead is told."""
+        if self.kvtier is not None:
+            self.kvtier.tell_ahead(tell)
 
     def release_host_resources(self) -> None:
         """At a graceful end SGLang unmaps host memory: nothing may be read into it then, and what
         was learned is written.
         """
         try:
-            self._close_ours()
+            if self.kvtier is not None:
+                self.kvtier.close()
             backend = None if self.cache_controller is None else store_of(self.cache_controller)
             if backend is not None:
                 backend.close()
@@ -303,16 +279,6 @@ class KVTierRadixCache(UnifiedRadixCache):
 
     def shutdown(self) -> None:
         """At the end of the process: the engine's thread first, then SGLang's."""
-        self._close_ours()
+        if self.kvtier is not None:
+            self.kvtier.close()
         super().shutdown()
-
-    def _close_ours(self) -> None:
-        """Ends our threads. Idempotent."""
-        if self.engine is not None:
-            self.engine.close()
-        if self.tick is not None:
-            self.tick.agreement.close()
-            if self.tick.notes is not None:
-                self.tick.notes.close()
-        if self.ahead is not None:
-            self.ahead.close()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,10 @@ import torch
 
 from sgl_kvtier.config import KVTierConfig, PolicyConfig
 from sgl_kvtier.policy.decision_log import Header
-from sgl_kvtier.policy.messages import RestoreOffered
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
-from sgl_kvtier.runtime.metrics import PUBLISHER
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
@@ -27,7 +26,7 @@ from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
 from sgl_kvtier.runtime.restore.copy_device import copies_for
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
-from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.refusals import (
     STAGES,
     UNEVEN,
@@ -36,7 +35,6 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     unproven,
     unsupported,
 )
-from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.settings import looks_ahead
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.step.context import StepContext
@@ -111,9 +109,9 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
     return policy
 
 
-def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
-    """The engine and its tick for a tree whose host pools and storage backend are there. Raises
-    SeamError, and ConfigError when the decision log cannot be written.
+def build(tree: Any, server_args: Any) -> Parts:
+    """The parts for a tree whose host pools and storage backend are there. Raises SeamError, and
+    ConfigError when the decision log cannot be written.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.runtime_context import get_parallel
@@ -122,19 +120,12 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
     controller = tree.cache_controller
-    context = StepContext(tree)
-    mover = PageMover(copies_for(controller), tree.page_size)
-
-    def leave(offer: RestoreOffered) -> str | None:
-        return tick.leave(offer)
-
-    engine = RestoreEngine(context, mover, policy.min_restore_tokens, leave)
-    engine.taking = policy.restore != "off"
     ranks = tree.tp_world_size * tree.pp_size
     first = tree.pp_rank == 0 and (
         tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0
     )
     agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
+    context = StepContext(tree, agreement.alone)
     context.agreed_page_bytes = int(agreement.first_says([context.page_bytes])[0])
     shape = EngineShape(
         page_tokens=context.page,
@@ -154,25 +145,24 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
     # has.
     profile = cost_profile.taken(agreement.first_says(cost_profile.as_numbers(known)))
     planner = make_planner(policy, shape, profile)
-    recorded: Planner | Recorded = planner
     log = _decision_file(policy, shape, profile, replica) if first and policy.decision_log else None
-    if log is not None:
-        recorded = Recorded(planner, log.write)
+    asked = planner if log is None else Recorded(planner, log.write)
     keeper = ProfileKeeper(path) if first and path is not None and not replica else None
-    learning = Learning(recorded, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
-    tick = RestoreTick(engine, learning, agreement, args.chunked_prefill_size)
-    tick.notes = notes = RestoreNotes(policy, engine, learning, agreement, log)
+    learning = Learning(asked, planner.profile, keeper, known or Profile(here, {}, {}, 0, {}))
+    look = partial(_look_ahead, planner, policy, agreement.alone) if looks_ahead(policy) else None
+    parts = Parts(
+        context,
+        PageMover(copies_for(controller), tree.page_size),
+        learning,
+        agreement,
+        policy,
+        chunk_tokens=args.chunked_prefill_size,
+        log=log,
+        look_ahead=look,
+    )
     if args.enable_metrics:
-        rank = (
-            "0" if tree.tp_group is None else str(torch.distributed.get_rank(group=tree.tp_group))
-        )
-        labels = {"tp_rank": rank, "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
-        notes.metrics = PUBLISHER.add("restore_", notes.samples, labels)
-    if looks_ahead(policy):
-        tick.ahead = _look_ahead(
-            engine, planner, policy, labels if args.enable_metrics else None, agreement.alone
-        )
-    elif unlike:
+        parts.publish(replica)
+    if unlike:
         logger.warning("kvtier: %s. Prefetching and eviction are SGLang's own", UNEVEN)
     for line in not_followed(args, config.policy):
         logger.warning("%s", line)
@@ -180,20 +170,22 @@ def build(tree: Any, server_args: Any) -> tuple[RestoreEngine, RestoreTick]:
         "kvtier: restoring prefixes, policy %s, %s", policy.restore,
         "costs as learned earlier" if profile else "costs are learned from the first requests on",
     )  # fmt: skip
-    return engine, tick
+    return parts
 
 
 def _look_ahead(
-    engine: RestoreEngine,
-    planner: Planner,
-    policy: PolicyConfig,
-    labels: dict[str, str] | None,
-    alone: bool,
+    planner: Planner, policy: PolicyConfig, alone: bool, engine: RestoreEngine
 ) -> LookaheadEngine:
     write_back = engine.context.tree.cache_controller.write_policy == "write_back"
     if write_back and policy.eviction != "lru":
         logger.warning("kvtier: %s", WRITE_BACK)
-    hands = LookaheadEngine(
+    logger.info(
+        "kvtier: looking ahead, prefetch %s, eviction %s, sessions %s",
+        policy.prefetch,
+        policy.eviction,
+        policy.sessions,
+    )
+    return LookaheadEngine(
         engine.context,
         engine,
         planner,
@@ -201,15 +193,6 @@ def _look_ahead(
         orders_evictions=policy.eviction != "lru" and not write_back,
         alone=alone,
     )
-    if labels is not None:
-        hands.metrics = PUBLISHER.add("lookahead_", hands.samples, labels)
-    logger.info(
-        "kvtier: looking ahead, prefetch %s, eviction %s, sessions %s",
-        policy.prefetch,
-        policy.eviction,
-        policy.sessions,
-    )
-    return hands
 
 
 def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:

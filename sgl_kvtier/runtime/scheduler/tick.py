@@ -14,27 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sgl_kvtier.policy.messages import (
-    Consulted,
-    Fact,
-    LeftToEngine,
-    Load,
-    Mode,
-    PagesLost,
-    RestoreOffered,
-    StepDone,
-    TransferDone,
-)
+from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, Planner, StepDone, TransferDone
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.ranks.agreement import Agreement, Riding
 from sgl_kvtier.runtime.ranks.polls import agree, cut
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
-from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
-from sgl_kvtier.types import Link, Span, Tier
+from sgl_kvtier.types import Link, Span
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +41,13 @@ class RestoreTick:
     """
 
     def __init__(
-        self, engine: RestoreEngine, planner: Consulted, agreement: Agreement, chunk_tokens: int
+        self,
+        engine: RestoreEngine,
+        planner: Planner,
+        agreement: Agreement,
+        turns: TurnReads,
+        views: Views,
+        ahead: LookaheadEngine | None = None,
     ) -> None:
         self.engine = engine
         self.context = engine.context
@@ -60,24 +55,13 @@ class RestoreTick:
         self.agreement = agreement
         self.steps = 0
         self._idle = 0
-        self.notes: RestoreNotes | None = None
-        self.ahead: LookaheadEngine | None = None
+        self.turns = turns
+        self.views = views
+        self.ahead = ahead
         self.riding = Riding(agreement)
         self._not_begun: list[Load] = []
         """Loads of a plan that is being carried out."""
-        self.turns = TurnReads(
-            engine.context,
-            engine,
-            planner,
-            engine.counters.turn_reads,
-            lambda: time.monotonic() if agreement.alone else self.context.now,
-        )
         self.clock = ChunkClock(self.note_chunk)
-        # Pipeline stages with fewer layers may have room for more tokens.
-        host = agreement.least(
-            self.context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
-        )
-        self.views = Views(engine, chunk_tokens, host)
 
     def note_chunk(self, chunk: Chunk, follows: bool = False) -> bool:
         """A prefill was launched, or has ended; `follows` where its launch was noted. Returns
@@ -124,25 +108,6 @@ class RestoreTick:
             agree(polls, *self.agreement.local(polls))
         else:
             self.riding.tell_polls()
-
-    def leave(self, offer: RestoreOffered) -> str | None:
-        """The planner's word on whether a prefix is better left to SGLang, at this moment or, with
-        several ranks, at the last one they agreed on.
-        """
-        engine = self.engine
-        now = time.monotonic() if self.agreement.alone else self.context.now
-        try:
-            view = self.views.of(self.context.scheduler, now, self._empty_pages())
-            in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
-            own = (
-                offer.prompt_tokens - (offer.resident + in_dram) * self.context.page
-            )  # what the view counts of it as fresh
-            beside = replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
-            return self.planner.query(LeftToEngine(offer, beside))
-        except Exception:
-            logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
-            engine.counters.planner_failures += 1
-            return "planner failed"
 
     def run(self, scheduler: Any) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
@@ -197,7 +162,8 @@ class RestoreTick:
 
     def stop_looking_ahead(self) -> None:
         """For good: from now on where pages are is SGLang's business alone."""
-        ahead, self.ahead, self.context.tree.ahead = self.ahead, None, None
+        ahead, self.ahead = self.ahead, None
+        self.context.looking_ahead = False
         if ahead is None:
             return
         try:
@@ -226,7 +192,7 @@ class RestoreTick:
         elif not engine.restorations:
             return
         self.steps += 1
-        view = self.views.of(scheduler, now, self._empty_pages())
+        view = self.views.of(scheduler, now)
         plan = self.planner.step(view)
         for start in plan.starts:
             engine.start(start)
@@ -245,9 +211,6 @@ class RestoreTick:
             self.ahead.carry_out(plan, view)
         self._unblock(scheduler)
         self._end_starved()
-
-    def _empty_pages(self) -> dict[Tier, int]:
-        return self.ahead.empty_pages() if self.ahead is not None else {}
 
     def _unblock(self, scheduler: Any) -> None:
         """With nothing running, nothing loading and nothing granted, waiting restorations stand in
@@ -286,6 +249,17 @@ class RestoreTick:
         self._observe(time.monotonic())
         if self.ahead is not None:
             self.ahead.told()
+
+    def compare_map(self, scheduler: Any) -> None:
+        """The planner's whole map against the truth, on an idle server that looks ahead: what
+        differs is logged and counted.
+        """
+        assert self.ahead is not None, "only for who looks ahead"
+        self.context.tree.check_hicache_events()
+        self.hear()
+        self.ahead.look(scheduler)
+        self.tell()
+        self.ahead.compare()
 
     # --- facts ------------------------------------------------------------------------------------
 

@@ -28,10 +28,8 @@ class Views:
         self._chunk_tokens = chunk_tokens
         self._host_tokens = host_tokens
 
-    def of(self, scheduler: Any, now: float, empty_pages: dict[Tier, int]) -> StepView:
-        """The view of this step. `now` is the agreed time in seconds; `empty_pages` are told to the
-        planner as they are.
-        """
+    def of(self, scheduler: Any, now: float) -> StepView:
+        """The view of this step. `now` is the agreed time in seconds."""
         engine, chunked = self._engine, scheduler.chunked_req
         waiting = scheduler.waiting_queue
         running = scheduler.running_batch
@@ -55,11 +53,20 @@ class Views:
             fresh_tokens=fresh,
             decoding=len(running.reqs),
             free_pages=self.free_pages(_decoding(scheduler), chunked),
-            empty_pages=empty_pages,
+            empty_pages=self._empty_pages() if self._context.looking_ahead else {},
             owed_pages=0
             if chunked is None or holder is not None
             else _rest_tokens(chunked) // self._context.page,
         )
+
+    def _empty_pages(self) -> dict[Tier, int]:
+        """Pages of the pools that hold nothing."""
+        tree, page = self._context.tree, self._context.page
+        host = tree.cache_controller.mem_pool_host.available_size()
+        return {
+            Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page,
+            Tier.DRAM: host // page,
+        }
 
     def free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
         """What loads may claim: on the device, what is left when everything running gets the room

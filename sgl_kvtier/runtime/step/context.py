@@ -6,6 +6,7 @@ One per scheduler process. Scheduler's thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -18,8 +19,12 @@ from sgl_kvtier.types import Span, Tier
 class StepContext:
     """`facts` are what the next tick tells the planner; `page` is in tokens."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, alone: bool = True) -> None:
+        """`alone`: there is no other rank to agree with."""
         self.tree = tree
+        self.alone = alone
+        self.looking_ahead = False
+        """Whether a part of this process looks ahead."""
         self.slots = PrivateSlots(tree)
         self.page = int(tree.page_size)
         self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
@@ -37,6 +42,10 @@ class StepContext:
         read into all the same.
         """
         self._numbered = 0
+
+    def moment(self) -> float:
+        """The time between two ticks in seconds: with several ranks the last one they agreed on."""
+        return time.monotonic() if self.alone else self.now
 
     def next_number(self) -> int:
         """The number of a new load or poll, alike on every rank."""

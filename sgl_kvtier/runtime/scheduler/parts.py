@@ -1,0 +1,178 @@
+"""What works in one scheduler process: the object that hangs on SGLang's tree as `kvtier`.
+
+SGLang's cache, hooks and routes reach every part through it. Without it they are SGLang's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered
+from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
+from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
+from sgl_kvtier.runtime.metrics import PUBLISHER
+from sgl_kvtier.runtime.ranks.agreement import Agreement
+from sgl_kvtier.runtime.records.cost_profile import Learning
+from sgl_kvtier.runtime.records.decision_file import DecisionFile
+from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.scheduler.view import Views
+from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.types import Tier
+
+logger = logging.getLogger(__name__)
+
+
+class Parts:
+    """The restore engine, reads in turn, lookahead if there is one, the tick over them, and their
+    records. Scheduler's thread.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        mover: PageMover,
+        planner: Learning,
+        agreement: Agreement,
+        policy: PolicyConfig,
+        *,
+        chunk_tokens: int,
+        log: DecisionFile | None = None,
+        look_ahead: Callable[[RestoreEngine], LookaheadEngine] | None = None,
+    ) -> None:
+        """`look_ahead` makes the part that looks ahead, beside the engine that restores."""
+        self.context = context
+        self.planner = planner
+        self.agreement = agreement
+        self.engine = engine = RestoreEngine(
+            context, mover, policy.min_restore_tokens, self._why_left
+        )
+        engine.taking = policy.restore != "off"
+        self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
+        # Pipeline stages with fewer layers may have room for more tokens.
+        host = agreement.least(
+            context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
+        )
+        self.views = Views(engine, chunk_tokens, host)
+        ahead = look_ahead(engine) if look_ahead is not None else None
+        self.tick = RestoreTick(engine, planner, agreement, self.turns, self.views, ahead)
+        self.notes = RestoreNotes(policy, engine, planner, agreement, log)
+
+    @property
+    def ahead(self) -> LookaheadEngine | None:
+        """What looks ahead; None where nothing does, or not any more."""
+        return self.tick.ahead
+
+    def publish(self, replica: int) -> None:
+        """Publishes the figures of all parts in /metrics, labelled with this rank; `replica` is the
+        data-parallel copy's number.
+        """
+        tree = self.context.tree
+        rank = 0 if tree.tp_group is None else torch.distributed.get_rank(group=tree.tp_group)
+        labels = {"tp_rank": str(rank), "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
+        self.notes.metrics = PUBLISHER.add("restore_", self.notes.samples, labels)
+        if self.ahead is not None:
+            self.ahead.metrics = PUBLISHER.add("lookahead_", self.ahead.samples, labels)
+
+    # --- what SGLang asks and tells -----------------------------------------------------------------------------------
+
+    @property
+    def asks_itself(self) -> list[str]:
+        """Requests that storage is not asked for again by SGLang."""
+        return [*self.engine.owned, *self.turns.kept_back]
+
+    def takes(self, operation: Any, hit_tokens: int) -> bool:
+        """Whether a storage hit of a waiting request is restored, or read later, and so dropped by
+        SGLang.
+        """
+        page = self.context.page
+        self.tell_ahead(lambda ahead: ahead.found(operation.hash_value[: hit_tokens // page]))
+        offered = self.engine.offer_hit(operation, hit_tokens)
+        return offered or self.turns.hit(operation, hit_tokens)
+
+    def admissible(self, handle: Any) -> bool | None:
+        """Whether a waiting request may be admitted in this pass; None when that is SGLang's to
+        say.
+        """
+        admissible = self.engine.admissible(handle)
+        return self.turns.admissible(handle) if admissible is None else admissible
+
+    def forget(self, rid: str) -> None:
+        """A request is gone: finished, aborted or retracted."""
+        self.engine.forget(rid)
+        self.turns.forget(rid)
+
+    def reset(self) -> None:
+        """Before the pools are emptied: blocks until no transfer is under way into them."""
+        self.engine.reset()
+        self.tell_ahead(lambda ahead: ahead.reset())
+
+    def is_idle(self, paused: bool) -> bool:
+        """Whether no transfers or slots of ours are in SGLang's pools. A paused server takes no
+        step that could end them, so they are ended here.
+        """
+        ahead = self.ahead
+        if paused:
+            if self.engine.holds_memory:
+                self.engine.reset()
+            if ahead is not None and ahead.promotions.hangs:
+                ahead.promotions.reset()
+        hangs = (ahead is not None and ahead.promotions.hangs) or (
+            self.agreement.alone and self.context.reads_hang
+        )
+        return not self.engine.holds_memory and not hangs
+
+    def tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
+        """Tells whoever looks ahead. Should that fail it costs the looking ahead, not the server."""
+        if self.ahead is None:
+            return
+        try:
+            tell(self.ahead)
+        except Exception:
+            logger.exception("kvtier: looking ahead failed")
+            if self.agreement.alone:
+                self.tick.stop_looking_ahead()
+            elif self.ahead is not None:
+                self.ahead.broken = True  # until then it gives its numbers into every reduction
+
+    def close(self) -> None:
+        """Ends the threads. Idempotent."""
+        self.engine.close()
+        self.agreement.close()
+        self.notes.close()
+        if self.ahead is not None:
+            self.ahead.close()
+
+    # --- what is left to SGLang ---------------------------------------------------------------------------------------
+
+    def _why_left(self, offer: RestoreOffered) -> str | None:
+        """The planner's word on whether a prefix is better left to SGLang, at this moment or, with
+        several ranks, at the last one they agreed on.
+        """
+        context = self.context
+        try:
+            view = self.views.of(context.scheduler, context.moment())
+            in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
+            own = (
+                offer.prompt_tokens - (offer.resident + in_dram) * context.page
+            )  # what the view counts of it as fresh
+            beside = replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
+            return self.planner.query(LeftToEngine(offer, beside))
+        except Exception:
+            logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
+            self.engine.counters.planner_failures += 1
+            return "planner failed"
+
+
+def parts_of(tree: Any) -> Parts | None:
+    """Ours on this cache of SGLang's; None on another one's, or where all is SGLang's own way."""
+    parts: Parts | None = getattr(tree, "kvtier", None)
+    return parts
