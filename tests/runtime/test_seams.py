@@ -45,6 +45,18 @@ def test_every_hook_is_a_seam():
     assert [hook.target for hook in HOOKS if hook.target not in symbols] == []
 
 
+def test_every_seam_names_its_port_and_no_port_is_without_one():
+    named = {seam.port for seam in seams.load_manifest()}
+    assert named == set(seams.PORTS)
+
+
+def test_a_symbol_has_one_port_whatever_it_is_needed_for():
+    ports: dict[str, set[str]] = {}
+    for seam in seams.load_manifest():
+        ports.setdefault(seam.symbol, set()).add(seam.port)
+    assert {symbol: named for symbol, named in ports.items() if len(named) > 1} == {}
+
+
 def test_a_missing_symbol_is_missing(package):
     assert seams._problem(door(symbol="fakehost.room.House.window")) == "missing"
     assert seams._problem(door(symbol="fakehost.attic.House")) == "missing"

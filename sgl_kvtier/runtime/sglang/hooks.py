@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from sgl_kvtier.runtime.sglang.seams import load_manifest
+
 
 class Where(Enum):
     """Processes in which a hook is registered: others need not import what its target imports."""
@@ -122,12 +124,14 @@ def register(*places: Where) -> None:
 
 
 def table() -> str:
-    """The hooks as a table in markdown."""
+    """The hooks as a table in markdown, each with its port in the manifest."""
+    ports = {seam.symbol: seam.port for seam in load_manifest()}
     rows = (
-        f"| `{h.target.removeprefix(_ROOT)}` | {h.kind} | {h.why} | {h.where.value} |"
+        f"| `{h.target.removeprefix(_ROOT)}` | {ports[h.target]} | {h.kind} | {h.why} | {h.where.value} |"
         for h in HOOKS
     )
-    return "\n".join(("| hook on | kind | what for | process |", "|---|---|---|---|", *rows))
+    head = ("| hook on | port | kind | what for | process |", "|---|---|---|---|---|")
+    return "\n".join((*head, *rows))
 
 
 if __name__ == "__main__":

@@ -28,16 +28,32 @@ from sgl_kvtier.errors import SeamError
 SGLANG_VERSION = "0.5.23"
 MANIFEST = Path(__file__).with_name(f"seams-sglang-{SGLANG_VERSION}.json")
 
+PORTS = {
+    "device slots": "claim, put back, give to a row, copy into",
+    "host pages": "claim, free, pin, make room, what came and what left",
+    "page I/O": "pages of host memory read from storage and written to it",
+    "tree": "match, insert, evict a leaf, names of a node's pages",
+    "request": "the waiting list, admission, a row and its prefix, the end",
+    "offer": "a request has these pages in storage",
+    "ranks": "what all ranks agree on",
+    "step": "tick, idle, chunk times, flush, weights",
+    "server": "arguments, registration, routes, platform: beside serving",
+}
+"""What of SGLang a seam is a part of. Another owner of a tier would change one port."""
+
 
 @dataclass(frozen=True)
 class Seam:
-    """One symbol we rely on. `digest` is empty for plain data, where only the name has to be there."""
+    """One symbol we rely on. `digest` is empty for plain data, where only the name has to be there.
+    `port` says what of SGLang it is a part of, one of `PORTS`.
+    """
 
     feature: str
     symbol: str
     why: str
     signature: str = ""
     digest: str = ""
+    port: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,7 @@ def refresh() -> None:
         entries.append(
             {
                 "feature": seam.feature,
+                "port": seam.port,
                 "symbol": seam.symbol,
                 "why": seam.why,
                 "signature": signature,
