@@ -21,6 +21,7 @@ from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.ahead.tier_check import TierCheck
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ahead.victims import Victims
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.step.page_names import SessionNames, keys_of
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import open_store
@@ -220,12 +221,12 @@ def test_host_pages_that_are_held_back_leave_last():
         result.cache_actions.clear()
         return int(result.tracker.get(lab.full, 0))
 
-    assert evict_others(lab.core, 32, [kept, 999], evict, least=False) == 16
+    assert evict_others(HostTier(lab.core), 32, [kept, 999], evict, least=False) == 16
     assert lab.core.is_backuped(kept)
     with pytest.raises(KeyError):
         lab.facts.node_keys(other)
-    assert evict_others(lab.core, 16, [kept], evict, least=False) == 0
-    assert evict_others(lab.core, 16, [kept], evict, least=True) == 16
+    assert evict_others(HostTier(lab.core), 16, [kept], evict, least=False) == 0
+    assert evict_others(HostTier(lab.core), 16, [kept], evict, least=True) == 16
     with pytest.raises(KeyError):
         lab.facts.node_keys(kept)
 

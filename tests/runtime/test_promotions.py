@@ -17,6 +17,7 @@ from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler import hooks as restore_hooks
 from sgl_kvtier.runtime.scheduler.parts import Parts
+from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.types import PageKey, Tier
 
@@ -50,7 +51,16 @@ def fetch(deadline_at: float, ended: bool) -> _Fetch:
     job = SimpleNamespace(cancel=lambda: None, wait=lambda timeout_s: ended, done=ended)
     host = torch.arange(2 * PAGE)
     return _Fetch(
-        Path([], KEYS, None, None), KEYS, 0, host, 1, None, job, Poll(1, 2), 0.0, deadline_at, False
+        Path([], KEYS, None, None),
+        KEYS,
+        0,
+        host,
+        Pin(1, None),
+        job,
+        Poll(1, 2),
+        0.0,
+        deadline_at,
+        False,
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.agreement import BROKEN
 from sgl_kvtier.runtime.ranks.polls import Poll
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import Restored, Restoring, StepContext
 from sgl_kvtier.runtime.step.page_names import SessionNames, compact, keys_of
@@ -63,7 +64,7 @@ _MOST_IDLE_TOKENS = 64_000_000
 class _Known:
     """A request the planner was told of. `keys` name its pages as far as they have names."""
 
-    req: Any
+    req: Req
     keys: tuple[PageKey, ...]
     session: str
     prompt_tokens: int
@@ -124,7 +125,7 @@ class LookaheadEngine:
 
     # --- what SGLang tells ------------------------------------------------------------------------
 
-    def checkpointed(self, req: Any, before: int) -> None:
+    def checkpointed(self, req: Req, before: int) -> None:
         """A request's tokens [before, cache_protected_len) were put into the tree."""
         after = int(req.kv.cache_protected_len)
         known = self._requests.get(req.rid)
@@ -140,7 +141,7 @@ class LookaheadEngine:
             return  # all of it was there: a prompt that was asked before
         self.facts.placed(known.keys[before // page : after // page], Tier.HBM)
 
-    def released(self, req: Any) -> None:
+    def released(self, req: Req) -> None:
         """A request gives its row back; one that was retracted comes again and is still the same."""
         known = self._requests.get(req.rid)
         if known is None or not req.finished():
@@ -218,7 +219,7 @@ class LookaheadEngine:
         if self.metrics is not None:
             self.metrics.close()
 
-    def found(self, hashes: list[str]) -> None:
+    def found(self, hashes: Sequence[str]) -> None:
         """A storage query has found these pages, on every rank."""
         if self._votes is not None:
             self._votes.found(hashes)
@@ -249,7 +250,7 @@ class LookaheadEngine:
         )
         return zlib.crc32(repr(state).encode())
 
-    def look(self, scheduler: Any) -> None:
+    def look(self, scheduler: Scheduler) -> None:
         """Takes note of new requests and of what ended, before the planner is told."""
         self._ticks += 1
         self._next = None
@@ -264,7 +265,7 @@ class LookaheadEngine:
         if self._ticks % _SWEEP == 0:
             self._sweep(scheduler)
 
-    def due(self, scheduler: Any) -> bool:
+    def due(self, scheduler: Scheduler) -> bool:
         """Whether the planner has to be asked although nothing happened: its sessions return as
         time goes by.
         """
@@ -281,7 +282,8 @@ class LookaheadEngine:
         """Begins the plan's moves. Its evictions are not needed: room is made by the map's order
         when it is asked for.
         """
-        if plan.moves and self.context.scheduler.weight_updater.offload_tags:
+        scheduler = self.context.scheduler
+        if plan.moves and scheduler is not None and scheduler.weight_updater.offload_tags:
             self.promotions.refuse(
                 plan.moves, "released"
             )  # the device's memory, until it is taken again
@@ -356,7 +358,7 @@ class LookaheadEngine:
             self.counters.failures += 1
             self.victims = None
 
-    def _arrive(self, req: Any) -> None:
+    def _arrive(self, req: Req) -> None:
         tokens, page = req.full_untruncated_fill_ids, self.context.page
         if not len(tokens):
             tokens = req.origin_input_ids
@@ -427,7 +429,7 @@ class LookaheadEngine:
         if self._votes is not None:
             self._votes.forget()
 
-    def _sweep(self, scheduler: Any) -> None:
+    def _sweep(self, scheduler: Scheduler) -> None:
         """Requests that left without a word."""
         there = {req.rid for req in scheduler.waiting_queue}
         stages = (

@@ -26,6 +26,7 @@ from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -76,8 +77,8 @@ class _Fetch:
     keys: tuple[PageKey, ...]
     start: int
     host: Any
-    anchor: int
-    pin: Any
+    pin: Pin
+    """Of the node behind which they come."""
     job: Any
     poll: Poll
     begun_at: float
@@ -124,12 +125,12 @@ class Promotions:
         self._tell = tell
         self._counters = counters
         self._page = int(tree.page_size)
-        host = int(tree.cache_controller.mem_pool_host.size) // self._page
-        device = int(tree.token_to_kv_pool_allocator.size) // self._page
+        self._host, self._device = context.host, context.device
+        host, device = (port.tokens // self._page for port in (context.host, context.device))
         # With write-through what is on the device has its copy in host memory too, which cannot
         # leave: the rest is the room.
         self._most_unused = min(host // _HOST_SHARE, max(0, host - device) // 2)
-        self._page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self._page
+        self._page_bytes = context.page_bytes
         self._fetches: list[_Fetch] = []
         self._copying: _Copying | None = None
         """None when they have been reported."""
@@ -185,10 +186,7 @@ class Promotions:
                     self._fetch(move, path, deadline_s)
                 # else: SGLang's prefetch or a restoration brings them; if not, the planner gives
                 # the move up in time
-            elif (
-                self._tree.cache_controller.ack_load_queue
-                or not self._tree.has_free_load_back_slot()
-            ):
+            elif self._device.copies_are_begun:
                 self._fail(move.keys, move.target, "busy")
             else:
                 pages = self._load_back(path, move.keys, room)
@@ -232,7 +230,7 @@ class Promotions:
         if not reason:
             self._slots.claiming = True  # restorations need not give anything up for it
             try:
-                if not self._tree.load_back(fitting[-1].node_id):
+                if not self._device.queue_copies(fitting[-1].node_id):
                     reason, pages = "refused", 0
             finally:
                 self._slots.claiming = False
@@ -267,7 +265,7 @@ class Promotions:
             nodes = core.collect_path_info([path.node])[0]
         usable = []
         for node in nodes:
-            if node.full_value_len is None and not core.is_backuped(node.node_id):
+            if node.full_value_len is None and not self._host.has_copy(node.node_id):
                 break
             usable.append(node)
         return usable
@@ -275,10 +273,10 @@ class Promotions:
     # --- copies to the device ---------------------------------------------------------------------
 
     def _begin_copies(self) -> None:
-        controller, context, started = self._tree.cache_controller, self._context, time.monotonic()
-        counter = controller.start_loading()
-        if counter >= 0:
-            ack, poll = controller.ack_load_queue[-1], Poll(context.next_number(), 1)
+        context, started = self._context, time.monotonic()
+        begun = self._device.begin_copies()
+        if begun is not None:
+            (counter, ack), poll = begun, Poll(context.next_number(), 1)
             self._copying = _Copying(counter, ack, context.now, started, poll)
             self._copying.look()
 
@@ -310,16 +308,15 @@ class Promotions:
         keys = move.keys
         first = path.keys.index(keys[0]) if keys[0] in path.keys else len(path.keys)
         keys = keys[start - first :] if first <= start else ()
-        core = self._tree.tree_core
         if (
             not keys
             or path.keys[start : start + len(keys)] != keys
-            or not (core.is_backuped(anchor) or core.is_root(anchor))
+            or not self._host.takes_behind(anchor)
         ):
             self._fail(move.keys, move.target, "gap")
             return
         self._facts.failed(move.keys[: len(move.keys) - len(keys)], move.target)
-        pin = self._tree.inc_host_lock_ref(anchor).to_dec_params()
+        pin = self._host.pin(anchor)
         left = (
             self._most_unused - self._facts.unused - sum(len(fetch.keys) for fetch in self._fetches)
         )
@@ -331,7 +328,7 @@ class Promotions:
         finally:
             self.claiming_for = None
         if host is None:
-            self._tree.dec_host_lock_ref(anchor, pin)
+            self._host.unpin(pin)
             self._fail(keys, move.target, "no room")
             return
         now, poll, started = (
@@ -356,7 +353,6 @@ class Promotions:
                 keys,
                 start,
                 host,
-                anchor,
                 pin,
                 job,
                 poll,
@@ -384,7 +380,7 @@ class Promotions:
         into them any more.
         """
         kept = self._graft(fetch, pages) if pages else _NO_SPAN
-        self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
+        self._host.unpin(fetch.pin)
         self._slots.put_back_host(fetch.host[: kept.start * self._page])
         self._slots.put_back_host(fetch.host[kept.stop * self._page :])
         self._slots.give_host(len(kept) * self._page)
@@ -399,21 +395,15 @@ class Promotions:
         """
         page, names = self._page, [key.hex() for key in fetch.keys[:pages]]
         tokens = fetch.path.radix_key(fetch.start * page, (fetch.start + pages) * page)
-        try:
-            result = self._tree.tree_core.insert_host(
-                fetch.anchor, tokens, fetch.host[: pages * page], names
-            )
-        except KeyError:
-            return _NO_SPAN  # the anchor is gone with its path
-        self._tree._apply_cache_actions(result.cache_actions)
-        if result.host_insert_dropped:
+        taken = self._host.graft(fetch.pin.node, tokens, fetch.host[: pages * page], names)
+        if taken is None:
             return _NO_SPAN
-        fetch.path.node = result.inserted_host_node or fetch.path.node
+        fetch.path.node = taken.node or fetch.path.node
         nbytes = pages * self._page_bytes
         self._counters.moved_bytes[Link.SSD_TO_DRAM] += nbytes
         seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
         self._tell(TransferDone("", Link.SSD_TO_DRAM, _NO_SPAN, nbytes, seconds, _LATER))
-        return Span(result.prefix_len // page, pages)
+        return Span(taken.known_tokens // page, pages)
 
     def reset(self) -> None:
         """Before the pools are emptied, or for good: blocks until no read goes to host pages of
@@ -427,7 +417,7 @@ class Promotions:
             job.cancel()
         fetches, self._fetches = self._fetches, []
         for fetch in fetches:
-            self._tree.dec_host_lock_ref(fetch.anchor, fetch.pin)
+            self._host.unpin(fetch.pin)
             if fetch.job is None or fetch.job.wait(max(0.0, end - time.monotonic())):
                 self._slots.put_back_host(fetch.host)
             else:

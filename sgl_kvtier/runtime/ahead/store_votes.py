@@ -10,7 +10,7 @@ Scheduler's thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang.attached import backend_of
+from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Lookup, PageKey, Tier
@@ -33,7 +34,7 @@ class StoreVotes:
     """One per scheduler process of several. `number` gives every poll its number."""
 
     def __init__(
-        self, tree: Any, pages: PageView, facts: TierFacts, number: Callable[[], int]
+        self, tree: Tree, pages: PageView, facts: TierFacts, number: Callable[[], int]
     ) -> None:
         """Watches what SGLang writes to storage from now on."""
         self._tree = tree
@@ -74,7 +75,7 @@ class StoreVotes:
         self._vote = self._losses = None
         self._seen = (0, 0)
 
-    def found(self, hashes: list[str]) -> None:
+    def found(self, hashes: Sequence[str]) -> None:
         """A storage query has found these pages on every rank."""
         self._facts.placed(self._not_known(from_hex(hashes)), Tier.SSD)
 

@@ -14,6 +14,8 @@ from typing import Any
 from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.sglang.attached import backend_of
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
 _SLICE = 2048
@@ -26,10 +28,11 @@ class TierCheck:
     server is idle.
     """
 
-    def __init__(self, tree: Any, pages: PageView, facts: TierFacts) -> None:
+    def __init__(self, tree: Tree, pages: PageView, facts: TierFacts) -> None:
         self._tree = tree
         self._pages = pages
         self._facts = facts
+        self._host = HostTier(tree)
         self._at = 0.0
         self._seen: tuple[int, int] | None = None
         self._next: int | None = None
@@ -100,7 +103,7 @@ class TierCheck:
             for node in path:
                 keys = self._facts.node_keys(node.node_id)
                 paths.update(dict.fromkeys(keys if node.full_value_len is not None else ()))
-                hosted.update(dict.fromkeys(keys if core.is_backuped(node.node_id) else ()))
+                hosted.update(dict.fromkeys(keys if self._host.has_copy(node.node_id) else ()))
         host = self._facts.host_pages()
         store = self._store()
         stored = list(islice(known[Tier.SSD], None))

@@ -10,11 +10,15 @@ Facts are noted in the order in which things happen and told at the next tick. S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import torch
 
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
 from sgl_kvtier.policy.pages.page_state import PageView
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
@@ -27,32 +31,28 @@ class TierFacts:
     facts were last told.
     """
 
-    def __init__(self, tree: Any, tell: Callable[[Fact], None], pages: PageView) -> None:
+    def __init__(self, tree: Tree, tell: Callable[[Fact], None], pages: PageView) -> None:
         """Begins watching the tree's core, which must still be empty."""
         self._tell = tell
         self._pages = pages
         self._page = int(tree.page_size)
         self._core = tree.tree_core
-        pool = tree.cache_controller.mem_pool_host.anchor_entry.host_pool
-        self._host: list[PageKey | None] = [None] * (int(pool.logical_size) // self._page + 1)
+        host = HostTier(tree)
+        self._host: list[PageKey | None] = [None] * (host.slot_numbers // self._page + 1)
         self._hosted: dict[PageKey, None] = {}
         self.left: dict[PageKey, None] = {}
         self._came: dict[PageKey, None] = {}
         self._unused: dict[PageKey, None] = {}
         self.wasted = 0
         """Pages brought to host memory early that left it without having been on the device."""
-        self._commit_backup = self._core.commit_backup
+        self._stop_watching = host.watch(self._hold)
         self._commit_load_back = self._core.commit_load_back
-        self._insert_host = self._core.insert_host
-        self._core.commit_backup = self._on_backup
         self._core.commit_load_back = self._on_load_back
-        self._core.insert_host = self._on_host_insert
 
     def stop(self) -> None:
         """Watches no longer."""
-        self._core.commit_backup = self._commit_backup
+        self._stop_watching()
         self._core.commit_load_back = self._commit_load_back
-        self._core.insert_host = self._insert_host
         self._tell = _nobody
 
     def node_keys(self, node_id: int) -> tuple[PageKey, ...]:
@@ -112,7 +112,7 @@ class TierFacts:
         self.left.clear()
         self._came.clear()
 
-    def host_freed(self, freed: Any) -> None:
+    def host_freed(self, freed: Iterable[torch.Tensor]) -> None:
         """The tree gives host pages back: tensors of token slots."""
         keys = []
         for slots in freed:
@@ -130,11 +130,6 @@ class TierFacts:
         self._hosted.clear()
         return keys
 
-    def _on_backup(self, node_id: int, host_indices: Any, comp_xfers: Any) -> None:
-        """A node gets a copy in host memory."""
-        self._commit_backup(node_id, host_indices, comp_xfers)
-        self._hold(self.node_keys(node_id), host_indices)
-
     def _on_load_back(
         self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any
     ) -> Any:
@@ -144,16 +139,9 @@ class TierFacts:
         self.placed(keys, Tier.HBM)
         return actions
 
-    def _on_host_insert(self, node_id: int, key: Any, host_value: Any, hash_value: Any) -> Any:
-        """Pages from storage become host pages of the tree; the first ones may be there already."""
-        result = self._insert_host(node_id, key, host_value, hash_value)
-        if not result.host_insert_dropped:
-            start = result.prefix_len // self._page
-            self._hold(from_hex(hash_value[start:]), host_value[result.prefix_len :])
-        return result
-
-    def _hold(self, keys: tuple[PageKey, ...], host_indices: Any) -> None:
-        slots = host_indices[:: self._page].tolist()
+    def _hold(self, names: Sequence[str], host_slots: torch.Tensor) -> None:
+        """Pages came to host memory: copies of a node, or pages from storage."""
+        keys, slots = from_hex(names), host_slots[:: self._page].tolist()
         if len(slots) != len(keys):
             return  # without a name: built while no storage was attached
         for key, slot in zip(keys, slots, strict=True):

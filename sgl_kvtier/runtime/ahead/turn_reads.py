@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, Queued, ReadsDue
+from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler
 from sgl_kvtier.runtime.step.context import Restoring, StepContext
 
 _MOST_READS = 3
@@ -83,7 +84,7 @@ class TurnReads:
         """Requests whose read was not begun. SGLang need not ask for them by itself."""
         return [rid for rid, stored in self._stored.items() if stored.kept_back]
 
-    def declines(self, handle: Any, tokens: int, start: int) -> bool:
+    def declines(self, handle: Handle, tokens: int, start: int) -> bool:
         """Storage is about to be asked for `tokens` of a request from `start` on. True: not now,
         SGLang reads enough already.
         """
@@ -97,7 +98,7 @@ class TurnReads:
         self._keep_back(handle.rid)
         return True
 
-    def hit(self, operation: Any, hit_tokens: int) -> bool:
+    def hit(self, operation: Operation, hit_tokens: int) -> bool:
         """Storage has these tokens of a waiting request, and SGLang is about to read them. True:
         not now.
         """
@@ -110,7 +111,7 @@ class TurnReads:
         self._keep_back(rid)
         return True
 
-    def landed(self, operation: Any) -> None:
+    def landed(self, operation: Operation) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
         not asked for again.
         """
@@ -138,7 +139,7 @@ class TurnReads:
         """A request is gone: finished, aborted or retracted."""
         self._stored.pop(rid, None)
 
-    def look(self, scheduler: Any) -> None:
+    def look(self, scheduler: Scheduler) -> None:
         """Has what was kept back and fits now read. Once per tick."""
         self._ticks += 1
         if self._stored and self._ticks % _SWEEP == 0:
@@ -153,14 +154,14 @@ class TurnReads:
             if self._stored[req.rid].kept_back and not limited():
                 self._ask(scheduler, req)
 
-    def admissible(self, handle: Any) -> bool | None:
+    def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass: not while it is kept back. None
         when that is SGLang's to say.
         """
         stored = self._stored.get(handle.rid)
         return False if stored is not None and stored.kept_back and self.active else None
 
-    def at_turn(self, scheduler: Any, req: Any) -> bool:
+    def at_turn(self, scheduler: Scheduler, req: Req) -> bool:
         """Right before a request may be admitted, and after a fresh match: whether it has to wait
         because pages that were read for it, or found in storage, are not there any more.
         """
@@ -194,7 +195,7 @@ class TurnReads:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _sweep(self, scheduler: Any) -> None:
+    def _sweep(self, scheduler: Scheduler) -> None:
         """Forgets requests that have left the queue without a word; one that waits again is asked
         for again.
         """
@@ -219,7 +220,7 @@ class TurnReads:
         self._stored[rid].kept_back = True
         self._counts["kept back"] += 1
 
-    def _ask(self, scheduler: Any, req: Any) -> bool:
+    def _ask(self, scheduler: Scheduler, req: Req) -> bool:
         """Has SGLang look in storage again; whether it does."""
         stored = self._stored[req.rid]
         stored.kept_back, stored.end = False, 0  # the answer says how much there is
@@ -230,13 +231,12 @@ class TurnReads:
         """Whose pages may be read. `asking` is a request that asks for some, besides those kept
         back.
         """
-        tree = self._tree
-        controller, device = tree.cache_controller, tree.token_to_kv_pool_allocator
-        room = int(controller.mem_pool_host.size)
-        if controller.write_policy != "write_back":
+        device, host = self._context.device, self._context.host
+        room = host.tokens
+        if not host.write_back:
             # What is on the device has its copy in host memory, which cannot leave: the rest is the
             # room.
-            room -= int(device.size) - int(device.available_size())
+            room -= device.tokens - device.available()
         pages = max(0, room) // self._context.page
         return self._planner.query(ReadsDue(self._waiting(asking, pages), pages))
 

@@ -14,6 +14,8 @@ from typing import Any
 from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
@@ -26,13 +28,14 @@ class Victims:
     """Evicts by the map's order. Scheduler's thread."""
 
     def __init__(
-        self, tree: Any, pages: PageView, facts: TierFacts, counters: LookaheadCounters
+        self, tree: Tree, pages: PageView, facts: TierFacts, counters: LookaheadCounters
     ) -> None:
         self._tree = tree
         self._pages = pages
         self._facts = facts
         self._counters = counters
         self._page = int(tree.page_size)
+        self._host = HostTier(tree)
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
         """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this
@@ -40,7 +43,7 @@ class Victims:
         """
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
-        if self._tree.cache_controller.write_policy == "write_back":
+        if self._host.write_back:
             return  # what leaves the device has to be copied first, which is SGLang's to do
         while tracker[FULL] < tokens:
             leaves = self._leaves(FULL)

@@ -14,13 +14,13 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.ranks.polls import Poll, agree
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
+from sgl_kvtier.runtime.sglang.types import Tree
 
 BROKEN = -1
 """The fingerprint of a map that is not kept any more, on whichever rank."""
@@ -35,7 +35,7 @@ class Agreement:
     """
 
     def __init__(
-        self, tree: Any, ranks: int, first: bool, reports: StageReports | None = None
+        self, tree: Tree, ranks: int, first: bool, reports: StageReports | None = None
     ) -> None:
         """`ranks` is the number of processes that have to agree; `first` says whether this one's
         clock counts. `reports` are needed with several pipeline stages, since a reduction knows of

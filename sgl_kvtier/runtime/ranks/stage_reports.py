@@ -16,13 +16,13 @@ import struct
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import zmq
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.sglang.types import Tree
 
 _HEAD = struct.Struct("<IQ")
 """Stage, and number of the poll; its pages' states follow."""
@@ -36,7 +36,7 @@ class StageReports:
     address is passed down. Raises KVTierError when a stage does not come.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Tree) -> None:
         self._stage, self._stages = int(tree.pp_rank), int(tree.pp_size)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH if self._stage else zmq.PULL)

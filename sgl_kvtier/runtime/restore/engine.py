@@ -34,6 +34,7 @@ from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -104,7 +105,7 @@ class RestoreEngine:
         """This request's restoration, from its offer until the front has reached its end."""
         return self.restorations.get(rid)
 
-    def admissible(self, handle: Any) -> bool | None:
+    def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None when that is SGLang's to
         say.
         """
@@ -191,7 +192,7 @@ class RestoreEngine:
 
     # --- offers -----------------------------------------------------------------------------------
 
-    def offer_hit(self, operation: Any, hit_tokens: int) -> bool:
+    def offer_hit(self, operation: Operation, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is
         restored by us.
         """
@@ -201,13 +202,12 @@ class RestoreEngine:
         )
         req = self.context.waiting(operation.handle)
         if req is not None and store_of(self.context.tree.cache_controller) is None:
-            self.counters.declined["another backend"] += 1
-            return False
+            return self._fall_back("another backend")
         return req is not None and self._offer(
             req, operation.storage_start // self.context.page, keys
         )
 
-    def look_at(self, handle: Any) -> None:
+    def look_at(self, handle: Handle) -> None:
         """A waiting request for which storage has nothing: its host pages may be offered in the
         next tick.
         """
@@ -241,7 +241,7 @@ class RestoreEngine:
                 self._offer(req, None, ())
 
     def _offer(
-        self, req: Any, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False
+        self, req: Req, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False
     ) -> bool:
         """`taken`: SGLang has dropped its own transfer from storage already, so that those pages
         are not left to it.
@@ -253,7 +253,7 @@ class RestoreEngine:
             if self.taking
             else "switched off"
         )
-        found = reason or offers.find(self.context.tree, req, storage_start, keys)
+        found = reason or offers.find(self.context, req, storage_start, keys)
         if isinstance(found, Restoration) and (
             found.pages - found.resident
         ) * self.context.page < max(1, self.min_tokens):
@@ -264,8 +264,7 @@ class RestoreEngine:
             )
             found = found if taken and found.keys else self._leave(offer) or found
         if isinstance(found, str):
-            self.counters.declined[found] += 1
-            return False
+            return self._fall_back(found)
         if any(load.restoration.rid == req.rid and not load.written_off for load in self.loads):
             # Loads of an earlier restoration of it are still under way; what they report must not
             # be taken for this one's.
@@ -273,13 +272,17 @@ class RestoreEngine:
             return True
         found.node_lock = self.context.tree.lock(req.last_node)
         if len(found.host_slots):
-            found.host_pin = (
-                req.best_match_node,
-                self.context.tree.inc_host_lock_ref(req.best_match_node).to_dec_params(),
-            )
+            found.host_pin = self.context.host.pin(req.best_match_node)
         self.restorations[req.rid] = found
         self.context.facts.append(offer)
         return True
+
+    def _fall_back(self, why: str) -> bool:
+        """Leaves a hit to SGLang's own way, and counts it under why. Every hit that is not restored
+        comes by here.
+        """
+        self.counters.declined[why] += 1
+        return False
 
     # --- carrying a plan out ----------------------------------------------------------------------
 
@@ -520,8 +523,8 @@ class RestoreEngine:
     def _unpin(self, r: Restoration) -> None:
         """The tree's host pages are read until the last load from them has ended."""
         if r.host_pin is not None and all(load.ended or load.owns_host for load in r.loads):
-            (node, params), r.host_pin = r.host_pin, None
-            self.context.tree.dec_host_lock_ref(node, params)
+            pin, r.host_pin = r.host_pin, None
+            self.context.host.unpin(pin)
 
     def _host_slots(self, r: Restoration, span: Span, bounce: bool) -> torch.Tensor | None:
         tokens, first = len(span) * self.context.page, (span.start - r.resident) * self.context.page

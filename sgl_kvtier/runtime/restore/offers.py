@@ -6,13 +6,13 @@ no side effects but a fresh match of the request's prefix.
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.sglang.types import Req
+from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.types import PageKey, Span, Tier
 
 
-def refusal(req: Any) -> str | None:
+def refusal(req: Req) -> str | None:
     """Why this request is left to SGLang, or None. What needs the outputs of prefix tokens cannot
     skip them.
     """
@@ -36,22 +36,22 @@ def refusal(req: Any) -> str | None:
 
 
 def find(
-    tree: Any, req: Any, storage_start: int | None, keys: tuple[PageKey, ...]
+    context: StepContext, req: Req, storage_start: int | None, keys: tuple[PageKey, ...]
 ) -> Restoration | str:
     """A waiting request's restoration by a fresh match, or why there is none.
 
     `keys` are pages in storage from page `storage_start` of the prompt on. Between the tree's pages
     and those there must be no gap; pages that are in both count as the tree's.
     """
-    page = tree.page_size
-    req.init_next_round_input(tree)
+    page = context.page
+    req.init_next_round_input(context.tree)
     if req.prefix_len % page or req.host_hit_length % page:
         return "unaligned"
     resident, in_tree = req.prefix_len // page, (req.prefix_len + req.host_hit_length) // page
-    host = tree.tree_core.build_load_back_spec(req.best_match_node, req=None)[0].host_indices
+    host = context.host.slots_below(req.best_match_node)
     if len(host) != req.host_hit_length:
         return "host pages in use"
-    if in_tree > resident and tree.cache_controller.write_policy == "write_back":
+    if in_tree > resident and context.host.write_back:
         return "write-back"  # SGLang frees host copies of pages that are on the device too, pinned or not
     if storage_start is None:
         storage_start = in_tree

@@ -19,6 +19,8 @@ import torch
 
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.ranks.polls import LANDED, Poll
+from sgl_kvtier.runtime.sglang.host_tier import Pin
+from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
@@ -81,7 +83,7 @@ class Restoration:
     """
 
     rid: str
-    req: Any
+    req: Req
     prompt_tokens: int
     resident: int
     pages: int
@@ -91,7 +93,7 @@ class Restoration:
     host_slots: torch.Tensor
     """Token slots of the pages in host memory: those from `resident` on."""
     node_lock: Any = None
-    host_pin: tuple[Any, Any] | None = None
+    host_pin: Pin | None = None
     mode: Mode | None = None
     moved_at: float = 0.0
     """When a load of it last began or ended, or its mode was decided."""

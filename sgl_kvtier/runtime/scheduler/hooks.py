@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import parts_of
+from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = Non
     return original(ctx, cache_class=KVTierRadixCache)
 
 
-def run_tick(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def run_tick(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """After SGLang's own cache events."""
     del result, args, kwargs
     parts = parts_of(scheduler.tree_cache)
@@ -47,7 +48,7 @@ def run_tick(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         parts.tick.run(scheduler)
 
 
-def adder_class(result: Any, scheduler: Any) -> Any:
+def adder_class(result: Any, scheduler: Scheduler) -> Any:
     del result
     if parts_of(scheduler.tree_cache) is None:
         return None
@@ -56,7 +57,7 @@ def adder_class(result: Any, scheduler: Any) -> Any:
     return KVTierPrefillAdder
 
 
-def repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not
     in the batch, and would take its first output token for that of a chunk before the last.
     """
@@ -73,7 +74,7 @@ def repair_parked(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Non
     batch.contains_last_prefill_chunk = True
 
 
-def read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+def read_first(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
     """Around SGLang's look at whether a request has lost pages since it was queued: what was read
     for it since counts too.
     """
@@ -82,7 +83,7 @@ def read_first(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
     return waits or original(scheduler, req)
 
 
-def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """With nothing to run and pages under way it waits until one lands, so that the threads that
     land it get the interpreter.
     """
@@ -96,7 +97,7 @@ def after_pass(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def time_batch(
-    original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], scheduler: Scheduler, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     parts = parts_of(scheduler.tree_cache)
     if parts is None or not batch.forward_mode.is_extend():
@@ -110,7 +111,7 @@ def time_batch(
     return result
 
 
-def _forward_stream(scheduler: Any) -> Any:
+def _forward_stream(scheduler: Scheduler) -> Any:
     """Where SGLang runs forwards: beside its own work, or with the overlap loop off in the same
     stream.
     """
@@ -118,14 +119,16 @@ def _forward_stream(scheduler: Any) -> Any:
     return scheduler.forward_stream if apart else scheduler.schedule_stream
 
 
-def time_result(result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+def time_result(result: None, scheduler: Scheduler, batch: Any, *args: Any, **kwargs: Any) -> None:
     del result, args, kwargs
     parts = parts_of(scheduler.tree_cache)
     if parts is not None:
         parts.tick.clock.processed(batch)
 
 
-def is_fully_idle(original: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+def is_fully_idle(
+    original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> bool:
     """A server is not idle while transfers or slots of ours are in its pools; a paused one ends
     them for a flush.
     """

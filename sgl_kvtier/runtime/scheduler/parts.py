@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
+from sgl_kvtier.runtime.sglang.types import Handle, Operation, Tree
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.types import Tier
 
@@ -58,10 +58,7 @@ class Parts:
         engine.taking = policy.restore != "off"
         self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
         # Pipeline stages with fewer layers may have room for more tokens.
-        host = agreement.least(
-            context.tree.cache_controller.mem_pool_host.anchor_entry.host_pool.size
-        )
-        self.views = Views(engine, chunk_tokens, host)
+        self.views = Views(engine, chunk_tokens, agreement.least(context.host.kv_tokens))
         ahead = look_ahead(engine) if look_ahead is not None else None
         self.tick = RestoreTick(engine, planner, agreement, self.turns, self.views, ahead)
         self.notes = RestoreNotes(policy, engine, planner, agreement, log)
@@ -89,7 +86,7 @@ class Parts:
         """Requests that storage is not asked for again by SGLang."""
         return [*self.engine.owned, *self.turns.kept_back]
 
-    def takes(self, operation: Any, hit_tokens: int) -> bool:
+    def takes(self, operation: Operation, hit_tokens: int) -> bool:
         """Whether a storage hit of a waiting request is restored, or read later, and so dropped by
         SGLang.
         """
@@ -98,7 +95,7 @@ class Parts:
         offered = self.engine.offer_hit(operation, hit_tokens)
         return offered or self.turns.hit(operation, hit_tokens)
 
-    def admissible(self, handle: Any) -> bool | None:
+    def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None when that is SGLang's to
         say.
         """
@@ -159,6 +156,7 @@ class Parts:
         """
         context = self.context
         try:
+            assert context.scheduler is not None, "an offer is of a request that waits"
             view = self.views.of(context.scheduler, context.moment())
             in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
             own = (
@@ -172,7 +170,7 @@ class Parts:
             return "planner failed"
 
 
-def parts_of(tree: Any) -> Parts | None:
+def parts_of(tree: Tree) -> Parts | None:
     """Ours on this cache of SGLang's; None on another one's, or where all is SGLang's own way."""
     parts: Parts | None = getattr(tree, "kvtier", None)
     return parts

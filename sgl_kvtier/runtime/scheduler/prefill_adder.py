@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_kvtier.policy.messages import Compute
 from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.types import Span, Tier
 
 _CLIP = 4096
@@ -29,7 +30,7 @@ class KVTierPrefillAdder(PrefillAdder):
 
     # --- the request in the slot ------------------------------------------------------------------
 
-    def add_chunked_req(self, req: Any) -> Any:
+    def add_chunked_req(self, req: Req) -> Any:
         """Splices what has landed, then adds the granted chunk. Returning the request without
         adding it parks it.
         """
@@ -65,7 +66,7 @@ class KVTierPrefillAdder(PrefillAdder):
         engine.advance(r, req.extend_end)
         return left
 
-    def _add_what_fits(self, req: Any) -> Any:
+    def _add_what_fits(self, req: Req) -> Any:
         """The next chunk. SGLang takes room for it for granted; what restorations hold can make
         that untrue, for a while.
         """
@@ -104,7 +105,7 @@ class KVTierPrefillAdder(PrefillAdder):
         chunk = self.memory_budget.available_chunk_tokens(self.rem_chunk_tokens) or 0
         return max(0, min(chunk, room)) // self.page_size * self.page_size
 
-    def _splice_into_row(self, r: Restoration, req: Any, span: Span) -> None:
+    def _splice_into_row(self, r: Restoration, req: Req, span: Span) -> None:
         """The jump: the row gets the loaded slots, and the prefix ends behind them. [front, stop)
         is the request's own.
         """
@@ -120,7 +121,7 @@ class KVTierPrefillAdder(PrefillAdder):
         req.kv.kv_allocated_len = req.kv.kv_committed_len = stop
         self._count_cached(req, r, tiers)
 
-    def _count_cached(self, req: Any, r: Restoration, before: dict[Tier, int]) -> None:
+    def _count_cached(self, req: Req, r: Restoration, before: dict[Tier, int]) -> None:
         """SGLang splits a prompt's cached tokens by tier once, at the first chunk: what is spliced
         later is added here.
         """
@@ -135,12 +136,12 @@ class KVTierPrefillAdder(PrefillAdder):
             req.cached_tokens_host += host
             req.cached_tokens_storage += storage
 
-    def _park(self, r: Restoration, req: Any) -> Any:
+    def _park(self, r: Restoration, req: Req) -> Any:
         self.tree_cache.kvtier.engine.counters.park(r)
         self._reserve(r, req, req.prefix_len)
         return req
 
-    def _reserve(self, r: Restoration, req: Any, end: int) -> None:
+    def _reserve(self, r: Restoration, req: Req, end: int) -> None:
         """Others are admitted beside a small chunk, or none: what this request still needs behind
         `end` is not theirs.
         """
@@ -153,7 +154,7 @@ class KVTierPrefillAdder(PrefillAdder):
     # --- waiting requests -------------------------------------------------------------------------
 
     def add_one_req(
-        self, req: Any, has_chunked_req: bool, truncation_align_size: int | None
+        self, req: Req, has_chunked_req: bool, truncation_align_size: int | None
     ) -> Any:
         """Admits a waiting request; a restoring one with the chunk it was granted and what has
         landed as its prefix.
@@ -176,7 +177,7 @@ class KVTierPrefillAdder(PrefillAdder):
         return verdict
 
     def _add_restoring(
-        self, r: Restoration, req: Any, has_chunked_req: bool, align: int | None
+        self, r: Restoration, req: Req, has_chunked_req: bool, align: int | None
     ) -> Any:
         engine, compute = (
             self.tree_cache.kvtier.engine,
@@ -213,7 +214,7 @@ class KVTierPrefillAdder(PrefillAdder):
         return self.budget_state()
 
     def _add_with_limit(
-        self, req: Any, has_chunked_req: bool, align: int | None, compute: Compute
+        self, req: Req, has_chunked_req: bool, align: int | None, compute: Compute
     ) -> Any:
         """A chunk of `compute.tokens`, although more would fit: SGLang cuts a prompt where the
         pass's tokens end.
@@ -230,7 +231,7 @@ class KVTierPrefillAdder(PrefillAdder):
                 None if whole is None else whole - (limit - (self.rem_chunk_tokens or 0))
             )
 
-    def _count_admitted(self, req: Any, r: Restoration, resident: int) -> None:
+    def _count_admitted(self, req: Req, r: Restoration, resident: int) -> None:
         """The split by tier of a prefix that SGLang would take, and has just logged, for the
         device's.
         """
@@ -246,7 +247,7 @@ class KVTierPrefillAdder(PrefillAdder):
         req._cache_breakdown_computed = True
 
     def _select_prefill_admission(
-        self, req: Any, *, has_chunked_req: bool = False, **how: Any
+        self, req: Req, *, has_chunked_req: bool = False, **how: Any
     ) -> Any:
         """One request can be mid-prefill. A chunk of SGLang's own leaves no tokens for a second one
         in its pass; beside one of ours, or a parked request, there are some left, and a second

@@ -21,6 +21,7 @@ from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.types import Operation, Req
 from sgl_kvtier.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         self.kvtier.tick.answer(whole[len(data) :].tolist())
 
     def _offer_or_allocate(
-        self, operation: Any, hit_tokens: int, **how: Any
+        self, operation: Operation, hit_tokens: int, **how: Any
     ) -> tuple[torch.Tensor | None, int]:
         """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer
         of what we restore, and of what is read later.
@@ -121,7 +122,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         if self.kvtier is not None and not self._taken_over:
             self.kvtier.engine.look_at(request)
 
-    def _handle_prefetch_result(self, operation: Any) -> None:
+    def _handle_prefetch_result(self, operation: Operation) -> None:
         """SGLang has read pages of a waiting request into host memory, and puts them into the tree."""
         super()._handle_prefetch_result(operation)
         if self.kvtier is not None:
@@ -132,7 +133,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         admissible = None if self.kvtier is None else self.kvtier.admissible(request)
         return super().check_prefetch_progress(request) if admissible is None else admissible
 
-    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
         """A new request's prefix: the tree's slots, and behind them those that were spliced at its
         admission.
         """
@@ -146,7 +147,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         assert len(path) >= resident, (req.rid, len(path), resident)
         return torch.cat([path[:resident], spliced])
 
-    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
         """A request gives its row back: finished, aborted or retracted."""
         if self.kvtier is not None:
             self.kvtier.forget(req.rid)
@@ -187,7 +188,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             self._tell_ahead(lambda ahead: ahead.store_cleared())
         return cleared
 
-    def checkpoint_into_tree(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+    def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """A request's tokens become the tree's."""
         before = int(req.kv.cache_protected_len)
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
@@ -234,7 +235,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         if ahead is not None:
             wanted, least = ahead.wanted_in_host()
             nodes += wanted
-        freed = evict_others(self, num_tokens, nodes, super().evict_host, least=least)
+        host = self.kvtier.context.host
+        freed = evict_others(host, num_tokens, nodes, super().evict_host, least=least)
         if ahead is not None and nodes:
             ahead.counters.host_victims += freed // self.page_size
         return freed

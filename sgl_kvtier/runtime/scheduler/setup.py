@@ -37,6 +37,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
 )
 from sgl_kvtier.runtime.settings import looks_ahead
 from sgl_kvtier.runtime.sglang.attached import backend_of
+from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.context import StepContext
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def own_way(args: Any, ctx: Any, policy: PolicyConfig) -> str | None:
     return None if reason is None else _told(policy, reason)
 
 
-def lacks(tree: Any, server_args: Any) -> str | None:
+def lacks(tree: Tree, server_args: Any) -> str | None:
     """The same, by the pools that were built for the model."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -109,7 +110,7 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
     return policy
 
 
-def build(tree: Any, server_args: Any) -> Parts:
+def build(tree: Tree, server_args: Any) -> Parts:
     """The parts for a tree whose host pools and storage backend are there. Raises SeamError, and
     ConfigError when the decision log cannot be written.
     """
@@ -134,7 +135,7 @@ def build(tree: Any, server_args: Any) -> Parts:
         layers=controller.transfer_layer_id_max,
         staged=True,
     )
-    unlike = looks_ahead(policy) and not agreement.same(int(controller.mem_pool_host.size))
+    unlike = looks_ahead(policy) and not agreement.same(context.host.tokens)
     if unlike:
         policy = replace(policy, prefetch="off", eviction="lru")
     replica = get_parallel().dp_rank or 0
@@ -176,7 +177,7 @@ def build(tree: Any, server_args: Any) -> Parts:
 def _look_ahead(
     planner: Planner, policy: PolicyConfig, alone: bool, engine: RestoreEngine
 ) -> LookaheadEngine:
-    write_back = engine.context.tree.cache_controller.write_policy == "write_back"
+    write_back = engine.context.host.write_back
     if write_back and policy.eviction != "lru":
         logger.warning("kvtier: %s", WRITE_BACK)
     logger.info(

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, Planner, StepDone, TransferDone
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
@@ -22,6 +21,7 @@ from sgl_kvtier.runtime.ranks.polls import agree, cut
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.types import Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
 from sgl_kvtier.types import Link, Span
 
@@ -109,7 +109,7 @@ class RestoreTick:
         else:
             self.riding.tell_polls()
 
-    def run(self, scheduler: Any) -> None:
+    def run(self, scheduler: Scheduler) -> None:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
         self.context.scheduler = scheduler
         self.engine.computes = {}
@@ -133,7 +133,7 @@ class RestoreTick:
             self.engine.abandon_all("planner failed")
             self.stop_looking_ahead()
 
-    def _run(self, scheduler: Any) -> None:
+    def _run(self, scheduler: Scheduler) -> None:
         engine = self.engine
         if self.riding.apart and self.ahead is not None:
             logger.error("kvtier: the ranks' maps of pages differ")
@@ -184,7 +184,7 @@ class RestoreTick:
                     TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER)
                 )
 
-    def _step(self, scheduler: Any) -> None:
+    def _step(self, scheduler: Scheduler) -> None:
         engine = self.engine
         now = self._observe(time.monotonic())
         if self.ahead is not None:
@@ -212,7 +212,7 @@ class RestoreTick:
         self._unblock(scheduler)
         self._end_starved()
 
-    def _unblock(self, scheduler: Any) -> None:
+    def _unblock(self, scheduler: Scheduler) -> None:
         """With nothing running, nothing loading and nothing granted, waiting restorations stand in
         each other's way: the youngest is given up, one per step.
         """
@@ -250,7 +250,7 @@ class RestoreTick:
         if self.ahead is not None:
             self.ahead.told()
 
-    def compare_map(self, scheduler: Any) -> None:
+    def compare_map(self, scheduler: Scheduler) -> None:
         """The planner's whole map against the truth, on an idle server that looks ahead: what
         differs is logged and counted.
         """

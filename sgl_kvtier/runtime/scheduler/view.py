@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.types import Tier
 
 _WAITING = 256
@@ -28,7 +29,7 @@ class Views:
         self._chunk_tokens = chunk_tokens
         self._host_tokens = host_tokens
 
-    def of(self, scheduler: Any, now: float) -> StepView:
+    def of(self, scheduler: Scheduler, now: float) -> StepView:
         """The view of this step. `now` is the agreed time in seconds."""
         engine, chunked = self._engine, scheduler.chunked_req
         waiting = scheduler.waiting_queue
@@ -61,20 +62,18 @@ class Views:
 
     def _empty_pages(self) -> dict[Tier, int]:
         """Pages of the pools that hold nothing."""
-        tree, page = self._context.tree, self._context.page
-        host = tree.cache_controller.mem_pool_host.available_size()
+        context, page = self._context, self._context.page
         return {
-            Tier.HBM: tree.token_to_kv_pool_allocator.available_size() // page,
-            Tier.DRAM: host // page,
+            Tier.HBM: context.device.available() // page,
+            Tier.DRAM: context.host.available() // page,
         }
 
     def free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
         """What loads may claim: on the device, what is left when everything running gets the room
         it will need.
         """
-        tree, page = self._context.tree, self._context.page
-        pool = tree.token_to_kv_pool_allocator
-        tokens = pool.available_size() + tree.evictable_size()
+        page = self._context.page
+        tokens = self._context.device.claimable()
         for req in running:
             tokens -= _output_room(req, page)
         if chunked is not None:
@@ -91,7 +90,7 @@ class Views:
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
 
 
-def _decoding(scheduler: Any) -> list[Any]:
+def _decoding(scheduler: Scheduler) -> list[Any]:
     """Requests that decode, and those whose prompt was in the last batch: they join in this step."""
     running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
     if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
@@ -104,5 +103,5 @@ def _rest_tokens(chunked: Any) -> int:
     return len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
 
 
-def _output_room(req: Any, page: int) -> int:
+def _output_room(req: Req, page: int) -> int:
     return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), _CLIP) + page

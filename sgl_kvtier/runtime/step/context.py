@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sgl_kvtier.policy.messages import Fact
+from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.private_slots import PrivateSlots
 from sgl_kvtier.types import Span, Tier
@@ -19,22 +22,24 @@ from sgl_kvtier.types import Span, Tier
 class StepContext:
     """`facts` are what the next tick tells the planner; `page` is in tokens."""
 
-    def __init__(self, tree: Any, alone: bool = True) -> None:
+    def __init__(self, tree: Tree, alone: bool = True) -> None:
         """`alone`: there is no other rank to agree with."""
         self.tree = tree
         self.alone = alone
         self.looking_ahead = False
         """Whether a part of this process looks ahead."""
-        self.slots = PrivateSlots(tree)
+        self.device = DeviceSlots(tree)
+        self.host = HostTier(tree)
+        self.slots = PrivateSlots(self.device, self.host)
         self.page = int(tree.page_size)
-        self.page_bytes = int(tree.cache_controller.mem_pool_host.size_per_token) * self.page
+        self.page_bytes = self.host.token_bytes * self.page
         self.agreed_page_bytes = self.page_bytes
         """What the planner takes a page to have: pipeline stages with other numbers of layers have
         other pages, and plan the same.
         """
         self.now = 0.0
         """The time of this tick in seconds, the same on every rank."""
-        self.scheduler: Any = None
+        self.scheduler: Scheduler | None = None
         """SGLang's, from the first tick on."""
         self.facts: list[Fact | Chunk] = []
         self.hung_reads: list[Any] = []
@@ -57,7 +62,7 @@ class StepContext:
         """Whether reads that were given up still go to host pages that nobody counts."""
         return any(not job.done for job in self.hung_reads)
 
-    def waiting(self, handle: Any) -> Any:
+    def waiting(self, handle: Handle) -> Req | None:
         """The waiting request with this handle, or None."""
         queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
         return next((req for req in queue if req.cache_request_handle == handle), None)

@@ -7,18 +7,18 @@ to a row. Scheduler's thread only; every rank claims and frees in the same order
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
+from sgl_kvtier.runtime.sglang.host_tier import HostTier
 
 
 class PrivateSlots:
     """Claims slots page by page from SGLang's pools and gives them back."""
 
-    def __init__(self, tree: Any) -> None:
-        self._tree = tree
-        self._allocator = tree.token_to_kv_pool_allocator
-        self._host = tree.cache_controller.mem_pool_host
+    def __init__(self, device: DeviceSlots, host: HostTier) -> None:
+        self._device = device
+        self._host = host
         self._returned: list[torch.Tensor] = []
         self.tokens = 0
         """Device tokens held or waiting to be freed."""
@@ -35,13 +35,9 @@ class PrivateSlots:
 
     def claim_device(self, tokens: int) -> torch.Tensor | None:
         """Whole pages, evicting what nobody uses; None when there is no room."""
-        from sglang.srt.mem_cache.common import evict_from_tree_cache
-
         self.claiming = True
         try:
-            if self._allocator.available_size() < tokens:
-                evict_from_tree_cache(self._tree, tokens)
-            slots = self._allocator.alloc(tokens)
+            slots = self._device.claim(tokens)
         finally:
             self.claiming = False
         if slots is not None:
@@ -50,7 +46,7 @@ class PrivateSlots:
 
     def claim_host(self, tokens: int) -> torch.Tensor | None:
         """Whole host pages, evicting the least recently used; None when there is no room."""
-        slots = self._host.alloc(tokens, reclaim=self._tree.evict_host)
+        slots = self._host.claim(tokens)
         if slots is not None:
             self.host_tokens += tokens
         return slots
@@ -77,4 +73,4 @@ class PrivateSlots:
         returned, self._returned = self._returned, []
         for slots in returned:
             self.tokens -= len(slots)
-            self._allocator.free_segment(slots, start_pos=0)
+            self._device.free(slots)

@@ -1,0 +1,66 @@
+"""Port to SGLang's device slots: what may be claimed, and copies that SGLang itself makes into them.
+
+A slot holds one token; pages are claimed whole. Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sgl_kvtier.runtime.sglang.types import Tree
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceSlots:
+    """The allocator of one tree, and its queue of copies from host memory."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._allocator = tree.token_to_kv_pool_allocator
+
+    @property
+    def tokens(self) -> int:
+        """Slots in all."""
+        return int(self._allocator.size)
+
+    def available(self) -> int:
+        """Slots that hold nothing."""
+        return int(self._allocator.available_size())
+
+    def claimable(self) -> int:
+        """Those, and slots of the tree that nobody uses."""
+        return self.available() + int(self._tree.evictable_size())
+
+    def claim(self, tokens: int) -> torch.Tensor | None:
+        """Whole pages, evicting what nobody uses; None when there is no room."""
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+        if self._allocator.available_size() < tokens:
+            evict_from_tree_cache(self._tree, tokens)
+        return self._allocator.alloc(tokens)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Gives whole pages back. Not inside result processing, where SGLang groups frees."""
+        self._allocator.free_segment(slots, start_pos=0)
+
+    # --- SGLang's own copies to the device ----------------------------------------------------------------------------
+
+    @property
+    def copies_are_begun(self) -> bool:
+        """Whether SGLang copies to the device already, so that no more can be queued."""
+        tree = self._tree
+        return bool(tree.cache_controller.ack_load_queue) or not tree.has_free_load_back_slot()
+
+    def queue_copies(self, node: int) -> bool:
+        """Claims slots for the path to this node and queues its copies; whether it could."""
+        return bool(self._tree.load_back(node))
+
+    def begin_copies(self) -> tuple[int, Any] | None:
+        """Begins what was queued: the number of its layer counter, and SGLang's record of it. None
+        where nothing was queued.
+        """
+        controller = self._tree.cache_controller
+        counter = controller.start_loading()
+        return (counter, controller.ack_load_queue[-1]) if counter >= 0 else None

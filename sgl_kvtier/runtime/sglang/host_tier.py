@@ -1,0 +1,142 @@
+"""Port to SGLang's host tier: its pool, and the copies that its tree keeps there.
+
+A slot holds one token; pages are claimed whole. What SGLang owns here another release, or another
+owner of host memory, may keep elsewhere: nothing else of the runtime touches it. Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sgl_kvtier.runtime.sglang.types import HostPool, Tree
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pin(NamedTuple):
+    """Keeps the host pages of the path to a node until it is taken back."""
+
+    node: int
+    params: Any
+
+
+class Grafted(NamedTuple):
+    """Pages that the tree has taken: behind the first `known_tokens`, which it had. `node` is the
+    last one, None where SGLang names none.
+    """
+
+    known_tokens: int
+    node: int | None
+
+
+class HostTier:
+    """Host memory of one tree."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    @property
+    def _pool(self) -> HostPool:
+        return self._tree.cache_controller.mem_pool_host
+
+    @property
+    def tokens(self) -> int:
+        """Slots in all."""
+        return int(self._pool.size)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Slots of the pool of ordinary KV pages."""
+        return int(self._pool.anchor_entry.host_pool.size)
+
+    @property
+    def slot_numbers(self) -> int:
+        """One more than the highest number of a slot."""
+        return int(self._pool.anchor_entry.host_pool.logical_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers of this process."""
+        return int(self._pool.size_per_token)
+
+    @property
+    def write_back(self) -> bool:
+        """Whether pages are copied here only when they leave the device; otherwise as soon as they
+        are computed, and pages on the device have a copy that cannot leave.
+        """
+        return self._tree.cache_controller.write_policy == "write_back"
+
+    def available(self) -> int:
+        """Slots that hold nothing."""
+        return int(self._pool.available_size())
+
+    def claim(self, tokens: int) -> torch.Tensor | None:
+        """Whole pages, evicting the least recently used; None when there is no room."""
+        return self._pool.alloc(tokens, reclaim=self._tree.evict_host)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Gives pages back that no I/O touches."""
+        self._pool.free(slots)
+
+    # --- copies of the tree -------------------------------------------------------------------------------------------
+
+    def pin(self, node: int) -> Pin:
+        """Keeps the copies of a path. KeyError when there is no such node."""
+        return Pin(node, self._tree.inc_host_lock_ref(node).to_dec_params())
+
+    def unpin(self, pin: Pin) -> None:
+        """Lets them go."""
+        self._tree.dec_host_lock_ref(pin.node, pin.params)
+
+    def has_copy(self, node: int) -> bool:
+        """Whether this node has a copy. KeyError when there is no such node."""
+        return bool(self._tree.tree_core.is_backuped(node))
+
+    def takes_behind(self, node: int) -> bool:
+        """Whether pages can be grafted behind this node: it is a root, or has a copy itself."""
+        core = self._tree.tree_core
+        return bool(core.is_backuped(node) or core.is_root(node))
+
+    def slots_below(self, node: int) -> torch.Tensor:
+        """Slots of the path's pages that are in host memory and not on the device."""
+        slots: torch.Tensor = self._tree.tree_core.build_load_back_spec(node, req=None)[
+            0
+        ].host_indices
+        return slots
+
+    def graft(self, anchor: int, key: Any, slots: torch.Tensor, names: list[str]) -> Grafted | None:
+        """Hands filled pages to the tree, behind `anchor`; None where it takes none."""
+        try:
+            result = self._tree.tree_core.insert_host(anchor, key, slots, names)
+        except KeyError:
+            return None  # the anchor is gone with its path
+        self._tree._apply_cache_actions(result.cache_actions)
+        if result.host_insert_dropped:
+            return None
+        return Grafted(result.prefix_len, result.inserted_host_node or None)
+
+    def watch(self, came: Callable[[Sequence[str], torch.Tensor], None]) -> Callable[[], None]:
+        """From now on calls `came` with names and slots of pages that the tree has put here;
+        returns what ends it. The tree core has no callbacks, so two of its calls are replaced.
+        """
+        core, page = self._tree.tree_core, self._tree.page_size
+        backup, insert = core.commit_backup, core.insert_host
+
+        def on_backup(node_id: int, host_indices: Any, comp_xfers: Any) -> None:
+            backup(node_id, host_indices, comp_xfers)
+            came(core.get_hash_values(node_id), host_indices)
+
+        def on_insert(node_id: int, key: Any, host_value: Any, hash_value: Any) -> Any:
+            result = insert(node_id, key, host_value, hash_value)
+            if not result.host_insert_dropped:  # the first ones may have been there already
+                start = result.prefix_len
+                came(hash_value[start // page :], host_value[start:])
+            return result
+
+        def end() -> None:
+            core.commit_backup, core.insert_host = backup, insert
+
+        core.commit_backup, core.insert_host = on_backup, on_insert
+        return end
