@@ -27,6 +27,7 @@ from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
+from sgl_kvtier.runtime.sglang.tree_nodes import Found, TreeNodes
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -118,13 +119,13 @@ class Promotions:
         counters: LookaheadCounters,
     ) -> None:
         """The context's slots, numbers and clock are used, which are the same on every rank."""
-        self._tree = tree = context.tree
+        self._tree = TreeNodes(context.tree)
         self._context = context
         self._facts = facts
         self._slots = context.slots
         self._tell = tell
         self._counters = counters
-        self._page = int(tree.page_size)
+        self._page = context.page
         self._host, self._device = context.host, context.device
         host, device = (port.tokens // self._page for port in (context.host, context.device))
         # With write-through what is on the device has its copy in host memory too, which cannot
@@ -250,25 +251,23 @@ class Promotions:
         """The nodes of a path from the root on, as far as it is in the tree with a copy in host
         memory or on the device.
         """
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        core = self._tree.tree_core
         try:
             if path.node is None:
                 raise KeyError
-            nodes = core.collect_path_info([path.node])[0]
+            nodes = self._tree.path(path.node)
         except KeyError:
-            found = self._tree.match_prefix(
-                MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page))
-            )
-            path.node = found.best_match_node
-            nodes = core.collect_path_info([path.node])[0]
+            path.node = self._find(path).node
+            nodes = self._tree.path(path.node)
         usable = []
         for node in nodes:
             if node.full_value_len is None and not self._host.has_copy(node.node_id):
                 break
             usable.append(node)
         return usable
+
+    def _find(self, path: Path) -> Found:
+        """How much of a path the tree has now."""
+        return self._tree.find(path.radix_key(0, len(path.keys) * self._page))
 
     # --- copies to the device ---------------------------------------------------------------------
 
@@ -294,17 +293,12 @@ class Promotions:
     # --- reads from storage -----------------------------------------------------------------------
 
     def _fetch(self, move: Move, path: Path, deadline_s: float) -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-
-        storage = store_of(self._tree.cache_controller)
+        storage = store_of(self._context.tree.cache_controller)
         if storage is None or len(self._fetches) >= _MOST_FETCHES:
             self._fail(move.keys, move.target, "busy")
             return
-        found = self._tree.match_prefix(
-            MatchPrefixParams(key=path.radix_key(0, len(path.keys) * self._page))
-        )
-        start = (found.device_prefix_len + found.host_hit_length) // self._page
-        anchor = found.last_host_node
+        found = self._find(path)
+        start, anchor = found.tokens // self._page, found.host_node
         keys = move.keys
         first = path.keys.index(keys[0]) if keys[0] in path.keys else len(path.keys)
         keys = keys[start - first :] if first <= start else ()

@@ -15,6 +15,7 @@ from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.types import Lookup, PageKey, Tier
 
@@ -33,6 +34,7 @@ class TierCheck:
         self._pages = pages
         self._facts = facts
         self._host = HostTier(tree)
+        self._nodes = TreeNodes(tree)
         self._at = 0.0
         self._seen: tuple[int, int] | None = None
         self._next: int | None = None
@@ -92,14 +94,14 @@ class TierCheck:
         hbm: the device pages of the tree against the map's, by number; leaves beyond: names of all
         evictable paths' pages that the map has elsewhere. dram: by name. ssd: by name.
         """
-        core, page = self._tree.tree_core, self._facts._page
+        nodes, page = self._nodes, self._facts._page
         known = {
             tier: dict.fromkeys(self._pages.resident(tier))
             for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
         }
         paths: dict[PageKey, None] = {}
         hosted: dict[PageKey, None] = {}
-        for path in core.collect_path_info(self._ends()):
+        for path in nodes.paths(nodes.leaves()):
             for node in path:
                 keys = self._facts.node_keys(node.node_id)
                 paths.update(dict.fromkeys(keys if node.full_value_len is not None else ()))
@@ -108,24 +110,9 @@ class TierCheck:
         store = self._store()
         stored = list(islice(known[Tier.SSD], None))
         return {
-            "hbm_number": abs(core.all_values_flatten().numel() // page - len(known[Tier.HBM])),
+            "hbm_number": abs(nodes.device_tokens() // page - len(known[Tier.HBM])),
             "hbm_names": sum(key not in known[Tier.HBM] for key in paths),
             "dram_names": len(host.keys() ^ known[Tier.DRAM].keys())
             + sum(key not in known[Tier.DRAM] for key in hosted),
             "ssd_names": len(self._not_stored(store, stored)),
         }
-
-    def _ends(self) -> list[int]:
-        """Ends of all paths that could be evicted from the device: all of them when nothing is
-        running.
-        """
-        from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
-
-        core, found = self._tree.tree_core, []
-        core.evict_device_start(FULL, 1 << 40)
-        try:
-            while (node := core.evict_device_next_node(FULL, {FULL: 0}).node_id) is not None:
-                found.append(node)
-        finally:
-            core.evict_device_end(FULL)
-        return found

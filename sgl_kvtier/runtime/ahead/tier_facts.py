@@ -11,13 +11,13 @@ Facts are noted in the order in which things happen and told at the next tick. S
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 
 from sgl_kvtier.policy.messages import Fact, PagesDropped, PagesPlaced
 from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
@@ -36,7 +36,7 @@ class TierFacts:
         self._tell = tell
         self._pages = pages
         self._page = int(tree.page_size)
-        self._core = tree.tree_core
+        self._nodes = TreeNodes(tree)
         host = HostTier(tree)
         self._host: list[PageKey | None] = [None] * (host.slot_numbers // self._page + 1)
         self._hosted: dict[PageKey, None] = {}
@@ -45,19 +45,17 @@ class TierFacts:
         self._unused: dict[PageKey, None] = {}
         self.wasted = 0
         """Pages brought to host memory early that left it without having been on the device."""
-        self._stop_watching = host.watch(self._hold)
-        self._commit_load_back = self._core.commit_load_back
-        self._core.commit_load_back = self._on_load_back
+        self._watched = host.watch(self._hold), self._nodes.watch(self._loaded)
 
     def stop(self) -> None:
         """Watches no longer."""
-        self._stop_watching()
-        self._core.commit_load_back = self._commit_load_back
+        for end in self._watched:
+            end()
         self._tell = _nobody
 
     def node_keys(self, node_id: int) -> tuple[PageKey, ...]:
         """Names of a node's pages, without its ancestors'. KeyError when there is no such node."""
-        return from_hex(self._core.get_hash_values(node_id))
+        return from_hex(self._nodes.names(node_id))
 
     def host_pages(self) -> dict[PageKey, int]:
         """Name and slot of every host page of the tree: to compare with."""
@@ -130,14 +128,9 @@ class TierFacts:
         self._hosted.clear()
         return keys
 
-    def _on_load_back(
-        self, node_id: int, device_indices: Any, kv_xfer: Any, comp_xfers: Any
-    ) -> Any:
+    def _loaded(self, nodes: Sequence[int]) -> None:
         """Nodes on a path get their device pages back."""
-        actions = self._commit_load_back(node_id, device_indices, kv_xfer, comp_xfers)
-        keys = tuple(key for node in kv_xfer.nodes_to_load or () for key in self.node_keys(node))
-        self.placed(keys, Tier.HBM)
-        return actions
+        self.placed(tuple(key for node in nodes for key in self.node_keys(node)), Tier.HBM)
 
     def _hold(self, names: Sequence[str], host_slots: torch.Tensor) -> None:
         """Pages came to host memory: copies of a node, or pages from storage."""

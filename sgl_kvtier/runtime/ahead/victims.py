@@ -15,13 +15,13 @@ from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
+from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
 _SLACK_PAGES = 512
 """So many victims more than needed are asked for: some are of nodes in use."""
-_ALL_TOKENS = 1 << 40
 
 
 class Victims:
@@ -30,12 +30,12 @@ class Victims:
     def __init__(
         self, tree: Tree, pages: PageView, facts: TierFacts, counters: LookaheadCounters
     ) -> None:
-        self._tree = tree
         self._pages = pages
         self._facts = facts
         self._counters = counters
         self._page = int(tree.page_size)
         self._host = HostTier(tree)
+        self._nodes = TreeNodes(tree)
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
         """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this
@@ -46,25 +46,14 @@ class Victims:
         if self._host.write_back:
             return  # what leaves the device has to be copied first, which is SGLang's to do
         while tracker[FULL] < tokens:
-            leaves = self._leaves(FULL)
+            leaves = self._leaves()
             if not self._evict_some(leaves, tokens, tracker, FULL):
                 return
 
-    def _leaves(self, full: Any) -> dict[PageKey, int]:
-        """Nodes that could be evicted now, by the name of their last page. About 6 microseconds
-        each.
-        """
-        core, found = self._tree.tree_core, []
-        core.evict_device_start(full, _ALL_TOKENS)
-        try:
-            while True:
-                step = core.evict_device_next_node(full, {full: 0})
-                if step.node_id is None:
-                    break
-                found.append(step.node_id)
-        finally:
-            core.evict_device_end(full)
-        named = ((core.get_last_hash_value(node), node) for node in found)
+    def _leaves(self) -> dict[PageKey, int]:
+        """Nodes that could be evicted now, by the name of their last page."""
+        nodes = self._nodes
+        named = ((nodes.last_name(node), node) for node in nodes.leaves())
         return {from_hex((text,))[0]: node for text, node in named if text is not None}
 
     def _evict_some(
@@ -87,7 +76,7 @@ class Victims:
                 continue
             bared.update(self._parent_end(node))
             before = tracker[full]
-            self._tree._evict_device_leaf(node, tracker)
+            self._nodes.evict(node, tracker)
             self._counters.victims += (tracker[full] - before) // self._page
             evicted = True
             if tracker[full] >= tokens:
@@ -96,7 +85,6 @@ class Victims:
 
     def _parent_end(self, node: int) -> dict[PageKey, None]:
         """The name of the last page of a node's parent, if it has one with pages."""
-        core = self._tree.tree_core
-        path = core.collect_path_info([node])[0]
-        text = core.get_last_hash_value(path[-2].node_id) if len(path) > 1 else None
+        path = self._nodes.path(node)
+        text = self._nodes.last_name(path[-2].node_id) if len(path) > 1 else None
         return {} if text is None else {from_hex((text,))[0]: None}
