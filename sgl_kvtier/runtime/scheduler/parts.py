@@ -79,7 +79,7 @@ class Parts:
         if self.ahead is not None:
             self.ahead.metrics = PUBLISHER.add("lookahead_", self.ahead.samples, labels)
 
-    # --- what SGLang asks and tells -----------------------------------------------------------------------------------
+    # --- what SGLang asks and tells ---------------------------------------------------------------
 
     @property
     def asks_itself(self) -> list[str]:
@@ -148,7 +148,7 @@ class Parts:
         if self.ahead is not None:
             self.ahead.close()
 
-    # --- what is left to SGLang ---------------------------------------------------------------------------------------
+    # --- what is left to SGLang -------------------------------------------------------------------
 
     def _why_left(self, offer: RestoreOffered) -> str | None:
         """The planner's word on whether a prefix is better left to SGLang, at this moment or, with

@@ -45,7 +45,7 @@ class DeviceSlots:
         """Gives whole pages back. Not inside result processing, where SGLang groups frees."""
         self._allocator.free_segment(slots, start_pos=0)
 
-    # --- SGLang's own copies to the device ----------------------------------------------------------------------------
+    # --- SGLang's own copies to the device --------------------------------------------------------
 
     @property
     def copies_are_begun(self) -> bool:

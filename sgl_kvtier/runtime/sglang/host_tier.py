@@ -80,7 +80,7 @@ class HostTier:
         """Gives pages back that no I/O touches."""
         self._pool.free(slots)
 
-    # --- copies of the tree -------------------------------------------------------------------------------------------
+    # --- copies of the tree -----------------------------------------------------------------------
 
     def pin(self, node: int) -> Pin:
         """Keeps the copies of a path. KeyError when there is no such node."""
