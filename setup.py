@@ -14,8 +14,9 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = "sgl_kvtier/store/native"
-SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py")
-"""What hands give and get stays Python: any hands may make it, and the decision log reads its annotations."""
+SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "rules.py")
+"""What hands give and get stays Python: any hands may make it, and the decision log reads its annotations. So do rules, of which
+anybody may write a subclass."""
 
 
 class Build(build_ext):

@@ -3,7 +3,7 @@ examples/own_eviction.py`.
 
 A rule (sgl_kvtier/policy/pages/eviction.py, `Rule`) answers four questions; the map of pages does
 the rest. This one is a segmented LRU: a page that was used again is protected, so that a flood of
-pages seen once cannot wash it out.
+pages seen once cannot wash it out. How a server uses it is at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, KeysView
 
-from sgl_kvtier.policy.pages.eviction import LFU, LRU, Rule
+from sgl_kvtier.policy.pages.eviction import LRU, Rule
 from sgl_kvtier.policy.pages.owners import Owners
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Tier
@@ -77,12 +77,19 @@ def agents_among_strangers(
 
 
 def main() -> None:
-    """Prints the share of hits of three rules."""
+    """Prints the share of hits of two rules."""
     requests = agents_among_strangers()
     print("pages found in a DRAM of 300 pages:")
-    for rule in (LRU(), LFU(), SegmentedLRU()):
+    for rule in (LRU(), SegmentedLRU()):
         print(f"  {type(rule).__name__:<13} {hit_share(rule, 300, requests):6.1%}")
 
 
 if __name__ == "__main__":
     main()
+
+# In a server: this file's folder in PYTHONPATH, or the class in a package that is installed, and in
+# its kvtier.json the lines
+#
+#     "policy": {
+#       "eviction": "own_eviction:SegmentedLRU"
+#     }

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,36 @@ _MOST_BYTES = 1 << 50
 """The largest store: 1,024 TiB."""
 _MOST_TEXT = 4096
 """Most characters of a text: no system takes a longer path."""
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+_OWN_RULES = "a class that policy.rules names has it as an attribute (sgl_kvtier/policy/rules.py)"
+_MOVED = {
+    "throttle": "it is lab.throttle now",
+    "faults": "it is lab.faults now",
+    "policy.rule": 'papers\' rules are classes now: policy.rules = "sgl_kvtier.lab.rules:Cake" or ":CacheFlow"',
+    "policy.io_order": 'orders are classes now: policy.rules = "sgl_kvtier.lab.rules:LongestFirst" or ":ShortestFirst"',
+    "policy.fixed_split": 'it is a class now: policy.rules = "sgl_kvtier.lab.rules:FixedSplit"',
+    "policy.lookahead": 'K is a class now: policy.rules = "sgl_kvtier.lab.rules:K2" for K = 2',
+    'policy.prefetch = "kvtier"': "it is on now",
+    'policy.prefetch = "tierkv"': 'it is on now, with policy.rules = "sgl_kvtier.lab.rules:TierKV"',
+    'policy.eviction = "lfu"': 'it is "sgl_kvtier.lab.rules:LFU" now',
+    **dict.fromkeys(
+        (
+            "policy.split_margin",
+            "policy.split_gain_s",
+            "policy.queue_charge",
+            "policy.min_chunk_tokens",
+            "policy.load_horizon_s",
+            "policy.yield_to_fresh",
+            "policy.lookahead_ssd",
+            "policy.scheduling_slack_s",
+            "policy.prefetch_margin",
+            "policy.demote_after_s",
+        ),
+        _OWN_RULES,
+    ),
+}
+"""Settings and values there were, and where each went."""
 
 
 def setting(
@@ -57,11 +89,20 @@ def setting(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     is_bytes: bool = False,
+    is_class: bool = False,
 ) -> Any:
     """A dataclass field with its description and its allowed range. Checks, messages and docs are
-    made from them. Numbers have both bounds.
+    made from them. Numbers have both bounds. `is_class`: beside its default and its choices it may
+    name a class, as package.module:Class.
     """
-    meta = {"doc": doc, "low": low, "high": high, "choices": choices, "is_bytes": is_bytes}
+    meta = {
+        "doc": doc,
+        "low": low,
+        "high": high,
+        "choices": choices,
+        "is_bytes": is_bytes,
+        "is_class": is_class,
+    }
     return field(default=default, metadata=meta)
 
 
@@ -126,6 +167,82 @@ class StoreConfig:
 
 
 @dataclass(frozen=True)
+class PolicyConfig:
+    """What is decided: the same section steers the server and the simulator."""
+
+    restore: str = setting(
+        "auto",
+        "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for each request, "
+        "both = compute its front while loading its back, load, compute, or off = SGLang's own way. auto is off on more than "
+        "one rank and on a GPU, where it was not shown under stress yet",
+        choices=("auto", "both", "load", "compute", "off"),
+    )
+    min_restore_tokens: int = setting(
+        256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000
+    )
+    load_tokens: int = setting(
+        128,
+        "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting point if they take over 20 ms",
+        low=1,
+        high=65536,
+    )
+    load_deadline_s: float = setting(
+        2.0,
+        "a load that has not begun this long after its predicted end is given up",
+        low=0.001,
+        high=600,
+    )
+    max_yields: int = setting(
+        4,
+        "scheduler steps in a row for which a restoring request may be held back so that others are prefilled",
+        low=0,
+        high=10_000,
+    )
+    rules: str = setting(
+        "",
+        "a class of your own that decides instead (see sgl_kvtier/policy/rules.py); empty = kvtier's own",
+        is_class=True,
+    )
+    prefetch: str = setting(
+        "off",
+        "on: pages of waiting requests and of sessions expected back are prefetched before their turn, as far as links have time",
+        choices=("on", "off"),
+    )
+    prefetch_share: float = setting(
+        0.2, "most of the device pool that may hold prefetched pages not used yet", low=0, high=1
+    )
+    prefetch_waste: float = setting(
+        0.1,
+        "share of what is prefetched for expected sessions that may go unused; 1 = no limit",
+        low=0,
+        high=1,
+    )
+    eviction: str = setting(
+        "lru",
+        "which pages leave device and host memory first: lru = least recently used, next-use = those needed last, or a class of "
+        "your own (examples/own_eviction.py)",
+        choices=("lru", "next-use"),
+        is_class=True,
+    )
+    map_pages: int = setting(
+        1_000_000, "pages whose tier is remembered, 200 bytes each", low=1, high=100_000_000
+    )
+    sessions: bool = setting(
+        True, "learn when idle sessions return; keep or bring back their pages accordingly"
+    )
+    session_idle_s: float = setting(
+        900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000
+    )
+    hint_limit_s: float = setting(
+        3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000
+    )
+    decision_log: str = setting(
+        "",
+        "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim replay-log); empty = none",
+    )
+
+
+@dataclass(frozen=True)
 class ThrottleConfig:
     """A slower device than the present one, to repeat published bandwidths. 0 = no limit."""
 
@@ -158,143 +275,13 @@ class FaultConfig:
 
 
 @dataclass(frozen=True)
-class PolicyConfig:
-    """Settings of the planner: the server and the simulator read the same section."""
+class LabConfig:
+    """A worse device than the one at hand, on purpose. Only the laboratory writes this section: it
+    is no user's decision, and `kvtier doctor --settings` leaves it out.
+    """
 
-    restore: str = setting(
-        "auto",
-        "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for each request, "
-        "both = compute its front while loading its back, load, compute, or off = SGLang's own way. auto is off on more than "
-        "one rank and on a GPU, where it was not shown under stress yet",
-        choices=("auto", "both", "load", "compute", "off"),
-    )
-    rule: str = setting(
-        "kvtier",
-        "kvtier, or the published rule of a paper for comparison: cake (whole chunks, no fallback, arrival order), "
-        "cacheflow (whole chunks, I/O goes to the longest remaining restoration)",
-        choices=("kvtier", "cake", "cacheflow"),
-    )
-    io_order: str = setting(
-        "auto",
-        "which restoration is loaded for first: arrival, longest or shortest remaining recompute time; auto = the rule's",
-        choices=("auto", "arrival", "longest", "shortest"),
-    )
-    min_restore_tokens: int = setting(
-        256, "shorter restorations are left to SGLang's own way", low=0, high=10_000_000
-    )
-    split_margin: float = setting(
-        0.02,
-        "compute and load together only if that is predicted to save this share of the faster of the two alone",
-        low=0,
-        high=1,
-    )
-    split_gain_s: float = setting(
-        0.005,
-        "and at least this many seconds: what splitting a prefix costs by itself",
-        low=0,
-        high=60,
-    )
-    fixed_split: float = setting(
-        -1.0,
-        "share of a prefix that is computed while the rest is loaded, fixed beforehand, to measure what planning at run time is "
-        "worth; -1 = planned at run time",
-        low=-1,
-        high=1,
-    )
-    queue_charge: float = setting(
-        1.0,
-        "extra weight of computing a prefix per request that waits behind it, when the planner chooses what to load instead",
-        low=0,
-        high=10,
-    )
-    min_chunk_tokens: int = setting(
-        32, "smallest chunk worth computing while loads are under way", low=1, high=65536
-    )
-    load_tokens: int = setting(
-        128,
-        "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting point if they take over 20 ms",
-        low=1,
-        high=65536,
-    )
-    load_horizon_s: float = setting(
-        0.3, "loads issued ahead, in seconds of the device's bandwidth", low=0.001, high=60
-    )
-    load_deadline_s: float = setting(
-        2.0,
-        "a load that has not begun this long after its predicted end is given up",
-        low=0.001,
-        high=600,
-    )
-    yield_to_fresh: bool = setting(
-        True,
-        "requests that restore nothing are prefilled before a restoring one that can go on loading (Cake, section 4)",
-    )
-    max_yields: int = setting(
-        4,
-        "scheduler steps in a row for which a restoring request may be held back so",
-        low=0,
-        high=10_000,
-    )
-    prefetch: str = setting(
-        "kvtier",
-        "pages of waiting requests are prefetched before their turn: kvtier = by deadline, bytes charged to the links; "
-        "tierkv = the paper's test per page; or off, a server's default",
-        choices=("kvtier", "tierkv", "off"),
-    )
-    lookahead: int = setting(
-        -1,
-        "K: iterations ahead whose requests' pages are brought to HBM; 0 = none, -1 = from measured speeds",
-        low=-1,
-        high=4096,
-    )
-    lookahead_ssd: int = setting(
-        -1,
-        "iterations ahead whose requests' pages are brought from SSD to DRAM; -1 = from measured speeds",
-        low=-1,
-        high=4096,
-    )
-    scheduling_slack_s: float = setting(
-        0.0001, "TierKV's delta: how late a prefetched page may come", low=0, high=10
-    )
-    prefetch_margin: float = setting(
-        0.25, "links are taken to be this share slower than measured", low=0, high=10
-    )
-    prefetch_share: float = setting(
-        0.2, "most of HBM that may hold prefetched pages not used yet", low=0, high=1
-    )
-    prefetch_waste: float = setting(
-        0.1,
-        "share of what is prefetched for expected sessions that may go unused; 1 = no limit",
-        low=0,
-        high=1,
-    )
-    eviction: str = setting(
-        "next-use",
-        "which pages are evicted first from HBM and DRAM: next-use = those needed last, lru (a server's default) or lfu",
-        choices=("next-use", "lru", "lfu"),
-    )
-    map_pages: int = setting(
-        1_000_000, "pages whose tier is remembered, 200 bytes each", low=1, high=100_000_000
-    )
-    sessions: bool = setting(
-        True, "learn when idle sessions return; keep or bring back their pages accordingly"
-    )
-    session_idle_s: float = setting(
-        900.0, "a session idle for longer is expected no more", low=0.001, high=1_000_000
-    )
-    demote_after_s: float = setting(
-        10.0,
-        "pages of sessions expected back later than this many seconds get a copy in a lower tier early",
-        low=0,
-        high=1_000_000,
-    )
-    hint_limit_s: float = setting(
-        3600.0, "longest delay or lifetime a client's hint may ask for", low=0, high=1_000_000
-    )
-    decision_log: str = setting(
-        "",
-        "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim replay-log); empty = none",
-    )
+    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
 
 @dataclass(frozen=True)
@@ -302,9 +289,8 @@ class KVTierConfig:
     """Everything in kvtier.json but the keys SGLang reads itself (`HOST_KEYS`)."""
 
     store: StoreConfig = field(default_factory=StoreConfig)
-    throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
-    faults: FaultConfig = field(default_factory=FaultConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lab: LabConfig = field(default_factory=LabConfig)
 
 
 def load_config(path: str | Path) -> KVTierConfig:
@@ -335,28 +321,28 @@ def parse_config(data: Any) -> KVTierConfig:
             continue
         if key not in known:
             raise ConfigError(_unknown(key, "", [*known, *sorted(HOST_KEYS)]))
-        sections[key] = _parse_section(type(getattr(KVTierConfig(), key)), key, value)
+        sections[key] = _parse_section(_SECTIONS[key], key, value)
     return KVTierConfig(**sections)
 
 
 def parse_setting(section: str, name: str, value: Any) -> Any:
     """One setting's value, checked as in a kvtier.json. Raises ConfigError."""
-    sections = {f.name: f for f in fields(KVTierConfig)}
-    known = {f.name: f for f in _settings_of(sections[section])} if section in sections else {}
+    known = {f.name: f for f in fields(_SECTIONS[section])} if section in _SECTIONS else {}
     if name not in known:
-        raise ConfigError(f"there is no setting {shown(f'{section}.{name}')}")
+        gone = f"{section}.{name}"
+        raise ConfigError(f"there is no setting {shown(gone)}{_moved(gone)}")
     return _parse_value(known[name], f"{section}.{name}", value)
 
 
-def describe_config() -> list[dict[str, str]]:
+def describe_config(sections: Iterable[str] = ("store", "policy")) -> list[dict[str, str]]:
     """One row per setting (key, default, allowed, meaning), for `kvtier doctor --settings` and the
-    docs.
+    docs. What the laboratory alone writes, `LAB_SECTIONS`, is left out unless it is asked for.
     """
     rows = []
-    for section in fields(KVTierConfig):
-        for f in _settings_of(section):
+    for section in sections:
+        for f in fields(_SECTIONS[section]):
             shown = format_bytes(f.default) if f.metadata["is_bytes"] else json.dumps(f.default)
-            key = f"{section.name}.{f.name}"
+            key = f"{section}.{f.name}"
             rows.append(
                 {"key": key, "default": shown, "allowed": _allowed(f), "meaning": f.metadata["doc"]}
             )
@@ -368,10 +354,6 @@ def to_dict(config: KVTierConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _settings_of(section: Any) -> tuple[Any, ...]:
-    return fields(section.default_factory)
-
-
 def _parse_section(cls: Any, section: str, data: Any) -> Any:
     if not isinstance(data, dict):
         raise ConfigError(refusal(section, data, "an object"))
@@ -380,14 +362,18 @@ def _parse_section(cls: Any, section: str, data: Any) -> Any:
     for key, value in data.items():
         if key not in known:
             raise ConfigError(_unknown(key, section + ".", list(known)))
-        values[key] = _parse_value(known[key], f"{section}.{key}", value)
+        setting, name = known[key], f"{section}.{key}"
+        if setting.default is MISSING:
+            values[key] = _parse_section(_SECTIONS[name], name, value)
+        else:
+            values[key] = _parse_value(setting, name, value)
     return cls(**values)
 
 
 def _parse_value(f: Any, key: str, value: Any) -> Any:
     wanted = type(f.default)
     meta = f.metadata
-    wrong = ConfigError(refusal(key, value, f"{_allowed(f)} ({meta['doc']})"))
+    wrong = ConfigError(refusal(key, value, f"{_allowed(f)} ({meta['doc']}){_moved(key, value)}"))
     if meta["is_bytes"]:
         try:
             value = parse_bytes(value)
@@ -397,15 +383,21 @@ def _parse_value(f: Any, key: str, value: Any) -> Any:
         if not (is_whole if wanted is int else is_number)(value, meta["low"], meta["high"]):
             raise wrong
         return wanted(value)
-    if type(value) is not wanted or (meta["choices"] and value not in meta["choices"]):
+    if type(value) is not wanted:
         raise wrong
     if wanted is str and (not is_text(value, _MOST_TEXT) or "\0" in value):
+        raise wrong
+    if meta["is_class"] and _CLASS.fullmatch(value):
+        return value
+    if (meta["choices"] or meta["is_class"]) and value not in (*meta["choices"], f.default):
         raise wrong
     return value
 
 
 def _allowed(f: Any) -> str:
     meta = f.metadata
+    if meta["is_class"]:
+        return ", ".join((*(meta["choices"] or ["empty"]), "or a class as package.module:Class"))
     if meta["choices"]:
         return "one of " + ", ".join(meta["choices"])
     show = format_bytes if meta["is_bytes"] else "{:g}".format
@@ -424,7 +416,27 @@ def _allowed(f: Any) -> str:
 
 def _unknown(key: str, prefix: str, known: list[str]) -> str:
     # Comparing takes time that grows with the square of the key's length.
-    close = difflib.get_close_matches(key, known, n=1) if is_text(key, MOST_SHOWN) else []
-    named = key if is_text(key, MOST_SHOWN) else shown(key)
+    short = is_text(key, MOST_SHOWN)
+    if short and (moved := _moved(prefix + key)):
+        return f"unknown setting {prefix}{key}{moved}"
+    close = difflib.get_close_matches(key, known, n=1) if short else []
+    named = key if short else shown(key)
     hint = f" Did you mean {prefix}{close[0]}?" if close else ""
     return f"unknown setting {prefix}{named}.{hint} Known: {', '.join(prefix + k for k in known)}"
+
+
+def _moved(key: str, value: object = None) -> str:
+    """Where a setting there was, or a value of one, has gone; empty for any other."""
+    where = _MOVED.get(key if value is None else f"{key} = {shown(value)}")
+    return "" if where is None else f": {where}"
+
+
+LAB_SECTIONS = ("lab.throttle", "lab.faults")
+"""Sections that only the laboratory writes."""
+_SECTIONS: dict[str, Any] = {
+    "store": StoreConfig,
+    "policy": PolicyConfig,
+    "lab": LabConfig,
+    "lab.throttle": ThrottleConfig,
+    "lab.faults": FaultConfig,
+}

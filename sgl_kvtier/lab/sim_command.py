@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sgl_kvtier.arguments import above_nought, count, not_negative, positive, seed, size
-from sgl_kvtier.config import KVTierConfig, load_config
+from sgl_kvtier.config import load_config
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -33,7 +33,7 @@ from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
 from sgl_kvtier.lab.sim.log_pictures import log_html
 from sgl_kvtier.lab.sim.pictures import cells_table, policies_table, sim_html
-from sgl_kvtier.lab.sim.policies import POLICIES, policy
+from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.lab.sim.requests import SimResult
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--config",
         metavar="FILE",
-        help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix",
+        help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix (default: prefetch on, eviction next-use)",
     )
     running.add_argument(
         "--sessions",
@@ -209,7 +209,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--log writes the decisions of one policy: give one with --policy")
     for target in filter(None, (args.json, args.html, args.log)):
         check_target(target)
-    config = (load_config(args.config) if args.config else KVTierConfig()).policy
+    config = load_config(args.config).policy if args.config else AHEAD
     machine, load = _machine(args), _load(args)
     description, requests = load.requests(machine.page_tokens)
     lines: list[str] = []

@@ -302,7 +302,13 @@ import, just below.
 
 _QUESTIONS: dict[str, type] = {
     kind.__name__: kind
-    for kind in (messages.LeftToEngine, messages.ReadsDue, messages.Hinted, messages.SessionsWith)
+    for kind in (
+        messages.LeftToEngine,
+        messages.ReadsDue,
+        messages.Hinted,
+        messages.SessionsWith,
+        messages.RulesTuned,
+    )
 }
 _RECORDS: dict[str, type] = {
     kind.__name__: kind

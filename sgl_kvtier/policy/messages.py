@@ -404,6 +404,16 @@ class Hinted(Question[HintAnswer]):
 
 
 @message
+class RulesTuned(Question[str | None]):
+    """Another number for the rules in a running server. The planner takes it and answers None, or
+    why it is refused.
+    """
+
+    name: str
+    value: float
+
+
+@message
 class Tally:
     """What came of looking ahead so far: pages that were moved up for nothing, and tests of whether
     a read overlaps with computing, by result.
@@ -429,4 +439,4 @@ class Consulted(Planner, Protocol):
     """A planner that is asked between two steps as well, as hands in a server do."""
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question. A Hinted is taken note of; the others change nothing."""
+        """Answers a question. A Hinted and a RulesTuned are taken note of; the others change nothing."""

@@ -19,6 +19,7 @@ from sgl_kvtier.policy.messages import (
     LeftToEngine,
     Question,
     ReadsDue,
+    RulesTuned,
     SessionsWith,
     StepPlan,
     StepView,
@@ -26,6 +27,7 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.policy.restore.planner import RestorePlanner
+from sgl_kvtier.policy.rules import Rules, rules_of, tune
 from sgl_kvtier.policy.shape import EngineShape
 
 _A = TypeVar("_A")
@@ -35,20 +37,30 @@ class Planner:
     """Restoration (`restore_planner`) and what comes before it (`lookahead`), sharing what is
     learned of the links.
 
-    `profile` is what `profile()` gave at the end of an earlier run: plain data, or None.
+    `profile` is what `profile()` gave at the end of an earlier run: plain data, or None. `rules`
+    are those that `config.rules` names, unless they are given. Raises ConfigError when a class that
+    the settings name cannot be had.
     """
 
     def __init__(
-        self, config: PolicyConfig, engine: EngineShape, profile: Mapping[str, Any] | None = None
+        self,
+        config: PolicyConfig,
+        engine: EngineShape,
+        profile: Mapping[str, Any] | None = None,
+        rules: Rules | None = None,
     ) -> None:
         known = profile or {}
-        self._restore = RestorePlanner(config, engine, known.get("links"), known.get("prefill"))
-        self._ahead = Lookahead(config, engine, self._restore.bandwidth)
+        self.rules = rules_of(config.rules) if rules is None else rules
+        self._restore = RestorePlanner(
+            config, engine, known.get("links"), known.get("prefill"), self.rules
+        )
+        self._ahead = Lookahead(config, engine, self._restore.bandwidth, self.rules)
         self._answers: dict[type, Callable[[Any], Any]] = {
             LeftToEngine: self._restore.left_to_engine,
             ReadsDue: due,
             Hinted: self._ahead.hint,
             SessionsWith: self._ahead.sessions_with,
+            RulesTuned: self._tune,
         }
         self._failed = False
         """Something went wrong once: no more looking ahead, whose map may be anything."""
@@ -84,6 +96,9 @@ class Planner:
         """
         answer: _A = self._answers[type(question)](question)
         return answer
+
+    def _tune(self, question: RulesTuned) -> str | None:
+        return tune(self.rules, question.name, question.value)
 
     def _give_up(self) -> None:
         self._restore.give_up()
@@ -144,9 +159,12 @@ class Planner:
 
 
 def make_planner(
-    config: PolicyConfig, engine: EngineShape, profile: Mapping[str, Any] | None = None
+    config: PolicyConfig,
+    engine: EngineShape,
+    profile: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
 ) -> Planner:
     """The planner a configuration asks for. `profile`: what `Planner.profile` gave at the end of an
-    earlier run.
+    earlier run. `rules`: others than those it names.
     """
-    return Planner(config, engine, profile)
+    return Planner(config, engine, profile, rules)

@@ -20,6 +20,8 @@ from sgl_kvtier.outside import is_number, refusal, shown
 from sgl_kvtier.runtime.sglang.attached import backend_of
 
 PREFIX = "kvtier."
+RULES = "rules."
+"""What a number of the class in policy.rules is named by, behind the prefix."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ def change_throttle(scheduler: Any, value: float) -> None:
     )
     if throttle is None:
         raise ValueError("no kvtier storage backend is attached")
-    throttle(parse_setting("throttle", "read_gbps", value))
+    throttle(parse_setting("lab.throttle", "read_gbps", value))
     notes = getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
     if notes is not None:
         notes.forget_links()
@@ -70,8 +72,8 @@ def change_throttle(scheduler: Any, value: float) -> None:
 FIXED = tuple(
     f.name
     for f in dataclasses.fields(PolicyConfig)
-    if f.name.startswith(("prefetch", "lookahead", "session", "hint"))
-    or f.name in ("scheduling_slack_s", "eviction", "map_pages", "demote_after_s", "decision_log")
+    if f.name.startswith(("prefetch", "session", "hint"))
+    or f.name in ("rules", "eviction", "map_pages", "decision_log")
 )
 """Settings of the policy section that a planner or a file is made with; a running server refuses to
 change them.
@@ -95,6 +97,18 @@ def policy_handler(name: str) -> Handler:
     return change
 
 
+def rules_handler(name: str) -> Handler:
+    """Changes a number that the class in policy.rules lets be changed, from the next request on."""
+
+    def change(scheduler: Any, value: float) -> None:
+        notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
+        if notes is None:
+            raise ValueError("this server restores SGLang's own way since it started")
+        notes.tune(name, value)
+
+    return change
+
+
 def check_map(scheduler: Any, value: float) -> None:
     """Compares the map of pages with the tree, the host pool and the store, and counts what differs
     as drift.
@@ -113,7 +127,16 @@ HANDLERS: dict[str, Handler] = {
     "throttle.read_gbps": change_throttle,
     **{f"policy.{f.name}": policy_handler(f.name) for f in dataclasses.fields(PolicyConfig)},
 }
-"""What can be changed, by name without the prefix."""
+"""What can be changed, by name without the prefix; beside `rules.NAME`, whatever the class in
+policy.rules has (`Rules.tuned`).
+"""
+
+
+def handler(name: str) -> Handler | None:
+    """Who changes the setting of this name, without the prefix; None for an unknown one."""
+    if name.startswith(RULES):
+        return rules_handler(name[len(RULES) :])
+    return HANDLERS.get(name)
 
 
 def set_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
@@ -136,7 +159,8 @@ def set_internal_state(original: Callable[..., Any], controller: Any, message: A
 
 
 def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
-    unknown = [name for name in values if name[len(PREFIX) :] not in HANDLERS]
+    changes = {name: handler(name[len(PREFIX) :]) for name in values}
+    unknown = [name for name, change in changes.items() if change is None]
     if unknown:
         logger.warning("kvtier: cannot change %s in a running server", shown(unknown))
         return False
@@ -144,7 +168,7 @@ def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
         try:
             if not is_number(value):
                 raise ValueError(refusal(name, value, "a finite number"))
-            HANDLERS[name[len(PREFIX) :]](scheduler, value)
+            changes[name](scheduler, value)  # type: ignore[misc]
         except ValueError as error:
             logger.warning("kvtier: %s = %s was refused: %s", name, shown(value), error)
             return False

@@ -8,6 +8,8 @@ from typing import Any
 from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
+from sgl_kvtier.policy.pages.eviction import eviction_of
+from sgl_kvtier.policy.rules import rules_of
 
 BACKEND = "kvtier"
 """The name in --hicache-storage-backend."""
@@ -17,23 +19,20 @@ _HOST_ADDED = frozenset({"file_storage_path"})
 _MOST_SAID = 500
 """Characters of a parser's own error that are repeated."""
 
-IN_SERVER = {"prefetch": "off", "eviction": "lru"}
-"""Settings of the policy section that have another default in a server than in the simulator: a
-server looks ahead only where its kvtier.json asks for it.
-"""
-
 
 def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
-    """The settings in SGLang's decoded --hicache-storage-backend-extra-config. Raises ConfigError."""
+    """The settings in SGLang's decoded --hicache-storage-backend-extra-config; classes they name
+    are imported. Raises ConfigError.
+    """
     given = {k: v for k, v in (extra_config or {}).items() if k not in _HOST_ADDED}
-    if isinstance(given.get("policy", {}), dict):
-        given["policy"] = {**IN_SERVER, **given.get("policy", {})}
     config = parse_config(given)
     if not config.store.path:
         raise ConfigError(
             "store.path is not set: the kvtier backend needs a folder on a local disk. Put it into kvtier.json as "
             '{"store": {"path": "/var/lib/kvtier"}} and pass --hicache-storage-backend-extra-config @kvtier.json'
         )
+    rules_of(config.policy.rules)
+    eviction_of(config.policy.eviction)
     return config
 
 

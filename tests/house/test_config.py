@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import operator
 from dataclasses import fields
 
 import pytest
-from hostile import HOSTILE, SETTINGS, allowed
+from hostile import HOSTILE, SETTINGS, allowed, file_with
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_kvtier import config
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime.settings import from_extra_config
 
 
 def test_an_empty_file_gives_the_defaults():
@@ -20,13 +22,13 @@ def test_an_empty_file_gives_the_defaults():
 
 def test_settings_survive_being_written_and_read_again(tmp_path):
     changed = config.parse_config(
-        {"store": {"path": "/p", "capacity_bytes": "3GiB"}, "throttle": {"read_gbps": 2}}
+        {"store": {"path": "/p", "capacity_bytes": "3GiB"}, "lab": {"throttle": {"read_gbps": 2}}}
     )
     file = tmp_path / "kvtier.json"
     file.write_text(json.dumps(config.to_dict(changed)))
     assert config.load_config(file) == changed
     assert changed.store.capacity_bytes == 3 << 30
-    assert changed.throttle.read_gbps == 2.0
+    assert changed.lab.throttle.read_gbps == 2.0
 
 
 def test_sglangs_own_keys_are_passed_over():
@@ -48,8 +50,8 @@ def test_sglangs_own_keys_are_passed_over():
         ({"store": {"direct_io": "maybe"}}, "must be one of auto, on, off"),
         ({"store": {"capacity_bytes": "many"}}, "a size such as"),
         ({"store": {"capacity_bytes": "1KiB"}}, r"from 1\.0 MiB to 1,024\.0 TiB"),
-        ({"faults": {"corrupt_rate": 1.5}}, "from 0 to 1"),
-        ({"throttle": {"read_gbps": float("nan")}}, "must be a number"),
+        ({"lab": {"faults": {"corrupt_rate": 1.5}}}, "from 0 to 1"),
+        ({"lab": {"throttle": {"read_gbps": float("nan")}}}, "must be a number"),
         ({"store": {"verify_reads": 1}}, "true or false"),
     ],
 )
@@ -61,15 +63,13 @@ def test_a_mistake_is_named_with_key_value_and_range(data, message):
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("key", SETTINGS)
 def test_no_setting_takes_a_hostile_value(key, kind):
-    section, name = key.split(".")
     value = HOSTILE[kind]
+    given = file_with(key, value)
     if allowed(SETTINGS[key], value):
-        assert (
-            getattr(getattr(config.parse_config({section: {name: value}}), section), name) == value
-        )
+        assert operator.attrgetter(key)(config.parse_config(given)) == value
         return
     with pytest.raises(ConfigError) as found:
-        config.parse_config({section: {name: value}})
+        config.parse_config(given)
     text = str(found.value)
     assert text.startswith(f"{key} = ") and "must be " in text
     assert len(text) < 600
@@ -98,7 +98,7 @@ def test_every_number_among_the_settings_has_a_range():
 )
 def test_numbers_beyond_json_are_refused_in_a_file(tmp_path, number):
     file = tmp_path / "kvtier.json"
-    file.write_text('{"throttle": {"read_gbps": ' + number + "}}")
+    file.write_text('{"lab": {"throttle": {"read_gbps": ' + number + "}}}")
     with pytest.raises(ConfigError) as found:
         config.load_config(file)
     assert len(str(found.value)) < 600
@@ -182,9 +182,65 @@ def test_a_size_for_people_is_close_to_the_size(nbytes):
 
 def test_every_setting_is_described():
     rows = config.describe_config()
-    sections = [getattr(config.KVTierConfig(), f.name) for f in fields(config.KVTierConfig)]
+    sections = (config.StoreConfig, config.PolicyConfig)
     assert len(rows) == sum(len(fields(s)) for s in sections)
     assert all(row["meaning"] and row["allowed"] for row in rows)
+
+
+def test_a_user_decides_no_more_than_thirty_settings_with_one_default_each():
+    rows = config.describe_config()
+    assert len({row["key"] for row in rows}) == len(rows) <= 30
+    assert {key for key in SETTINGS if not key.startswith("lab.")} == {row["key"] for row in rows}
+    server = from_extra_config({"store": {"path": "p"}})
+    for row in rows:
+        if row["key"] == "store.path":
+            continue
+        in_server = operator.attrgetter(row["key"])(server)
+        if SETTINGS[row["key"]].metadata["is_bytes"]:
+            assert row["default"] == config.format_bytes(in_server)
+        else:
+            assert json.loads(row["default"]) == in_server
+    assert server.policy == config.KVTierConfig().policy
+
+
+def test_what_the_laboratory_alone_writes_is_not_among_a_users_settings():
+    assert not [row for row in config.describe_config() if row["key"].startswith("lab")]
+    lab = config.describe_config(config.LAB_SECTIONS)
+    assert {row["key"].rpartition(".")[0] for row in lab} == set(config.LAB_SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ({"throttle": {"read_gbps": 1}}, "throttle: it is lab.throttle now"),
+        ({"faults": {}}, "faults: it is lab.faults now"),
+        ({"policy": {"rule": "cake"}}, 'policy.rule: .*policy.rules = "sgl_kvtier.lab.rules:Cake"'),
+        (
+            {"policy": {"io_order": "longest"}},
+            "policy.io_order: .*sgl_kvtier.lab.rules:LongestFirst",
+        ),
+        ({"policy": {"fixed_split": 0.5}}, "policy.fixed_split: .*sgl_kvtier.lab.rules:FixedSplit"),
+        ({"policy": {"lookahead": 2}}, "policy.lookahead: .*sgl_kvtier.lab.rules:K2"),
+        ({"policy": {"split_margin": 0.1}}, "policy.split_margin: a class that policy.rules names"),
+        ({"policy": {"prefetch": "kvtier"}}, 'policy.prefetch = "kvtier": .*: it is on now'),
+        ({"policy": {"prefetch": "tierkv"}}, 'policy.prefetch = "tierkv": .*lab.rules:TierKV'),
+        ({"policy": {"eviction": "lfu"}}, 'policy.eviction = "lfu": .*sgl_kvtier.lab.rules:LFU'),
+    ],
+    ids=str,
+)
+def test_a_setting_there_was_is_refused_with_a_line_that_says_where_it_went(data, where):
+    with pytest.raises(ConfigError, match=where) as found:
+        config.parse_config(data)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "name", [":C", "a:", "a.b", "a:b:c", "a b:C", "a..b:C", "é:C", "a:C\n", "1a:C"]
+)
+@pytest.mark.parametrize("key", ["rules", "eviction"])
+def test_what_names_no_class_is_refused(key, name):
+    with pytest.raises(ConfigError, match=f"policy.{key} = .*a class as package.module:Class"):
+        config.parse_config({"policy": {key: name}})
 
 
 def test_the_example_is_valid():

@@ -38,7 +38,7 @@ class RestoringServer(FakeServer):
     states: list[tuple[str, str, float]] = field(default_factory=list)
     """What was set when each request came: policy.restore, prefetch policy, bandwidth."""
     splits: list[float] = field(default_factory=list)
-    """policy.fixed_split when each request came."""
+    """rules.share when each request came."""
     changes: list[float] = field(default_factory=list)
     aborted: set[str] = field(default_factory=set)
 
@@ -87,7 +87,7 @@ class RestoringServer(FakeServer):
             return web.json_response([False])
         if "kvtier.policy.restore" in values:
             self.restore = CHOICES[int(values["kvtier.policy.restore"])]
-        self.fixed_split = values.get("kvtier.policy.fixed_split", self.fixed_split)
+        self.fixed_split = values.get("kvtier.rules.share", self.fixed_split)
         if "kvtier.throttle.read_gbps" in values:
             self.gbps = values["kvtier.throttle.read_gbps"]
             self.changes.append(self.gbps)

@@ -5,10 +5,11 @@ log. Also a script.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.experiment import Load, Machine, run_policy
+from sgl_kvtier.lab.sim.policies import AHEAD
 
 MACHINE = Machine(
     hbm_bytes=1 << 30, dram_bytes=1 << 29, ssd_bytes=3 << 29, step_tokens=512, ssd_gbps=16
@@ -21,12 +22,19 @@ LOAD = Load(
     most_prompt_tokens=5000,
 )
 
+RULES = {
+    "kvtier": "",
+    "cake": "sgl_kvtier.lab.rules:Cake",
+    "cacheflow": "sgl_kvtier.lab.rules:CacheFlow",
+}
+"""policy.rules, by the names of tests."""
+
 
 def record(rule: str) -> list[str]:
     """The log of a run under this rule, line by line."""
     lines: list[str] = []
     _, requests = LOAD.requests(MACHINE.page_tokens)
-    config = PolicyConfig(rule=rule, min_restore_tokens=64)
+    config = replace(AHEAD, rules=RULES[rule], min_restore_tokens=64)
     run_policy("kvtier", MACHINE, requests, config, log=lines.append)
     return lines
 

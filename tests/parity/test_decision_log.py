@@ -97,7 +97,7 @@ def test_every_message_survives_the_log(kind: type) -> None:
     survives()
 
 
-_QUESTIONS = (m.LeftToEngine, m.ReadsDue, m.Hinted, m.SessionsWith)
+_QUESTIONS = (m.LeftToEngine, m.ReadsDue, m.Hinted, m.SessionsWith, m.RulesTuned)
 _ANSWERS = st.none() | _WORDS | st.lists(_WORDS, max_size=3).map(tuple) | _messages(m.HintAnswer)
 
 
@@ -117,7 +117,9 @@ def test_every_question_survives_the_log_with_its_answer(kind: type) -> None:
 
 def test_a_header_survives_the_log() -> None:
     header = Header(
-        PolicyConfig(rule="cake"), EngineShape(16, 4096, 512, 32), {"links": {"ssd-hbm": 1e9}}
+        PolicyConfig(rules="sgl_kvtier.lab.rules:Cake"),
+        EngineShape(16, 4096, 512, 32),
+        {"links": {"ssd-hbm": 1e9}},
     )
     assert decode_header(encode_header(header)) == header
 
@@ -174,8 +176,8 @@ _HEAD = '{"log":"kvtier.decisions","version":2,"config":%s,"engine":%s,"profile"
         ),
         (
             decode,
-            '{"type":"PolicyChanged","now":1.0,"config":{"load_horizon_s":NaN}}',
-            r"policy\.load_horizon_s = NaN",
+            '{"type":"PolicyChanged","now":1.0,"config":{"load_deadline_s":NaN}}',
+            r"policy\.load_deadline_s = NaN",
         ),
         (
             decode,

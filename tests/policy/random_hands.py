@@ -28,6 +28,7 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -61,11 +62,18 @@ class RandomHands:
     played again.
     """
 
-    def __init__(self, chance: random.Random, config: PolicyConfig, profiled: bool) -> None:
+    def __init__(
+        self,
+        chance: random.Random,
+        config: PolicyConfig,
+        profiled: bool,
+        rules: Rules | None = None,
+    ) -> None:
         self.chance = chance
         self.config = config
+        self.rules = rules
         self.profile = PROFILE if profiled else None
-        self.planner = make_planner(config, ENGINE, self.profile)
+        self.planner = make_planner(config, ENGINE, self.profile, rules)
         self.log: list = []
         self.plans: list[StepPlan] = []
         self.now = 0.0
@@ -367,7 +375,7 @@ class RandomHands:
 
     def replay(self) -> list[StepPlan]:
         """What another planner answers to the same facts and views."""
-        planner = make_planner(self.config, ENGINE, self.profile)
+        planner = make_planner(self.config, ENGINE, self.profile, self.rules)
         plans = []
         for entry in self.log:
             if isinstance(entry, StepView):

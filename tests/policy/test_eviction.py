@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.policy.pages.eviction import LFU, LRU, RULES, NextUse, Shelves
+from sgl_kvtier.lab.rules import LFU
+from sgl_kvtier.policy.pages.eviction import LRU, NextUse, Shelves, eviction_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Tier
 
@@ -22,11 +23,8 @@ def named(count, start=0):
 
 
 def test_every_rule_of_the_settings_is_there():
-    assert {name: type(make()) for name, make in RULES.items()} == {
-        "lru": LRU,
-        "lfu": LFU,
-        "next-use": NextUse,
-    }
+    for name, rule in (("lru", LRU), ("next-use", NextUse), ("sgl_kvtier.lab.rules:LFU", LFU)):
+        assert type(eviction_of(name)()) is rule
 
 
 @pytest.mark.parametrize("rule", [LRU, LFU, NextUse])

@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from named_parts import parts
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.rules import CacheFlow, Cake
 from sgl_kvtier.policy.messages import (
     LeftToEngine,
     Mode,
@@ -46,14 +48,14 @@ def offer(**pages: int) -> RestoreOffered:
 def planner(*, ssd: float | None = None, dram: float | None = None, **settings: object) -> Planner:
     """A planner that knows the cost of computing and these links."""
     if ssd is None and dram is None:
-        return make_planner(
-            PolicyConfig(restore=settings.pop("restore", "auto"), **settings), ENGINE
-        )
+        config, rules = parts(**settings)
+        return make_planner(config, ENGINE, None, rules)
     profile = profile_of(COST, ssd or 1.0)
     profile["links"] = {
         link.value: r for link, r in ((Link.SSD_TO_HBM, ssd), (Link.DRAM_TO_HBM, dram)) if r
     }
-    return make_planner(PolicyConfig(**{"restore": "auto", **settings}), ENGINE, profile)
+    config, rules = parts(**settings)
+    return make_planner(config, ENGINE, profile, rules)
 
 
 def test_what_lies_in_host_memory_is_left_to_the_engine_that_copies_it_at_once():
@@ -129,8 +131,8 @@ def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_sinc
         {"restore": "both"},
         {"restore": "load"},
         {"restore": "compute"},
-        {"rule": "cake"},
-        {"rule": "cacheflow"},
+        {"rules": Cake},
+        {"rules": CacheFlow},
     ],
 )
 def test_what_was_asked_for_by_name_is_done(settings):

@@ -9,8 +9,8 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_parts import parts
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.behind import Behind
 from sgl_kvtier.policy.ahead.planner import Lookahead
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
@@ -45,7 +45,8 @@ def look(**config) -> Lookahead:
         Link.HBM_TO_DRAM: 1e6,
         Link.DRAM_TO_SSD: 1e5,
     }
-    ahead = Lookahead(PolicyConfig(prefetch_share=1.0, **config), ENGINE, Bandwidth(speeds))
+    settings, rules = parts(**{"prefetch_share": 1.0, **config})
+    ahead = Lookahead(settings, ENGINE, Bandwidth(speeds), rules)
     ahead.observe(StepDone(0.1, 512, 0, 0.0))
     return ahead
 

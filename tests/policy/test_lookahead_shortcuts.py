@@ -5,14 +5,16 @@ every fact and every step.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_parts import AHEAD
 from random_hands import ENGINE, PROFILE, RandomHands
 from test_planner_machine import configs
+from test_planner_machine import rules as many_rules
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.policy.planner import make_planner
 
@@ -36,11 +38,11 @@ def check(planner) -> int:
     return len(lacking)
 
 
-def relive(log, config, profile) -> int:
+def relive(log, config, profile, rules=None) -> int:
     """Lets a planner live through a log, and checks it after every entry; how often an owner lacked
     pages.
     """
-    planner, lacking = make_planner(config, ENGINE, profile), 0
+    planner, lacking = make_planner(config, ENGINE, profile, rules), 0
     for entry in log:
         if isinstance(entry, StepView):
             planner.step(entry)
@@ -51,18 +53,18 @@ def relive(log, config, profile) -> int:
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 120))
-def test_in_any_hands(chance, config, profiled, actions):
-    hands = RandomHands(chance, config, profiled)
+@given(st.randoms(use_true_random=False), configs, many_rules, st.booleans(), st.integers(10, 120))
+def test_in_any_hands(chance, config, rules, profiled, actions):
+    hands = RandomHands(chance, config, profiled, rules)
     for _ in range(actions):
         hands.act()
     hands.drain()
-    relive(hands.log, config, PROFILE if profiled else None)
+    relive(hands.log, config, PROFILE if profiled else None, rules)
 
 
 def test_it_is_looked_for_owners_that_lack_pages_at_all():
     """The check above has something to check: in one long run owners lack pages again and again."""
-    config = PolicyConfig(load_deadline_s=600.0)
+    config = replace(AHEAD, load_deadline_s=600.0)
     hands = RandomHands(random.Random(3), config, profiled=True)
     for _ in range(300):
         hands.act()

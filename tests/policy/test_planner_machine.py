@@ -9,41 +9,51 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_parts import AHEAD
 from random_hands import RandomHands
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.rules import CacheFlow, Cake, FixedSplit, ShortestFirst, TierKV
+from sgl_kvtier.policy.rules import Rules
 
-RULES = ("kvtier", "cake", "cacheflow")
+RULES = (Rules, Cake, CacheFlow, ShortestFirst, TierKV)
 configs = st.builds(
     PolicyConfig,
     restore=st.sampled_from(["auto", "both", "load", "compute"]),
-    rule=st.sampled_from(RULES),
-    prefetch=st.sampled_from(["kvtier", "tierkv", "off"]),
-    eviction=st.sampled_from(["next-use", "lru", "lfu"]),
-    io_order=st.sampled_from(["auto", "arrival", "longest", "shortest"]),
-    lookahead=st.sampled_from([-1, 1, 4]),
+    prefetch=st.sampled_from(["on", "on", "off"]),
+    eviction=st.sampled_from(["next-use", "lru", "sgl_kvtier.lab.rules:LFU"]),
     sessions=st.booleans(),
     load_tokens=st.sampled_from([16, 64]),
-    min_chunk_tokens=st.sampled_from([16, 48]),
-    yield_to_fresh=st.booleans(),
-    fixed_split=st.sampled_from([-1.0, -1.0, 0.0, 0.4, 1.0]),
     load_deadline_s=st.just(600.0),
-    load_horizon_s=st.sampled_from([0.01, 10.0]),
+)
+rules = st.one_of(
+    st.builds(FixedSplit, st.sampled_from([-1.0, 0.0, 0.4, 1.0])),
+    *(
+        st.builds(
+            rule,
+            lookahead=st.sampled_from([-1, 1, 4]),
+            min_chunk_tokens=st.sampled_from([16, 48]),
+            yields_to_fresh=st.booleans(),
+            load_horizon_s=st.sampled_from([0.01, 10.0]),
+        )
+        for rule in RULES
+    ),
 )
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 120))
+@given(st.randoms(use_true_random=False), configs, rules, st.booleans(), st.integers(10, 120))
 def test_in_any_hands_every_request_comes_through_and_the_run_replays(
-    chance, config, profiled, actions
+    chance, config, rules, profiled, actions
 ):
-    hands = RandomHands(chance, config, profiled)
+    hands = RandomHands(chance, config, profiled, rules)
     for _ in range(actions):
         hands.act()
     hands.drain()
@@ -55,8 +65,9 @@ def test_long_runs_come_through(rule):
     for seed in range(3):
         hands = RandomHands(
             random.Random(seed),
-            PolicyConfig(rule=rule, load_tokens=32, load_deadline_s=600.0),
-            profiled=seed % 2 == 0,
+            replace(AHEAD, load_tokens=32, load_deadline_s=600.0),
+            seed % 2 == 0,
+            rule(),
         )
         for _ in range(400):
             hands.act()
@@ -67,7 +78,7 @@ def test_long_runs_come_through(rule):
 def digest(seed: int) -> str:
     """All plans of one run, as a hash."""
     hands = RandomHands(
-        random.Random(seed), PolicyConfig(load_tokens=32, load_deadline_s=600.0), profiled=True
+        random.Random(seed), replace(AHEAD, load_tokens=32, load_deadline_s=600.0), profiled=True
     )
     for _ in range(200):
         hands.act()

@@ -9,13 +9,15 @@ import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_parts import parts
 
-from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.rules import TierKV
 from sgl_kvtier.policy.ahead.prefetch import Prefetcher
 from sgl_kvtier.policy.ahead.turns import Turn, turns_of
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.eviction import NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, PageKey, Tier
 
 PAGE = 1000
@@ -31,12 +33,11 @@ def named(count, start=0):
 class Bench:
     """A map, a prefetcher, and requests whose pages lie somewhere."""
 
-    def __init__(self, **config):
-        self.config = PolicyConfig(
-            **{"prefetch_margin": 0.0, "load_horizon_s": 60.0, "prefetch_share": 1.0, **config}
-        )
+    def __init__(self, rules=Rules, **given):
+        own = {"prefetch_margin": 0.0, "load_horizon_s": 60.0, "prefetch_share": 1.0}
+        self.config, self.rules = parts(rules, **{**own, **given})
         self.map = TierMap(100_000, NextUse(), NextUse())
-        self.prefetcher = Prefetcher(self.config, self.map, Bandwidth(SPEEDS), PAGE)
+        self.prefetcher = Prefetcher(self.config, self.map, Bandwidth(SPEEDS), PAGE, self.rules)
 
     def request(self, name, keys, tier, turn=math.inf):
         if tier is not None:
@@ -93,7 +94,7 @@ def test_bytes_are_charged_behind_those_of_earlier_turns():
 
 
 def test_the_papers_rule_tests_every_page_by_itself():
-    bench = Bench(prefetch="tierkv", lookahead=1)
+    bench = Bench(TierKV)
     bench.request("r", named(80), Tier.DRAM)
     bench.request("s", named(80, 100), Tier.DRAM)
     bench.request("late", named(80, 200), Tier.DRAM)
@@ -104,7 +105,7 @@ def test_the_papers_rule_tests_every_page_by_itself():
 
 def test_the_papers_rule_takes_ssd_pages_in_two_hops_where_the_window_allows_it():
     for window, expected in ((1.0, [("r", 5, Tier.SSD, Tier.HBM)]), (0.1, [])):
-        bench = Bench(prefetch="tierkv", lookahead=1)
+        bench = Bench(TierKV)
         bench.request("r", named(5), Tier.SSD)
         assert moved(bench.plan([turn("r", 1)], iteration_s=window)) == expected
 
@@ -217,9 +218,9 @@ def test_a_move_that_never_ends_is_given_up_and_tried_again():
     assert moved(bench.plan([turn("r", 1)], now=101.0)) == [("r", 10, Tier.DRAM, Tier.HBM)]
 
 
-@pytest.mark.parametrize("rule", ["kvtier", "tierkv"])
+@pytest.mark.parametrize("rule", [Rules, TierKV])
 def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
-    bench = Bench(prefetch=rule, lookahead=4)
+    bench = Bench(rule, lookahead=4)
     bench.request("r", named(10), Tier.DRAM)
     asked = []
     for tick in range(4000):
@@ -360,7 +361,7 @@ def test_predictions_are_compared_with_what_happened():
 
 
 def test_nothing_is_moved_when_it_is_off_or_k_is_0():
-    for config in ({"prefetch": "off"}, {"lookahead": 0}, {"lookahead": 0, "prefetch": "tierkv"}):
+    for config in ({"prefetch": "off"}, {"lookahead": 0}, {"rules": TierKV, "lookahead": 0}):
         bench = Bench(**config)
         bench.request("r", named(10), Tier.DRAM)
         assert bench.plan([turn("r", 1)]).moves == ()
@@ -387,7 +388,7 @@ requests = st.lists(
 @settings(max_examples=examples(150), deadline=None)
 @given(
     requests,
-    st.sampled_from(["kvtier", "tierkv"]),
+    st.sampled_from([Rules, TierKV]),
     st.integers(-1, 4),
     st.integers(-1, 6),
     st.floats(0.05, 1.0),
@@ -399,7 +400,7 @@ def test_whatever_happens_moves_stay_within_free_pages_and_no_page_is_moved_whil
     wanted, rule, lookahead, lookahead_ssd, share, steps
 ):
     bench = Bench(
-        prefetch=rule,
+        rule,
         lookahead=lookahead,
         lookahead_ssd=lookahead_ssd,
         prefetch_share=share,
@@ -422,7 +423,7 @@ def test_whatever_happens_moves_stay_within_free_pages_and_no_page_is_moved_whil
         for tier in (Tier.HBM, Tier.DRAM):
             pages = [key for move in plan.moves if move.target is tier for key in move.keys]
             assert len(pages) == len(set(pages)) <= free[tier]
-        if rule == "kvtier":
+        if rule is Rules:
             promoted = sum(len(move.keys) for move in plan.moves if move.target is Tier.HBM)
             assert promoted <= max(0, int(share * (resident + empty)))
         for move in plan.moves:

@@ -2,10 +2,10 @@ import pytest
 from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.learned.cost import PrefillCost
+from sgl_kvtier.lab.rules import Cake
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
-from sgl_kvtier.policy.restore.modes import crossover_tokens, layer_split, token_split
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Span, Tier
 
 RATIOS = (1 / 16, 1 / 4, 1 / 2, 1, 2, 4, 16)
@@ -133,28 +133,17 @@ def test_nothing_measured_yet_means_both_with_a_few_loads_to_measure_by():
 def test_balanced_chunks_beat_whole_chunks_where_few_chunks_fit():
     rate = balance(1024) * 4
     ours = restore(1024, rate, profile=profile_of(COST, rate))
-    cake = restore(1024, rate, profile=profile_of(COST, rate), config=PolicyConfig(rule="cake"))
+    cake = restore(1024, rate, profile=profile_of(COST, rate), rules=Cake())
     assert ours.seconds < cake.seconds
 
 
-def test_short_prefixes_gain_from_splitting_by_layers_and_long_ones_by_tokens():
-    cost = PrefillCost(0.03, 1 / 20000, 0.0)
-    per_token_s = 1 / 5000
-    assert (
-        layer_split(cost, 256, 256 * per_token_s, 32)[1]
-        < token_split(cost, 256, 256 * per_token_s, 512, 512)[1]
-    )
-    crossover = crossover_tokens(cost, per_token_s, layers=32, chunk=512, unit=128, longest=16384)
-    assert crossover is None or crossover > 256
-
-
-def loaded_with(waiting: tuple[str, ...], **config: object) -> list[int]:
+def loaded_with(waiting: tuple[str, ...], **rules: object) -> list[int]:
     """The pages asked for at once, with these requests in the queue, of which the first restores
     256 pages.
     """
     rate = balance(4096)
     planner = make_planner(
-        PolicyConfig(load_horizon_s=60.0, **config), ENGINE, profile_of(COST, rate)
+        PolicyConfig(), ENGINE, profile_of(COST, rate), Rules(load_horizon_s=60.0, **rules)
     )
     planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
     plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512))

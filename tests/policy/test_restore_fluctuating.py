@@ -11,6 +11,7 @@ from virtual_hands import COST, ENGINE, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.experiment.restore.trace import BandwidthTrace
+from sgl_kvtier.lab.rules import FixedSplit
 
 SUFFIX = 64
 SEEDS = range(20)
@@ -77,13 +78,13 @@ def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_tra
 ):
     rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
     trace = trace_of(seed, 4096, rate)
-    config = PolicyConfig(restore="both", fixed_split=share)
+    config, rules = PolicyConfig(restore="both"), FixedSplit(share)
     timing = {
         "suffix": SUFFIX,
         "profile": profile_of(COST, rate),
         "lasts": lambda begun, nbytes: lasts(trace, begun, nbytes),
     }
-    out = restore(4096, rate, config=config, **timing)
+    out = restore(4096, rate, config=config, rules=rules, **timing)
     meet = round(share * 256)
     assert sum(map(len, out.loads)) == 256 - meet
     assert min((span.start for span in out.loads), default=256) == meet
@@ -95,11 +96,12 @@ def test_a_split_fixed_beforehand_stays_where_it_is_and_takes_as_long_as_the_tra
 
 def test_pages_that_fail_to_load_are_computed_behind_a_fixed_split_too():
     rate = 4096 * ENGINE.page_bytes / ENGINE.page_tokens / compute_s(4096)
-    config = PolicyConfig(restore="both", fixed_split=0.5)
+    config, rules = PolicyConfig(restore="both"), FixedSplit(0.5)
     out = restore(
         4096,
         rate,
         config=config,
+        rules=rules,
         profile=profile_of(COST, rate),
         failing=frozenset({3, 140, 200, 255}),
     )

@@ -5,15 +5,17 @@ what it has looked up.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from named_parts import AHEAD
 from random_hands import ENGINE, PROFILE, RandomHands
 from test_planner_machine import configs
+from test_planner_machine import rules as many_rules
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.step_time import Scene
 from sgl_kvtier.policy.messages import Compute, RequestFinished, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.restore.chunks import Chunks
@@ -22,6 +24,7 @@ from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link
 
 
@@ -78,9 +81,11 @@ class PlainPlanner:
     step.
     """
 
-    def __init__(self, config, profile, engine=ENGINE):
+    def __init__(self, config, profile, engine=ENGINE, rules=None):
         known = profile or {}
-        self.known = UnderWay(config, engine, known.get("links"), known.get("prefill"))
+        self.known = UnderWay(
+            config, engine, known.get("links"), known.get("prefill"), rules or Rules()
+        )
         self.outlook = PlainOutlook(self.known)
         self.offers = Offers(self.known, self.outlook)
         self.chunks = Chunks(self.known, self.outlook)
@@ -148,18 +153,18 @@ def same(log, plans, plain):
 
 
 @settings(max_examples=examples(80), deadline=None)
-@given(st.randoms(use_true_random=False), configs, st.booleans(), st.integers(10, 150))
-def test_in_any_hands(chance, config, profiled, actions):
-    hands = RandomHands(chance, config, profiled)
+@given(st.randoms(use_true_random=False), configs, many_rules, st.booleans(), st.integers(10, 150))
+def test_in_any_hands(chance, config, rules, profiled, actions):
+    hands = RandomHands(chance, config, profiled, rules)
     for _ in range(actions):
         hands.act()
     hands.drain()
-    same(hands.log, hands.plans, PlainPlanner(config, PROFILE if profiled else None))
+    same(hands.log, hands.plans, PlainPlanner(config, PROFILE if profiled else None, rules=rules))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_over_long_runs(seed):
-    config = PolicyConfig(load_tokens=(16, 32, 64, 128)[seed], load_deadline_s=600.0)
+    config = replace(AHEAD, load_tokens=(16, 32, 64, 128)[seed], load_deadline_s=600.0)
     hands = RandomHands(random.Random(seed), config, profiled=True)
     for _ in range(600):
         hands.act()

@@ -18,6 +18,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
 
 PAGE = ENGINE.page_tokens
@@ -79,7 +80,9 @@ def handed_out_s(fresh_tokens: int, front: int = 0) -> float:
     are computed already.
     """
     bytes_per_s = rate(8192, 1)
-    one = make_planner(PolicyConfig(load_horizon_s=0.01), ENGINE, profile_of(COST, bytes_per_s))
+    one = make_planner(
+        PolicyConfig(), ENGINE, profile_of(COST, bytes_per_s), Rules(load_horizon_s=0.01)
+    )
     one.observe(
         RestoreOffered(
             "a", 0.0, 32800, front // PAGE, 2048, ((Span(front // PAGE, 2048), Tier.SSD),)
@@ -96,7 +99,10 @@ def test_a_link_has_work_until_the_chunk_is_done_wherever_in_the_prompt_it_is(fr
 
 def test_a_link_has_work_while_fresh_prompts_are_prefilled():
     one = make_planner(
-        PolicyConfig(restore="load", load_horizon_s=0.001), ENGINE, profile_of(COST, rate(8192, 1))
+        PolicyConfig(restore="load"),
+        ENGINE,
+        profile_of(COST, rate(8192, 1)),
+        Rules(load_horizon_s=0.001),
     )
     one.observe(RestoreOffered("a", 0.0, 16500, 0, 1024, ((Span(0, 1024), Tier.SSD),)))
     loaded = [

@@ -1,6 +1,7 @@
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.lab.rules import LongestFirst
 from sgl_kvtier.policy.messages import (
     ChunkDone,
     ChunkStarted,
@@ -39,7 +40,7 @@ def test_a_front_that_has_computed_its_way_to_the_landed_tail_steps_over_it_alth
 
 
 def test_a_page_the_front_may_be_granted_late_is_not_promised_to_anothers_load():
-    planner = make_planner(PolicyConfig(io_order="longest"), ENGINE, profile_of(COST, 50e6))
+    planner = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 50e6), LongestFirst())
     for rid, pages in (("a", 80), ("b", 160)):
         planner.observe(RestoreOffered(rid, 0.0, 2600, 0, pages, ((Span(0, pages), Tier.SSD),)))
     planner.step(StepView(0.0, ("a", "b"), None, prefill_tokens=0, free_pages={Tier.HBM: 0}))

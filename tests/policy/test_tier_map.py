@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from sgl_kvtier.policy.pages.eviction import LFU, LRU, NextUse
+from sgl_kvtier.lab.rules import LFU
+from sgl_kvtier.policy.pages.eviction import LRU, NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Span, Tier
 

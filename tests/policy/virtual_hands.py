@@ -22,6 +22,7 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -72,6 +73,7 @@ def restore(
     *,
     suffix: int = 64,
     config: PolicyConfig | None = None,
+    rules: Rules | None = None,
     profile: dict | None = None,
     failing: frozenset[int] = frozenset(),
     slow_after_s: float = float("inf"),
@@ -83,7 +85,7 @@ def restore(
     is slower by a factor, or `lasts` says how many seconds a transfer of so many bytes takes that
     begins then.
     """
-    planner = make_planner(config or PolicyConfig(), ENGINE, profile)
+    planner = make_planner(config or PolicyConfig(), ENGINE, profile, rules)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
     planner.observe(RequestArrived("a", 0.0, total))
     planner.observe(RestoreOffered("a", 0.0, total, 0, pages, ((Span(0, pages), Tier.SSD),)))

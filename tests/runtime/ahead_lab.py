@@ -15,7 +15,7 @@ from pathlib import Path
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 
 SESSIONS, TURNS, GROWS = 8, 6, 20
-AHEAD = {"prefetch": "kvtier", "eviction": "next-use", "min_restore_tokens": 64}
+AHEAD = {"prefetch": "on", "eviction": "next-use", "min_restore_tokens": 64}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from sgl_kvtier.config import KVTierConfig
+from sgl_kvtier.config import FaultConfig, PolicyConfig, StoreConfig, ThrottleConfig
 
 HOSTILE: dict[str, Any] = {
     "inf": math.inf,
@@ -23,11 +23,25 @@ HOSTILE: dict[str, Any] = {
     "10 MB text": "9" * 10_000_000,
 }
 
-SETTINGS: dict[str, dataclasses.Field[Any]] = {
-    f"{section.name}.{setting.name}": setting
-    for section in dataclasses.fields(KVTierConfig)
-    for setting in dataclasses.fields(section.default_factory)  # type: ignore[arg-type, misc]
+_SECTIONS = {
+    "store": StoreConfig,
+    "policy": PolicyConfig,
+    "lab.throttle": ThrottleConfig,
+    "lab.faults": FaultConfig,
 }
+SETTINGS: dict[str, dataclasses.Field[Any]] = {
+    f"{section}.{setting.name}": setting
+    for section, settings in _SECTIONS.items()
+    for setting in dataclasses.fields(settings)
+}
+
+
+def file_with(key: str, value: Any) -> dict[str, Any]:
+    """A kvtier.json in which one setting has this value."""
+    data = value
+    for name in reversed(key.split(".")):
+        data = {name: data}
+    return data
 
 
 def allowed(setting: dataclasses.Field[Any], value: Any) -> bool:
@@ -35,5 +49,5 @@ def allowed(setting: dataclasses.Field[Any], value: Any) -> bool:
     if isinstance(setting.default, bool):
         return value is True
     if isinstance(setting.default, str):
-        return value == "" and not setting.metadata["choices"]
+        return bool(value == "" and (setting.default == "" or not setting.metadata["choices"]))
     return type(value) is int and value == setting.metadata["low"] == -1

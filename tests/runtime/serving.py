@@ -123,7 +123,7 @@ def prompts(count: int, tokens: int = TOKENS, seed: int = 0) -> list[list[int]]:
 
 def config_file(folder: Path, **sections: Any) -> Path:
     """A kvtier.json for a store below `folder`; more sections, or settings of the store, by
-    keyword.
+    keyword. `throttle` and `faults` go into the laboratory's section.
 
     Prefixes are loaded whole unless a test says otherwise: how much of one is computed instead
     depends on the machine.
@@ -135,11 +135,18 @@ def config_file(folder: Path, **sections: Any) -> Path:
         "segment_bytes": "8MiB",
     }
     store.update(sections.pop("store", {}))
+    lab = {name: sections.pop(name) for name in ("throttle", "faults") if name in sections}
     path = folder / "kvtier.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(
         json.dumps(
-            {"store": store, "prefetch_threshold": 64, "policy": {"restore": "load"}, **sections}
+            {
+                "store": store,
+                "prefetch_threshold": 64,
+                "policy": {"restore": "load"},
+                "lab": lab,
+                **sections,
+            }
         )
     )
     return path

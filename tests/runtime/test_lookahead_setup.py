@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_kvtier.config import PolicyConfig, parse_config
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.refusals import STAGES as MORE_THAN_ONE_STAGE
 from sgl_kvtier.runtime.settings import from_extra_config, looks_ahead
@@ -24,26 +24,26 @@ def server(**policy: object) -> PolicyConfig:
 def test_a_server_looks_ahead_only_where_its_file_says_so():
     assert not looks_ahead(server())
     assert not looks_ahead(from_extra_config({"store": {"path": "/nowhere"}}).policy)
-    assert looks_ahead(server(prefetch="kvtier"))
+    assert looks_ahead(server(prefetch="on"))
     assert looks_ahead(server(eviction="next-use"))
-    assert server(prefetch="tierkv").eviction == "lru"
+    assert looks_ahead(server(eviction="sgl_kvtier.lab.rules:LFU"))
+    assert server(prefetch="on").eviction == "lru"
 
 
-def test_the_simulators_defaults_are_what_they_were():
-    assert parse_config({}).policy == PolicyConfig()
-    assert (PolicyConfig().prefetch, PolicyConfig().eviction) == ("kvtier", "next-use")
+def test_a_servers_defaults_are_those_of_the_settings():
+    assert from_extra_config({"store": {"path": "/nowhere"}}).policy == PolicyConfig()
 
 
 def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
-    asked = server(prefetch="kvtier", eviction="next-use", restore="both")
+    asked = server(prefetch="on", eviction="next-use", restore="both")
     followed = restore_setup.in_force(STAGES, asked)
     assert not looks_ahead(followed) and followed.restore == "both"
     assert restore_setup.nothing_to_do(STAGES, asked) is None
-    assert restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="off")) == str(
+    assert restore_setup.nothing_to_do(STAGES, server(prefetch="on", restore="off")) == str(
         MORE_THAN_ONE_STAGE
     )
     assert str(MORE_THAN_ONE_STAGE) in str(
-        restore_setup.nothing_to_do(STAGES, server(prefetch="kvtier", restore="auto"))
+        restore_setup.nothing_to_do(STAGES, server(prefetch="on", restore="auto"))
     )
 
 
@@ -54,12 +54,12 @@ def test_with_pipeline_stages_it_is_sglangs_own_way_and_restoring_goes_on():
 def test_on_two_ranks_and_on_a_card_it_looks_ahead_and_restores_only_when_asked_by_name(
     restore: str, in_force: str, where: SimpleNamespace
 ):
-    followed = restore_setup.in_force(where, server(prefetch="kvtier", restore=restore))
+    followed = restore_setup.in_force(where, server(prefetch="on", restore=restore))
     assert looks_ahead(followed) and followed.restore == in_force
-    assert restore_setup.nothing_to_do(where, server(prefetch="kvtier", restore=restore)) is None
+    assert restore_setup.nothing_to_do(where, server(prefetch="on", restore=restore)) is None
 
 
 def test_a_plain_server_is_left_as_it_is():
     assert restore_setup.in_force(ONE, server(restore="auto")) == server(restore="auto")
     assert restore_setup.nothing_to_do(ONE, server(restore="auto")) is None
-    assert restore_setup.nothing_to_do(ONE, server(eviction="lfu")) is None
+    assert restore_setup.nothing_to_do(ONE, server(eviction="sgl_kvtier.lab.rules:LFU")) is None

@@ -58,7 +58,7 @@ def test_a_model_with_pages_of_another_kind_gets_none_of_our_parts(
     tree = bare()
     tree.tree_components = (ComponentType.FULL,)
     tree.sidecar_pool_specs = [SimpleNamespace(pool_name=PoolName.INDEXER)]
-    extra = '{"store": {"path": "unused"}, "policy": {"restore": "both", "prefetch": "kvtier"}}'
+    extra = '{"store": {"path": "unused"}, "policy": {"restore": "both", "prefetch": "on"}}'
     with caplog.at_level(logging.WARNING):
         tree.init_hicache(SimpleNamespace(hicache_storage_backend_extra_config=extra), None)
     assert tree.kvtier is None

@@ -30,7 +30,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
 
 BOTH = PolicyConfig(restore="both", prefetch="off", eviction="lru")
 AUTO = PolicyConfig(restore="auto", prefetch="off", eviction="lru")
-AHEAD = PolicyConfig(restore="both", prefetch="kvtier", eviction="next-use")
+AHEAD = PolicyConfig(restore="both", prefetch="on", eviction="next-use")
 
 BY_FLAGS = [
     ("chunked prefill", "--chunked-prefill-size", "--chunked-prefill-size -1"),
@@ -180,7 +180,7 @@ def test_a_server_that_was_to_look_ahead_says_that_it_does_not(launch, drafts, f
     assert "pages are prefetched and evicted SGLang's own way" in str(
         restore_setup.own_way(args, context(), AHEAD)
     )
-    only_ahead = PolicyConfig(restore="off", prefetch="kvtier", eviction="next-use")
+    only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
     line = str(restore_setup.own_way(args, context(), only_ahead))
     assert line.startswith("kvtier: pages are prefetched and evicted SGLang's own way: ")
 
@@ -198,12 +198,12 @@ def test_with_stages_looking_ahead_is_refused_and_restoring_goes_on(launch):
     assert restore_setup.own_way(args, context(), AHEAD) is None
     (line,) = restore_setup.not_followed(args, AHEAD)
     assert "more than one pipeline stage" in line and "--pp-size 1" in line
-    only_ahead = PolicyConfig(restore="off", prefetch="kvtier", eviction="next-use")
+    only_ahead = PolicyConfig(restore="off", prefetch="on", eviction="next-use")
     assert str(STAGES) in str(restore_setup.own_way(args, context(), only_ahead))
 
 
 def test_a_server_that_looks_ahead_says_when_it_does_not_restore_besides(launch):
-    ahead = PolicyConfig(restore="auto", prefetch="kvtier", eviction="next-use")
+    ahead = PolicyConfig(restore="auto", prefetch="on", eviction="next-use")
     args = launch("--tp 2")
     assert restore_setup.own_way(args, context(), ahead) is None
     (line,) = restore_setup.not_followed(args, ahead)

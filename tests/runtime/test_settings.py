@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hostile import HOSTILE, SETTINGS, allowed
+from hostile import HOSTILE, SETTINGS, allowed, file_with
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime import settings
@@ -44,7 +44,10 @@ def test_good_settings_pass_with_sglangs_own_keys_among_them():
         ("[" * 100_000, "Give JSON text of an object"),
         ('{"throttle":' * 100_000, "Give JSON text of an object"),
         (" " * 100_000_000 + "{}", "at most 1048576 are read"),
-        ('{"store": {"path": "p"}, "throttle": {"read_gbps": NaN}}', r"throttle\.read_gbps = NaN"),
+        (
+            '{"store": {"path": "p"}, "lab": {"throttle": {"read_gbps": NaN}}}',
+            r"lab\.throttle\.read_gbps = NaN",
+        ),
         ('{"store": {"path": "p"}, "policy": 1}', "policy = 1: must be an object"),
         ("@no-such-file.json", "no-such-file.json"),
         ("@kvtier.ini", "kvtier.ini"),
@@ -80,8 +83,7 @@ def test_a_settings_file_that_cannot_be_read_is_one_short_error(tmp_path, name, 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("key", SETTINGS)
 def test_what_an_engine_is_given_as_objects_is_checked_like_a_file(key, kind):
-    section, name = key.split(".")
-    given = {"store": {"path": "p"}, section: {name: HOSTILE[kind]}}
+    given = {"store": {"path": "p"}} | file_with(key, HOSTILE[kind])
     given["store"].setdefault("path", "p")
     if allowed(SETTINGS[key], HOSTILE[kind]) and key != "store.path":
         settings.from_extra_config(given)

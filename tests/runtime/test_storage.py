@@ -53,9 +53,9 @@ def make(tmp_path, monkeypatch):
             },
         }
         if faults:
-            extra["faults"] = faults
+            extra["lab"] = {"faults": faults}
         if throttle:
-            extra["throttle"] = throttle
+            extra["lab"] = {"throttle": throttle}
         backend = KVTierStorage(storage_config(extra_config=extra, **config), {})
         backend.register_mem_pool_host(pool)
         for name, side in side_pools:

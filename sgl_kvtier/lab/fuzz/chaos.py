@@ -68,7 +68,7 @@ class Chaos:
             )
 
     def faults(self) -> dict[str, Any]:
-        """The `faults` section of the server's kvtier.json."""
+        """The section `lab.faults` of the server's kvtier.json."""
         found: dict[str, Any] = {"seed": self.seed}
         if "errors" in self.kinds:
             found |= {"read_error_rate": 0.01, "write_error_rate": 0.01}

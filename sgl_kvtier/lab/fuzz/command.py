@@ -45,7 +45,7 @@ from sgl_kvtier.launch import detect_device, missing_packages
 SCHEMA = "kvtier.restore-fuzz/1"
 _LOAD = LoadOptions(sessions=16, turns=6, divisor=4, most_output_tokens=8)
 _SETTLED_TOKENS = 64
-_AHEAD = {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
+_AHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 _SHOWN = (
     "requests",
     "completed",
@@ -392,7 +392,7 @@ def _sections(chaos: Chaos, rank: int | None, ahead: bool) -> dict[str, dict[str
         "load_tokens": 32,
     }
     policy |= _AHEAD if ahead else {}
-    return {"policy": policy, "throttle": {"read_gbps": 1.0}, "faults": faults}
+    return {"policy": policy, "lab": {"throttle": {"read_gbps": 1.0}, "faults": faults}}
 
 
 def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:

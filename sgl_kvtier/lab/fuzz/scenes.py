@@ -235,7 +235,7 @@ async def _play_group(
     first = SCENES[names[0]]
     own = OwnClock(place) if first.own_clock else None
     setup = setup if first.host_ratio is None else replace(setup, host_ratio=first.host_ratio)
-    sections = {"policy": dict(ahead), "throttle": {"read_gbps": GBPS}}
+    sections = {"policy": dict(ahead), "lab": {"throttle": {"read_gbps": GBPS}}}
     server = FuzzServer(OURS, setup, place, log, sections, own.env if own else None, first.signals)
     try:
         shown.describe(f"{names[0]}: the server starts")

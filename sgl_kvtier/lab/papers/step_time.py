@@ -12,10 +12,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.console import Column, Table, print_table
 from sgl_kvtier.lab.pages.stats import percentile
+from sgl_kvtier.lab.sim.policies import AHEAD
 from sgl_kvtier.policy.messages import (
     ChunkDone,
     ChunkStarted,
@@ -59,7 +60,7 @@ class Scene:
     _new_tokens = 1
 
     def __init__(self, requests: int, pages: int, known: int) -> None:
-        self.config = PolicyConfig(map_pages=max(known, 1) * 2)
+        self.config = replace(AHEAD, map_pages=max(known, 1) * 2)
         self.engine = EngineShape(_PAGE_TOKENS, _PAGE_BYTES, _STEP_TOKENS)
         self.profile = _PROFILE
         self.planner: Planner = make_planner(self.config, self.engine, _PROFILE)

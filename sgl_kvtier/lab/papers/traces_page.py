@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.console import progress, to_markdown, write_text
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages.plots import cdf
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
 from sgl_kvtier.lab.sim.pictures import policies_table
+from sgl_kvtier.lab.sim.policies import AHEAD
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.workload.catalogue import trace_files
 
@@ -86,7 +86,7 @@ def scene_markdown(name: str, on_finish: Callable[[SimRequest], None]) -> tuple[
     description, requests = scene.load().requests(scene.machine.page_tokens)
     outcomes, ttfts = [], {}
     for policy in scene.policies:
-        result = run_policy(policy, scene.machine, requests, PolicyConfig(), on_finish=on_finish)
+        result = run_policy(policy, scene.machine, requests, AHEAD, on_finish=on_finish)
         outcomes.append(outcome(policy, result))
         ttfts[policy] = [1e3 * value for value in result.ttfts()]
     title = f"{description.split('.: ')[0]}: {len(requests)} requests"

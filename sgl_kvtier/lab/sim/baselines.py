@@ -1,7 +1,7 @@
 """What the planner is compared with, as planners: recompute everything, load everything, stock
 HiCache, and an oracle.
 
-Cake and CacheFlow are rules of the planner itself (`policy.rule` in kvtier.json).
+Cake's and CacheFlow's rules are classes for the planner itself (`lab/rules.py`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.lab.rules import LFU, CacheFlow, Cake, TierKV
 from sgl_kvtier.lab.sim.baselines import (
     RecomputeOnly,
     StaticTiering,
@@ -22,6 +23,9 @@ from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
+
+AHEAD = PolicyConfig(prefetch="on", eviction="next-use")
+"""What is simulated where no kvtier.json says otherwise: a server looks ahead only when asked to."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,11 @@ def _kvtier(setting: Setting) -> Planner:
     return _rule()(setting)
 
 
+def _named(rule: type) -> str:
+    """A class as kvtier.json names it."""
+    return f"{rule.__module__}:{rule.__qualname__}"
+
+
 def _rule(**changes: Any) -> Callable[[Setting], Planner]:
     def make(setting: Setting) -> Planner:
         config = dataclasses.replace(setting.config, **changes)
@@ -110,25 +119,24 @@ POLICIES: Mapping[str, Policy] = {
     "restore": Policy("the same without lookahead: restoration alone", _rule(prefetch="off")),
     "cake": Policy(
         "Cake's rule: split always, whole chunks, arrival order; no lookahead",
-        _rule(rule="cake", **_PAPER),
+        _rule(rules=_named(Cake), **_PAPER),
     ),
     "cacheflow": Policy(
-        "CacheFlow's rule: Cake's with I/O for the longest first", _rule(rule="cacheflow", **_PAPER)
+        "CacheFlow's rule: Cake's with I/O for the longest first",
+        _rule(rules=_named(CacheFlow), **_PAPER),
     ),
-    "load": Policy(
-        "loads all there is, computes nothing of it", _rule(rule="kvtier", restore="load")
-    ),
+    "load": Policy("loads all there is, computes nothing of it", _rule(rules="", restore="load")),
     "lru": Policy(
         "TierKV's LRU: pages are fetched when they are needed, the least recently used leave",
         _rule(**_ON_DEMAND, eviction="lru"),
     ),
     "frequency": Policy(
         "TierKV's Frequency: the same, and from HBM the least often used leave",
-        _rule(**_ON_DEMAND, eviction="lfu"),
+        _rule(**_ON_DEMAND, eviction=_named(LFU)),
     ),
     "attn-prefetch": Policy(
         "TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched beside this one",
-        _rule(**{**_ON_DEMAND, "prefetch": "tierkv"}, lookahead=1, lookahead_ssd=1, eviction="lru"),
+        _rule(**{**_ON_DEMAND, "prefetch": "on"}, rules=_named(TierKV), eviction="lru"),
     ),
     "static-tiering": Policy(
         "TierKV's Static-Tiering: what came into a tier first stays, later pages leave", _static

@@ -18,6 +18,7 @@ from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Move, StepView
 from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.sessions.sessions import Return
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -41,8 +42,10 @@ class IdleSessions:
         bandwidth: Bandwidth,
         tier_map: TierMap,
         prefetcher: Prefetcher,
+        rules: Rules,
     ) -> None:
         self._config = config
+        self._rules = rules
         self._engine = engine
         self._bandwidth = bandwidth
         self._map = tier_map
@@ -101,7 +104,7 @@ class IdleSessions:
                     (at, name) for at, name in self._soon if self._soon_at.get(name) == at
                 )
             )
-        if first and expected.at - now > self._config.demote_after_s:
+        if first and expected.at - now > self._rules.demote_after_s:
             self._demote[session] = None
         if len(self._expected) > MOST_IDLE:
             self._give_up(next(iter(self._expected)))

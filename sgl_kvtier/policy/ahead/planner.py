@@ -40,10 +40,11 @@ from sgl_kvtier.policy.messages import (
     StepView,
     Tally,
 )
-from sgl_kvtier.policy.pages.eviction import RULES
+from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.pages.owners import owner_of, session_of
 from sgl_kvtier.policy.pages.page_state import Missing
 from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.sessions.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey
@@ -73,18 +74,27 @@ class Lookahead:
     thread, no clock.
     """
 
-    def __init__(self, config: PolicyConfig, engine: EngineShape, bandwidth: Bandwidth) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        engine: EngineShape,
+        bandwidth: Bandwidth,
+        rules: Rules | None = None,
+    ) -> None:
+        rules = Rules() if rules is None else rules
+        rule = eviction_of(config.eviction)
         self._config = config
+        self._rules = rules
         self._engine = engine
         self._bandwidth = bandwidth
-        self.map = TierMap(config.map_pages, RULES[config.eviction](), RULES[config.eviction]())
-        self.prefetcher = Prefetcher(config, self.map, bandwidth, engine.page_bytes)
+        self.map = TierMap(config.map_pages, rule(), rule())
+        self.prefetcher = Prefetcher(config, self.map, bandwidth, engine.page_bytes, rules)
         self.sessions = Sessions(config.session_idle_s, config.hint_limit_s, MOST_IDLE)
         self.last = Prefetch()
         """What the last step decided, with its overlap tests: for logs and reports."""
         self._requests: dict[str, _Request] = {}
         self._active: dict[str, None] = {}
-        self._idle = IdleSessions(config, engine, bandwidth, self.map, self.prefetcher)
+        self._idle = IdleSessions(config, engine, bandwidth, self.map, self.prefetcher, rules)
         self._iteration_s = 0.0
         self._round = 0
         self._queued_s = 0.0
@@ -238,7 +248,7 @@ class Lookahead:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _iteration(self) -> float:
-        return self._iteration_s or self._config.load_horizon_s
+        return self._iteration_s or self._rules.load_horizon_s
 
     def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
         """The next runs in the order of their windows: waiting requests as they will run, sessions

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.brought import Brought
@@ -38,6 +38,7 @@ from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Evict, Move
 from sgl_kvtier.policy.pages.page_state import Missing
 from sgl_kvtier.policy.pages.tier_map import TierMap
+from sgl_kvtier.policy.rules import Rules, ToCome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 SCOPE: Final = 32
@@ -83,9 +84,15 @@ class Prefetcher:
     """
 
     def __init__(
-        self, config: PolicyConfig, tier_map: TierMap, bandwidth: Bandwidth, page_bytes: int
+        self,
+        config: PolicyConfig,
+        tier_map: TierMap,
+        bandwidth: Bandwidth,
+        page_bytes: int,
+        rules: Rules | None = None,
     ) -> None:
         self._config = config
+        self._rules = Rules() if rules is None else rules
         self._map = tier_map
         self._bandwidth = bandwidth
         self._page_bytes = page_bytes
@@ -200,10 +207,10 @@ class Prefetcher:
             self.late += len(keys)
             self._map.dropped(keys, tier)
             self.brought.given_up(keys, tier, now)
-        off = self._config.prefetch == "off" or not self._config.lookahead
+        off = self._config.prefetch == "off" or not self._rules.lookahead
         if off and not ahead_pages:
             return _NOTHING
-        if off or (not turns and self._config.prefetch == "kvtier"):
+        if off or (not turns and self._rules.shares_links):
             return self._make_room(now, free, step_pages, ahead_pages, empty or {})
         step = Step(
             now,
@@ -214,16 +221,9 @@ class Prefetcher:
         step.rooms[Tier.HBM].take(step_pages, now)
         step.rooms[Tier.HBM].pass_over(owed_pages)
         step.rooms[Tier.HBM].claim(ahead_pages)
-        if self._config.prefetch == "tierkv":
-            self._paper(step, turns)
-        else:
-            self._ours(step, turns)
-        if (
-            turns
-            and not step.moves
-            and self._config.prefetch == "kvtier"
-            and self._config.lookahead < 0
-        ):
+        if not self._rules.prefetch(_Desk(self, step), turns):
+            self._by_deadline(step, turns)
+        if turns and not step.moves and self._rules.shares_links and self._rules.lookahead < 0:
             # What is due within two iterations was looked for, so the next look may wait as long.
             self._rest_until = now + SOON * step.iteration_s
         return Prefetch(
@@ -265,12 +265,12 @@ class Prefetcher:
 
     def _busy(self, links: Mapping[Link, LinkTime], iteration_s: float) -> bool:
         enough_s = _REFILL * self._horizon(iteration_s)
-        return self._config.prefetch == "kvtier" and all(
+        return self._rules.shares_links and all(
             time.closed or time.end_s > enough_s for time in links.values()
         )
 
     def _horizon(self, iteration_s: float) -> float:
-        return max(self._config.load_horizon_s, _COVER * iteration_s)
+        return max(self._rules.load_horizon_s, _COVER * iteration_s)
 
     def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
         """Copies to a lower tier, of an owner's pages that have none at or below it; at most so
@@ -287,7 +287,7 @@ class Prefetcher:
         return Move(keys, source, target)
 
     def _links(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkTime]:
-        factor = 1 + self._config.prefetch_margin if self._config.prefetch == "kvtier" else 1.0
+        factor = 1 + self._rules.prefetch_margin if self._rules.shares_links else 1.0
         links = {
             link: LinkTime(self._bandwidth, link, self._page_bytes, factor) for link in TWO_HOPS
         }
@@ -299,7 +299,7 @@ class Prefetcher:
         # waits for those.
         restoring_s = busy_s.get(Link.SSD_TO_HBM, 0.0)
         links[Link.SSD_TO_DRAM].end_s += restoring_s
-        links[Link.SSD_TO_DRAM].closed = restoring_s > 0 and self._config.prefetch == "kvtier"
+        links[Link.SSD_TO_DRAM].closed = restoring_s > 0 and self._rules.shares_links
         return links
 
     def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:
@@ -310,7 +310,8 @@ class Prefetcher:
             for tier in (Tier.HBM, Tier.DRAM)
         }
 
-    def _emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
+    def emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
+        """Hands out a move of pages that have room in `target`."""
         keys = self._flights.others(self._map.keys_of(turn.owner, span))
         if not keys:
             return
@@ -329,46 +330,19 @@ class Prefetcher:
         self.brought.begun(keys, target, turn.owner, turn.chance)
         step.moves.append(Move(keys, source, target, turn.rid))
 
-    # --- the paper's rule -------------------------------------------------------------------------------------------
-
-    def _paper(self, step: Step, turns: Sequence[Turn]) -> None:
-        """Algorithm 1: requests of the next K iterations, block by block; blocks of one run differ
-        in nothing, so a run is one test. Free pages are the hardware's, so this rule has to respect
-        them too.
-        """
-        near = max(1, self._config.lookahead)
-        far = max(near, self._config.lookahead_ssd)
-        step.lookahead = near
-        slack_s = self._config.scheduling_slack_s
-        for turn in turns:
-            for span, tier in self.missing(turn.owner).runs:
-                within = near if tier is Tier.DRAM else far
-                if tier is None or turn.steps > within or self.brought.paused(turn.owner, step.now):
-                    continue
-                links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
-                transfer_s = sum(step.links[link].seconds(1) for link in links)
-                window_s = within * step.iteration_s + slack_s
-                self._test(
-                    step,
-                    Overlap(turn.owner, len(span), transfer_s, window_s, transfer_s <= window_s),
-                )
-                if transfer_s <= window_s:
-                    pages = step.rooms[Tier.HBM].take(len(span), step.now + turn.window_s)
-                    if pages:
-                        self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
-
-    def _test(self, step: Step, test: Overlap) -> None:
+    def test(self, step: Step, test: Overlap) -> None:
+        """Notes a prediction of this step."""
         if self.overlaps.tested(test):
             step.tests.append(test)
 
-    # --- our rule ---------------------------------------------------------------------------------------------------
+    # --- by deadline ------------------------------------------------------------------------------------------------
 
-    def _ours(self, step: Step, turns: Sequence[Turn]) -> None:
+    def _by_deadline(self, step: Step, turns: Sequence[Turn]) -> None:
         horizon_s = self._horizon(step.iteration_s)
         if self._busy(step.links, step.iteration_s):
             return
         known = [self.missing(turn.owner) for turn in turns]
-        near, far = reach(self._config, step, turns, known)
+        near, far = reach(self._rules, step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
         hbm = step.rooms[Tier.HBM]
         self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
@@ -393,7 +367,7 @@ class Prefetcher:
             hbm.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
         ssd = step.links[Link.SSD_TO_DRAM]
         dram = step.rooms[Tier.DRAM]
-        ahead = self._config.lookahead_ssd < 0 and dram.empty > 0
+        ahead = self._rules.lookahead_ssd < 0 and dram.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
             if (
                 ssd.closed
@@ -440,8 +414,8 @@ class Prefetcher:
         pages, below = missing.lacking, missing.below
         first_s = ssd.end_s + ssd.seconds(below) + pcie.seconds(1) if below else 0.0
         transfer_s = max(pcie.end_s + pcie.seconds(pages), first_s)
-        window_s = turn.window_s + self._config.scheduling_slack_s
-        self._test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
+        window_s = turn.window_s + self._rules.scheduling_slack_s
+        self.test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
 
     def _promote(
         self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
@@ -456,7 +430,7 @@ class Prefetcher:
             or (ssd.closed and missing.runs[0][1] is not Tier.DRAM)
         ):
             return 0
-        until_s = turn.window_s + self._config.scheduling_slack_s
+        until_s = turn.window_s + self._rules.scheduling_slack_s
         needed_at = self._needed_at(step, turn)
         brought = 0
         for span, tier in missing.runs:
@@ -477,7 +451,7 @@ class Prefetcher:
                     if tier is not Tier.DRAM
                     else pcie.end_s
                 )
-                self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
+                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
             brought += pages
             if pages < len(span):
                 break
@@ -487,16 +461,60 @@ class Prefetcher:
         """Brings to DRAM what lies below; where that is not due yet, only into empty pages."""
         ssd = step.links[Link.SSD_TO_DRAM]
         needed_at = self._needed_at(step, turn) if due else math.inf
-        until_s = min(turn.window_s + self._config.scheduling_slack_s, horizon_s + ssd.page_s)
+        until_s = min(turn.window_s + self._rules.scheduling_slack_s, horizon_s + ssd.page_s)
         for span, tier in missing.runs:
             if tier is Tier.DRAM or tier is None:
                 continue
             pages = step.rooms[Tier.DRAM].take(min(len(span), ssd.fit(until_s)), needed_at)
             if pages:
                 ssd.charge(pages)
-                self._emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DRAM)
+                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DRAM)
             if pages < len(span):
                 break
+
+
+class _Desk:
+    """One step of a prefetcher, for the rules (`rules.Desk`)."""
+
+    def __init__(self, prefetcher: Prefetcher, step: Step) -> None:
+        self._prefetcher = prefetcher
+        self._step = step
+
+    @property
+    def now(self) -> float:
+        return self._step.now
+
+    @property
+    def iteration_s(self) -> float:
+        return self._step.iteration_s
+
+    @property
+    def lookahead(self) -> int:
+        return self._step.lookahead
+
+    @lookahead.setter
+    def lookahead(self, steps: int) -> None:
+        self._step.lookahead = steps
+
+    def lacks(self, turn: ToCome) -> Sequence[tuple[Span, Tier | None]]:
+        return self._prefetcher.missing(turn.owner).runs
+
+    def paused(self, turn: ToCome) -> bool:
+        return self._prefetcher.brought.paused(turn.owner, self._step.now)
+
+    def page_s(self, link: Link) -> float:
+        return self._step.links[link].seconds(1)
+
+    def judge(self, turn: ToCome, pages: int, transfer_s: float, window_s: float) -> None:
+        test = Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s)
+        self._prefetcher.test(self._step, test)
+
+    def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
+        needed_at = self._step.now + turn.window_s
+        found = self._step.rooms[Tier.HBM].take(len(pages), needed_at)
+        if found:
+            span = Span(pages.start, pages.start + found)
+            self._prefetcher.emit(self._step, cast(Turn, turn), span, source, Tier.HBM)
 
 
 def _evictions(rooms: Mapping[Tier, Room]) -> tuple[Evict, ...]:

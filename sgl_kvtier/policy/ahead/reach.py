@@ -8,12 +8,12 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
 from sgl_kvtier.policy.ahead.overlap import Overlap
 from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.messages import Move
 from sgl_kvtier.policy.pages.page_state import Missing
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Tier
 
 _EARLY: Final = 0.5
@@ -49,7 +49,7 @@ class Step:
 
 
 def reach(
-    config: PolicyConfig, step: Step, turns: Sequence[Turn], known: Sequence[Missing]
+    rules: Rules, step: Step, turns: Sequence[Turn], known: Sequence[Missing]
 ) -> tuple[int, int]:
     """How many turns ahead pages are brought to HBM, and to DRAM. `known`: what each turn lacks.
 
@@ -57,13 +57,11 @@ def reach(
     transfers, with all before them, have to begin before the next step but one (the latest start of
     earliest-deadline-first).
     """
-    near = sum(turn.steps <= config.lookahead for turn in turns) if config.lookahead >= 0 else 0
+    near = sum(turn.steps <= rules.lookahead for turn in turns) if rules.lookahead >= 0 else 0
     far = (
-        sum(turn.steps <= config.lookahead_ssd for turn in turns)
-        if config.lookahead_ssd >= 0
-        else 0
+        sum(turn.steps <= rules.lookahead_ssd for turn in turns) if rules.lookahead_ssd >= 0 else 0
     )
-    if config.lookahead >= 0 and config.lookahead_ssd >= 0:
+    if rules.lookahead >= 0 and rules.lookahead_ssd >= 0:
         return near, max(near, far)
     ssd, pcie = (step.links[link] for link in TWO_HOPS)
     soon_pcie, soon_ssd = SOON * step.iteration_s + pcie.end_s, SOON * step.iteration_s + ssd.end_s
@@ -82,8 +80,8 @@ def reach(
             latest_ssd = min(latest_ssd, latest_pcie) - missing.below * ssd.page_s
             if latest_ssd <= soon_ssd and not auto_far:
                 auto_far = place + 1
-    near = auto_near if config.lookahead < 0 else near
-    return near, max(near, auto_far if config.lookahead_ssd < 0 else far)
+    near = auto_near if rules.lookahead < 0 else near
+    return near, max(near, auto_far if rules.lookahead_ssd < 0 else far)
 
 
 def in_dram(known: Sequence[Missing]) -> int:

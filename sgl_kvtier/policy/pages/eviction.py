@@ -1,15 +1,14 @@
-"""Which page of a tier gives way first: LRU, LFU, NextUse, and the shelves they are kept on.
+"""Which page of a tier gives way first: LRU, NextUse, and the shelves they are kept on.
 
 A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used
 page goes first. Nothing is sorted or searched per page, so that a victim costs the same among a
 thousand pages and a million.
 
     LRU       one shelf
-    LFU       one shelf per number of uses
     NextUse   one shelf per group of owners; the shelf whose owners run latest goes first (TierKV section 3.4;
               CachedAttention and KVFlow evict in the same order)
 
-How to write another: examples/own_eviction.py.
+How to write another, and use it in a server: examples/own_eviction.py.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
-from typing import Protocol, cast
+from inspect import signature
+from typing import Final, Protocol, cast
 
+from sgl_kvtier.named_class import load_class
 from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 
 
@@ -60,24 +61,6 @@ class LRU:
         return [(0, math.inf)] if 0 in shelves else []
 
 
-class LFU:
-    """Least often used first, least recently used among equals: the papers' Frequency baseline.
-    Counts do not age.
-    """
-
-    def entered(self, group: int) -> int:
-        return 1
-
-    def used(self, shelf: int, group: int) -> int:
-        return min(shelf + 1, 65535)
-
-    def regrouped(self, shelf: int, group: int) -> int:
-        return shelf
-
-    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
-        return ((shelf, math.inf) for shelf in sorted(shelves))
-
-
 class NextUse:
     """Farthest next execution first: pages nobody is known to want, then those of whoever runs
     latest.
@@ -100,8 +83,31 @@ class NextUse:
                 yield group, turn
 
 
-RULES: Mapping[str, Callable[[], Rule]] = {"lru": LRU, "lfu": LFU, "next-use": NextUse}
-"""By their names in kvtier.json."""
+_NAMED: Final[Mapping[str, Callable[[], Rule]]] = {"lru": LRU, "next-use": NextUse}
+_ASKED: Final[Mapping[str, int]] = {"entered": 1, "used": 2, "regrouped": 2, "order": 2}
+"""The methods of a Rule, with how many arguments each is given."""
+
+
+def eviction_of(name: str) -> Callable[[], Rule]:
+    """What makes the rule that `policy.eviction` names, one for each tier. Raises ConfigError when
+    there is no such class, or it does not fit.
+    """
+    if name in _NAMED:
+        return _NAMED[name]
+    return load_class("policy.eviction", name, _unfit)
+
+
+def _unfit(made: object) -> str | None:
+    for name, count in _ASKED.items():
+        method = getattr(made, name, None)
+        try:
+            signature(method).bind(*[0] * count)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            return (
+                f"{type(made).__name__} has no method {name} that takes {count} "
+                f"argument{'s' * (count > 1)}, as sgl_kvtier.policy.pages.eviction.Rule has"
+            )
+    return None
 
 
 class _Row(Protocol):

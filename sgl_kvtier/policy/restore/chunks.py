@@ -84,15 +84,16 @@ class Chunks:
         """A request that was to be loaded only joins in computing when that has become the faster
         way.
         """
-        config = self._under_way.config
-        if item.mode is Mode.LOAD and config.restore != "load":
+        known = self._under_way
+        if item.mode is Mode.LOAD and known.config.restore != "load":
             forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
-            if forecast.both(item).seconds <= forecast.load_only(item) * (1 - config.split_margin):
+            least_s = forecast.load_only(item) * (1 - known.rules.split_margin)
+            if forecast.both(item).seconds <= least_s:
                 item.mode = Mode.BOTH
         return item.mode is Mode.BOTH
 
     def _compute(self, item: Restoration, view: StepView) -> tuple[Compute, list[Cancel]]:
-        config, engine, rule = self._under_way.config, self._under_way.engine, self._under_way.rule
+        engine, rules = self._under_way.engine, self._under_way.rules
         page = engine.page_tokens
         run = item.pointer.landed_run()
         if run.stop == item.pointer.units:
@@ -104,7 +105,7 @@ class Chunks:
         if not barrier:
             # Compute stands before a page that is being loaded: there is nothing to decide but
             # whether it is to be asked back.
-            recalls = rule.balanced_chunks and run.stop >= item.copied
+            recalls = rules.balanced_chunks and run.stop >= item.copied
             return Compute(item.rid, run, 0), self._recall(
                 item, view, 0, 0, run.stop
             ) if recalls else []
@@ -121,12 +122,12 @@ class Chunks:
             # Nothing loads and nothing will: the engine's own chunks, which take the suffix along,
             # are the best.
             return Compute(item.rid, run, None), []
-        tokens = chunk_tokens(split, barrier, engine, rule)
+        tokens = chunk_tokens(split, barrier, engine, rules)
         cancels = (
-            self._recall(item, view, tokens, barrier, run.stop) if rule.balanced_chunks else []
+            self._recall(item, view, tokens, barrier, run.stop) if rules.balanced_chunks else []
         )
         tokens = self._within_budget(item, view, tokens)
-        least = min(config.min_chunk_tokens, barrier or page)
+        least = min(rules.min_chunk_tokens, barrier or page)
         if tokens < least and (item.pointer.loading or split.meet < item.pointer.units):
             tokens = 0
         if item.pointer.lost_in(Span(run.stop, run.stop + 1)) and not tokens:
@@ -154,20 +155,20 @@ class Chunks:
         """Fresh prefill goes first while the restoration can go on loading, a bounded number of
         steps in a row (Cake 4).
         """
-        config, page = self._under_way.config, self._under_way.engine.page_tokens
+        known, page = self._under_way, self._under_way.engine.page_tokens
         tokens = min(tokens, view.prefill_tokens // page * page)
         if not (self._yields(view) and item.pointer.loading):
             return tokens
         left = max(0, view.prefill_tokens - view.fresh_tokens) // page * page
-        if left >= min(tokens, config.min_chunk_tokens):
+        if left >= min(tokens, known.rules.min_chunk_tokens):
             return min(tokens, left)
-        if item.yields >= config.max_yields:
+        if item.yields >= known.config.max_yields:
             return tokens
         item.yields += 1
         return 0
 
     def _yields(self, view: StepView) -> bool:
-        return self._under_way.config.yield_to_fresh and view.fresh_tokens > 0
+        return self._under_way.rules.yields_to_fresh and view.fresh_tokens > 0
 
     def _recall(
         self, item: Restoration, view: StepView, tokens: int, barrier: int, front: int
@@ -175,7 +176,8 @@ class Chunks:
         """Loads that compute would reach before the link does are asked back, as far as they were
         not begun.
         """
-        config, engine = self._under_way.config, self._under_way.engine
+        engine = self._under_way.engine
+        least = _WORTH_ASKING * self._under_way.rules.min_chunk_tokens
         reach = front + barrier // engine.page_tokens
         if not item.pointer.loading or tokens < barrier or item.cancelled >= reach + 1:
             return []
@@ -189,11 +191,11 @@ class Chunks:
             # While this chunk runs nothing can be handed out: a link that becomes faster meanwhile
             # must not run out of work where there is nobody else to load for.
             meet = min(meet, reach + self._spare_pages(item, reach, front, tokens))
-        if (meet - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
+        if (meet - reach) * engine.page_tokens < least:
             return []
         # A load is asked back as a whole or not at all.
         stop = self._under_way.links.whole_below(item.rid, reach, min(meet, run.stop))
-        if (stop - reach) * engine.page_tokens < _WORTH_ASKING * config.min_chunk_tokens:
+        if (stop - reach) * engine.page_tokens < least:
             return []
         item.cancelled = stop
         return [Cancel(item.rid, Span(reach, stop))]
@@ -217,7 +219,7 @@ class Chunks:
 
 def step_cover(under_way: UnderWay) -> float:
     """How many times the time until the next step a link should have work for."""
-    alone = under_way.rule.balanced_chunks and len(under_way.items) == 1
+    alone = under_way.rules.balanced_chunks and len(under_way.items) == 1
     return _STEP_COVER_ALONE if alone else _STEP_COVER
 
 

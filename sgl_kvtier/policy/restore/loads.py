@@ -10,9 +10,10 @@ from typing import Final
 from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
 from sgl_kvtier.policy.restore.chunks import Chunks, in_run_order, step_cover
 from sgl_kvtier.policy.restore.meeting import Split
-from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, fixed_share
+from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Queueing, Restoration
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOAD_S: Final = 0.02
@@ -25,16 +26,6 @@ their latency is paid seldom.
 """
 _PROBES: Final = 2
 """Transfers handed out on a link that was never measured."""
-_PATIENCE: Final = 2.0
-"""A load may take so many times as long as its link is predicted to need for what is before it and
-for itself.
-"""
-_PATIENCE_FIXED: Final = 32.0
-"""The same where all of it was asked for beforehand: by the time it is read the link may be another
-one.
-"""
-_UNLIMITED_S: Final = 1e6
-"""Loads handed out cover this where the split is fixed: all of them are known beforehand."""
 _UNBOUNDED: Final = 1 << 40
 """Pages of a tier the view does not count."""
 
@@ -46,17 +37,16 @@ class Loads:
         self._under_way = under_way
         self._outlook = outlook
         self._chunks = chunks
+        self._reorders = type(under_way.rules).load_order is not Rules.load_order
 
     def decide(self, view: StepView, computes: list[Compute]) -> tuple[Load, ...]:
-        """Loads until every link has enough to do, in the rule's order."""
+        """Loads until every link has enough to do, in the rules' order."""
         known, outlook, now = self._under_way, self._outlook, view.now
         busy_s = outlook.busy_s(view)
         horizon_s = max(
-            known.config.load_horizon_s,
+            known.rules.load_horizon_s,
             step_cover(known) * (busy_s + self._step_seconds(view, computes)),
         )
-        if fixed_share(known.config) is not None:
-            horizon_s = _UNLIMITED_S
         readers = known.readers
         open_links = [link for link in readers if not self._full(link, now, horizon_s)]
         if not any(map(readers.__getitem__, open_links)):
@@ -128,15 +118,15 @@ class Loads:
         to reach first is not loaded, but for copies from DRAM that it waits for; and where the two
         meet.
         """
-        config, outlook = self._under_way.config, self._outlook
+        rules, outlook = self._under_way.rules, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
         lowest = item.pointer.front if proposed is None else self._stop_page(proposed, item)
         if item.fixed_meet >= 0:
             return max(lowest, item.fixed_meet), max(lowest, item.fixed_meet), split
         if (
-            not self._under_way.rule.balanced_chunks
+            not rules.balanced_chunks
             or item.mode is Mode.LOAD
-            or split.compute_tokens < config.min_chunk_tokens
+            or split.compute_tokens < rules.min_chunk_tokens
         ):
             return lowest, lowest, split
         meet = split.meet
@@ -165,7 +155,7 @@ class Loads:
         )
         links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
         hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
-        patience = _PATIENCE if fixed_share(config) is None else _PATIENCE_FIXED
+        patience = self._under_way.rules.load_patience
         for source, tier in reversed(item.sources):
             link = LINK_OF[tier]
             staged = engine.staged and tier > Tier.DRAM
@@ -200,7 +190,7 @@ class Loads:
         known = self._under_way
         most = max(1, known.config.load_tokens // known.engine.page_tokens)
         if (
-            not known.rule.balanced_chunks
+            not known.rules.balanced_chunks
             or known.config.restore == "load"
             or not known.bandwidth.known(link)
         ):
@@ -215,15 +205,11 @@ class Loads:
 
     def _in_io_order(self, view: StepView) -> Iterable[Restoration]:
         known = self._under_way
-        if known.rule.io_order == "arrival" or len(known.items) < 2:
+        if not self._reorders or len(known.items) < 2:
             return in_run_order(known, view)
-        items = list(in_run_order(known, view))
         forecast = Forecast(known.engine, known.cost.cost, known.bandwidth, 0.0, {})
-        longest = known.rule.io_order == "longest"
-        cost = {item.rid: forecast.compute_only(item) for item in items}
-        return sorted(
-            items, key=lambda item: (-cost[item.rid] if longest else cost[item.rid], item.order)
-        )
+        queue = [Queueing(item, forecast) for item in in_run_order(known, view)]
+        return [known.items[one.rid] for one in known.rules.load_order(queue)]
 
 
 def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:

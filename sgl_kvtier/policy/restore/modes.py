@@ -20,6 +20,7 @@ from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -29,41 +30,6 @@ LINK_OF: Final[Mapping[Tier, Link]] = {
     Tier.REMOTE: Link.SSD_TO_HBM,
 }
 """The link a restoration loads over, by where the page lies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What distinguishes our rule from the papers'."""
-
-    balanced_chunks: bool
-    """Chunks are cut so that both ends meet together; otherwise whole chunks as long as the next
-    one is not taken.
-    """
-    fallback: bool
-    """One resource alone where splitting would lose; otherwise always both."""
-    io_order: str
-
-
-RULES: Final[Mapping[str, Rule]] = {
-    "kvtier": Rule(balanced_chunks=True, fallback=True, io_order="arrival"),
-    "cake": Rule(balanced_chunks=False, fallback=False, io_order="arrival"),
-    "cacheflow": Rule(balanced_chunks=False, fallback=False, io_order="longest"),
-}
-
-
-def rule_of(config: PolicyConfig) -> Rule:
-    """The rule a configuration asks for."""
-    rule = RULES[config.rule]
-    if config.io_order == "auto":
-        return rule
-    return Rule(rule.balanced_chunks, rule.fallback, config.io_order)
-
-
-def fixed_share(config: PolicyConfig) -> float | None:
-    """The share of every prefix that the settings have computed, whatever happens; None where it is
-    decided on the way.
-    """
-    return config.fixed_split if config.restore == "both" and config.fixed_split >= 0 else None
 
 
 @dataclass(slots=True)
@@ -230,77 +196,91 @@ class Forecast:
         )
 
 
-_OWN_COST_S: Final = 0.02
-"""A restoration has to save this much over an engine's own load: in a server on a CPU it ended 20
-ms or more above the best split (docs/results/restore.md), and with less than this it lost at fast
-links.
-"""
-
-
-def choose_mode(
-    forecast: Forecast, item: Restoration, config: PolicyConfig, known: bool
-) -> tuple[Mode, str]:
-    """One resource or both, with the reason. Unmeasured costs (`known` False) mean both: it adapts
-    by itself.
+class Ways:
+    """What each way to restore one prefix is predicted to take, for the rules (`rules.Ways`).
+    `learns`: an engine that loads it would measure what is not `known`; `crowded`: HBM is short
+    for what waits.
     """
+
+    def __init__(
+        self,
+        forecast: Forecast,
+        item: Restoration,
+        known: bool,
+        learns: bool = False,
+        crowded: bool = False,
+    ) -> None:
+        self._forecast = forecast
+        self._item = item
+        self._known = known
+        self._learns = learns
+        self._crowded = crowded
+
+    @property
+    def known(self) -> bool:
+        return self._known
+
+    @property
+    def learns(self) -> bool:
+        return self._learns
+
+    @property
+    def crowded(self) -> bool:
+        return self._crowded
+
+    @property
+    def in_dram(self) -> bool:
+        return all(tier is Tier.DRAM for _, tier in self._item.sources)
+
+    @property
+    def compute_s(self) -> float:
+        return self._forecast.compute_only(self._item)
+
+    @property
+    def load_s(self) -> float:
+        return self._forecast.load_only(self._item)
+
+    @property
+    def both_s(self) -> float:
+        return self._forecast.both(self._item).seconds
+
+
+class Queueing:
+    """A restoration that links could load for, for the rules (`rules.Waiting`)."""
+
+    def __init__(self, item: Restoration, forecast: Forecast) -> None:
+        self.item = item
+        self._forecast = forecast
+        self._compute_s = -1.0
+
+    @property
+    def rid(self) -> str:
+        return self.item.rid
+
+    @property
+    def order(self) -> int:
+        return self.item.order
+
+    @property
+    def compute_s(self) -> float:
+        if self._compute_s < 0:
+            self._compute_s = self._forecast.compute_only(self.item)
+        return self._compute_s
+
+
+def choose_mode(rules: Rules, ways: Ways, config: PolicyConfig) -> tuple[Mode, str]:
+    """One resource or both, with the reason: as configured, or as the rules say."""
     if config.restore in ("both", "load", "compute"):
         return Mode(config.restore), "configured"
-    if not rule_of(config).fallback:
-        return Mode.BOTH, "rule"
-    if not known:
-        return Mode.BOTH, "not measured yet"
-    compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
-    if _split_wins(forecast, item, config, min(compute_s, load_s)):
-        return Mode.BOTH, "split is faster"
-    return (
-        (Mode.LOAD, "loading is faster")
-        if load_s <= compute_s
-        else (Mode.COMPUTE, "computing is faster")
-    )
+    return rules.mode(ways)
 
 
-def leave(
-    forecast: Forecast,
-    item: Restoration,
-    config: PolicyConfig,
-    known: bool,
-    learns: bool = False,
-    crowded: bool = False,
-) -> str | None:
-    """Why this prefix is not to be restored but left to an engine that can load by itself, or None.
-
-    Such an engine copies what lies in DRAM in the step that admits the request, and reads the rest
-    ahead into DRAM: where all is to be loaded anyway, it needs no HBM before the request's turn,
-    and no step to splice pages in. What has to be won against is loading; computing all of it is no
-    alternative for pages that lie in DRAM. `crowded`: HBM is short for what waits, so that loads
-    into it would only push out what others are about to use. `learns`: what is not `known` will be
-    after a load of the engine's own, so nothing has to be tried on this request.
-    """
-    if config.restore != "auto" or not rule_of(config).fallback:
-        return None
-    in_dram = all(tier is Tier.DRAM for _, tier in item.sources)
-    if crowded:
-        return "no room"
-    if not known:
-        return "host memory" if in_dram else "not measured yet" if learns else None
-    compute_s, load_s = forecast.compute_only(item), forecast.load_only(item)
-    if not in_dram and compute_s < load_s:
-        return None
-    if _split_wins(forecast, item, config, load_s - _OWN_COST_S):
-        return None
-    return "host memory" if in_dram else "loading is faster"
+def leave(rules: Rules, ways: Ways, config: PolicyConfig) -> str | None:
+    """Why this prefix is not to be restored but left to an engine that can load by itself, or None."""
+    return rules.leave(ways) if config.restore == "auto" else None
 
 
-def _split_wins(
-    forecast: Forecast, item: Restoration, config: PolicyConfig, single_s: float
-) -> bool:
-    """Whether both at once saves enough of what one resource alone takes: a share, and seconds."""
-    return forecast.both(item).seconds <= min(
-        single_s * (1 - config.split_margin), single_s - config.split_gain_s
-    )
-
-
-def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rule: Rule) -> int:
+def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rules: Rules) -> int:
     """Tokens of the next chunk: a multiple of the page, at most one engine chunk, up to the first
     page a load has taken.
 
@@ -309,55 +289,9 @@ def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rule: R
     """
     page = engine.page_tokens
     whole = max(page, engine.chunk_tokens // page * page)
-    if not rule.balanced_chunks:
+    if not rules.balanced_chunks:
         return min(whole, barrier_tokens)
     if split.compute_tokens <= 0:
         return 0
     chunks = math.ceil(split.compute_tokens / whole)
     return min(math.ceil(split.compute_tokens / chunks / page) * page, whole, barrier_tokens)
-
-
-def layer_split(cost: PrefillCost, tokens: int, load_s: float, layers: int) -> tuple[int, float]:
-    """Layer-wise restoration of one chunk: layers below the cut are computed, the rest loaded from
-    the top down.
-
-    Returns the cut and its seconds (CacheFlow section 3.1: one pass over all tokens, so a short
-    prefix pays the fixed part of a chunk only in proportion to the layers it computes).
-    """
-    compute_s = cost.chunk_seconds(0, tokens)
-    times = [
-        max(cut / layers * compute_s, (layers - cut) / layers * load_s) for cut in range(layers + 1)
-    ]
-    cut = min(range(layers + 1), key=lambda place: (times[place], place))
-    return cut, times[cut]
-
-
-def token_split(
-    cost: PrefillCost, tokens: int, load_s: float, chunk: int, unit: int
-) -> tuple[int, float]:
-    """Token-wise restoration in units of `unit` tokens: how many tokens to compute, and the seconds
-    it takes.
-    """
-
-    def seconds(computed: int) -> float:
-        return max(cost.range_seconds(0, computed, chunk), load_s * (tokens - computed) / tokens)
-
-    places = [*range(0, tokens, unit), tokens]
-    best = min(places, key=lambda computed: (seconds(computed), computed))
-    return best, seconds(best)
-
-
-def crossover_tokens(
-    cost: PrefillCost, seconds_per_token: float, layers: int, chunk: int, unit: int, longest: int
-) -> int | None:
-    """CacheFlow's L_delta: the shortest prefix, in steps of `unit`, from which splitting by tokens
-    is no slower than by layers. None when there is none up to `longest`.
-    """
-    for tokens in range(unit, longest + 1, unit):
-        load_s = tokens * seconds_per_token
-        if (
-            token_split(cost, tokens, load_s, chunk, unit)[1]
-            <= layer_split(cost, tokens, load_s, layers)[1]
-        ):
-            return tokens
-    return None

@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.modes import (
-    LINK_OF,
-    Forecast,
-    Restoration,
-    choose_mode,
-    fixed_share,
-    leave,
-)
+from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, Ways, choose_mode, leave
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.restore.under_way import UnderWay
@@ -58,9 +51,8 @@ class Offers:
             item = _item(offer, self._order, self._fixed_meet(offer))
             forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
             self._copy_first(item, forecast)
-            item.mode, reason = choose_mode(
-                forecast, item, self._under_way.config, self._knows(offer)
-            )
+            ways = Ways(forecast, item, self._knows(offer))
+            item.mode, reason = choose_mode(self._under_way.rules, ways, self._under_way.config)
             if reason == "computing is faster":
                 self._computed += 1
                 if self._computed % _LOOK_AGAIN == 0:
@@ -83,14 +75,8 @@ class Offers:
         learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(
             Link.SSD_TO_HBM
         )
-        return leave(
-            forecast,
-            item,
-            self._under_way.config,
-            self._knows(offer),
-            learns,
-            self._crowded(offer, view),
-        )
+        ways = Ways(forecast, item, self._knows(offer), learns, self._crowded(offer, view))
+        return leave(self._under_way.rules, ways, self._under_way.config)
 
     def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
         """Whether HBM has no room for this request and the fresh ones that wait beside it."""
@@ -102,16 +88,18 @@ class Offers:
         """A prefix that begins in DRAM and goes on below it is computed only behind what is copied
         from DRAM; one that lies in DRAM as a whole may have both ends.
         """
-        if self._under_way.rule.balanced_chunks and len(item.sources) > 1:
+        if self._under_way.rules.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)
 
     def _fixed_meet(self, offer: RestoreOffered) -> int:
-        """Where the settings fix the meeting of what is computed and loaded at once; -1 where they
-        do not.
+        """Where the rules fix the meeting of what is computed and loaded at once; -1 where they do
+        not.
         """
-        share = fixed_share(self._under_way.config)
+        known = self._under_way
+        share = known.rules.computed_share() if known.config.restore == "both" else None
         if share is None:
             return -1
+        share = min(max(share, 0.0), 1.0)
         return offer.resident + round(share * (offer.pages - offer.resident))
 
     def _knows(self, offer: RestoreOffered) -> bool:

@@ -109,7 +109,7 @@ class Outlook:
     def charge(self, view: StepView) -> float:
         """What compute counts for: it delays all that wait, and a link's work goes on beside."""
         behind = min(len(view.waiting) - 1, _MOST_BEHIND)
-        return 1 + self._under_way.config.queue_charge * behind if behind > 0 else 1.0
+        return 1 + self._under_way.rules.queue_charge * behind if behind > 0 else 1.0
 
     def meeting_if_taken_back(
         self, item: Restoration, view: StepView, compute_at_s: float, front: int

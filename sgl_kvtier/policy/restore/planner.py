@@ -26,6 +26,7 @@ from sgl_kvtier.policy.restore.loads import Loads
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 
 
@@ -41,8 +42,11 @@ class RestorePlanner:
         engine: EngineShape,
         links: Mapping[str, float] | None = None,
         prefill: Mapping[str, float] | None = None,
+        rules: Rules | None = None,
     ) -> None:
-        self._under_way = UnderWay(config, engine, links, prefill)
+        self._under_way = UnderWay(
+            config, engine, links, prefill, Rules() if rules is None else rules
+        )
         self._outlook = Outlook(self._under_way)
         self._offers = Offers(self._under_way, self._outlook)
         self._chunks = Chunks(self._under_way, self._outlook)

@@ -26,7 +26,8 @@ from sgl_kvtier.policy.messages import (
     RequestFinished,
     TransferDone,
 )
-from sgl_kvtier.policy.restore.modes import Restoration, rule_of
+from sgl_kvtier.policy.restore.modes import Restoration
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span
 
@@ -43,9 +44,10 @@ class UnderWay:
         engine: EngineShape,
         links: Mapping[str, float] | None,
         prefill: Mapping[str, float] | None,
+        rules: Rules,
     ) -> None:
         self.config = config
-        self.rule = rule_of(config)
+        self.rules = rules
         self.engine = engine
         self.profiled = prefill is not None
         self.cost = CostModel(PrefillCost(**prefill) if prefill else GUESS)
@@ -105,7 +107,6 @@ class UnderWay:
 
     def _configured(self, fact: PolicyChanged) -> None:
         self.config = fact.config
-        self.rule = rule_of(fact.config)
 
     def _transferred(self, fact: TransferDone) -> None:
         self.bandwidth.saw(fact.link, fact.nbytes, fact.seconds)

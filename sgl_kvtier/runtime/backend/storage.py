@@ -360,7 +360,7 @@ class KVTierStorage(HiCacheStorage):
         """
         if not isinstance(self._store, Throttled):
             raise ValueError(
-                "the store was not started with a throttle section, so it has no bandwidth to change"
+                "the store was not started with a lab.throttle section, so it has no bandwidth to change"
             )
         self._store.set_read_gbps(read_gbps)
 
@@ -504,13 +504,15 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
     """The store behind the faults and the slower device that the settings ask for, if they do, on
     this rank.
     """
-    faulty = config.faults != FaultConfig(seed=config.faults.seed, rank=config.faults.rank)
-    if faulty and config.faults.rank in (-1, tp_rank):
-        logger.warning("kvtier: faults are injected on purpose: %s", config.faults)
-        store = Faulty(store, config.faults)
-    if config.throttle != ThrottleConfig():
-        logger.warning("kvtier: the store is slowed down on purpose: %s", config.throttle)
-        store = Throttled(store, config.throttle)
+    faulty = config.lab.faults != FaultConfig(
+        seed=config.lab.faults.seed, rank=config.lab.faults.rank
+    )
+    if faulty and config.lab.faults.rank in (-1, tp_rank):
+        logger.warning("kvtier: faults are injected on purpose: %s", config.lab.faults)
+        store = Faulty(store, config.lab.faults)
+    if config.lab.throttle != ThrottleConfig():
+        logger.warning("kvtier: the store is slowed down on purpose: %s", config.lab.throttle)
+        store = Throttled(store, config.lab.throttle)
     return store
 
 

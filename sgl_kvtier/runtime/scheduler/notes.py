@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.policy.messages import PolicyChanged
+from sgl_kvtier.policy.messages import PolicyChanged, RulesTuned
 from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.records.cost_profile import Learning
@@ -41,6 +41,14 @@ class RestoreNotes:
         self._engine.taking = config.restore != "off"
         self._engine.min_tokens = config.min_restore_tokens
         self._planner.observe(PolicyChanged(config, self._engine.context.now))
+
+    def tune(self, name: str, value: float) -> None:
+        """Another number for the rules from the next request on. Raises ValueError when the class
+        in policy.rules has none of that name, or refuses the value.
+        """
+        refused = self._planner.query(RulesTuned(name, value))
+        if refused is not None:
+            raise ValueError(refused)
 
     def forget_links(self) -> None:
         """The bandwidth was changed on purpose: what is learned from now on says nothing about the

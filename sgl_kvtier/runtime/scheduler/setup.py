@@ -208,7 +208,7 @@ def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str,
         "chunk_tokens": shape.chunk_tokens,
         "page_tokens": shape.page_tokens,
         "page_bytes": shape.page_bytes,
-        "throttle": asdict(config.throttle),
+        "throttle": asdict(config.lab.throttle),
         "io_threads": config.store.io_threads,
     }
 

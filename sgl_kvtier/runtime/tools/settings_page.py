@@ -4,16 +4,13 @@ docs/manual/settings.md
 
 from __future__ import annotations
 
-import json
-from dataclasses import fields
-
 from sgl_kvtier.config import KVTierConfig, describe_config
-from sgl_kvtier.runtime.settings import IN_SERVER
 
 _HEAD = """# Settings
 
 All settings of `kvtier.json`. A test compares this page with the code. `kvtier doctor --settings` prints the same rows.
-The simulator reads the same file; where its default differs from a server's, both are given.
+The simulator reads the same file. A section `lab` slows the store or makes it fail on purpose: only the laboratory
+writes it ([its README](../../sgl_kvtier/lab/README.md)). A setting there was is refused with a line that says where it went.
 """
 _COLUMNS = "| Setting | Default | Allowed | Meaning |\n| :--- | :--- | :--- | :--- |\n"
 
@@ -22,9 +19,9 @@ def page() -> str:
     """The whole page as markdown: one table for each section of kvtier.json."""
     rows = describe_config()
     parts = [_HEAD]
-    for section in fields(KVTierConfig):
-        parts.append(f"\n## `{section.name}`\n\n{_summary(section.name)}\n\n{_COLUMNS}")
-        parts += [_row(row) for row in rows if row["key"].startswith(f"{section.name}.")]
+    for section in dict.fromkeys(row["key"].partition(".")[0] for row in rows):
+        parts.append(f"\n## `{section}`\n\n{_summary(section)}\n\n{_COLUMNS}")
+        parts += [_row(row) for row in rows if row["key"].startswith(f"{section}.")]
     return "".join(parts)
 
 
@@ -33,11 +30,8 @@ def _summary(section: str) -> str:
 
 
 def _row(row: dict[str, str]) -> str:
-    section, _, name = row["key"].partition(".")
-    default = f"`{row['default']}`"
-    if section == "policy" and name in IN_SERVER:
-        default = f"`{json.dumps(IN_SERVER[name])}` in a server, {default} in the simulator"
-    return f"| `{name}` | {default} | {row['allowed']} | {row['meaning']} |\n"
+    name = row["key"].partition(".")[2]
+    return f"| `{name}` | `{row['default']}` | {row['allowed']} | {row['meaning']} |\n"
 
 
 if __name__ == "__main__":

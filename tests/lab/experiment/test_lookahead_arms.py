@@ -21,6 +21,7 @@ from sgl_kvtier.lab.experiment.lookahead.arms import (
     arm_setup,
     pools,
 )
+from sgl_kvtier.policy.rules import rules_of
 
 PAGE = 16
 SETUP = Setup(
@@ -29,7 +30,7 @@ SETUP = Setup(
     "cpu",
     PAGE,
     512,
-    sections={"policy": {"min_restore_tokens": 64}, "throttle": {"read_gbps": 2.0}},
+    sections={"policy": {"min_restore_tokens": 64}, "lab": {"throttle": {"read_gbps": 2.0}}},
 )
 
 
@@ -80,7 +81,7 @@ def test_kvtier_arms_differ_in_the_policy_section_only(tmp_path: Path) -> None:
         {k: v for k, v in settings.items() if k != "policy"} for _, settings in ours if settings
     ]
     assert all(one == rest[0] for one in rest)
-    assert rest[0]["throttle"] == {"read_gbps": 2.0}
+    assert rest[0]["lab"] == {"throttle": {"read_gbps": 2.0}}
 
 
 def test_each_arm_adds_one_part_to_the_one_before(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_each_arm_adds_one_part_to_the_one_before(tmp_path: Path) -> None:
     changed = [{k for k in b if a[k] != b[k]} for a, b in itertools.pairwise(policies)]
     assert changed == [{"prefetch"}, {"eviction"}, {"sessions"}]
     assert policies[0] == {
-        "min_restore_tokens": 64, "prefetch": "off", "eviction": "lru", "sessions": False, "restore": "auto", "lookahead": -1,
+        "min_restore_tokens": 64, "prefetch": "off", "eviction": "lru", "sessions": False, "restore": "auto", "rules": "",
     }  # fmt: skip
 
 
@@ -135,13 +136,18 @@ def test_several_lookaheads_make_an_arm_each_and_auto_keeps_the_name(tmp_path: P
     ]
     arms = launched(tmp_path, [0, 2, AUTO])
     ks = {
-        name: (arms[name][1] or {})["policy"]["lookahead"]
+        name: (arms[name][1] or {})["policy"]["rules"]
         for name in names
         if name.startswith(OURS) or name == "lookahead"
     }
-    assert ks == {"lookahead": -1, "kvtier-k0": 0, "kvtier-k2": 2, "kvtier": -1}
+    assert ks == {
+        "lookahead": "",
+        "kvtier-k0": "sgl_kvtier.lab.rules:K0",
+        "kvtier-k2": "sgl_kvtier.lab.rules:K2",
+        "kvtier": "",
+    }
     policies = [
-        {k: v for k, v in (arms[name][1] or {})["policy"].items() if k != "lookahead"}
+        {k: v for k, v in (arms[name][1] or {})["policy"].items() if k != "rules"}
         for name in ("kvtier", "kvtier-k0")
     ]
     assert policies[0] == policies[1]
@@ -150,10 +156,16 @@ def test_several_lookaheads_make_an_arm_each_and_auto_keeps_the_name(tmp_path: P
 def test_one_lookahead_is_that_of_every_arm_that_moves_pages_ahead(tmp_path: Path) -> None:
     arms = launched(tmp_path, [4])
     ks = [
-        (arms[name][1] or {})["policy"]["lookahead"]
+        (arms[name][1] or {})["policy"]["rules"]
         for name in ("restore", "lookahead", "next-use", "kvtier")
     ]
-    assert ks == [-1, 4, 4, 4]
+    four = "sgl_kvtier.lab.rules:K4"
+    assert ks == ["", four, four, four]
+
+
+def test_an_arms_rules_are_the_servers_own_with_so_many_iterations() -> None:
+    assert [rules_of(f"sgl_kvtier.lab.rules:K{k}").lookahead for k in (0, 2, 4)] == [0, 2, 4]
+    assert rules_of("").lookahead == AUTO
 
 
 @pytest.mark.parametrize("wanted", [["recompute", "nonsense"], [], ["oracle", "oracle"]])

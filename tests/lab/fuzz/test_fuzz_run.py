@@ -99,7 +99,9 @@ def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     assert second["counts"]["requests"] == first["counts"]["requests"] + 12
     assert "--disable-overlap-schedule" in second["settings"]["extra"]
     assert (
-        json.loads((tmp_path / "work" / "fuzzed" / "storage.json").read_text())["faults"]["rank"]
+        json.loads((tmp_path / "work" / "fuzzed" / "storage.json").read_text())["lab"]["faults"][
+            "rank"
+        ]
         == 1
     )
 

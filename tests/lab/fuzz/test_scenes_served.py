@@ -66,9 +66,9 @@ def started(
         device_tokens=DEVICE_TOKENS, context_tokens=DEVICE_TOKENS, host_ratio=host_ratio, storage_bytes=1 << 28,
         prefetch_threshold=32, max_running=8,
     )  # fmt: skip
-    ahead = {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
+    ahead = {"prefetch": "on", "eviction": "next-use", "sessions": True}
     log, asked = FuzzLog(), sessions()
-    sections = {"policy": ahead, "throttle": {"read_gbps": GBPS}}
+    sections = {"policy": ahead, "lab": {"throttle": {"read_gbps": GBPS}}}
     server = FuzzServer(OURS, setup, folder, log, sections, clock.env if clock else None, signals)
     stage = Stage(StageOptions(scale=0.05, concurrency=6, ahead=True), server, asked, log, clock)
 

@@ -18,6 +18,8 @@ from sgl_kvtier.lab.papers.cacheflow.rig import (
     sequential,
     serve,
 )
+from sgl_kvtier.lab.papers.cacheflow.splits import crossover_tokens, layer_split, token_split
+from sgl_kvtier.policy.learned.cost import PrefillCost
 
 
 def cells(name):
@@ -116,3 +118,14 @@ def test_each_arm_restores_what_it_is_given_and_single_ones_use_one_resource():
         assert (spliced == 0) == (arm == "vLLM")
         # Loading alone computes what is new, and no more.
         assert (computed == 128) == (arm == "LMCache")
+
+
+def test_short_prefixes_gain_from_splitting_by_layers_and_long_ones_by_tokens():
+    cost = PrefillCost(0.03, 1 / 20000, 0.0)
+    per_token_s = 1 / 5000
+    assert (
+        layer_split(cost, 256, 256 * per_token_s, 32)[1]
+        < token_split(cost, 256, 256 * per_token_s, 512, 512)[1]
+    )
+    crossover = crossover_tokens(cost, per_token_s, layers=32, chunk=512, unit=128, longest=16384)
+    assert crossover is None or crossover > 256

@@ -17,7 +17,7 @@ from sgl_kvtier.lab.experiment.load import Load
 
 ORACLE = "oracle"
 AUTO = -1
-"""policy.lookahead: so many iterations as measured speeds ask for."""
+"""So many iterations as measured speeds ask for."""
 _OFF: Mapping[str, Any] = {"prefetch": "off", "eviction": "lru", "sessions": False}
 _STEPS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     (
@@ -28,17 +28,17 @@ _STEPS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     (
         "lookahead",
         "and pages of waiting requests are moved up before their turn",
-        {"prefetch": "kvtier"},
+        {"prefetch": "on"},
     ),
     (
         "next-use",
         "and what runs latest is evicted first",
-        {"prefetch": "kvtier", "eviction": "next-use"},
+        {"prefetch": "on", "eviction": "next-use"},
     ),
     (
         OURS,
         "and sessions are expected back",
-        {"prefetch": "kvtier", "eviction": "next-use", "sessions": True},
+        {"prefetch": "on", "eviction": "next-use", "sessions": True},
     ),
 )
 AHEAD = tuple(name for name, _, policy in _STEPS if policy)
@@ -94,13 +94,13 @@ def arm_setup(setup: Setup, sizes: Pools, restore: str, lookahead: Sequence[int]
     """
     steps = {
         name: Variant(
-            OURS, about, {**_OFF, "restore": restore, "lookahead": _k(name, lookahead), **policy}
+            OURS, about, {**_OFF, "restore": restore, "rules": _k(name, lookahead), **policy}
         )
         for name, about, policy in _STEPS
     }
     swept = {
         sweep_name(k): Variant(
-            OURS, f"kvtier with policy.lookahead = {k}", {**steps[OURS].policy, "lookahead": k}
+            OURS, f"kvtier, {k} iterations ahead", {**steps[OURS].policy, "rules": _rules(k)}
         )
         for k in lookahead
         if len(lookahead) > 1 and k != AUTO
@@ -141,8 +141,13 @@ def sweep_name(k: int) -> str:
     return OURS if k == AUTO else f"{OURS}-k{k}"
 
 
-def _k(name: str, lookahead: Sequence[int]) -> int:
-    return lookahead[0] if len(lookahead) == 1 and name in AHEAD else AUTO
+def _k(name: str, lookahead: Sequence[int]) -> str:
+    return _rules(lookahead[0]) if len(lookahead) == 1 and name in AHEAD else ""
+
+
+def _rules(k: int) -> str:
+    """policy.rules of kvtier's own with this lookahead."""
+    return "" if k == AUTO else f"sgl_kvtier.lab.rules:K{k}"
 
 
 def _pages(tokens: float, page: int) -> int:

@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_lookaheads,
         default=[AUTO],
         metavar="K,K",
-        help="policy.lookahead: iterations, or auto; several make one arm of kvtier each, as 0,1,2,4,8,auto (default auto)",
+        help="iterations ahead, or auto; several make one arm of kvtier each, as 0,1,2,4,8,auto (default auto)",
     )
     parser.add_argument(
         "--rounds",
@@ -235,7 +235,7 @@ def _setup(args: argparse.Namespace, device: str, model: str, chosen: Load) -> S
     threshold = max(256 // chosen.encoder.divisor, page)
     sections: dict[str, dict[str, Any]] = {"policy": {"min_restore_tokens": threshold}}
     if args.read_gbps:
-        sections["throttle"] = {"read_gbps": args.read_gbps}
+        sections["lab"] = {"throttle": {"read_gbps": args.read_gbps}}
     return Setup(
         model_path=model,
         served_name=Path(model).name,

@@ -16,6 +16,8 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.client import Client
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
+FIXED_SPLITS = "sgl_kvtier.lab.rules:FixedSplit"
+"""policy.rules of a server in which the computed share of a prefix can be fixed."""
 BACKEND = "kvtier"
 """The storage backend of a server that can be measured so."""
 
@@ -93,7 +95,7 @@ class ArmSwitch:
 
     async def use(self, arm: str, read_gbps: float, fixed_split: float | None = None) -> None:
         """From the next request on; `fixed_split` is the computed share of a prefix, where it is
-        not decided on the way. Raises BenchError when the server refuses.
+        not decided on the way: of a server started with the rules `FIXED_SPLITS`. Raises BenchError when the server refuses.
         """
         wanted = RESTORE_ARMS[arm]
         if wanted.restore != self._restore:
@@ -102,11 +104,17 @@ class ArmSwitch:
         if wanted.prefetch != self._prefetch:
             await self._client.set_prefetch_policy(BACKEND, wanted.prefetch)
             self._prefetch = wanted.prefetch
-        share = -1.0 if fixed_split is None else fixed_split
-        if share != self._fixed_split:
-            await self._client.set_state({"kvtier.policy.fixed_split": share})
-            self._fixed_split = share
+        await self._split(fixed_split)
         await self.bandwidth(read_gbps)
+
+    async def free_split(self) -> None:
+        """The computed share is decided on the way again."""
+        await self._split(None)
+
+    async def _split(self, share: float | None) -> None:
+        if share != self._fixed_split:
+            await self._client.set_state({"kvtier.rules.share": -1.0 if share is None else share})
+            self._fixed_split = share
 
     async def bandwidth(self, read_gbps: float) -> None:
         """Of the store's device, for pages not begun yet. It may be changed while a prefix is being

@@ -189,7 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     server.add_argument(
         "--url",
-        help="measure a running server instead: kvtier backend, a throttle section, --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)",
+        help="measure a running server instead: kvtier backend, a section lab.throttle (and policy.rules = sgl_kvtier.lab.rules:FixedSplit for --fluctuate), --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)",
     )
     server.add_argument("--admin-key", help="with --url: its admin key")
     server.add_argument(
@@ -388,6 +388,7 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
         extra=tuple(args.server_arg),
         decision_log=_decision_log(args, model),
         storage_bytes=storage_bytes(args.storage_size, model, dtype, sum(lengths)),
+        fixed_splits=bool(args.fluctuate),
     )
     own = args.folder or Path(tempfile.mkdtemp(prefix="kvtier-restore-"))
     folder = own / Path(model).name

@@ -132,6 +132,7 @@ class Fluctuation:
             return one
 
         fixed = await measure_fixed(fixed_at, self._options.rounds)
+        await self._trials.switch.free_split()
         counted = len(fixed.by_share[fixed.best])  # the last of its trials
         applied_to = {
             OURS: changes,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
+from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS
 from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, write_named
 from sgl_kvtier.lab.outside.server import Launch, Server
 
@@ -36,7 +37,8 @@ class Target:
 @dataclass(frozen=True)
 class LabServer:
     """What to start. `longest` is the longest prefix that will be restored; `strict` turns SGLang's
-    own checks on; `decision_log` is the file of that name in the server's settings, or empty.
+    own checks on; `decision_log` is the file of that name in the server's settings, or empty;
+    `fixed_splits` lets the computed share of a prefix be fixed while it runs.
     """
 
     model: str
@@ -51,6 +53,7 @@ class LabServer:
     extra: tuple[str, ...] = ()
     decision_log: str = ""
     storage_bytes: int = 4 << 30
+    fixed_splits: bool = False
 
     @property
     def model_path(self) -> str:
@@ -82,8 +85,12 @@ class LabServer:
             # A throttle has to be there to be changed; so much is none. A mode named at the start
             # is restored in anywhere.
             sections={
-                "throttle": {"read_gbps": 1000.0},
-                "policy": {"restore": "both", "decision_log": self.decision_log},
+                "lab": {"throttle": {"read_gbps": 1000.0}},
+                "policy": {
+                    "restore": "both",
+                    "decision_log": self.decision_log,
+                    "rules": FIXED_SPLITS if self.fixed_splits else "",
+                },
             },
             extra=("--admin-api-key", admin_key, *dummy, *self.extra),
         )

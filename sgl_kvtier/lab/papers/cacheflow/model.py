@@ -21,11 +21,11 @@ from sgl_kvtier.lab.papers.cacheflow.rig import (
     rig,
     serve,
 )
+from sgl_kvtier.lab.papers.cacheflow.splits import crossover_tokens, layer_split, token_split
 from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.costs import StepCost
 from sgl_kvtier.lab.sim.hardware import load_model
 from sgl_kvtier.policy.learned.cost import PrefillCost
-from sgl_kvtier.policy.restore.modes import crossover_tokens, layer_split, token_split
 
 # --- section 2: what the cost model must agree with -----------------------------------------------
 
@@ -113,7 +113,7 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
 
 
 def crossover(hardware: str, model: str, gbps: float) -> int | None:
-    """L_delta by the rule of policy/: from this many tokens on splitting by tokens is no slower
+    """L_delta: from this many tokens on splitting by tokens is no slower
     than by layers.
     """
     scene, engine = SCENARIOS["fig3"], SCENARIOS["engine"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.rules import CacheFlow, Cake, LongestFirst, ShortestFirst
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.costs import StepCost
 from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, load_hardware, load_model, step_cost
@@ -29,6 +30,7 @@ from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Planner
 from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -42,7 +44,7 @@ SINGLE = ("vLLM", "LMCache")
 tier it is load-only.
 """
 
-ORDERS = ("longest", "shortest")
+ORDERS = {"longest": LongestFirst, "shortest": ShortestFirst}
 """Variants of ours that load for another request first: arms "kvtier, longest first", ..."""
 
 STORAGE = "storage"
@@ -163,17 +165,16 @@ def planner_of(arm: str, rig_: Rig, page_tokens: int, chunk_tokens: int) -> Plan
         "prefill": dataclasses.asdict(learned(rig_.cost, chunk_tokens)),
         "links": {Link.SSD_TO_HBM.value: rig_.hardware.pipes[STORAGE].bytes_per_s},
     }
-    order = next((order for order in ORDERS if arm.endswith(f", {order} first")), "auto")
+    named: dict[str, type[Rules]] = {"Cake": Cake, "CacheFlow": CacheFlow}
+    named |= {f"kvtier, {order} first": rules for order, rules in ORDERS.items()}
+    rules = named.get(arm, Rules)
     config = PolicyConfig(
-        rule={"Cake": "cake", "CacheFlow": "cacheflow"}.get(arm, "kvtier"),
-        io_order=order,
         restore="load" if arm == "LMCache" else "auto",
         min_restore_tokens=0,
         load_tokens=max(SCENARIOS["engine"]["load_tokens"], page_tokens),
-        load_horizon_s=_HORIZON_S,
         load_deadline_s=60.0,
     )
-    return make_planner(config, engine, profile)
+    return make_planner(config, engine, profile, rules(load_horizon_s=_HORIZON_S))
 
 
 def serve(

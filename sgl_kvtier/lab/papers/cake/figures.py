@@ -17,9 +17,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.cake.grid import PUBLISHED, Setup
-from sgl_kvtier.lab.papers.cake.run import CACHED, STORAGE, Rig, cached_request, policy, rig
+from sgl_kvtier.lab.papers.cake.run import (
+    CACHED,
+    STORAGE,
+    Rig,
+    cached_request,
+    planner_of,
+    policy,
+    rig,
+)
 from sgl_kvtier.lab.papers.cake.watch import Watch
 from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.links import Pipe
@@ -27,7 +34,6 @@ from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.messages import Fact, Planner, StepPlan, StepView
-from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.types import Tier
 
 SCENARIOS: dict[str, Any] = json.loads(Path(__file__).with_name("figures.json").read_text("utf-8"))
@@ -39,13 +45,12 @@ Wrap = Callable[[Planner], Planner]
 
 def watched(
     parts: Rig,
-    config: PolicyConfig,
+    planner: Planner,
     requests: Sequence[SimRequest],
     wrap: Wrap | None = None,
     record: bool = False,
 ) -> tuple[Watch, SimResult]:
     """One run; `wrap` puts something between the planner and the server."""
-    planner: Planner = make_planner(config, parts.engine, parts.profile)
     page_tokens = parts.engine.page_tokens
     prefixes = {CACHED: next(r.prompt_tokens for r in requests if r.rid == CACHED) - 1}
     watch = Watch(wrap(planner) if wrap else planner, page_tokens, prefixes)
@@ -66,7 +71,8 @@ def chunk_seconds(hardware: str) -> tuple[float, ...]:
     """Seconds of each chunk of one long prompt, computed alone."""
     scene = SCENARIOS["fig4"]
     parts = rig(Setup(hardware, scene["model"], scene["tokens"], gbps=1.0))
-    watch, _ = watched(parts, policy("cake", "compute"), [cached_request(scene["tokens"])])
+    planner = planner_of(parts, "cake", policy("compute"))
+    watch, _ = watched(parts, planner, [cached_request(scene["tokens"])])
     return tuple(
         chunk.seconds for chunk in watch.chunks if len(chunk.tokens) == parts.engine.chunk_tokens
     )
@@ -159,11 +165,12 @@ def fluctuating_rig(seed: int) -> Rig:
 def fluctuating_run(seed: int, rule: str, only: str = "") -> tuple[float, SimResult]:
     """Seconds until the prefix is resident. `only`: "compute" or "load" for the baselines."""
     scene, budgets = SCENARIOS["fig5"], fluctuation(seed).budgets
-    config = policy(rule, "load" if only == "load" else "both")
+    parts = fluctuating_rig(seed)
+    planner = planner_of(parts, rule, policy("load" if only == "load" else "both"))
     request = cached_request(scene["tokens"], scene["page_tokens"])
     watch, result = watched(
-        fluctuating_rig(seed),
-        config,
+        parts,
+        planner,
         [request],
         lambda planner: Budgeted(planner, budgets, scene["budget_period_s"], only != "compute"),
         record=True,
@@ -232,8 +239,9 @@ def burst_run(seed: int, rule: str, adaptive: bool) -> tuple[Watch, SimResult]:
     scene = SCENARIOS["fig6"]
     setup = Setup(scene["hardware"], scene["model"], scene["tokens"], scene["gbps"])
     # Cake's adaptive mode has no bound on how long a restoration yields.
-    config = dataclasses.replace(policy(rule), yield_to_fresh=adaptive, max_yields=10_000)
-    return watched(rig(setup, scene["page_tokens"]), config, burst(seed))
+    parts = rig(setup, scene["page_tokens"])
+    config = dataclasses.replace(policy(), max_yields=10_000)
+    return watched(parts, planner_of(parts, rule, config, adaptive), burst(seed))
 
 
 def figure_6() -> Sequence[Cell]:

@@ -19,6 +19,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.cake.fit import LOAD_TOKENS, coefficients, shape
 from sgl_kvtier.lab.papers.cake.grid import Setup
 from sgl_kvtier.lab.papers.cake.watch import Watch
+from sgl_kvtier.lab.rules import Cake
 from sgl_kvtier.lab.sim.costs import Batch
 from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, load_hardware, step_cost
 from sgl_kvtier.lab.sim.links import Pipe
@@ -26,7 +27,8 @@ from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.learned.cost import PrefillCost
-from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -123,12 +125,10 @@ def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
     )
 
 
-def restore_seconds(setup: Setup, policy: PolicyConfig) -> float:
+def restore_seconds(setup: Setup, rule: str, restore: str = "auto") -> float:
     """One run of one request: its whole prefix cached, one token behind it."""
     parts = rig(setup)
-    watch = Watch(
-        make_planner(policy, parts.engine, parts.profile), PAGE_TOKENS, {CACHED: setup.tokens}
-    )
+    watch = Watch(planner_of(parts, rule, policy(restore)), PAGE_TOKENS, {CACHED: setup.tokens})
     server = ServerSpec(
         page_tokens=PAGE_TOKENS, step_tokens=setup.budget, share=setup.share, write_down=False
     )
@@ -148,26 +148,30 @@ def cached_request(tokens: int, page_tokens: int = PAGE_TOKENS) -> SimRequest:
     return SimRequest(CACHED, 0.0, tokens + 1, cached=((Span(0, tokens // page_tokens), Tier.SSD),))
 
 
-def policy(rule: str, restore: str = "auto") -> PolicyConfig:
-    """A rule as it runs here: every length is restored, nothing is given up as late."""
+def policy(restore: str = "auto") -> PolicyConfig:
+    """The settings here: every length is restored, nothing is given up as late."""
     return PolicyConfig(
-        rule=rule,
-        restore=restore,
-        min_restore_tokens=0,
-        load_tokens=LOAD_TOKENS,
-        load_horizon_s=_HORIZON_S,
-        load_deadline_s=_PATIENCE_S,
+        restore=restore, min_restore_tokens=0, load_tokens=LOAD_TOKENS, load_deadline_s=_PATIENCE_S
     )
+
+
+def planner_of(
+    parts: Rig, rule: str, config: PolicyConfig, yields_to_fresh: bool = True
+) -> Planner:
+    """The planner with the paper's rule, "cake", or with ours, "kvtier"."""
+    rules = {"cake": Cake, "kvtier": Rules}[rule]
+    made = rules(load_horizon_s=_HORIZON_S, yields_to_fresh=yields_to_fresh)
+    return make_planner(config, parts.engine, parts.profile, made)
 
 
 @cache
 def times(setup: Setup) -> Times:
     """Both baselines, the paper's rule, and ours."""
     return Times(
-        compute_s=restore_seconds(setup, policy("cake", "compute")),
-        io_s=restore_seconds(setup, policy("cake", "load")),
-        cake_s=restore_seconds(setup, policy("cake")),
-        kvtier_s=restore_seconds(setup, policy("kvtier")),
+        compute_s=restore_seconds(setup, "cake", "compute"),
+        io_s=restore_seconds(setup, "cake", "load"),
+        cake_s=restore_seconds(setup, "cake"),
+        kvtier_s=restore_seconds(setup, "kvtier"),
     )
 
 

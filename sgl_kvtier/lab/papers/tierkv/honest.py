@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from sgl_kvtier.lab.papers.tierkv.load import Request
 from sgl_kvtier.lab.papers.tierkv.lookahead import paper_prefetcher
 from sgl_kvtier.lab.papers.tierkv.machine import Batch, Paging, Running, Server
+from sgl_kvtier.lab.rules import LFU
 from sgl_kvtier.policy.ahead.turns import Turn
-from sgl_kvtier.policy.pages.eviction import LFU, LRU, NextUse, Rule
+from sgl_kvtier.policy.pages.eviction import LRU, NextUse, Rule
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import PageKey, Tier
 

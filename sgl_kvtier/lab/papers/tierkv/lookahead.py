@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.tierkv.machine import Server
+from sgl_kvtier.lab.rules import TierKV
 from sgl_kvtier.policy.ahead.prefetch import Prefetcher
 from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
@@ -25,14 +26,9 @@ def paper_prefetcher(
     """The product's prefetcher set to the paper's rule with K = `steps`, on a link from DRAM of
     that speed.
     """
-    config = PolicyConfig(
-        prefetch="tierkv",
-        lookahead=steps,
-        lookahead_ssd=steps,
-        scheduling_slack_s=server.schedule_s,
-    )
+    rules = TierKV(lookahead=steps, lookahead_ssd=steps, scheduling_slack_s=server.schedule_s)
     speed = Bandwidth({Link.DRAM_TO_HBM: bytes_per_s}, {Link.DRAM_TO_HBM: server.link_latency_s})
-    return Prefetcher(config, tier_map, speed, page_bytes)
+    return Prefetcher(PolicyConfig(prefetch="on"), tier_map, speed, page_bytes, rules)
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,156 @@
+"""Rules of the papers, and variations of kvtier's own, as classes: for simulations, and for servers
+that are started with them to measure what a rule is worth.
+
+    {"policy": {"rules": "sgl_kvtier.lab.rules:Cake"}}               in a server's kvtier.json
+    make_planner(config, engine, profile, Cake())                    in a simulation
+
+    Cake, CacheFlow, TierKV         as published
+    LongestFirst, ShortestFirst     kvtier's, but for whom links load for first
+    FixedSplit                      a share of every prefix is computed, whatever happens
+    K0, K1, K2 ...                  kvtier's, with so many iterations of lookahead
+    LFU                             eviction: TierKV's Frequency
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, KeysView, Sequence
+
+from sgl_kvtier.outside import refusal
+from sgl_kvtier.policy.ahead.charge import TWO_HOPS
+from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.policy.pages.owners import Owners
+from sgl_kvtier.policy.rules import Desk, Rules, ToCome, Waiting, Ways
+from sgl_kvtier.types import Link, Tier
+
+_K = re.compile(r"K(\d{1,4})", re.ASCII)
+
+
+class Cake(Rules):
+    """Cake's (section 4): computed and loaded at once always, in whole chunks, loads in the order
+    of arrival.
+    """
+
+    balanced_chunks = False
+
+    def mode(self, ways: Ways) -> tuple[Mode, str]:
+        """Both."""
+        del ways
+        return Mode.BOTH, "rule"
+
+    def leave(self, ways: Ways) -> str | None:
+        """None is left."""
+        del ways
+        return None
+
+
+class LongestFirst(Rules):
+    """kvtier's, loading first for whom computing would take longest."""
+
+    def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
+        """By the seconds computing would take."""
+        return sorted(waiting, key=lambda one: (-one.compute_s, one.order))
+
+
+class ShortestFirst(Rules):
+    """kvtier's, loading first for whom computing would take least."""
+
+    def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
+        """By the seconds computing would take."""
+        return sorted(waiting, key=lambda one: (one.compute_s, one.order))
+
+
+class CacheFlow(Cake, LongestFirst):
+    """CacheFlow's: Cake's, with I/O for the longest remaining restoration first."""
+
+
+class TierKV(Rules):
+    """TierKV's Algorithm 1: requests of the next K iterations, each page tested by itself against
+    the whole window. Blocks of one run differ in nothing, so a run is one test. Free pages are the
+    hardware's, so this rule has to respect them too.
+    """
+
+    shares_links = False
+    lookahead = 1
+    lookahead_ssd = 1
+
+    def prefetch(self, desk: Desk, turns: Sequence[ToCome]) -> bool:
+        """Eq. 1 for every run of pages, Eq. 2 for what one of them takes."""
+        near = max(1, self.lookahead)
+        far = max(near, self.lookahead_ssd)
+        desk.lookahead = near
+        for turn in turns:
+            for span, tier in desk.lacks(turn):
+                within = near if tier is Tier.DRAM else far
+                if tier is None or turn.steps > within or desk.paused(turn):
+                    continue
+                links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
+                transfer_s = sum(map(desk.page_s, links))
+                window_s = within * desk.iteration_s + self.scheduling_slack_s
+                desk.judge(turn, len(span), transfer_s, window_s)
+                if transfer_s <= window_s:
+                    desk.bring(turn, span, tier)
+        return True
+
+
+class FixedSplit(Rules):
+    """A share of every prefix is computed while the rest is loaded, fixed beforehand, to measure
+    what deciding on the way is worth. It is -1, which is kvtier's own, until it is changed in the
+    running server: kvtier.rules.share. In force where policy.restore is both.
+    """
+
+    tuned = ("share",)
+    share: float
+
+    def __init__(self, share: float = -1.0) -> None:
+        super().__init__()
+        self.tune("share", share)
+
+    def tune(self, name: str, value: float) -> None:
+        """Another share, from 0 to 1, or -1, from the next offer on."""
+        if not (0 <= value <= 1 or value == -1):
+            raise ValueError(refusal(f"rules.{name}", value, "a number from 0 to 1, or -1"))
+        self.share = float(value)
+        # All loads are known beforehand, and asked for at once; by the time they are read the link
+        # may be another one.
+        self.load_horizon_s = 1e6 if value >= 0 else Rules.load_horizon_s
+        self.load_patience = 32.0 if value >= 0 else Rules.load_patience
+
+    def computed_share(self) -> float | None:
+        """The share, if there is one."""
+        return self.share if self.share >= 0 else None
+
+
+def __getattr__(name: str) -> type[Rules]:
+    """K0, K1, K2 ...: made when they are asked for."""
+    found = _K.fullmatch(name)
+    if found is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (Rules,), {"lookahead": int(found[1]), "__module__": __name__})
+
+
+class LFU:
+    """Least often used first, least recently used among equals: the papers' Frequency baseline.
+    Counts do not age.
+    """
+
+    def entered(self, group: int) -> int:
+        """The shelf of a page used once."""
+        del group
+        return 1
+
+    def used(self, shelf: int, group: int) -> int:
+        """One use more."""
+        del group
+        return min(shelf + 1, 65535)
+
+    def regrouped(self, shelf: int, group: int) -> int:
+        """The same shelf."""
+        del group
+        return shelf
+
+    def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
+        """Shelves from the least used on."""
+        del owners
+        return ((shelf, math.inf) for shelf in sorted(shelves))

@@ -1,0 +1,296 @@
+"""What a planner goes by where there is a choice: a class, and how to write your own.
+
+    # my_rules.py, somewhere Python finds it
+    from sgl_kvtier.policy.rules import Rules
+
+    class ShortFirst(Rules):
+        min_chunk_tokens = 64                                # other numbers: name them
+
+        def load_order(self, waiting):                       # other decisions: override them
+            return sorted(waiting, key=lambda one: one.compute_s)
+
+    {"policy": {"rules": "my_rules:ShortFirst"}}             in kvtier.json
+
+A server makes objects of the class, without arguments, when it starts. All ranks must decide the
+same: no clock, no randomness, no state that facts of one rank alone would change. What a method
+raises ends restoring and prefetching until the server is started again, not the server. Numbers are
+attributes of the class; `Rules(split_margin=0.1)` has another for one object, as tests and
+simulations use it.
+
+More to learn from: sgl_kvtier/lab/rules.py has the rules of Cake, CacheFlow and TierKV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from sgl_kvtier.named_class import load_class
+from sgl_kvtier.outside import shown
+from sgl_kvtier.policy.messages import Mode
+from sgl_kvtier.types import Link, Span, Tier
+
+
+class Ways(Protocol):
+    """One prefix that could be restored, with what each way is predicted to take: seconds from now,
+    worked out when they are asked for.
+    """
+
+    @property
+    def known(self) -> bool:
+        """Whether the costs of computing and the links' bandwidths were measured."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether a load by the engine itself would measure what is not known."""
+
+    @property
+    def in_dram(self) -> bool:
+        """Whether all of it lies in host memory."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether device memory has no room for this request and the fresh ones beside it."""
+
+    @property
+    def compute_s(self) -> float:
+        """Computing all of it."""
+
+    @property
+    def load_s(self) -> float:
+        """Loading all of it."""
+
+    @property
+    def both_s(self) -> float:
+        """Computing its front while its back is loaded, up to the best meeting page."""
+
+
+class Waiting(Protocol):
+    """A request that is being restored and could be loaded for."""
+
+    @property
+    def rid(self) -> str:
+        """The request's id."""
+
+    @property
+    def order(self) -> int:
+        """The place of its offer among all offers: lower came earlier."""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds that computing the rest of its prefix would take."""
+
+
+class ToCome(Protocol):
+    """A run to come: of a waiting request, or of a session that is expected back."""
+
+    @property
+    def owner(self) -> str:
+        """Whose pages they are."""
+
+    @property
+    def steps(self) -> int:
+        """Iterations before it; 0: it runs in this one."""
+
+    @property
+    def window_s(self) -> float:
+        """Seconds those take."""
+
+
+class Desk(Protocol):
+    """One step of prefetching: what there is to know, and how to ask for pages."""
+
+    lookahead: int
+    """K, for reports."""
+
+    @property
+    def now(self) -> float:
+        """Seconds of the planner's clock."""
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of one iteration, as of late."""
+
+    def lacks(self, turn: ToCome) -> Sequence[tuple[Span, Tier | None]]:
+        """Runs of its pages that are not in device memory, with the tier each is found in, if any."""
+
+    def paused(self, turn: ToCome) -> bool:
+        """Whether nothing is moved for it because a move has failed a moment ago."""
+
+    def page_s(self, link: Link) -> float:
+        """Seconds that one page takes over an idle link."""
+
+    def judge(self, turn: ToCome, pages: int, transfer_s: float, window_s: float) -> None:
+        """Notes a prediction: so many pages take `transfer_s`, and are hidden within `window_s`."""
+
+    def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
+        """Moves as many of these pages to device memory as find room, from the first on."""
+
+
+class Rules:
+    """kvtier's own rules. A subclass overrides what it decides otherwise."""
+
+    # --- restoring: numbers -----------------------------------------------------------------------
+
+    balanced_chunks: bool = True
+    """Chunks are cut so that compute and loads meet together, and loads that compute would reach
+    first are asked back; False: whole chunks, as long as the next page is not taken by a load.
+    """
+    split_margin: float = 0.02
+    """Computing and loading together must be predicted to save this share of the faster of the two:
+    less is within the predictions' error.
+    """
+    split_gain_s: float = 0.005
+    """And at least so many seconds: what splitting costs by itself."""
+    engine_load_s: float = 0.02
+    """A restoration has to save this much over an engine's own load: in a server on a CPU it ended
+    20 ms or more above the best split (docs/results/restore.md), and with less than this it lost at
+    fast links.
+    """
+    queue_charge: float = 1.0
+    """Extra weight of computing per request that waits behind: it delays them all, and a link's
+    work goes on beside.
+    """
+    min_chunk_tokens: int = 32
+    """The smallest chunk worth its fixed cost while loads are under way."""
+    load_horizon_s: float = 0.3
+    """Loads and prefetches are asked for so many seconds of a link's time ahead: longer than a step
+    mostly takes, and short enough that what is known by then decides.
+    """
+    load_patience: float = 2.0
+    """A load may take so many times as long as its link is predicted to need for what is before it
+    and for itself, before `policy.load_deadline_s` more.
+    """
+    yields_to_fresh: bool = True
+    """Requests that restore nothing are prefilled before one that can go on loading (Cake, section
+    4), for `policy.max_yields` steps in a row.
+    """
+
+    # --- prefetching: numbers ---------------------------------------------------------------------
+
+    shares_links: bool = True
+    """Pages are charged to links one behind the other, and nothing is prefetched from a device that
+    a restoration reads; False: as if each had the link to itself.
+    """
+    prefetch_margin: float = 0.25
+    """Links are taken to be this share slower than measured, so that what is brought is there in
+    time.
+    """
+    scheduling_slack_s: float = 0.0001
+    """How late a prefetched page may come (TierKV's delta)."""
+    lookahead: int = -1
+    """K: iterations ahead whose requests' pages are brought to device memory; 0 = none, -1 = from
+    measured speeds.
+    """
+    lookahead_ssd: int = -1
+    """Iterations ahead whose requests' pages are brought from storage to host memory; -1 = from
+    measured speeds.
+    """
+    demote_after_s: float = 10.0
+    """Pages of sessions expected back later than this get a copy in a lower tier early, so that
+    they can leave at once.
+    """
+
+    tuned: tuple[str, ...] = ()
+    """Numbers that may be changed in a running server, by the name kvtier.rules.NAME in POST
+    /set_internal_state. `tune` is called with them.
+    """
+
+    def __init__(self, **numbers: object) -> None:
+        """`numbers`: attributes with another value than the class's."""
+        for name, value in numbers.items():
+            if not hasattr(self, name):
+                raise TypeError(f"{type(self).__name__} has no {name}")
+            setattr(self, name, value)
+
+    def tune(self, name: str, value: float) -> None:
+        """Changes one of `tuned` in a running server. Raises ValueError to refuse the value."""
+        setattr(self, name, value)
+
+    # --- restoring: decisions ---------------------------------------------------------------------
+
+    def mode(self, ways: Ways) -> tuple[Mode, str]:
+        """How to restore a prefix where `policy.restore` is auto, and why, in a few words."""
+        if not ways.known:
+            return Mode.BOTH, "not measured yet"  # it adapts by itself
+        compute_s, load_s = ways.compute_s, ways.load_s
+        if self.split_wins(ways.both_s, min(compute_s, load_s)):
+            return Mode.BOTH, "split is faster"
+        if load_s <= compute_s:
+            return Mode.LOAD, "loading is faster"
+        return Mode.COMPUTE, "computing is faster"
+
+    def leave(self, ways: Ways) -> str | None:
+        """Why a prefix is left to an engine that can load by itself, where `policy.restore` is
+        auto, or None.
+
+        Such an engine copies what lies in DRAM in the step that admits the request, and reads the
+        rest ahead into DRAM: where all is to be loaded anyway, it needs no HBM before the request's
+        turn, and no step to splice pages in. What has to be won against is loading; computing all
+        of it is no alternative for pages that lie in DRAM. Where HBM is crowded, loads into it
+        would only push out what others are about to use.
+        """
+        if ways.crowded:
+            return "no room"
+        if not ways.known:
+            return "host memory" if ways.in_dram else "not measured yet" if ways.learns else None
+        load_s = ways.load_s
+        if not ways.in_dram and ways.compute_s < load_s:
+            return None
+        if self.split_wins(ways.both_s, load_s - self.engine_load_s):
+            return None
+        return "host memory" if ways.in_dram else "loading is faster"
+
+    def split_wins(self, both_s: float, single_s: float) -> bool:
+        """Whether computing and loading together saves enough of what one resource alone takes."""
+        return both_s <= min(single_s * (1 - self.split_margin), single_s - self.split_gain_s)
+
+    def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
+        """Whom links load for first. Given in the order they run; who is left out gets no loads in
+        this step.
+        """
+        return waiting
+
+    def computed_share(self) -> float | None:
+        """The share of a prefix that is computed, whatever happens, of an offer taken now; None: it
+        is decided on the way. Asked where `policy.restore` is both.
+        """
+        return None
+
+    # --- prefetching: decisions -------------------------------------------------------------------
+
+    def prefetch(self, desk: Desk, turns: Sequence[ToCome]) -> bool:
+        """Brings pages of the next turns, which are in the order of their windows; False: the
+        planner does, by deadline.
+        """
+        del desk, turns
+        return False
+
+
+def rules_of(name: str) -> Rules:
+    """The rules that `policy.rules` asks for. Raises ConfigError when there is no such class, or it
+    does not fit.
+    """
+    made: Rules = load_class("policy.rules", name, _unfit)() if name else Rules()
+    return made
+
+
+def tune(rules: Rules, name: str, value: float) -> str | None:
+    """Changes a number of these rules in a running server. Why not, or None: they have none that
+    may be changed so, or refuse the value.
+    """
+    if name not in rules.tuned:
+        return (
+            f"{type(rules).__name__} has no {shown(name)} that can be changed in a running server"
+        )
+    try:
+        rules.tune(name, value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _unfit(made: object) -> str | None:
+    if isinstance(made, Rules):
+        return None
+    return f"{type(made).__name__} is no subclass of sgl_kvtier.policy.rules.Rules"

@@ -1,0 +1,159 @@
+"""Rules of one's own: named in the settings, made once, refused when they do not fit, and asked for
+what they decide otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from named_parts import parts
+from virtual_hands import COST, ENGINE, profile_of
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.lab.rules import Cake, FixedSplit
+from sgl_kvtier.policy.messages import Mode, RestoreOffered, RulesTuned, StepView
+from sgl_kvtier.policy.pages.eviction import LRU, eviction_of
+from sgl_kvtier.policy.planner import Planner, make_planner
+from sgl_kvtier.policy.rules import Rules, rules_of
+from sgl_kvtier.types import Span, Tier
+
+OWN = """
+from sgl_kvtier.policy.rules import Rules
+from sgl_kvtier.policy.messages import Mode
+
+class AlwaysLoad(Rules):
+    def mode(self, ways):
+        return Mode.LOAD, "own"
+
+class Youngest(Rules):
+    def load_order(self, waiting):
+        return waiting[::-1]
+
+class Breaks(Rules):
+    def mode(self, ways):
+        raise RuntimeError("own rule")
+
+class NotMade(Rules):
+    def __init__(self, what):
+        pass
+
+class NoRules:
+    pass
+
+class HalfEviction:
+    def entered(self, group): return 0
+    def used(self, shelf): return 0
+
+made = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path, monkeypatch):
+    (tmp_path / "own_rules_for_a_test.py").write_text(OWN)
+    (tmp_path / "broken_for_a_test.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def named(name: str) -> str:
+    return f"own_rules_for_a_test:{name}"
+
+
+def offered(planner: Planner, *rids: str) -> None:
+    for rid in rids:
+        planner.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
+
+
+def modes(planner: Planner, rid: str) -> list[tuple[Mode, str]]:
+    offered(planner, rid)
+    plan = planner.step(StepView(0.0, (rid,), None, prefill_tokens=512))
+    return [(start.mode, start.reason) for start in plan.starts]
+
+
+def test_a_planner_asks_the_class_that_the_settings_name():
+    own = make_planner(PolicyConfig(rules=named("AlwaysLoad")), ENGINE, profile_of(COST, 1e9))
+    assert modes(own, "a") == [(Mode.LOAD, "own")]
+    plain = make_planner(PolicyConfig(), ENGINE, profile_of(COST, 1e9))
+    assert modes(plain, "a") != [(Mode.LOAD, "own")]
+
+
+def test_rules_say_for_whom_links_load_first():
+    firsts = []
+    for name in ("", named("Youngest")):
+        planner = make_planner(
+            PolicyConfig(rules=name, restore="load"), ENGINE, profile_of(COST, 1e6)
+        )
+        offered(planner, "a", "b", "c")
+        plan = planner.step(StepView(0.0, ("a", "b", "c"), None, prefill_tokens=512))
+        firsts.append(plan.loads[0].rid)
+    assert firsts == ["a", "c"]
+
+
+def test_a_rule_that_raises_ends_what_is_restored_and_the_step_says_so():
+    planner = make_planner(PolicyConfig(rules=named("Breaks")), ENGINE, profile_of(COST, 1e9))
+    with pytest.raises(RuntimeError, match="own rule"):
+        modes(planner, "a")
+    assert planner.restoring == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_such_module_here:Rule", "cannot be imported: ModuleNotFoundError: .*PYTHONPATH"),
+        ("broken_for_a_test:Rule", "cannot be imported: ZeroDivisionError"),
+        (named("Missing"), "has no class Missing"),
+        (named("made"), "has no class made"),
+        (named("NoRules"), "NoRules is no subclass of sgl_kvtier.policy.rules.Rules"),
+        (named("NotMade"), "cannot be made: TypeError"),
+    ],
+)
+def test_rules_that_cannot_be_had_are_refused_in_one_line(name, why):
+    with pytest.raises(ConfigError, match=f'policy.rules = "{name}": .*{why}') as found:
+        rules_of(name)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no_such_module_here:Rule", "cannot be imported: ModuleNotFoundError: .*PYTHONPATH"),
+        (named("NoRules"), "NoRules has no method entered that takes 1 argument, "),
+        (named("HalfEviction"), "HalfEviction has no method used that takes 2 arguments, "),
+    ],
+)
+def test_an_eviction_rule_that_does_not_fit_is_refused_in_one_line(name, why):
+    with pytest.raises(ConfigError, match=f'policy.eviction = "{name}": .*{why}') as found:
+        eviction_of(name)
+    assert "\n" not in str(found.value)
+
+
+def test_each_tier_gets_an_eviction_rule_of_its_own():
+    make = eviction_of("sgl_kvtier.lab.rules:LFU")
+    assert make() is not make()
+    assert eviction_of("lru") is LRU
+
+
+def test_a_number_that_rules_do_not_have_is_refused():
+    with pytest.raises(TypeError, match="Cake has no no_such_number"):
+        Cake(no_such_number=1)
+
+
+def test_only_numbers_that_rules_offer_are_changed_while_a_planner_runs():
+    planner = make_planner(PolicyConfig(restore="both"), ENGINE, None, FixedSplit())
+    assert planner.query(RulesTuned("share", 0.5)) is None
+    assert planner.rules.computed_share() == 0.5
+    for name, value in (("share", 1.5), ("share", -0.5), ("load_horizon_s", 1.0), ("no", 1.0)):
+        assert re.search(r"share|Split", str(planner.query(RulesTuned(name, value))))
+    assert planner.rules.computed_share() == 0.5
+    assert planner.query(RulesTuned("share", -1)) is None
+    assert planner.rules.computed_share() is None
+    assert planner.rules.load_horizon_s == Rules.load_horizon_s
+    plain = make_planner(PolicyConfig(), ENGINE)
+    assert "Rules has no" in str(plain.query(RulesTuned("share", 0.5)))
+
+
+def test_numbers_by_name_reach_the_rules():
+    config, rules = parts(Cake, load_tokens=16, split_margin=0.5)
+    assert (config.load_tokens, rules.split_margin, rules.balanced_chunks) == (16, 0.5, False)
