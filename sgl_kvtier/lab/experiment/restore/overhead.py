@@ -32,7 +32,7 @@ OVERHEAD_VARIANTS = {
     AHEAD: Variant(
         OURS,
         "kvtier, and the server looks ahead",
-        {"prefetch": "kvtier", "eviction": "next-use", "sessions": True},
+        {"prefetch": "on", "eviction": "next-use", "sessions": True},
     )
 }
 """Arms there are beside those measured by default."""
