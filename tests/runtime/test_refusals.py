@@ -39,6 +39,7 @@ BY_FLAGS = [
     ("buffer only", "--hicache-host-memory-mode cache", "--hicache-host-memory-mode buffer_only"),
     ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm EAGLE"),
     ("speculative decoding", "--speculative-algorithm", "--model-path MLA --speculative-algorithm NEXTN"),
+    ("deterministic inference", "--prefill-attention-backend triton", "--device cuda --enable-deterministic-inference --attention-backend triton --prefill-attention-backend flashinfer"),
     ("mixed chunks", "--enable-mixed-chunk", "--enable-mixed-chunk"),
     ("data-parallel attention", "--enable-dp-attention", "--enable-dp-attention --dp 2 --tp 2"),
     ("data-parallel attention", "--attn-dp-size", "--attn-dp-size 2 --tp 2"),

@@ -36,6 +36,13 @@ def _attention_is_data_parallel(args: Any) -> bool:
     return bool(attn_dp_enabled_of(args))
 
 
+def _prefill_is_tiled(args: Any) -> bool:
+    # As Scheduler.init_deterministic_inference_config: of a chunk that is shorter, nothing is
+    # admitted.
+    backend = args.prefill_attention_backend or args.attention_backend
+    return bool(args.enable_deterministic_inference) and backend == "flashinfer"
+
+
 OF_MODEL = (
     Refusal(
         "the radix cache is off",
@@ -85,6 +92,11 @@ OF_ARGUMENTS = (
         "speculative decoding: a draft's KV is not restored, and its pages are named by pairs of tokens",
         "leave --speculative-algorithm away",
         lambda args: args.speculative_algorithm is not None,
+    ),
+    Refusal(
+        "deterministic inference with FlashInfer: prefills are cut on its tiles, and restoring cuts them elsewhere",
+        "--prefill-attention-backend triton, or leave --enable-deterministic-inference away",
+        _prefill_is_tiled,
     ),
     Refusal(
         "mixed chunks", "leave --enable-mixed-chunk away", lambda args: args.enable_mixed_chunk
