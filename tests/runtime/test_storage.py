@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_config
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
 from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
 from sgl_kvtier.runtime.backend import hooks as backend_hooks
@@ -403,6 +404,16 @@ def test_a_model_without_kv_pages_is_refused():
     )
     with pytest.raises(ConfigError, match="Choose another --hicache-storage-backend"):
         backend.register_mem_pool_host(type("LogicalHostPool", (), {"kv_buffer": None})())
+
+
+def test_pages_whose_scales_lie_elsewhere_are_refused():
+    backend = KVTierStorage(
+        storage_config(extra_config={"module_path": "x", "store": {"path": "unused"}}), {}
+    )
+    pool = object.__new__(MHATokenToKVPoolMXFP8Host)  # SGLang builds it on a card only
+    pool.kv_buffer, pool.page_size, pool.layout = torch.zeros(1), PAGE, "page_first"
+    with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+        backend.register_mem_pool_host(pool)
 
 
 def test_without_the_plugin_the_named_backend_refuses_to_start():

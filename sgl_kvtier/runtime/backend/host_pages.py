@@ -47,6 +47,19 @@ def _plain(pool: Any, name: str) -> Any:
     return value if isinstance(value, (int, str)) else None
 
 
+def says_where_pages_lie(pool: Any) -> bool:
+    """Whether all bytes of a page can be had from this host pool: it may keep scales beside them."""
+    if not hasattr(pool, "get_page_buffer_meta"):
+        return True
+    try:
+        pool.get_page_buffer_meta(torch.arange(pool.page_size))
+    except NotImplementedError:
+        return False
+    except ValueError:  # a layout whose pages are copied, page by page
+        return True
+    return True
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor. The view keeps the tensor alive."""
     return memoryview(tensor.view(torch.uint8).numpy()).cast("B")

@@ -38,6 +38,7 @@ from sgl_kvtier.runtime.backend.host_pages import (
     is_page_contiguous,
     nbytes_of,
     parts_of,
+    says_where_pages_lie,
     shape_of,
     share_of,
 )
@@ -110,6 +111,12 @@ class KVTierStorage(HiCacheStorage):
             raise ConfigError(
                 f"this model's KV pool ({type(mem_pool_host).__name__}) holds no pages of its own, which the kvtier "
                 "backend does not support. Choose another --hicache-storage-backend"
+            )
+        if not says_where_pages_lie(mem_pool_host):
+            raise ConfigError(
+                f"SGLang keeps a part of this KV pool's pages ({type(mem_pool_host).__name__}) apart and does not say "
+                "where, as it does for MXFP8. Choose another --kv-cache-dtype, such as fp8_e4m3 or bfloat16, or leave "
+                "--hicache-storage-backend away"
             )
         super().register_mem_pool_host(mem_pool_host)
         self.registered_pools[KV] = mem_pool_host
