@@ -87,6 +87,7 @@ _RESTORE = (
     Metric("restore_restoring_s", "seconds from offer to meeting"),
     Metric("restore_reductions", "collectives over the ranks"),
     Metric("restore_planner_failures", "times the planner raised"),
+    Metric("restore_untimed_chunks", "prefill chunks of which no time was learned"),
     Metric("restore_log_lines_dropped", "lines missing in the decision log"),
     Metric(
         "restore_meeting_position",

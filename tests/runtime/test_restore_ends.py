@@ -369,3 +369,12 @@ def test_host_memory_that_fails_gives_the_device_pages_back():
         and not engine.holds_memory
         and engine.context.tree.token_to_kv_pool_allocator.available_size() == PAGES * PAGE
     )
+
+
+def test_a_chunk_without_a_time_is_counted():
+    tick, *_ = tick_of_two_ranks()
+    for seconds in (None, 0.0, 0.25):
+        tick.note_chunk(Chunk("r", Span(0, 64), 0, 1.0, seconds))
+    assert tick.engine.counters.untimed_chunks == 1
+    said = {name: value for name, _, value in tick.engine.counters.counts(PAGE)}
+    assert said["untimed_chunks"] == 1

@@ -46,6 +46,8 @@ class RestoreCounters:
     restoring_s: float = 0.0
     """From the offer to the meeting, summed."""
     planner_failures: int = 0
+    untimed_chunks: int = 0
+    """Prefills that teach nothing: their end had not been seen when their result was there."""
     meetings: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_MEETINGS))
     """Where front and loads met since this was last emptied: computed pages over all pages
     restored.
@@ -115,4 +117,5 @@ _PLAIN = (
     "meeting_wait_s",
     "restoring_s",
     "planner_failures",
+    "untimed_chunks",
 )

@@ -70,6 +70,8 @@ class RestoreTick:
         that is launched now.
         """
         engine = self.engine
+        if chunk.seconds == 0.0:
+            engine.counters.untimed_chunks += 1
         told = self.agreement.alone or self.rides or engine.busy or engine.ending or follows
         if told:
             self.context.facts.append(chunk)
