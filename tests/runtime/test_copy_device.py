@@ -36,7 +36,9 @@ def test_a_drafts_layer_comes_to_the_device_with_the_others():
     )
     threads = torch.get_num_threads()
     try:
-        assert CpuCopies(controller).begin(slots(pages), slots(places), None).done()
+        copy = CpuCopies(controller).begin(slots(pages), slots(places), None)
+        copy.place()
+        assert copy.done()
     finally:
         torch.set_num_threads(threads)
     for layer, rows in enumerate([*target.kv_buffer, *draft.kv_buffer]):

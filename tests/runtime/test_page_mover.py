@@ -4,6 +4,7 @@ slow.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -22,19 +23,56 @@ from sgl_kvtier.types import Link, Span
 PAGE = 4
 
 
+class Event:
+    """Comes when the test says so."""
+
+    def __init__(self) -> None:
+        self._come = threading.Event()
+
+    def come(self) -> None:
+        self._come.set()
+
+    def query(self) -> bool:
+        return self._come.is_set()
+
+    def synchronize(self) -> None:
+        assert self._come.wait(20)
+
+
+class Copy:
+    """Done when it is placed, or when its event comes."""
+
+    seconds: float | None = None
+
+    def __init__(self, ended: Event | None = None) -> None:
+        self.ended, self.placed = ended, False
+
+    def place(self) -> None:
+        self.placed = True
+
+    def done(self) -> bool:
+        return self.placed and (self.ended is None or self.ended.query())
+
+    def wait(self) -> None:
+        if self.ended is not None:
+            self.ended.synchronize()
+
+
 class Device:
-    """Copies are done when they begin. `copied` has the host slots of each."""
+    """Copies are done when they are placed. `copied` has the host slots of each."""
+
+    most_tokens: int | None = None
 
     def __init__(self) -> None:
         self.copied: list[list[int]] = []
 
-    def fence(self) -> None:
+    def fence(self) -> Any:
         return None
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
         assert len(host_slots) == len(device_slots)
         self.copied.append(host_slots[::PAGE].tolist())
-        return SimpleNamespace(done=lambda: True)
+        return Copy()
 
 
 class Storage:
@@ -156,17 +194,128 @@ def test_a_load_that_cannot_be_begun_ends(mover: PageMover, device: Device) -> N
     )
 
 
-def test_copies_end_in_their_order(mover: PageMover, device: Device) -> None:
-    done = [False, True]
-    copies = iter([SimpleNamespace(done=lambda: done[0]), SimpleNamespace(done=lambda: done[1])])
-    device.begin = lambda *slots: next(copies)  # type: ignore[method-assign]
-    first, second = load_of(1, owns_host=False), load_of(1, owns_host=False)
-    mover.submit(first, None, 1.0)
-    mover.submit(second, None, 1.0)
-    time.sleep(0.05)
-    assert (first.poll.local[0], second.poll.local[0]) == (OPEN, OPEN)
-    done[0] = True
+class Late(Device):
+    """Copies that end, and fences that come, when the test says so, in the order of begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fences: list[Event] = []
+        self.copies: list[Copy] = []
+
+    def fence(self) -> Any:
+        self.fences.append(Event())
+        return self.fences[-1]
+
+    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
+        super().begin(host_slots, device_slots, fence)
+        self.copies.append(Copy(Event()))
+        return self.copies[-1]
+
+
+@pytest.fixture
+def late() -> Iterator[tuple[Late, PageMover]]:
+    device = Late()
+    moving = PageMover(device, PAGE)
+    yield device, moving
+    for event in [*device.fences, *(copy.ended for copy in device.copies if copy.ended)]:
+        event.come()
+    moving.close()
+
+
+def in_host(moving: PageMover, pages: int = 1) -> Load:
+    load = load_of(pages, owns_host=False)
+    moving.submit(load, None, 1.0)
+    return load
+
+
+def test_a_copy_whose_fence_has_not_come_is_begun_and_not_placed(
+    late: tuple[Late, PageMover],
+) -> None:
+    device, moving = late
+    load = in_host(moving)
+    until(lambda: len(device.copies) == 1)
+    time.sleep(0.02)
+    assert not device.copies[0].placed
+    device.fences[0].come()
+    until(lambda: device.copies[0].placed)
+    assert load.poll.local[0] == OPEN
+    device.copies[0].ended.come()  # type: ignore[union-attr]
+    until(lambda: load.poll.local[0] == LANDED)
+
+
+def test_a_page_read_later_is_placed_before_one_whose_fence_has_not_come(
+    late: tuple[Late, PageMover],
+) -> None:
+    device, moving = late
+    storage, first = Storage(), load_of(1)
+    moving.submit(first, storage, 1.0)  # its fence comes first, and its page later
+    device.fences[0].come()
+    second = in_host(moving)
+    until(lambda: len(device.copies) == 1)
+    storage.on_page[0](0, ReadOutcome.OK)
+    until(lambda: len(device.copies) == 2 and device.copies[1].placed)
+    device.copies[1].ended.come()  # type: ignore[union-attr]
+    until(lambda: first.poll.local[0] == LANDED)
+    assert second.poll.local[0] == OPEN and not device.copies[0].placed
+
+
+def test_pages_for_which_there_is_no_room_are_begun_when_a_fence_has_come(
+    late: tuple[Late, PageMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, moving = late
+    begin = device.begin
+    device.begin = lambda host, slots, fence: (  # type: ignore[method-assign]
+        begin(host, slots, fence) if fence.query() or not device.copies else None
+    )
+    first, second = in_host(moving), in_host(moving)
+    until(lambda: len(device.copies) == 1)
+    for fence in device.fences:
+        fence.come()
+    until(lambda: [copy.placed for copy in device.copies] == [True, True])
+    for copy in device.copies:
+        copy.ended.come()  # type: ignore[union-attr]
     until(lambda: (first.poll.local[0], second.poll.local[0]) == (LANDED, LANDED))
+
+
+def test_a_copy_has_no_more_pages_than_the_device_takes(mover: PageMover, device: Device) -> None:
+    device.most_tokens = 2 * PAGE
+    load = in_host(mover, pages=5)
+    until(lambda: OPEN not in load.poll.local)
+    assert device.copied == [[0, 4], [8, 12], [16]]
+
+
+def test_a_load_that_waited_for_slots_ended_when_its_link_was_done(
+    late: tuple[Late, PageMover],
+) -> None:
+    device, moving = late
+    load, begun = in_host(moving), time.monotonic()
+    until(lambda: len(device.copies) == 1)
+    device.copies[0].seconds = 0.001
+    time.sleep(0.2)
+    device.fences[0].come()
+    device.copies[0].ended.come()  # type: ignore[union-attr]
+    until(lambda: load.poll.local[0] == LANDED)
+    assert load.poll.ended_at[0] - begun < 0.2
+
+
+def test_a_copy_that_fails_costs_its_own_pages(late: tuple[Late, PageMover]) -> None:
+    device, moving = late
+    begin, broken = device.begin, []
+
+    def breaks_once(host: torch.Tensor, slots: torch.Tensor, fence: Any) -> Any:
+        if not broken:
+            broken.append(True)
+            raise RuntimeError("a driver's error")
+        return begin(host, slots, fence)
+
+    device.begin = breaks_once  # type: ignore[method-assign]
+    first, second = in_host(moving), in_host(moving)
+    until(lambda: first.poll.local[0] == LOST[ReadOutcome.FAILED])
+    for fence in device.fences:
+        fence.come()
+    until(lambda: bool(device.copies) and device.copies[0].placed)
+    device.copies[0].ended.come()  # type: ignore[union-attr]
+    until(lambda: second.poll.local[0] == LANDED)
 
 
 def test_pages_in_host_memory_are_copied_at_once(mover: PageMover, device: Device) -> None:

@@ -1,27 +1,37 @@
-"""Copies from host pages into device slots, apart from those that HiCache does for the tree.
+"""Copies from host pages into device slots, apart from those that HiCache does for the tree: which
+of the ways there are, chosen here.
 
-On an accelerator they run on streams of their own and wait on the device for what was launched
-before the slots were allocated, since a slot that was just freed may still be read or written by
-it. On a CPU a copy is done when `begin` returns. Both go through HiCache's own transfer
-descriptions, so layouts and layer mappings are SGLang's.
+    a CPU                     `CpuCopies`: a copy is done when it is placed
+    a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch
+    any other accelerator     `StreamCopies`: SGLang's own kernels, a launch per layer
+
+A slot that was just freed may still be read or written by a forward that runs. So whoever claims
+slots takes a fence, and nothing is placed in them before it has come.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.fences import fence
+from sgl_kvtier.runtime.cuda.index_ring import IndexRing
+from sgl_kvtier.runtime.cuda.page_shape import host_pool_of, shape_of, unfit
+from sgl_kvtier.runtime.cuda.scatter import TritonScatter
+from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
+from sgl_kvtier.runtime.cuda.staging import pages_of_room, staging_bytes
 from sgl_kvtier.runtime.restore.page_mover import Copy, CopyDevice
 
-
-class _Done:
-    def done(self) -> bool:
-        return True
+logger = logging.getLogger(__name__)
 
 
 class CpuCopies:
     """Copies by the calling thread, with one torch thread so that the forward keeps its cores."""
+
+    most_tokens: int | None = None
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
@@ -31,8 +41,11 @@ class CpuCopies:
         """Nothing runs beside the scheduler's thread: what was launched before has ended."""
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
-        """Copies all layers and returns."""
+        """A copy that is done once it is placed."""
         del fence
+        return _CpuCopy(self, host_slots, device_slots)
+
+    def _copy(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
         if not self._set:
             torch.set_num_threads(1)  # counts for the calling thread; the scheduler's keeps its own
             self._set = True
@@ -45,15 +58,23 @@ class CpuCopies:
                         transfer.device_pool, transfer.host_indices, transfer.device_indices, local, controller.io_backend,
                         is_draft=transfer.is_draft,
                     )  # fmt: skip
-        return _Done()
 
 
-class _Submitted:
-    def __init__(self, event: Any) -> None:
-        self._event = event
+class _CpuCopy:
+    seconds: float | None = None
+
+    def __init__(self, copies: CpuCopies, host: torch.Tensor, device: torch.Tensor) -> None:
+        self._copies, self._host, self._device, self._over = copies, host, device, False
+
+    def place(self) -> None:
+        self._copies._copy(self._host, self._device)
+        self._over = True
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return self._over
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
 
 
 class StreamCopies:
@@ -61,7 +82,10 @@ class StreamCopies:
     are not involved. Built on the scheduler's thread.
     """
 
-    def __init__(self, controller: Any) -> None:
+    most_tokens: int | None = None
+
+    def __init__(self, controller: Any, memory: CardMemory | None = None) -> None:
+        """With `memory`, indices go through pinned memory; it is of this process's card."""
         from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
         self._controller = controller
@@ -69,37 +93,98 @@ class StreamCopies:
         # SGLang's "cuda" has no index, and the mover's thread no device of its own.
         self._index = self._module.current_device()
         self._engine = L2TransferEngine(controller.io_backend)
+        self._ring: IndexRing | None = None
+        if memory is not None and controller.io_backend == "kernel":
+            self._ring = IndexRing(self._module, memory)
 
     def fence(self) -> Any:
-        """An event behind every forward launched so far, and behind the allocation of the slots."""
-        event = self._module.Event()
-        stream = self._controller.load_fence_stream
-        if stream is None:
-            event.record()
-            return event
-        stream.wait_stream(self._module.current_stream())
-        event.record(stream)
-        return event
+        """A mark behind everything that may still use slots claimed before."""
+        return fence(self._module, self._controller)
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
-        """Submits the copy of all layers behind `fence`."""
+        """A copy that is submitted once it is placed: these kernels write into slots at once."""
+        return _StreamCopy(self, host_slots, device_slots, fence)
+
+    def _submit(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
         controller, engine = self._controller, self._engine
         self._module.set_device(self._index)
         with self._module.stream(engine.host_to_device_stream):
             engine.host_to_device_stream.wait_event(fence)
-            host, device = controller.move_indices(host_slots, device_slots)
-            completion = engine.submit_host_to_device(
+            if self._ring is None:
+                host, device = controller.move_indices(host_slots, device_slots)
+            else:
+                host, device = self._ring.upload(host_slots), device_slots
+            return engine.submit_host_to_device(
                 controller._l2_load_transfers(host, device),
                 transfer_layer_id_max=controller.transfer_layer_id_max,
                 start_event=fence,
             )
-        return _Submitted(completion.finish_event)
+
+
+class _StreamCopy:
+    def __init__(
+        self, copies: StreamCopies, host: torch.Tensor, device: torch.Tensor, fence: Any
+    ) -> None:
+        self._copies, self._slots, self._fence = copies, (host, device), fence
+        self._submitted: Any = None
+
+    def place(self) -> None:
+        self._submitted = self._copies._submit(*self._slots, self._fence)
+
+    def done(self) -> bool:
+        return self._submitted is not None and bool(self._submitted.finish_event.query())
+
+    def wait(self) -> None:
+        self._submitted.finish_event.synchronize()
+
+    @property
+    def seconds(self) -> float | None:
+        if not self._submitted.timing_enabled:
+            return None
+        start, finish = self._submitted.start_event, self._submitted.finish_event
+        return float(start.elapsed_time(finish)) / 1e3
 
 
 def copies_for(controller: Any) -> CopyDevice:
-    """The copies of the device that this HiCache controller serves."""
-    return (
-        CpuCopies(controller)
-        if torch.device(controller.device).type == "cpu"
-        else StreamCopies(controller)
-    )
+    """The copies of the device that this HiCache controller serves. Scheduler's thread."""
+    kind = torch.device(controller.device).type
+    if kind == "cpu":
+        return CpuCopies(controller)
+    if kind != "cuda":
+        return StreamCopies(controller)
+    module = torch.get_device_module(controller.device)
+    memory = CardMemory(module.current_device())
+    reason = unfit(controller)
+    if reason is None:
+        staged = _staged(controller, module, memory)
+        if not isinstance(staged, str):
+            logger.info(
+                "kvtier: loads go through %d MiB of staging, %d tokens at once",
+                staging_bytes(shape_of(host_pool_of(controller))) >> 20, staged.most_tokens,
+            )  # fmt: skip
+            return staged
+        reason = staged
+    logger.warning("kvtier: loads are copied by SGLang's kernels, layer by layer: %s", reason)
+    return StreamCopies(controller, memory)
+
+
+def _staged(controller: Any, module: Any, memory: CardMemory) -> StagedCopies | str:
+    """Staged copies with our own kernel, or why there are none."""
+    pool = host_pool_of(controller)
+    shape = shape_of(pool)
+    needed, (free, _) = staging_bytes(shape), module.mem_get_info()
+    if free < 2 * needed:  # what is taken here is missing at the next long prefill
+        return (
+            f"{free >> 20} MiB of device memory are free, and staging takes {needed >> 20} and leaves as much "
+            "(a lower --mem-fraction-static)"
+        )
+    buffers = [*pool.device_k_buffers, *pool.device_v_buffers]
+    try:
+        scatter = TritonScatter(shape, pages_of_room(shape), buffers)
+        scatter.compile()
+        return StagedCopies(controller, scatter, memory)
+    except Exception as error:
+        # Whatever a driver, a compiler or another version of Triton raises: there is another way.
+        return (
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no kernel'}"
+        )

@@ -6,6 +6,10 @@ left to read, or after `_GATHER_S`: a load's last page lands a copy later than i
 copy begun takes time of the interpreter that a forward's launches need too, about as long for a
 load as for a page. The scheduler never waits for a copy: it reads `Load.poll` in its tick, and what
 it does with it is the engine's business.
+
+Slots are written only after the host has seen their fence, so a copy whose fence has not come is
+behind no other on the device. Two more threads sleep in the device's events: one for fences, one
+for copies under way.
 """
 
 from __future__ import annotations
@@ -14,40 +18,85 @@ import logging
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST
+from sgl_kvtier.runtime.restore.event_waiter import EventWaiter
 from sgl_kvtier.runtime.restore.restoration import Load
 from sgl_kvtier.store.base import ReadOutcome
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.0002
 _GATHER_S = 0.01
 """Longest that a page which was read waits for the others of its load."""
+
+
+class Fence(Protocol):
+    """A mark behind everything that may still use slots."""
+
+    def query(self) -> bool:
+        """Whether it has come."""
+
+    def synchronize(self) -> None:
+        """Blocks until it has, without the interpreter."""
 
 
 class Copy(Protocol):
     """One copy under way."""
 
+    def place(self) -> None:
+        """Mover's thread, once the fence was seen: from now on slots are written. If this raises,
+        nothing writes them any more.
+        """
+
     def done(self) -> bool:
         """Whether the bytes are in place. Never blocks."""
+
+    def wait(self) -> None:
+        """Blocks until they are, without the interpreter."""
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the link had to do with it, once done; None where nobody measured."""
 
 
 class CopyDevice(Protocol):
     """What copies host pages into device slots, all layers."""
 
-    def fence(self) -> Any:
+    @property
+    def most_tokens(self) -> int | None:
+        """Of one copy; None for any number."""
+
+    def fence(self) -> Fence | None:
         """Scheduler's thread, after slots were allocated: a mark behind everything that may still
-        use them.
+        use them. Fences come in the order in which they were asked for. None: nothing uses them.
         """
 
-    def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
-        """Mover's thread: begins a copy that waits for the fence on the device, and for the copies
-        begun before it.
+    def begin(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any
+    ) -> Copy | None:
+        """Mover's thread: begins what can be done before the fence. None when there is no room for
+        that at present; asked again once a fence has come.
         """
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Neighbouring pages of a load that are copied together, [first, stop)."""
+
+    load: Load
+    fence: Fence | None
+    first: int
+    stop: int
+    read_at: float
+    copy: Copy | None = None
+
+    @property
+    def is_unwanted(self) -> bool:
+        return self.load.cancelled and (self.load.restoration.closed or not self.load.owns_host)
 
 
 class PageMover:
@@ -60,9 +109,14 @@ class PageMover:
         self._ended: deque[tuple[Load, Any, int, ReadOutcome]] = deque()
         self._gathering_since = 0.0
         self._load_is_read = False
+        self._fence_has_come = False
         self._news = threading.Event()
         self._closing = False
-        self._copies: deque[tuple[Copy, Load, list[int]]] = deque()
+        self._waiting: list[_Piece] = []
+        """The mover's: pages that were read and are not placed yet."""
+        self._link_free_at = 0.0
+        self._fences = EventWaiter("kvtier-fences")
+        self._copying = EventWaiter("kvtier-copies")
         self._thread = threading.Thread(target=self._run, name="kvtier-mover", daemon=True)
         self._thread.start()
 
@@ -80,6 +134,8 @@ class PageMover:
 
     def _submit(self, load: Load, storage: Any, deadline_s: float) -> None:
         fence, pages = self._device.fence(), len(load.span)
+        if fence is not None:
+            self._fences.add(_Come(fence), self._note_fence)
         if not load.owns_host:
             self._put([(load, fence, offset, ReadOutcome.OK) for offset in reversed(range(pages))])
             return
@@ -107,11 +163,19 @@ class PageMover:
         self._news.clear()
 
     def close(self) -> None:
-        """Ends the thread after what is under way. Idempotent."""
+        """Ends the threads after what is under way. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join()
+        self._fences.close()
+        self._copying.close()
+
+    def _note_fence(self) -> None:
+        """Fences' thread."""
+        with self._changed:
+            self._fence_has_come = True
+            self._changed.notify()
 
     def _put(self, ended: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
         """Any thread. Wakes the mover when it has to watch the time from now on, when a load is
@@ -149,83 +213,124 @@ class PageMover:
 
     def _patience_s(self) -> float | None:
         """Locked. How long there is nothing to do but for news."""
-        if self._copies:
-            return _POLL_S
-        return (
-            max(0.0, self._gathering_since + _GATHER_S - time.monotonic()) if self._ended else None
-        )
+        if not self._ended:
+            return None
+        return max(0.0, self._gathering_since + _GATHER_S - time.monotonic())
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
         while True:
             with self._changed:
-                if self._closing and not self._ended and not self._copies:
+                if self._closing and not self._ended and not self._waiting:
                     return
-                if not self._gatherable():
+                if not self._gatherable() and not self._fence_has_come:
                     self._changed.wait(self._patience_s())
-                batch = self._gathered()
-            try:
-                self._begin_copies(batch)
-                self._reap()
-            except Exception:
-                # Whatever a driver or a pool raises must not end the thread: these pages are lost,
-                # the others go on.
-                logger.exception("kvtier: a copy to the device failed")
-                self._fail(batch)
+                batch, self._fence_has_come = self._gathered(), False
+            self._sort(batch)
+            self._go_on()
 
-    def _begin_copies(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
+    def _sort(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
+        """Ends what was lost; what was read is cut into pieces."""
         ready: dict[int, tuple[Load, Any, list[int]]] = {}
         for load, fence, offset, outcome in batch:
-            if outcome is not ReadOutcome.OK:
-                self._end(load, [offset], LOST[outcome])
-            elif load.cancelled and (load.restoration.closed or not load.owns_host):
-                self._end(load, [offset], LOST[ReadOutcome.CANCELLED])
-            else:
+            if outcome is ReadOutcome.OK:
                 ready.setdefault(id(load), (load, fence, []))[2].append(offset)
+            else:
+                self._end(load, [offset], LOST[outcome])
+        now, most = time.monotonic(), self._device.most_tokens
+        pages = None if most is None else most // self._page
         for load, fence, offsets in ready.values():
-            for first, stop in _runs(offsets):
-                # Slices only: on an accelerator the slots may not be there before the fence, so
-                # nothing may read them here.
-                host, device = (
-                    slots[first * self._page : stop * self._page]
-                    for slots in (load.host_slots, load.device_slots)
-                )
-                self._copies.append(
-                    (self._device.begin(host, device, fence), load, list(range(first, stop)))
-                )
+            for first, stop in _runs(offsets, pages):
+                self._waiting.append(_Piece(load, fence, first, stop, now))
 
-    def _reap(self) -> None:
-        """Copies end in the order in which they were begun."""
-        while self._copies:
-            copy, load, offsets = self._copies[0]
-            try:
-                if not copy.done():
-                    return
-                state = LANDED
-            except Exception:
-                logger.exception("kvtier: a copy to the device failed")
-                state = LOST[ReadOutcome.FAILED]
-            self._copies.popleft()
-            self._end(load, offsets, state)
+    def _go_on(self) -> None:
+        """Begins and places what can be, first that whose slots are free."""
+        left: list[_Piece] = []
+        early: list[_Piece] = []
+        for piece in self._waiting:
+            (early if self._is_held(piece) else left).append(piece)
+        self._waiting = [piece for piece in (*left, *early) if not self._advance(piece)]
 
-    def _fail(self, batch: list[tuple[Load, Any, int, ReadOutcome]]) -> None:
-        copying = {(id(load), offset) for _, load, offsets in self._copies for offset in offsets}
-        for load, _, offset, _ in batch:
-            if not load.poll.local[offset] and (id(load), offset) not in copying:
-                self._end(load, [offset], LOST[ReadOutcome.FAILED])
+    def _is_held(self, piece: _Piece) -> bool:
+        """Whether something may still use its slots. A device that fails here does so below too."""
+        try:
+            return piece.fence is not None and not piece.fence.query()
+        except Exception:
+            return False
 
-    def _end(self, load: Load, offsets: list[int], state: int) -> None:
+    def _advance(self, piece: _Piece) -> bool:
+        """Whether a piece needs nothing more from here: it is under way into its slots, or ended.
+        Whatever a driver or a pool raises costs these pages, not the thread.
+        """
+        load, pages = piece.load, list(range(piece.first, piece.stop))
+        try:
+            if piece.copy is None:
+                if piece.is_unwanted:
+                    self._end(load, pages, LOST[ReadOutcome.CANCELLED])
+                    return True
+                piece.copy = self._begun(piece)
+            if piece.copy is None or (piece.fence is not None and not piece.fence.query()):
+                return False
+            piece.copy.place()
+        except Exception:
+            logger.exception("kvtier: a copy to the device failed")
+            self._end(load, pages, LOST[ReadOutcome.FAILED])
+            return True
+        if piece.fence is None:
+            self._reap(piece, piece.copy)
+        else:
+            copy = piece.copy
+            self._copying.add(copy, lambda: self._reap(piece, copy))
+        return True
+
+    def _begun(self, piece: _Piece) -> Copy | None:
+        # Slices only: on an accelerator the slots may not be there before the fence, so nothing may
+        # read them here.
+        host, device = (
+            slots[piece.first * self._page : piece.stop * self._page]
+            for slots in (piece.load.host_slots, piece.load.device_slots)
+        )
+        return self._device.begin(host, device, piece.fence)
+
+    def _reap(self, piece: _Piece, copy: Copy) -> None:
+        """Copies' thread, or the mover's: a copy has ended."""
+        state, seconds = LANDED, None
+        try:
+            if not copy.done():
+                raise RuntimeError("a copy that was waited for has not ended")
+            seconds = copy.seconds
+        except Exception:
+            logger.exception("kvtier: a copy to the device failed")
+            state = LOST[ReadOutcome.FAILED]
         now = time.monotonic()
+        if seconds is not None:
+            # The link's time, without what was waited for slots: a learned rate is the link's own.
+            self._link_free_at = max(self._link_free_at, piece.read_at) + seconds
+            now = min(now, self._link_free_at)
+        self._end(piece.load, list(range(piece.first, piece.stop)), state, now)
+
+    def _end(self, load: Load, offsets: list[int], state: int, at: float | None = None) -> None:
+        at = time.monotonic() if at is None else at
         for offset in offsets:
-            load.poll.mark(offset, state, now)
+            load.poll.mark(offset, state, at)
         self._news.set()
 
 
-def _runs(offsets: list[int]) -> list[tuple[int, int]]:
-    """Pages as runs [first, stop) of neighbours, ascending."""
+class _Come:
+    """A fence, as what one waits for."""
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+
+    def wait(self) -> None:
+        self._fence.synchronize()
+
+
+def _runs(offsets: list[int], most: int | None) -> list[tuple[int, int]]:
+    """Pages as runs [first, stop) of neighbours, of at most so many, ascending."""
     runs: list[tuple[int, int]] = []
     for offset in sorted(offsets):
-        if runs and runs[-1][1] == offset:
+        if runs and runs[-1][1] == offset and (most is None or offset - runs[-1][0] < most):
             runs[-1] = (runs[-1][0], offset + 1)
         else:
             runs.append((offset, offset + 1))

@@ -1,7 +1,12 @@
-"""As much of SGLang around copies as they touch: its streams, its transfer engine, its forwards."""
+"""As much of SGLang around copies as they touch: its streams, its transfer engine, its forwards, its
+page-first host pool; on a device that lies in wait.
+
+Bytes move too, when the stream comes to it: what is read too early is not there yet.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -10,59 +15,206 @@ import pytest
 import torch
 from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.l2_transfer import L2Transfer
-from virtual_device import Memory, VirtualDevice
+from virtual_device import INDEX, Memory, VirtualDevice
 
+from sgl_kvtier.runtime.cuda import staging
+from sgl_kvtier.runtime.cuda.page_shape import shape_of
+from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
+from sgl_kvtier.runtime.cuda.staging import Room
 from sgl_kvtier.runtime.restore.copy_device import StreamCopies
 
-LAYERS = 3
+LAYERS, PAGE, PAGES, HEADS, DIM = 2, 4, 40, 1, 16
+ROOM_PAGES = 2
+_GRAIN = 16
+
+
+class TrackedMemory:
+    """`CardMemory` on the virtual device: ordinary tensors, every access declared by its address."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.device = device
+        self.bytes = Memory("byte")
+
+    def pinned(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=torch.int64)
+
+    def indices(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=torch.int64)
+
+    def raw(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def write(self, pinned: torch.Tensor, values: torch.Tensor) -> None:
+        self.device.touch("an index written", writes=[self.of(pinned)])
+        pinned.copy_(values)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        assert target.is_contiguous() and source.is_contiguous(), "one piece each, as for memcpy"
+        self.device.launch(
+            "copy engine",
+            reads=[self.of(source)],
+            writes=[self.of(target)],
+            does=lambda: target.copy_(source),  # type: ignore[arg-type,return-value]
+        )
+
+    def of(self, tensor: torch.Tensor) -> tuple[Memory, range]:
+        """The places of a contiguous tensor."""
+        first = tensor.data_ptr()
+        return self.bytes, range(first // _GRAIN, -(-(first + tensor.nbytes) // _GRAIN))
+
+
+class ReferenceScatter:
+    """What a scatter does, in torch, when its stream comes to it."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+
+    def launch(self, room: Room, slots: torch.Tensor) -> None:
+        rig, into = self.rig, slots.tolist()
+        pages = len(into) // PAGE
+        pieces = [room.piece(half, 0, pages) for half in (0, 1)]
+
+        def scatter() -> None:
+            for piece, layers in zip(pieces, (rig.k, rig.v), strict=True):
+                rows = piece.view(torch.int32).view(len(into), LAYERS, HEADS, DIM)
+                for layer, buffer in enumerate(layers):
+                    buffer[into] = rows[:, layer]
+
+        rig.device.launch(
+            "scatter",
+            reads=[rig.memory.of(piece) for piece in pieces],
+            writes=[(rig.kv, every_layer(into))],
+            does=scatter,
+        )
 
 
 class Rig:
-    """A schedule stream (the default one), a forward stream, two pools and `StreamCopies`."""
+    """A schedule stream (the default one), a forward stream, two pools, and copies between them."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, seed: int = 0, *, overlap: bool = True
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        seed: int = 0,
+        *,
+        overlap: bool = True,
+        staged: bool = False,
     ) -> None:
         self.device = VirtualDevice(seed)
-        self.kv, self.host = Memory("device"), Memory("host")
+        self.kv, self.rows = Memory("device"), Memory("row")
+        self.memory = TrackedMemory(self.device)
         module = self.device.module
         monkeypatch.setattr(torch, "get_device_module", lambda _device=None: module)
         monkeypatch.setattr(l2_transfer, "device_module", module)
         l2_transfer._timing_events_supported.cache_clear()
         self.forward_stream = module.Stream() if overlap else self.device.default
-        self.pool = SimpleNamespace(
-            load_to_device_per_layer_physical=self._copy_layer,
-            prepare_transfer_indices=lambda host, device, io: (host, device),
-            layer_num=LAYERS,
+        self.k, self.v = (
+            [torch.zeros(PAGES * PAGE, HEADS, DIM, dtype=torch.int32) for _ in range(LAYERS)]
+            for _ in range(2)
         )
+        self.pool = host_pool(self.k, self.v)
+        self.pool.load_to_device_per_layer_physical = self._copy_layer
         self.controller: Any = SimpleNamespace(
             device="cuda",  # as SGLang writes it: without a number
             io_backend="kernel",
             load_fence_stream=self.forward_stream if overlap else module.Stream(),
             transfer_layer_id_max=LAYERS,
+            mem_pool_host=self.pool,
+            mem_pool_device=SimpleNamespace(),
             move_indices=lambda host, device: (host, device),
             _l2_load_transfers=lambda host, device: [L2Transfer(self.pool, None, host, device)],
         )
-        self.copies = StreamCopies(self.controller)
+        monkeypatch.setattr(staging, "LOAD_BYTES", ROOM_PAGES * 2 * shape_of(self.pool).half_bytes)
+        self.copies: Any = (
+            StagedCopies(self.controller, ReferenceScatter(self), self.memory)  # type: ignore[arg-type]
+            if staged
+            else StreamCopies(self.controller, self.memory)  # type: ignore[arg-type]
+        )
+        self._names = itertools.count(1)
 
     def _copy_layer(
         self, _pool: Any, host: torch.Tensor, device: torch.Tensor, layer: int, _io: str, **_: Any
     ) -> None:
+        into = device.tolist()
+
+        def copy() -> None:  # the kernel reads its indices when it runs
+            for half, layers in enumerate((self.k, self.v)):
+                layers[layer][into] = self.pool.kv_buffer[half, host, layer]
+
         self.device.launch(
             f"copy of layer {layer}",
-            reads=[(self.host, host.tolist())],
-            writes=[(self.kv, [(slot, layer) for slot in device.tolist()])],
+            reads=[self.memory.of(host)],
+            writes=[(self.kv, [(slot, layer) for slot in into])],
+            does=copy,
         )
+
+    # --- what SGLang does beside it -------------------------------------------------------------
 
     def forward(self, what: str, reads: Iterable[int], writes: Iterable[int] = ()) -> None:
         """As `run_batch`: behind what the scheduler has done, on the forward stream."""
-        self.forward_stream.wait_stream(self.device.default)
+        if self.forward_stream is not self.device.default:
+            self.forward_stream.wait_stream(self.device.default)
         with self.device.on(self.forward_stream):
             self.device.launch(
                 what, reads=[(self.kv, every_layer(reads))], writes=[(self.kv, every_layer(writes))]
             )
 
+    def hold(self) -> Any:
+        """A forward that does not end until the answer is called."""
+        return self.device.hold(self.forward_stream)
+
+    # --- host pages -----------------------------------------------------------------------------
+
+    def fill(self, host_slots: torch.Tensor, value: int, what: str = "a store's read") -> None:
+        """The host writes these slots of all layers."""
+        for half in (0, 1):
+            for slot in host_slots.tolist():
+                self.device.touch(what, writes=[self.memory.of(self.pool.kv_buffer[half, slot])])
+        self.pool.kv_buffer[:, host_slots] = value
+
+    def values(self, slots: Iterable[int]) -> set[int]:
+        """Everything that is in these device slots now."""
+        found: set[int] = set()
+        for buffer in (*self.k, *self.v):
+            found |= set(buffer[list(slots)].flatten().tolist())
+        return found
+
+    def load(self, host: torch.Tensor, slots: torch.Tensor, fence: Any = None) -> Any:
+        """A copy as the mover makes it: begun, and placed when its fence has come."""
+        fence = self.copies.fence() if fence is None else fence
+        copy = self.copies.begin(host, slots, fence)
+        while not fence.query():
+            assert self.device.step()
+        copy.place()
+        return copy
+
+
+def host_pool(k: list[torch.Tensor], v: list[torch.Tensor]) -> Any:
+    """A page-first MHA host pool, as far as staged copies look at it."""
+    return SimpleNamespace(
+        layout="page_first",
+        page_size=PAGE,
+        layer_num=LAYERS,
+        head_num=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.int32,
+        kv_buffer=torch.zeros(2, PAGES * PAGE, LAYERS, HEADS, DIM, dtype=torch.int32),
+        device_k_buffers=k,
+        device_v_buffers=v,
+        device_rows_packed=True,
+        pin_memory=True,
+        prepare_transfer_indices=lambda host, device, io: (host, device),
+    )
+
 
 def every_layer(slots: Iterable[int]) -> list[tuple[int, int]]:
     """A slot has a place in every layer."""
     return [(slot, layer) for slot in slots for layer in range(LAYERS)]
+
+
+def slots_of(*pages: int) -> torch.Tensor:
+    """The token slots of these pages."""
+    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+assert INDEX, "a device that is not the first: threads begin on the first one"

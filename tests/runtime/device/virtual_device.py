@@ -89,6 +89,7 @@ class VirtualDevice:
         self.host: Clock = {}
         self.streams: list[Stream] = []
         self._threads = threading.local()
+        self._maker = threading.current_thread()
         self.default = Stream(self)
         self.module = _module(self)
         self.index = INDEX
@@ -191,8 +192,14 @@ class VirtualDevice:
             pass
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Blocks the calling thread until others have let the streams run so far."""
+        """Blocks the calling thread until others have let the streams run so far; the thread that
+        made the device lets them run itself.
+        """
         end = time.monotonic() + _PATIENCE_S
+        if threading.current_thread() is self._maker:
+            while not condition():
+                assert self.step(), "an event that is waited for never comes"
+            return
         with self.changed:
             while not condition():
                 left = end - time.monotonic()
@@ -261,9 +268,9 @@ class Event:
         """Marks what the stream holds now."""
         device = self._device
         with device.changed:
+            if stream is None and device.index != INDEX:
+                raise RuntimeError("recorded on a stream of another device")
             stream = device.current if stream is None else stream
-            if device.index != INDEX:
-                raise RuntimeError("Event device does not match recording stream's device")
             self.clock = stream.tick()
             self.records += 1
             number = self.records

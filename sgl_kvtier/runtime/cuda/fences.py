@@ -1,0 +1,20 @@
+"""Marks behind everything that may still use slots which were just claimed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def fence(module: Any, controller: Any) -> Any:
+    """An event behind every forward launched so far, and behind the allocation of the slots.
+
+    Scheduler's thread. Fences come in the order in which they were asked for: all are recorded on
+    one stream. Whoever waits for one sleeps (`blocking`) in place of spinning.
+    """
+    event, stream = module.Event(blocking=True), controller.load_fence_stream
+    if stream is None:
+        event.record()
+        return event
+    stream.wait_stream(module.current_stream())
+    event.record(stream)
+    return event

@@ -1,0 +1,122 @@
+"""Copies in two steps: over the bus into staging at once, then into slots once these are free.
+
+The first step is the long one. It needs no fence, since nobody else has the staging, and no
+multiprocessor: the copy engine does it beside a running forward. The second is one launch for all
+layers, at the speed of the card's own memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.fences import fence
+from sgl_kvtier.runtime.cuda.page_shape import host_pool_of, shape_of
+from sgl_kvtier.runtime.cuda.scatter import Scatter
+from sgl_kvtier.runtime.cuda.staging import Room, Staging
+
+
+class StagedCopies:
+    """Built on the scheduler's thread; `fence` is asked there, all else on the mover's."""
+
+    def __init__(self, controller: Any, scatter: Scatter, memory: CardMemory) -> None:
+        """Raises torch.OutOfMemoryError where staging does not fit."""
+        pool = host_pool_of(controller)
+        self._controller, self._scatter, self._memory = controller, scatter, memory
+        self._page, self._half_bytes = int(pool.page_size), shape_of(pool).half_bytes
+        self._host = [half.reshape(-1).view(torch.uint8) for half in pool.kv_buffer]
+        self._staging = Staging(memory, shape_of(pool))
+        self.most_tokens = self._staging.pages * self._page
+        """One copy has no more."""
+        self._module = torch.get_device_module(controller.device)
+        self._index = self._module.current_device()
+        self._bus, self._slots = self._module.Stream(), self._module.Stream()
+
+    def fence(self) -> Any:
+        """A mark behind everything that may still use slots claimed before."""
+        return fence(self._module, self._controller)
+
+    def begin(
+        self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any
+    ) -> StagedCopy | None:
+        """Sends the pages over the bus. None when staging is full of pages that wait for their
+        fences. `device_slots` are not touched before `place`.
+        """
+        room = self._staging.take(early=not fence.query())
+        if room is None:
+            return None
+        self._module.set_device(self._index)
+        begun, come = (self._module.Event(enable_timing=True) for _ in range(2))
+        with self._module.stream(self._bus):
+            try:
+                if room.left is not None:
+                    self._bus.wait_event(room.left)
+                begun.record()
+                self._stage(room, host_slots[:: self._page].tolist())
+                come.record()
+            except Exception:
+                self._bus.synchronize()
+                self._staging.give(room, None)
+                raise
+        return StagedCopy(self, room, device_slots, begun, come)
+
+    def _stage(self, room: Room, firsts: list[int]) -> None:
+        """Neighbours in host memory are one copy, of K, and another, of V."""
+        size, at = self._half_bytes, 0
+        while at < len(firsts):
+            stop = at + 1
+            while stop < len(firsts) and firsts[stop] == firsts[stop - 1] + self._page:
+                stop += 1
+            first = firsts[at] // self._page * size
+            for half, host in enumerate(self._host):
+                source = host[first : first + (stop - at) * size]
+                self._memory.copy(room.piece(half, at, stop - at), source)
+            at = stop
+
+    def _place(self, room: Room, slots: torch.Tensor, come: Any) -> Any:
+        """The room's pages into their slots; the event behind it. The thread that began it."""
+        ended = self._module.Event(blocking=True)
+        with self._module.stream(self._slots):
+            try:
+                self._slots.wait_event(come)
+                self._scatter.launch(room, slots)
+            except Exception:
+                self._bus.synchronize()
+                self._slots.synchronize()
+                self._staging.give(room, None)
+                raise
+            ended.record()
+            if slots.is_cuda:
+                slots.record_stream(self._slots)
+        self._staging.give(room, ended)
+        return ended
+
+
+class StagedCopy:
+    """Pages on the bus or in staging, and from `place` on on their way into slots."""
+
+    def __init__(
+        self, copies: StagedCopies, room: Room, slots: torch.Tensor, begun: Any, come: Any
+    ) -> None:
+        self._copies, self._room, self._into = copies, room, slots
+        self._begun, self._come, self._ended = begun, come, None
+
+    def place(self) -> None:
+        """Once the fence was seen: into the slots."""
+        self._ended = self._copies._place(self._room, self._into, self._come)
+
+    def done(self) -> bool:
+        """Whether the pages are in their slots."""
+        return self._ended is not None and bool(self._ended.query())
+
+    def wait(self) -> None:
+        """Blocks until they are, without the interpreter."""
+        assert self._ended is not None, "placed before it is waited for"
+        self._ended.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """How long the bus had to do with it; known once it is done."""
+        return float(self._begun.elapsed_time(self._come)) / 1e3

@@ -1,0 +1,74 @@
+"""Device memory in which pages lie between the bus and their slots: a ring of rooms."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.page_shape import PageShape
+
+LOAD_BYTES = 16 << 20
+"""A room holds a load of this size: from there on a bus is as fast as it gets."""
+_ROOMS = 8
+_FEWEST = 3
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(eq=False)
+class Room:
+    """`memory` holds K of `pages` pages, then V of as many, in bytes."""
+
+    memory: torch.Tensor
+    pages: int
+    half_bytes: int
+    """Of one page."""
+    left: Any = None
+    """The event behind the last scatter from here; who fills it again waits for that."""
+
+    def piece(self, half: int, page: int, pages: int) -> torch.Tensor:
+        """K (0) or V (1) of so many pages from `page` on."""
+        first = (half * self.pages + page) * self.half_bytes
+        return self.memory[first : first + pages * self.half_bytes]
+
+
+class Staging:
+    """Rooms that are taken by copies and given back when their scatter was launched. One thread."""
+
+    def __init__(self, memory: CardMemory, shape: PageShape) -> None:
+        self.pages = pages_of_room(shape)
+        nbytes = self.pages * 2 * shape.half_bytes
+        self._free = deque(
+            Room(memory.raw(nbytes), self.pages, shape.half_bytes) for _ in range(_rooms(nbytes))
+        )
+
+    def take(self, early: bool) -> Room | None:
+        """A room, or None. `early`: for pages that cannot leave it yet; these never get the last
+        room, so that they cannot keep others waiting.
+        """
+        if len(self._free) <= (1 if early else 0):
+            return None
+        return self._free.popleft()
+
+    def give(self, room: Room, left: Any) -> None:
+        """Nobody fills it before the event `left` has come."""
+        room.left = left
+        self._free.append(room)
+
+
+def pages_of_room(shape: PageShape) -> int:
+    """As many as a load has, at least one."""
+    return max(1, LOAD_BYTES // (2 * shape.half_bytes))
+
+
+def staging_bytes(shape: PageShape) -> int:
+    """Device memory that staging takes."""
+    nbytes = pages_of_room(shape) * 2 * shape.half_bytes
+    return nbytes * _rooms(nbytes)
+
+
+def _rooms(nbytes: int) -> int:
+    return max(_FEWEST, min(_ROOMS, _MOST_BYTES // nbytes))
