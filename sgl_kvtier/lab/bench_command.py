@@ -7,11 +7,16 @@ import importlib
 from typing import Any
 
 from sgl_kvtier.lab.attention import arguments as attention_arguments
+from sgl_kvtier.lab.copies import arguments as copies_arguments
 
 PARTS: dict[str, tuple[Any, str]] = {
     "attention": (
         attention_arguments,
         "CPU prefill attention per chunk, torch_native and ours in turn",
+    ),
+    "copies": (
+        copies_arguments,
+        "the interpreter's time per load onto a card, SGLang's kernels and staging in turn",
     ),
     "restore": (
         "sgl_kvtier.lab.experiment.restore.command",

@@ -1,0 +1,1 @@
+"""`kvtier bench copies`."""

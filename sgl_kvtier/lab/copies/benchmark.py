@@ -1,0 +1,153 @@
+"""How long a load keeps the interpreter until it is under way: SGLang's kernels, a launch per layer,
+and staging with one launch, in turn.
+
+CPU seconds of the calling thread, on a card whose driver does nothing (`null_card`). So the real
+driver's share is missing on both sides: a call per layer, or a copy per run of pages and a launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.kernels.ops.kvcache import hicache
+from sglang.srt.mem_cache import l2_transfer
+from sglang.srt.mem_cache.l2_transfer import L2Transfer
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.copies.null_card import NullMemory, launch_into_nothing, null_module
+from sgl_kvtier.runtime.cuda.page_shape import shape_of
+from sgl_kvtier.runtime.cuda.scatter import TritonScatter
+from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
+from sgl_kvtier.runtime.cuda.staging import pages_of_room
+from sgl_kvtier.runtime.restore.copy_device import StreamCopies
+
+SCHEMA = "kvtier.bench.copies/1"
+_DIM = 128
+_SLOTS = 1024
+"""Of host and device pool: nothing is read or written, so memory is only asked for."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the table, writes JSON. Raises KVTierError on arguments that cannot be
+    measured.
+    """
+    try:
+        layers = [int(text) for text in args.layers.split(",")]
+    except ValueError as error:
+        raise BenchError("--layers: whole numbers with commas between them") from error
+    if min(layers) < 1 or _SLOTS % args.page:
+        raise BenchError(f"--layers: at least 1; --page: a part of {_SLOTS}")
+    if args.json:
+        check_target(args.json)
+    torch.set_grad_enabled(False)
+    launch_into_nothing()
+    rows = [
+        _measure(n, args.heads, args.page, scattered, args.rounds)
+        for n in layers
+        for scattered in (False, True)
+    ]
+    table = Table(
+        f"interpreter per load, {args.heads} heads of {_DIM}, pages of {args.page}",
+        (
+            Column("layers", "layers"),
+            Column("tokens", "tokens"),
+            Column("host_pages", "host pages"),
+            Column("per_layer_us", "per layer", unit="us", decimals=0),
+            Column("staged_us", "staged", unit="us", decimals=0),
+            Column("ratio", "ratio", decimals=1),
+        ),
+        rows,
+        notes=(f"medians of {args.rounds} rounds, in turn; a driver that does nothing",),
+    )
+    if args.json != "-":
+        print_table(table)
+    if args.json:
+        settings = {"layers": layers, **{k: getattr(args, k) for k in ("heads", "page", "rounds")}}
+        write_json(envelope(SCHEMA, sys.argv, {"settings": settings, "loads": rows}), args.json)
+    return 0
+
+
+def _measure(layers: int, heads: int, page: int, scattered: bool, rounds: int) -> dict[str, Any]:
+    """One row: a load of a room's size, from pages in one run or all apart."""
+    controller = _controller(layers, heads, page)
+    pool = controller.mem_pool_host
+    shape = shape_of(pool)
+    most = min(pages_of_room(shape), _SLOTS // page // 2)
+    order = range(0, 2 * most, 2) if scattered else range(most)
+    host = (torch.tensor(list(order))[:, None] * page + torch.arange(page)).flatten()
+    device = torch.arange(len(host))
+    memory: Any = NullMemory()
+    scatter = TritonScatter(
+        shape, pages_of_room(shape), [*pool.device_k_buffers, *pool.device_v_buffers]
+    )
+    scatter.compile()
+    ways: dict[str, Any] = {
+        "per_layer": StreamCopies(controller, memory),
+        "staged": StagedCopies(controller, scatter, memory),
+    }
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 5):
+        for way, copies in ways.items():
+            fence = copies.fence()
+            seconds = _seconds(lambda: copies.begin(host, device, fence).place())  # noqa: B023
+            if number >= 5:
+                spent[way].append(seconds * 1e6)
+    medians = {way: statistics.median(every) for way, every in spent.items()}
+    return {
+        "layers": layers,
+        "tokens": len(host),
+        "host_pages": "apart" if scattered else "together",
+        "per_layer_us": medians["per_layer"],
+        "staged_us": medians["staged"],
+        "ratio": medians["per_layer"] / medians["staged"],
+    }
+
+
+def _seconds(load: Callable[[], Any]) -> float:
+    begun = time.thread_time()
+    load()
+    return time.thread_time() - begun
+
+
+def _controller(layers: int, heads: int, page: int) -> Any:
+    """SGLang's host pool and transfer engine on the null card. Its kernels are looked up and called
+    as on a real one.
+    """
+    module = null_module()
+    torch.get_device_module = lambda _device=None: module  # this process measures, and ends
+    vars(l2_transfer)["device_module"] = module
+    kernel = SimpleNamespace(launch_one=lambda *_: None, fits_device=lambda _index: True)
+    vars(hicache)["_jit_hicache_tma_module"] = lambda **_: kernel
+    vars(hicache)["_jit_hicache_module"] = lambda **_: kernel
+    vars(hicache)["use_hicache_tma_kernel"] = lambda **_: True
+    k, v = (
+        [torch.empty(_SLOTS, heads, _DIM, dtype=torch.bfloat16) for _ in range(layers)]
+        for _ in range(2)
+    )
+    pool: Any = MHATokenToKVPoolHost.__new__(MHATokenToKVPoolHost)
+    pool.__dict__.update(
+        layout="page_first", page_size=page, layer_num=layers, target_layer_num=layers, head_num=heads, head_dim=_DIM,
+        v_head_dim=_DIM, dtype=torch.bfloat16, element_dim=heads * _DIM, can_use_jit=True, pin_memory=True,
+        device_k_buffers=k, device_v_buffers=v,
+        kv_buffer=torch.empty(2, _SLOTS, layers, heads, _DIM, dtype=torch.bfloat16),
+    )  # fmt: skip
+    for name, half in (("k", pool.kv_buffer[0]), ("v", pool.kv_buffer[1])):
+        pool.__dict__[f"{name}_data_refs"] = list(half.transpose(0, 1))
+    return SimpleNamespace(
+        device="cuda",
+        io_backend="kernel",
+        load_fence_stream=module.Stream(),
+        transfer_layer_id_max=layers,
+        mem_pool_host=pool,
+        mem_pool_device=SimpleNamespace(),
+        _l2_load_transfers=lambda host, device: [L2Transfer(pool, None, host, device)],
+    )
