@@ -8,7 +8,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 collect_ignore_glob: list[str] = []
 if importlib.util.find_spec("sglang") is None:
-    collect_ignore_glob = ["test_*.py", "cpu/test_*.py", "device/test_*.py"]
+    collect_ignore_glob = ["test_*.py", "cpu/test_*.py", "cuda/test_*.py", "device/test_*.py"]
 
 
 def pytest_report_header() -> str | None:

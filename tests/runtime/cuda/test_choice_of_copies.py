@@ -1,0 +1,72 @@
+"""Which way loads are copied, and the line that says why it is not the fastest."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pools import host_pool, latent_host_pool, latent_pool
+
+from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
+from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES, pages_of_room, staging_bytes
+from sgl_kvtier.runtime.restore import copy_device
+from sgl_kvtier.runtime.restore.copy_device import CpuCopies, copies_for
+
+
+def controller_of(pool: Any, device: str = "cuda") -> Any:
+    pool.pin_memory = True
+    return SimpleNamespace(device=device, mem_pool_host=pool, mem_pool_device=SimpleNamespace())
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
+def test_pages_of_keys_and_values_can_be_staged(layout: str) -> None:
+    pool = host_pool(layout)
+    assert unfit(controller_of(pool)) is None
+    assert 2 * shape_of(pool).half_bytes == pool.size_per_token * pool.page_size
+
+
+def test_what_cannot_be_staged_is_said() -> None:
+    assert "layout page_head" in str(unfit(controller_of(host_pool("page_head"))))
+    assert "latents" in str(unfit(controller_of(latent_host_pool(latent_pool(2)))))
+    assert "the device is xpu" in str(unfit(controller_of(host_pool(), "xpu")))
+    pool = controller_of(host_pool())
+    pool.mem_pool_host.pin_memory = False
+    assert "pinned" in str(unfit(pool))
+    moved = controller_of(host_pool())
+    moved.mem_pool_device.host_transfer_translate = lambda slots: slots
+    assert "other numbers" in str(unfit(moved))
+
+
+def test_a_cpu_copies_by_itself() -> None:
+    assert isinstance(copies_for(SimpleNamespace(device="cpu")), CpuCopies)
+
+
+@pytest.mark.parametrize(
+    ("free", "said"), [(1 << 20, "--mem-fraction-static"), (1 << 40, "RuntimeError: no compiler")]
+)
+def test_without_staging_sglangs_kernels_serve_and_one_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int, said: str
+) -> None:
+    module = SimpleNamespace(current_device=lambda: 0, mem_get_info=lambda: (free, 1 << 40))
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
+    streams = SimpleNamespace()
+    monkeypatch.setattr(copy_device, "StreamCopies", lambda *_: streams)
+
+    class Broken:
+        def __init__(self, *_: Any) -> None:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(copy_device, "TritonScatter", Broken)
+    with caplog.at_level(logging.WARNING):
+        assert copies_for(controller_of(host_pool())) is streams
+    (line,) = [record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()]
+    assert said in line and "SGLang's kernels" in line
+
+
+def test_a_load_fills_a_room_of_staging() -> None:
+    shape = shape_of(host_pool())
+    assert pages_of_room(shape) * 2 * shape.half_bytes <= LOAD_BYTES
+    assert staging_bytes(shape) <= 256 << 20
