@@ -18,3 +18,7 @@ class EngineShape:
     chunk_tokens: int
     layers: int = 1
     staged: bool = False
+    whole_load_pages: int = 1
+    """Far from the meeting a load has so many pages where `load_tokens` are fewer: a copy of a few
+    pages costs an accelerator's host as much as one of many.
+    """

@@ -1,4 +1,7 @@
+from dataclasses import replace
+
 import pytest
+import virtual_hands
 from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
@@ -74,6 +77,15 @@ def test_loads_are_as_long_as_asked_for_and_near_the_meeting_what_their_link_doe
     lengths = [len(span) for span in out.loads]
     assert first <= lengths[0] <= max(lengths) <= 8
     assert lengths[-1] <= last
+
+
+def test_far_from_the_meeting_loads_are_as_long_as_a_device_takes_at_once(monkeypatch):
+    monkeypatch.setattr(virtual_hands, "ENGINE", replace(ENGINE, whole_load_pages=32))
+    rate = balance(8192)
+    lengths = [len(span) for span in restore(8192, rate, profile=profile_of(COST, rate)).loads]
+    assert max(lengths) == 32 and lengths[-1] <= 8
+    papers = restore(8192, rate, profile=profile_of(COST, rate), config=PolicyConfig(rule="cake"))
+    assert max(len(span) for span in papers.loads) == 8, "the papers' units are their own"
 
 
 def test_a_link_that_slows_down_moves_the_meeting_point():
