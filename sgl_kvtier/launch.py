@@ -17,6 +17,8 @@ from pathlib import Path
 from sgl_kvtier.errors import BenchError
 
 HOST = "127.0.0.1"
+GPU_PAGE = 64
+"""Tokens of a page on a GPU. SGLang's default there is one, which restoring cannot follow."""
 
 
 def device_flags(device: str) -> list[str]:
@@ -77,12 +79,12 @@ def storage_flags(backend: str, settings: Path) -> list[str]:
 
 def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = ()) -> list[str]:
     """The recommended flags for a user's own server. `extra` comes last, so that its flags win."""
-    page = "16" if device == "cpu" else "64"
+    page = 16 if device == "cpu" else GPU_PAGE
     flags = [
         "--model-path",
         model,
         "--page-size",
-        page,
+        str(page),
         *device_flags(device),
         *cache_flags(device, 2.0),
     ]

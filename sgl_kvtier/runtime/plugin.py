@@ -9,12 +9,16 @@ that it worked.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from typing import Any
 
+from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.runtime.settings import BACKEND
 from sgl_kvtier.runtime.sglang import hooks
 from sgl_kvtier.runtime.sglang.hooks import Where
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -84,3 +88,19 @@ def check_arguments(result: None, server_args: Any) -> None:
     if settings.uses_backend(args):
         seams.require("storage", "hints")
         settings.check_server(args)
+
+
+def choose_page_size(result: dict[str, Any], view: Any) -> dict[str, Any] | None:
+    """After SGLang chose a page size because nobody had: one that can be stored and restored,
+    where one token was chosen.
+    """
+    from sgl_kvtier.runtime import settings
+
+    if result.get("page_size") != 1 or not settings.wants_larger_pages(view):
+        return None
+    logger.info(
+        "kvtier: pages of %d tokens, for no --page-size was given and with SGLang's default of one "
+        "token nothing is restored. --page-size 1 keeps that",
+        GPU_PAGE,
+    )
+    return {**result, "page_size": GPU_PAGE}

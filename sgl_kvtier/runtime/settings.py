@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_kvtier.config import KVTierConfig, PolicyConfig, parse_config
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.launch import GPU_PAGE
 from sgl_kvtier.outside import MOST_SETTINGS_BYTES, shown
 from sgl_kvtier.policy.pages.eviction import eviction_of
 from sgl_kvtier.policy.rules import rules_of
@@ -78,6 +79,24 @@ def uses_backend(args: Any) -> bool:
         return str(_extra_config(args).get("module_path", "")).startswith("sgl_kvtier.")
     except ConfigError:
         return False  # SGLang itself will say what is wrong with it
+
+
+def wants_larger_pages(args: Any) -> bool:
+    """Whether a server whose page size was left away is better off with pages of GPU_PAGE tokens.
+
+    Not where restoring is refused anyway and larger pages could be refused as well: drafts of
+    several branches and states of linear layers may need pages of one token, prefill and decode
+    must agree on a size, and a chunk has to be whole pages.
+    """
+    return (
+        args.device == "cuda"
+        and args.enable_hierarchical_cache
+        and uses_backend(args)
+        and args.speculative_algorithm is None
+        and not args.uses_mamba_radix_cache
+        and args.disaggregation_mode == "null"
+        and max(0, args.chunked_prefill_size or 0) % GPU_PAGE == 0
+    )
 
 
 def looks_ahead(policy: PolicyConfig) -> bool:

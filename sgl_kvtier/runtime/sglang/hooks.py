@@ -59,6 +59,8 @@ _EVERYWHERE = (
      "`kvtier` among the choices of `--hicache-storage-backend`"),
     ("arguments", _ROOT + "arg_groups.hicache_hook.handle_hicache", "after", "plugin:check_arguments",
      "settings and seams are checked before a model is loaded"),
+    ("arguments", _ROOT + "arg_groups.pipeline._page_size_default", "after", "plugin:choose_page_size",
+     "pages of 64 tokens on a GPU where `--page-size` was left away: with SGLang's one token nothing is restored"),
 )  # fmt: skip
 _IN_SCHEDULERS = (
     ("storage", _ROOT + "mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend", "around",

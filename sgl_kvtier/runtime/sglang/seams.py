@@ -213,6 +213,10 @@ def _child(node: ast.AST, name: str) -> ast.AST | None:
             and child.name == name
         ):
             return child
+        if isinstance(child, ast.ImportFrom) and any(
+            (alias.asname or alias.name) == name for alias in child.names
+        ):
+            return child
         targets = (
             child.targets if isinstance(child, ast.Assign) else [getattr(child, "target", None)]
         )

@@ -1,0 +1,119 @@
+"""The page size of a server on a GPU whose command line names none, resolved as a launch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command_lines import KVTIER, launching, mla_model
+from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import override_platform
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.launch import serve_flags
+from sgl_kvtier.runtime.scheduler.setup import own_way
+
+ON_GPU = ("--device", "cuda", "--chunked-prefill-size", "4096", "--attention-backend", "triton")
+PLAIN_MODEL = SimpleNamespace(
+    disable_radix_cache=False, is_hybrid_swa=False, is_hybrid_ssm=False, is_dsa=False
+)
+DYNAMIC = (
+    "--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic",
+    "--hicache-storage-backend-extra-config",
+    '{"store": {"path": "unused"}, "backend_name": "kvtier", "class_name": "KVTierStorage",'
+    ' "module_path": "sgl_kvtier.runtime.backend.storage"}',
+)  # fmt: skip
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """From flags to resolved arguments on a machine with an NVIDIA GPU, as far as resolution asks:
+    no platform of ours is active and SGLang's facts are those of an H100.
+    """
+    cpu = type(current_platform)
+    monkeypatch.setattr(cpu, "apply_server_args_defaults", lambda self, args: None)
+    monkeypatch.setattr(cpu, "is_out_of_tree", lambda self: False)
+    monkeypatch.setattr(cpu, "supports_speculative_algorithm", lambda self, algorithm: True)
+    monkeypatch.setattr(
+        cpu, "supports_speculative_draft_attention_backend", lambda self, algorithm, backend: True
+    )
+    with (
+        override_platform(is_cuda=True, is_sm90=True, device_sm=90, device_capability=(9, 0)),
+        launching() as launched,
+    ):
+        yield launched
+
+
+def test_without_a_page_size_storage_has_pages_of_64_tokens_and_restoring_follows(launch):
+    args = launch(*KVTIER, *ON_GPU)
+    assert args.page_size == 64
+    assert own_way(args, PLAIN_MODEL, PolicyConfig(restore="both")) is None
+
+
+def test_the_dynamic_form_has_them_as_well(launch):
+    assert launch(*DYNAMIC, *ON_GPU).page_size == 64
+
+
+@pytest.mark.parametrize("size", [1, 16, 128])
+def test_a_page_size_that_was_chosen_stays(launch, size):
+    assert launch(*KVTIER, *ON_GPU, "--page-size", str(size)).page_size == size
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--enable-hierarchical-cache",),
+        ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+    ],
+    ids=["no-cache", "no-storage", "another-storage"],
+)
+def test_servers_without_our_backend_keep_sglangs_default(launch, flags):
+    assert launch(*flags, *ON_GPU).page_size == 1
+
+
+def test_a_cpu_of_sglangs_own_engine_keeps_its_default(launch):
+    assert launch(*KVTIER, "--device", "cpu", "--attention-backend", "torch_native").page_size == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--chunked-prefill-size", "1000"),
+        ("--disaggregation-mode", "prefill"),
+        ("--model-path", "MLA", "--speculative-algorithm", "EAGLE"),
+    ],
+    ids=["chunks-of-other-sizes", "prefill-apart", "drafts"],
+)
+def test_where_larger_pages_could_be_refused_they_are_not_chosen(launch, flags, tmp_path):
+    named = [flag if flag != "MLA" else mla_model(tmp_path / "mla") for flag in flags]
+    assert launch(*KVTIER, *ON_GPU, *named).page_size == 1
+
+
+def test_states_of_linear_layers_keep_pages_of_one_token(launch):
+    from sgl_kvtier.runtime.settings import wants_larger_pages
+
+    args = launch(*KVTIER, *ON_GPU)
+    shown = {
+        name: getattr(args, name)
+        for name in (
+            "device", "enable_hierarchical_cache", "hicache_storage_backend",
+            "speculative_algorithm", "disaggregation_mode", "chunked_prefill_size",
+        )
+    }  # fmt: skip
+    assert wants_larger_pages(SimpleNamespace(**shown, uses_mamba_radix_cache=False))
+    assert not wants_larger_pages(SimpleNamespace(**shown, uses_mamba_radix_cache=True))
+
+
+def test_one_token_pages_asked_for_are_refused_with_the_flag_that_mends_it(launch):
+    args = launch(*KVTIER, *ON_GPU, "--page-size", "1")
+    line = str(own_way(args, PLAIN_MODEL, PolicyConfig(restore="both")))
+    assert "pages of one token" in line and "--page-size 64" in line
+
+
+@pytest.mark.parametrize(("device", "size"), [("cuda", "64"), ("cpu", "16")])
+def test_the_recommended_flags_name_a_page_size(tmp_path, device, size):
+    flags = serve_flags("model", device, tmp_path / "kvtier.json")
+    assert flags[flags.index("--page-size") + 1] == size
