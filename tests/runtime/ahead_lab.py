@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from golden import Answers, Golden
 from serving import ADMIN, Served, config_file, flags, prompts, serving
 
 SESSIONS, TURNS, GROWS = 8, 6, 20
@@ -140,3 +141,16 @@ def aborts_and_flushes(served: Served, seconds: float) -> tuple[int, int]:
             if number % 40 == 0:
                 served.flush()
     return number, lost
+
+
+def answers_of_a_plain_server(golden: Golden, folder: Path, **more: object) -> Answers:
+    """What the sessions are answered where nothing below the device is used, and the device holds
+    them all. A server computes them in `folder`, unless they are kept.
+    """
+    arguments = flags(**more, backend=None, max_total_tokens=16384, page_size=16)
+
+    def compute() -> Answers:
+        with serving(folder, arguments) as served:
+            return Agents(1).run(served, 4)
+
+    return golden.answers(arguments, Agents, compute)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 collect_ignore_glob: list[str] = []
@@ -14,3 +17,12 @@ if importlib.util.find_spec("sglang") is None:
 def pytest_report_header() -> str | None:
     """Says so when the room's tests cannot be collected."""
     return "tests/runtime: not collected, SGLang is not installed" if collect_ignore_glob else None
+
+
+@pytest.fixture(scope="session")
+def golden(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Answers that others are compared with (`golden.py`), kept from run to run."""
+    from golden import Golden  # imports torch
+
+    cache = getattr(request.config, "cache", None)  # not there with -p no:cacheprovider
+    return Golden(cache.mkdir("golden") if cache else tmp_path_factory.mktemp("golden"))

@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead_lab import AHEAD, Agents, aborts_and_flushes, check_map, looking_ahead
-from serving import ADMIN, Served, flags, prompts, serving
+from ahead_lab import (
+    AHEAD,
+    Agents,
+    aborts_and_flushes,
+    answers_of_a_plain_server,
+    check_map,
+    looking_ahead,
+)
+from golden import Answers, Golden
+from serving import ADMIN, Served, prompts
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -105,16 +113,12 @@ def two(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(
-    tmp_path_factory: pytest.TempPathFactory, two: dict[str, Any]
-) -> dict[tuple[int, int], list[int]]:
+    tmp_path_factory: pytest.TempPathFactory, golden: Golden, two: dict[str, Any]
+) -> Answers:
     """What the sessions are answered by two ranks with room for all of them, and no cache below the
     device.
     """
-    folder = tmp_path_factory.mktemp("expected")
-    with serving(
-        folder, flags(**two, backend=None, max_total_tokens=16384, page_size=16)
-    ) as served:
-        return Agents(1).run(served, 4)
+    return answers_of_a_plain_server(golden, tmp_path_factory.mktemp("expected"), **two)
 
 
 def test_answers_are_equal_and_the_maps_true_on_both_ranks(

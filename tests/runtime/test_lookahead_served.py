@@ -14,10 +14,12 @@ from ahead_lab import (
     TURNS,
     Agents,
     aborts_and_flushes,
+    answers_of_a_plain_server,
     check_map,
     counts,
     looking_ahead,
 )
+from golden import Answers, Golden
 from serving import config_file, flags, prompts, serving
 
 from sgl_kvtier.lab.sim.replay import replay
@@ -26,13 +28,11 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[int]]:
+def expected(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Answers:
     """What the sessions are answered by a server with room for all of them, and no cache below the
     device.
     """
-    folder = tmp_path_factory.mktemp("expected")
-    with serving(folder, flags(backend=None, max_total_tokens=16384, page_size=16)) as served:
-        return Agents(1).run(served, 4)
+    return answers_of_a_plain_server(golden, tmp_path_factory.mktemp("expected"))
 
 
 @pytest.mark.parametrize("restore", [pytest.param("off", marks=pytest.mark.slow), "both"])
