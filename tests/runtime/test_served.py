@@ -120,7 +120,7 @@ def test_the_store_is_detached_attached_and_cleared_at_run_time(served: Served):
     assert served.ask(ids).cached == 0
 
 
-def test_a_killed_server_finds_its_pages_again_and_another_setup_finds_none(tmp_path):
+def test_a_killed_server_finds_its_pages_again(tmp_path):
     config, asked = config_file(tmp_path), prompts(3, seed=6)
     with serving(tmp_path / "first", flags(), config) as server:
         first = [server.ask(ids) for ids in asked]
@@ -131,22 +131,25 @@ def test_a_killed_server_finds_its_pages_again_and_another_setup_finds_none(tmp_
         assert [a.storage for a in again] == [WHOLE] * 3
         assert [a.tokens for a in again] == [a.tokens for a in first]
         assert server.metric("kvtier:pages_corrupt_total") == 0
-        log = refused(tmp_path / "busy", flags(), config)
-        assert "StoreBusyError" in log and "store.path" in log
-    with serving(tmp_path / "weights", flags(seed=1), config) as server:
-        assert [server.ask(ids).storage for ids in asked] == [0] * 3
+
+
+@pytest.mark.slow
+def test_a_folder_in_use_is_refused_at_start_with_what_to_do(served: Served, tmp_path):
+    log = refused(tmp_path, flags(), served.server.folder / "kvtier.json")
+    assert "StoreBusyError" in log and "store.path" in log
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
+        {"seed": 1},
         {"dtype": "bfloat16"},
         {"page_size": 32},
         {"hicache_mem_layout": "layer_first"},
         {"tp_size": 2},
     ],
-    ids=["dtype", "page-size", "layout", "tp-size"],
+    ids=["weights", "dtype", "page-size", "layout", "tp-size"],
 )
 def test_pages_of_another_setup_are_not_found(served: Served, tmp_path, changes):
     ids = prompts(1, seed=7)[0]

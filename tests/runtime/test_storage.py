@@ -154,6 +154,37 @@ def test_two_backends_of_one_rank_cannot_open_one_folder(make):
         make(host_pool())
 
 
+@pytest.mark.parametrize(
+    ("pool", "ranks"),
+    [({"dtype": torch.bfloat16}, {}), ({"layout": "page_first"}, {}), ({}, {"tp_size": 2})],
+    ids=["dtype", "layout", "ranks"],
+)
+def test_pages_of_another_setup_are_not_found(make, pool, ranks):
+    first = make(host_pool())
+    first.batch_set_v1(keys("a"), slots([0]))
+    first.close()
+    other = make(host_pool(**pool), **ranks)
+    assert other.batch_exists(keys("a")) == 0
+    other.close()
+    assert make(host_pool()).batch_exists(keys("a")) == 1
+
+
+def test_pages_of_other_weights_are_not_found(make, tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_server_args", lambda: server_args(str(model))
+    )
+    found = []
+    for weights in (b"1", b"2", b"1"):
+        (model / "model.bin").write_bytes(weights)
+        backend = make(host_pool())
+        found.append(backend.batch_exists(keys("a")))
+        backend.batch_set_v1(keys("a"), slots([0]))
+        backend.close()
+    assert found == [0, 0, 1]
+
+
 def test_clear_drops_everything(make):
     backend = make(host_pool())
     backend.batch_set_v1(keys("a", "b"), slots([0, 1]))
