@@ -161,7 +161,7 @@ class Loads:
             staged = engine.staged and tier > Tier.DRAM
             pages, group = 0, self._group(link)
             whole = max(group, config.load_tokens // engine.page_tokens)
-            if self._under_way.rule.balanced_chunks:
+            if self._under_way.rules.balanced_chunks:
                 whole = max(whole, engine.whole_load_pages)
             while most := links.wanted(link, now, horizon_s, group, _PROBES):
                 most = min(most, hbm, dram) if staged else min(most, hbm)
