@@ -8,13 +8,21 @@ defaulted or refused with a message.
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.errors import ConfigError
+
 NAME = "kvtier_cpu"
 ATTENTION = "kvtier_cpu"
 """Name of the attention backend registered by `attention.register`."""
+
+STAND_IN = "KVTIER_CPU_DEVICE"
+"""A variable that names a function, `module:name`, called in each worker before its pools are made:
+it puts a device with streams in the place of the CPU. The laboratory's; a user's server has none.
+"""
 
 _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "accel/accel[0-9]*")
 
@@ -28,6 +36,30 @@ def activate() -> str | None:
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or accelerators():
         return None
     return f"{__name__}_class.CpuPlatform"
+
+
+def works_at_once(device: Any) -> bool:
+    """Whether forwards and copies of this device are over when the call that launches them returns:
+    on the CPU, unless something with streams stands in its place.
+    """
+    return str(device).partition(":")[0] == "cpu" and not os.environ.get(STAND_IN)
+
+
+def stand_in() -> None:
+    """Calls the function that `STAND_IN` names, if it names one. Raises ConfigError where there is
+    none.
+    """
+    named = os.environ.get(STAND_IN)
+    if not named:
+        return
+    module, _, function = named.partition(":")
+    try:
+        install = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{STAND_IN}={named}: there is no such function ({error}). Unset it, or name one as module:name"
+        ) from error
+    install()
 
 
 def accelerators() -> list[str]:

@@ -10,7 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sgl_kvtier.runtime.cpu.platform import ATTENTION, threads_per_rank
+from sgl_kvtier.runtime.cpu.platform import ATTENTION, stand_in, threads_per_rank
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         self._bind_threads(server_args)
 
     def init_backend(self) -> None:
-        """Makes HiCache's host pools and our attention work in this worker; once per worker
-        process.
+        """Makes HiCache's host pools and our attention work in this worker, and what stands in
+        for the CPU; once per worker process.
         """
         from sgl_kvtier.runtime.cpu import hicache
 
         hicache.install()
+        stand_in()
 
     @staticmethod
     def _bind_threads(server_args: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.index_ring import IndexRing
@@ -147,10 +148,9 @@ class _StreamCopy:
 
 def copies_for(controller: Any) -> CopyDevice:
     """The copies of the device that this HiCache controller serves. Scheduler's thread."""
-    kind = torch.device(controller.device).type
-    if kind == "cpu":
+    if works_at_once(controller.device):
         return CpuCopies(controller)
-    if kind != "cuda":
+    if torch.device(controller.device).type != "cuda":
         return StreamCopies(controller)
     module = torch.get_device_module(controller.device)
     memory = CardMemory(module.current_device())

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import parts_of
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
@@ -104,7 +105,7 @@ def time_batch(
         return original(scheduler, batch, *args, **kwargs)
     clock = parts.tick.clock
     timed = clock.launch(
-        batch, None if str(scheduler.device) == "cpu" else _forward_stream(scheduler)
+        batch, None if works_at_once(scheduler.device) else _forward_stream(scheduler)
     )
     result = original(scheduler, batch, *args, **kwargs)
     clock.launched(timed, batch)

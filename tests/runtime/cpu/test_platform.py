@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
+from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime.cpu import platform
 
 
@@ -45,3 +49,37 @@ def test_it_leaves_the_cpu_to_sglangs_own_engine_when_that_is_asked_for(monkeypa
 )
 def test_every_rank_gets_its_share_of_the_cores(ranks, cores, groups):
     assert platform.threads_per_rank(ranks, cores) == groups
+
+
+def test_work_on_the_cpu_is_over_when_it_returns_and_on_a_card_it_is_not(monkeypatch):
+    monkeypatch.delenv(platform.STAND_IN, raising=False)
+    assert platform.works_at_once("cpu")
+    assert platform.works_at_once("cpu:0")
+    assert not platform.works_at_once("cuda:0")
+
+
+def test_work_is_not_over_at_once_where_something_stands_in_for_the_cpu(monkeypatch):
+    monkeypatch.setenv(platform.STAND_IN, "somewhere:install")
+    assert not platform.works_at_once("cpu")
+
+
+def test_what_stands_in_for_the_cpu_is_called_by_its_name(monkeypatch):
+    called = []
+    module = ModuleType("a_device_of_a_test")
+    module.install = lambda: called.append(True)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv(platform.STAND_IN, "a_device_of_a_test:install")
+    platform.stand_in()
+    assert called == [True]
+
+
+def test_nothing_is_called_where_nothing_stands_in(monkeypatch):
+    monkeypatch.delenv(platform.STAND_IN, raising=False)
+    platform.stand_in()
+
+
+@pytest.mark.parametrize("named", ["no_such_module:install", "json:no_such_function", "json", ":"])
+def test_a_stand_in_that_is_not_there_is_refused_and_named(monkeypatch, named):
+    monkeypatch.setenv(platform.STAND_IN, named)
+    with pytest.raises(ConfigError, match=platform.STAND_IN):
+        platform.stand_in()
