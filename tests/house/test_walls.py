@@ -36,7 +36,17 @@ def test_the_wall_checker_would_notice(tmp_path):
 
 @pytest.mark.parametrize(
     "room",
-    ["policy", "store", "runtime", "console", "lab", "lab/sim", "lab/workload", "lab/experiment"],
+    [
+        "policy",
+        "store",
+        "runtime",
+        "console",
+        "lab",
+        "lab/sim",
+        "lab/workload",
+        "lab/experiment",
+        "lab/paced",
+    ],
 )
 def test_every_room_has_a_readme(room):
     readme = ROOT / "sgl_kvtier" / room / "README.md"

@@ -1,0 +1,176 @@
+"""`--device paced:PROFILE`: what a server on a paced device is started with.
+
+The pools at hand are small: a few hundred bytes a token, with all bandwidths of the storage scaled
+down by as much, so that ratios stay and memory does not matter. Tokens are one for one. All times
+are dilated by the same factor. Imports neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside.lab_model import VOCABULARY, models_dir, write_model
+from sgl_kvtier.lab.paced import profile
+
+PREFIX = "paced:"
+PAGE_TOKENS = 64
+CHUNK_TOKENS = 8192
+MOST_CONTEXT = 1 << 20
+LOG = "pace.jsonl"
+"""In a server's folder: `pace.PaceLog`."""
+DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
+"""One PCIe 4.0 x4 drive, as they are sold: 6.4 to 7 GB/s read, 4 to 5 written."""
+
+_VARIABLE = "KVTIER_PACED"
+_INSTALL = "sgl_kvtier.lab.paced.device:install"
+_STUBS = "sgl_kvtier.lab.paced.stub"
+_PREFETCH_BASE_S, _PREFETCH_PER_KI_TOKEN_S = 1.0, 0.25
+"""SGLang's own time-outs of a storage prefetch (0.5.23, HiCacheController)."""
+_WRITER = 1
+"""Of model folders: another content is another folder."""
+
+_BASE = {
+    "vocab_size": VOCABULARY, "max_position_embeddings": MOST_CONTEXT, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False, "torch_dtype": "float32",
+    "eos_token_id": 256, "bos_token_id": None, "pad_token_id": 259, "rope_theta": 1e6, "hidden_size": 64,
+    "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+}  # fmt: skip
+_KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
+    "mha": (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 1, "head_dim": 8},
+        2 * 8 * 4 * 4,
+    ),
+    "mla": (
+        {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+            "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+            "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1,
+        },
+        (8 + 8) * 4 * 4,
+    ),
+}  # fmt: skip
+"""What a model's configuration says of each kind of cache, and the bytes a token has there."""
+
+
+@dataclass(frozen=True)
+class Paced:
+    """One paced device. Bandwidths of the disk are those of the machine that is modelled."""
+
+    profile: profile.Profile
+    dilation: float = 1.0
+    disk_read_gbytes_per_s: float = DISK_READ_GBYTES_PER_S
+    disk_write_gbytes_per_s: float = DISK_WRITE_GBYTES_PER_S
+    damage: str = ""
+    damage_at: int = 1
+
+    @property
+    def bytes_scale(self) -> float:
+        """Bytes of the model for each byte that is kept and moved here."""
+        return self.profile.kv_bytes_per_token / _KINDS[self.profile.kind][1]
+
+    def document(self) -> dict[str, Any]:
+        """What results say of it, as `device.paced`."""
+        return {
+            "profile": self.profile.name,
+            "source": self.profile.source,
+            "dilation": self.dilation,
+            "bytes_scale": self.bytes_scale,
+            "disk_gbytes_per_s": [self.disk_read_gbytes_per_s, self.disk_write_gbytes_per_s],
+        }
+
+    def env(self, log: Path) -> dict[str, str]:
+        """Variables of the server's process."""
+        told = {
+            "profile": self.profile.name,
+            "dilation": self.dilation,
+            "bytes_scale": self.bytes_scale,
+            "page_size": PAGE_TOKENS,
+            "disk_read_gbytes_per_s": self.disk_read_gbytes_per_s,
+            "disk_write_gbytes_per_s": self.disk_write_gbytes_per_s,
+            "log": str(log),
+            "damage": self.damage,
+            "damage_at": self.damage_at,
+        }
+        return {
+            _VARIABLE: json.dumps(told),
+            "KVTIER_CPU_DEVICE": _INSTALL,
+            "SGLANG_PLATFORM": "kvtier_cpu",
+            "SGLANG_EXTERNAL_MODEL_PACKAGE": _STUBS,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def flags(self) -> tuple[str, ...]:
+        """Arguments of the server beside those of a CPU."""
+        return ("--load-format", "dummy", "--skip-server-warmup")
+
+    def settings(self) -> dict[str, Any]:
+        """What goes into the file behind --hicache-storage-backend-extra-config for any backend:
+        SGLang's time-outs.
+        """
+        return {
+            "prefetch_timeout_base": _PREFETCH_BASE_S * self.dilation,
+            "prefetch_timeout_per_ki_token": _PREFETCH_PER_KI_TOKEN_S * self.dilation,
+        }
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        """What kvtier.json has beside the store: the disk at the scale of bytes and times here."""
+        slower = self.bytes_scale * self.dilation
+        throttle = {
+            "read_gbps": self.disk_read_gbytes_per_s * 8 / slower,
+            "write_gbps": self.disk_write_gbytes_per_s * 8 / slower,
+        }
+        return {"throttle": throttle, "policy": {"load_deadline_s": 2.0 * self.dilation}}
+
+    def model(self) -> Path:
+        """The folder of a model with this kind of cache, written if it is not there yet."""
+        return _write_model(self.profile.kind)
+
+
+def is_paced(device: str | None) -> bool:
+    """Whether a --device names a paced one."""
+    return device is not None and device.startswith(PREFIX)
+
+
+def parse(device: str, dilation: float = 1.0) -> Paced:
+    """A --device of the form paced:PROFILE. Raises BenchError, with the profiles there are."""
+    if not is_paced(device):
+        raise BenchError(f"--device {device}: not of the form {PREFIX}PROFILE")
+    if not 0.1 <= dilation <= 100:
+        raise BenchError(f"--dilation {dilation:g}: must be from 0.1 to 100")
+    return Paced(profile.read(device.removeprefix(PREFIX)), dilation)
+
+
+def _write_model(kind: str) -> Path:
+    target = models_dir() / f"paced-{kind}-{_WRITER}"
+    if (target / "kvtier_model.json").exists():
+        return target
+    small = write_model("tiny-llama")  # for its tokenizer
+    try:
+        draft = Path(tempfile.mkdtemp(prefix=f".paced-{kind}-", dir=target.parent))
+        for name in ("tokenizer.json", "generation_config.json"):
+            shutil.copy(small / name, draft)
+        tokenizer = json.loads((small / "tokenizer_config.json").read_text(encoding="utf-8"))
+        tokenizer["model_max_length"] = MOST_CONTEXT
+        config = {**_BASE, **_KINDS[kind][0]}
+        for name, data in (
+            ("tokenizer_config.json", tokenizer),
+            ("config.json", config),
+            ("kvtier_model.json", {"name": f"paced-{kind}", "paced": True}),
+        ):
+            (draft / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        draft.chmod(0o755)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+    except OSError as error:
+        raise BenchError(f"cannot write the model {target}: {error.strerror}") from error
+    return target

@@ -1,0 +1,105 @@
+"""How well a paced device kept pace: one line of a file per step, and the figures made of them.
+
+A step is over time where the program did not follow: `late_s` is what signing and checking took
+beyond the step itself, `gap_s` how long the device then had nothing to do although the request it
+served last went on. Both are in none of a profile's times. A run that has more than `MOST_OVERRUN`
+of its steps' time in them is not valid. Times in the file are as they passed, with dilation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MOST_OVERRUN = 0.10
+"""Time lost over time of all steps, from which on a run is invalid."""
+
+
+class PaceLog:
+    """The lines of one scheduler process. Its thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._free_at = 0.0
+        self._went_on: tuple[str, ...] = ()
+
+    def step(
+        self, *, kind: str, rids: Sequence[str], waiting: set[str], called: float, begin: float,
+        end: float, returned: float, **more: Any,
+    ) -> None:  # fmt: skip
+        """A step called for at `called`, that the device computes from `begin` to `end`; the call
+        ended at `returned`. A gap before it counts if it goes on with a request of the step before
+        that did not wait for pages.
+        """
+        going_on = set(rids) & set(self._went_on) - waiting
+        gap_s = max(called - self._free_at, 0.0) if going_on else 0.0
+        late_s = max(returned - end, 0.0)
+        self._free_at, self._went_on = max(end, returned), tuple(rids)
+        row = {"step": kind, "at": called, "seconds": end - begin, "late_s": late_s, "gap_s": gap_s}
+        self._file.write(json.dumps({**row, "requests": len(rids), **more}) + "\n")
+
+    def mismatch(self, at: float, what: str, rid: str, tier: str) -> None:
+        """Wrong keys and values were found."""
+        row = {"mismatch": what, "at": at, "rid": rid, "tier": tier}
+        self._file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines there are; a torn last one is left away."""
+    rows = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    for line in text.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any]:
+    """What is published of these lines: `overrun` as shares of a step's time, p50 and p99 by step
+    and of all together; the scheduler's own processor time per step, and mismatches.
+    """
+    rows = list(rows)
+    steps = [row for row in rows if "step" in row]
+    wrong = [row["mismatch"] for row in rows if "mismatch" in row]
+    lost = [row["late_s"] + row["gap_s"] for row in steps]
+    times = [row["seconds"] for row in steps]
+    busy_s = sum(times)
+    shares = sorted(one / max(seconds, 1e-6) for one, seconds in zip(lost, times, strict=True))
+    total = sum(lost) / busy_s if busy_s else None
+    return {
+        "steps": len(steps),
+        "busy_s": busy_s / dilation,
+        "overrun_p50": _at(shares, 0.50),
+        "overrun_p99": _at(shares, 0.99),
+        "overrun": total,
+        "overrun_by": {kind: _share(steps, kind) for kind in ("prefill", "decode")},
+        "valid": None if total is None else total <= MOST_OVERRUN and not wrong,
+        "scheduler_ms_per_step": _mean(row.get("scheduler_s") for row in steps),
+        "checking_ms_per_step": _mean(row.get("checking_s") for row in steps),
+        "load_wait_s": sum(row.get("load_wait_s", 0.0) for row in steps) / dilation,
+        "checked_tokens": sum(row.get("checked", 0) for row in steps),
+        "mismatches": len(wrong),
+        "first_mismatches": wrong[:5],
+    }
+
+
+def _at(ascending: Sequence[float], share: float) -> float | None:
+    return ascending[min(int(share * len(ascending)), len(ascending) - 1)] if ascending else None
+
+
+def _share(steps: Sequence[Mapping[str, Any]], kind: str) -> float | None:
+    mine = [row for row in steps if row["step"] == kind]
+    busy_s = sum(row["seconds"] for row in mine)
+    return sum(row["late_s"] + row["gap_s"] for row in mine) / busy_s if busy_s else None
+
+
+def _mean(seconds: Iterable[float | None]) -> float | None:
+    known = [one * 1e3 for one in seconds if one is not None]
+    return sum(known) / len(known) if known else None

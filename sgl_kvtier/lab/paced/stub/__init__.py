@@ -1,0 +1,1 @@
+"""Models without layers: what SGLang imports in the place of its own on a paced device."""

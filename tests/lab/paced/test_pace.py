@@ -1,0 +1,102 @@
+"""How well a device kept pace, from the lines it wrote."""
+
+from __future__ import annotations
+
+import pytest
+
+from sgl_kvtier.lab.paced import pace
+from sgl_kvtier.lab.paced.pace import PaceLog
+
+
+def log(path, *steps: dict) -> list[dict]:
+    """The lines of steps given as (kind, requests, called, begin, end, returned)."""
+    written = PaceLog(path)
+    for step in steps:
+        written.step(**{"waiting": set(), "kind": "decode", "rids": ["a"], **step})
+    return pace.read(path)
+
+
+def test_a_gap_counts_where_the_request_served_last_goes_on(tmp_path):
+    first, second = log(
+        tmp_path / "log",
+        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
+        {"called": 1.25, "begin": 1.25, "end": 2.25, "returned": 1.3},
+    )
+    assert (first["gap_s"], second["gap_s"]) == (0.0, 0.25)
+
+
+def test_a_step_launched_before_the_last_one_ended_has_no_gap(tmp_path):
+    lines = log(
+        tmp_path / "log",
+        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
+        {"called": 0.5, "begin": 1.0, "end": 2.0, "returned": 0.6},
+    )
+    assert lines[1]["gap_s"] == 0.0
+
+
+def test_a_pause_between_requests_is_no_gap(tmp_path):
+    lines = log(
+        tmp_path / "log",
+        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
+        {"called": 9.0, "begin": 9.0, "end": 10.0, "returned": 9.1, "rids": ["b"]},
+    )
+    assert lines[1]["gap_s"] == 0.0
+
+
+def test_waiting_for_pages_is_no_gap(tmp_path):
+    lines = log(
+        tmp_path / "log",
+        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
+        {"called": 3.0, "begin": 3.0, "end": 4.0, "returned": 3.1, "waiting": {"a"}},
+    )
+    assert lines[1]["gap_s"] == 0.0
+
+
+def test_checking_longer_than_the_step_is_late(tmp_path):
+    lines = log(tmp_path / "log", {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 1.5})
+    assert lines[0]["late_s"] == 0.5
+
+
+def test_overrun_is_what_was_lost_of_all_steps(tmp_path):
+    lines = log(
+        tmp_path / "log",
+        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
+        {"called": 1.05, "begin": 1.05, "end": 2.05, "returned": 1.1},
+    )
+    found = pace.figures(lines, dilation=2.0)
+    assert found["overrun"] == pytest.approx(0.025)
+    assert found["overrun_p99"] == pytest.approx(0.05)
+    assert found["busy_s"] == pytest.approx(1.0)
+    assert found["valid"] is True
+
+
+def test_a_run_that_lost_a_tenth_of_its_time_is_not_valid(tmp_path):
+    lines = log(
+        tmp_path / "log",
+        {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1},
+        {"called": 1.3, "begin": 1.3, "end": 2.3, "returned": 1.4},
+    )
+    assert pace.figures(lines, dilation=1.0)["valid"] is False
+
+
+def test_a_run_with_a_mismatch_is_not_valid(tmp_path):
+    path = tmp_path / "log"
+    written = PaceLog(path)
+    written.step(
+        kind="prefill", rids=["a"], waiting=set(), called=0.0, begin=0.0, end=1.0, returned=0.1
+    )
+    written.mismatch(0.5, "1 of 8 tokens", "a", "storage")
+    found = pace.figures(pace.read(path), dilation=1.0)
+    assert (found["mismatches"], found["valid"]) == (1, False)
+
+
+def test_a_torn_last_line_is_left_away(tmp_path):
+    path = tmp_path / "log"
+    log(path, {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    with path.open("a") as file:
+        file.write('{"step": "dec')
+    assert len(pace.read(path)) == 1
+
+
+def test_nothing_measured_is_neither_valid_nor_invalid():
+    assert pace.figures([], dilation=1.0)["valid"] is None

@@ -1,0 +1,88 @@
+"""Profiles: each file, and the times between its points."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.paced import profile
+from sgl_kvtier.lab.paced.profile import Table
+
+NAMES = (
+    "h100-llama8b",
+    "h100-qwen30b-a3b",
+    "h100x2-qwen32b",
+    "h100x4-llama70b",
+    "h100x8-deepseek-v3",
+    "h200-llama8b",
+)
+
+
+def test_there_are_the_promised_profiles():
+    assert tuple(profile.names()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_times_between_the_points_are_those_of_the_database(name):
+    read, between = profile.read(name), profile.document(name)["between"]
+    off = [read.prefill.at(n, p) / seconds - 1 for n, p, seconds in between["prefill"]]
+    off += [read.decode.at(b, c) / seconds - 1 for b, c, seconds in between["decode"]]
+    assert len(off) == 16
+    assert max(abs(one) for one in off) < 0.06
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_says_where_its_times_come_from_and_how_to_make_it_again(name):
+    source = profile.read(name).source
+    assert "aiconfigurator 0.12.0" in source["database"]
+    assert source["command"] == f"scripts/make-profiles {name}"
+    assert "bilinear" in source["interpolation"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_tokens_and_longer_prefixes_never_take_less_by_more_than_the_databases_noise(name):
+    table = profile.read(name).prefill
+    for row in table.seconds:
+        assert all(b > a * 0.9 for a, b in itertools.pairwise(row))
+    for upper, lower in itertools.pairwise(table.seconds):
+        assert all(b > a * 0.9 for a, b in zip(upper, lower, strict=True))
+
+
+def test_a_point_of_the_table_is_met_exactly():
+    table = Table((1, 2, 4), (0, 10), ((1.0, 2.0), (3.0, 4.0), (5.0, 8.0)))
+    assert table.at(2, 10) == 4.0
+    assert table.at(3, 5) == pytest.approx(5.0)
+
+
+def test_beyond_the_last_point_times_go_on_as_before_it():
+    table = Table((1, 2), (0, 10), ((1.0, 2.0), (3.0, 6.0)))
+    assert table.at(2, 20) == pytest.approx(9.0)
+
+
+def test_before_the_first_point_times_are_those_of_the_first():
+    assert Table((16, 32), (0, 10), ((1.0, 2.0), (3.0, 6.0))).at(1, 0) == 1.0
+
+
+def test_one_request_takes_what_the_table_says():
+    read = profile.read("h100-llama8b")
+    assert read.prefill_seconds([(8192, 32768)]) == pytest.approx(read.prefill.at(8192, 32768))
+
+
+def test_requests_of_one_batch_attend_to_their_own_prefix_alone():
+    read = profile.read("h100-llama8b")
+    apart = read.prefill_seconds([(2048, 0)] * 4)
+    joined = read.prefill_seconds([(8192, 0)])
+    assert apart < joined
+    assert read.prefill_seconds([(2048, 65536), (2048, 0)]) > read.prefill_seconds([(4096, 0)])
+
+
+def test_a_batch_never_takes_less_than_its_longest_request():
+    read = profile.read("h100-llama8b")
+    assert read.prefill_seconds([(1, 0), (4096, 0)]) >= read.prefill.at(4096, 0)
+
+
+def test_an_unknown_profile_is_refused_with_the_names_there_are():
+    with pytest.raises(BenchError, match="h100-llama8b"):
+        profile.read("b300-gpt")
