@@ -12,6 +12,9 @@ from collections.abc import Callable
 from sgl_kvtier.outside import MOST_WHOLE, is_number, is_whole, shown
 from sgl_kvtier.sizes import parse_bytes
 
+PACED = "paced:"
+"""Begins the name of a device that computes nothing and takes an accelerator's time."""
+
 
 def whole_from(low: int, high: int = MOST_WHOLE) -> Callable[[str], int]:
     """The type of whole numbers from `low` to `high`."""
@@ -68,6 +71,13 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: must be a size such as 4GiB or 500MB"
         ) from error
+
+
+def device(text: str) -> str:
+    """A kind of machine: cpu, cuda, or paced:PROFILE."""
+    if text in ("cpu", "cuda") or (text.startswith(PACED) and text != PACED):
+        return text
+    raise argparse.ArgumentTypeError(f"{shown(text)}: must be cpu, cuda or {PACED}PROFILE")
 
 
 def _span(low: float, high: float) -> str:

@@ -7,13 +7,16 @@ layout.
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from sgl_kvtier.arguments import PACED
 from sgl_kvtier.errors import BenchError
 
 HOST = "127.0.0.1"
@@ -95,6 +98,29 @@ def serve_flags(model: str, device: str, settings: Path, extra: Sequence[str] = 
         "--enable-cache-report",
         *extra,
     ]
+
+
+def host_of(device: str) -> str:
+    """The kind of machine that a server runs on: a paced device is on a CPU."""
+    return "cpu" if device.startswith(PACED) else device
+
+
+def paced_device(device: str, dilation: float) -> Any:
+    """What a server on a paced device is started with (sgl_kvtier/lab/paced/launching.py), or None
+    for another device. Raises BenchError where the laboratory is not installed or has no such
+    profile.
+    """
+    if not device.startswith(PACED):
+        return None
+    # By its name: the product works without the laboratory.
+    try:
+        launching = importlib.import_module("sgl_kvtier.lab.paced.launching")
+    except ImportError as error:
+        raise BenchError(
+            f"--device {device} is part of the laboratory, which needs {error.name}. Install it with: "
+            "pip install 'sgl-kvtier[lab]'"
+        ) from error
+    return launching.parse(device, dilation)
 
 
 def detect_device() -> str:

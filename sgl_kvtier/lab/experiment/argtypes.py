@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_kvtier.arguments import count, not_negative, positive, seed, size
+from sgl_kvtier.arguments import (
+    above_nought,
+    count,
+    device,
+    not_negative,
+    number_from,
+    positive,
+    seed,
+    size,
+)
 from sgl_kvtier.lab.experiment.load import LoadOptions
 from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
@@ -28,7 +37,18 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         help="which one (default %(default)s)",
     )
     group.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
+        "--device",
+        type=device,
+        metavar="cpu|cuda|paced:PROFILE",
+        help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the time of an accelerator "
+        "(sgl_kvtier/lab/paced)",
+    )
+    group.add_argument(
+        "--dilation",
+        type=above_nought,
+        default=1.0,
+        metavar="D",
+        help="of a paced device: everything takes D times as long, and results are divided by it (default 1)",
     )
     group.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
     group.add_argument(
@@ -84,6 +104,13 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
         help=f"cut sessions after N calls (default {defaults.turns or 'all'})",
     )
     group.add_argument(
+        "--begin",
+        type=number_from(0, 1),
+        metavar="SHARE",
+        help="enter sessions after this share of their calls: what came before is context of the first "
+        f"(default {defaults.begin:g})",
+    )
+    group.add_argument(
         "--divisor",
         type=positive,
         metavar="D",
@@ -115,6 +142,7 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
         most_prompt_tokens=args.max_prompt_tokens,
         most_output_tokens=args.max_output_tokens or defaults.most_output_tokens,
         seed=args.seed,
+        begin=defaults.begin if args.begin is None else args.begin,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.server import Launch
+from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced, parse
 from sgl_kvtier.launch import cache_flags, device_flags, greedy_flags, storage_flags
 
 BASELINE = "recompute"
@@ -48,7 +49,7 @@ class Variant:
 @dataclass(frozen=True)
 class Setup:
     """What all arms have in common. None leaves a choice to SGLang. `sections` are more of
-    kvtier.json, for our arms; `variants` are arms beside those of `ARMS`.
+    kvtier.json, for our arms; `dilation` is a paced device's; `variants` are arms beside those of `ARMS`.
     """
 
     model_path: str
@@ -68,7 +69,18 @@ class Setup:
     tp: int = 1
     extra: tuple[str, ...] = ()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    dilation: float = 1.0
     variants: Mapping[str, Variant] = field(default_factory=dict)
+
+    @property
+    def paced(self) -> Paced | None:
+        """The paced device that servers run on, if it is one."""
+        return parse(self.device, self.dilation) if is_paced(self.device) else None
+
+    @property
+    def host(self) -> str:
+        """The kind of machine that servers run on: a paced device is on a CPU."""
+        return "cpu" if is_paced(self.device) else self.device
 
     @property
     def host_tokens(self) -> int | None:
@@ -95,8 +107,12 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
         arm, setup = variant.kind, _varied(setup, variant)
     flags = [*base_flags(setup)]
     env = server_env(setup)
+    paced = setup.paced
+    if paced is not None:
+        flags += paced.flags()
+        env |= paced.env(folder / LOG)
     if arm != BASELINE:
-        flags += cache_flags(setup.device, setup.host_ratio)
+        flags += cache_flags(setup.host, setup.host_ratio)
     if arm in STORAGE_ARMS:
         storage = storage_folder(folder)
         settings = folder / "storage.json"
@@ -129,7 +145,7 @@ def check_arms(arms: Sequence[str], variants: Mapping[str, Variant] | None = Non
 
 def check_dtype(setup: Setup) -> None:
     """Raises BenchError for numbers that the attention on an accelerator does not have."""
-    flashinfer = setup.device != "cpu" and "--attention-backend" not in setup.extra
+    flashinfer = setup.host != "cpu" and "--attention-backend" not in setup.extra
     if flashinfer and setup.dtype == "float32":
         raise BenchError(
             "--dtype float32: FlashInfer has no kernels for it. Give --dtype bfloat16, or "
@@ -153,7 +169,7 @@ def base_flags(setup: Setup) -> list[str]:
         flags += ["--context-length", str(setup.context_tokens)]
     if setup.max_running is not None:
         flags += ["--max-running-requests", str(setup.max_running)]
-    flags += [*device_flags(setup.device), *greedy_flags(setup.device)]
+    flags += [*device_flags(setup.host), *greedy_flags(setup.host)]
     return [*flags, "--enable-metrics", "--enable-cache-report"]
 
 
@@ -162,7 +178,7 @@ def server_env(setup: Setup) -> dict[str, str]:
     spinning.
     """
     env = {"TOKENIZERS_PARALLELISM": "false"}
-    if setup.device == "cpu":
+    if setup.host == "cpu":
         # With OpenMP's default spin-wait one busy neighbour slows two-thread torch by an order of
         # magnitude.
         env |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(setup.threads)}
@@ -180,6 +196,8 @@ def _varied(setup: Setup, variant: Variant) -> Setup:
 
 def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object]:
     settings: dict[str, object] = {"prefetch_threshold": setup.prefetch_threshold}
+    if setup.paced is not None:
+        settings |= setup.paced.settings()
     if _STORED_AS[arm] == "kvtier":
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
         settings |= setup.sections

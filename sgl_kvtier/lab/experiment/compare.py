@@ -32,6 +32,7 @@ from sgl_kvtier.lab.outside.client import Client, Metrics
 from sgl_kvtier.lab.outside.lab_model import BYTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample, SampleLog, replay
 from sgl_kvtier.lab.outside.server import Server, stop_servers
+from sgl_kvtier.lab.paced import launching, pace
 
 SERVER_BYTES = 7 << 29
 """Memory one lab server needs: 3.4 GiB were measured (its three processes, shared pages counted
@@ -117,7 +118,7 @@ class Comparison:
     def _together(self) -> bool:
         if self._options.together is not None:
             return self._options.together
-        if self._options.setup.device != "cpu":
+        if self._options.setup.host != "cpu":
             return False  # each server takes most of the accelerator's memory
         return psutil.virtual_memory().available >= SERVER_BYTES * len(self._options.arms) + (
             1 << 30
@@ -204,7 +205,11 @@ class Comparison:
 
     async def _measure(self, server: Server, one: Round, advance: Callable[[], None]) -> None:
         options = self._options
-        async with Client(server.url, timeout_s=options.request_timeout_s) as client:
+        paced = options.setup.paced
+        one.dilation = 1.0 if paced is None else paced.dilation
+        async with Client(
+            server.url, timeout_s=options.request_timeout_s, dilation=one.dilation
+        ) as client:
             if one.arm not in self._warm:
                 await self._warm_up(client, one.arm)
                 self._warm.add(one.arm)
@@ -213,6 +218,7 @@ class Comparison:
             disk = server.disk_bytes()
             log = SampleLog(self._log_path, arm=one.arm, round=one.number)
             watch = CpuWatch(lambda: server.usage().cpu_s)
+            began = time.monotonic()
             beside = (
                 None if options.beside is None else asyncio.create_task(options.beside(client, one))
             )
@@ -229,13 +235,16 @@ class Comparison:
             finally:
                 await _ended(beside)
                 one.cpu = watch.stop()
-                one.wall_s = one.cpu.wall_s
+                one.wall_s = one.cpu.wall_s / one.dilation
                 one.usage = server.usage()
             one.after = await _settled_metrics(client)
             after = server.disk_bytes()
             one.disk_bytes = (max(after[0] - disk[0], 0), max(after[1] - disk[1], 0))
             # Without its server the replay ends as well, every request that was left a failure.
             server.raise_if_ended(f"in round {one.number}")
+            if paced is not None:
+                lines = pace.read(server.folder / launching.LOG)
+                one.steps = [line for line in lines if line["at"] >= began]
             one.complete = True
             self._check_cold(one)
             options.keep(one, one.number - options.first_round + 1)

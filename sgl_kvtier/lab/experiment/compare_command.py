@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sa
 from sgl_kvtier.lab.outside.lab_model import serving_dtype, write_named
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.outside.server import end_on_signals
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
 from sgl_kvtier.lab.pages.compare import compare_tables
 from sgl_kvtier.lab.pages.compare_html import compare_html
-from sgl_kvtier.launch import detect_device, missing_packages
+from sgl_kvtier.launch import detect_device, host_of, missing_packages
 
 SCHEMA = "kvtier.compare/1"
 
@@ -45,6 +46,13 @@ _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
 _CPU = LoadOptions(turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=12)
 _GPU = LoadOptions(turns=40, divisor=1)
+# Nothing is computed there, so sessions have their full length; what came before they were entered
+# is one cold prompt each.
+_PACED = LoadOptions(turns=8, divisor=1, most_output_tokens=16, begin=0.6)
+_PACED_QUICK = LoadOptions(sessions=6, turns=5, divisor=1, most_output_tokens=16, begin=0.6)
+_PACED_ARMS = ("hicache-file", "kvtier")
+_LOOKAHEAD = {"prefetch": "kvtier", "eviction": "next-use", "sessions": True}
+"""kvtier.json's policy of the paced arm: both engines."""
 # Three to six agents worked at a time when the default trace was recorded.
 _REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = Outcome()
     with end_on_signals(), work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
         device = args.device or detect_device()
-        model = model_of(args)
+        model = model_of(args, device)
         wanted = load_options(args, _load_defaults(args, device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         setup = make_setup(args, device, model, chosen)
@@ -136,11 +144,13 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
     """The servers' common settings. The device pool holds the longest request and about a fifth of
     all contexts.
     """
-    cpu = device == "cpu"
-    page = args.page_size or (16 if cpu else 64)
+    paced = parse(device, args.dilation) if is_paced(device) else None
+    cpu = host_of(device) == "cpu"
+    page = args.page_size or (16 if cpu and paced is None else 64)
+    share = 5 if paced is None else 3
     tokens = (
         args.device_tokens
-        or max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // 5) + 2 * page
+        or max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // share) + 2 * page
     )
     tokens = -(-tokens // page) * page
     if tokens < chosen.longest_tokens + page:
@@ -154,8 +164,9 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
         served_name=Path(model).name,
         device=device,
         page_size=page,
-        chunk_tokens=args.chunk or (512 if cpu else 4096),
-        dtype=args.dtype or serving_dtype(device, "" if args.model_path else args.lab_model),
+        chunk_tokens=args.chunk or (CHUNK_TOKENS if paced is not None else 512 if cpu else 4096),
+        dtype=args.dtype
+        or serving_dtype(host_of(device), "" if args.model_path else args.lab_model),
         device_tokens=tokens,
         host_ratio=args.host_ratio,
         storage_bytes=args.storage_size,
@@ -168,9 +179,20 @@ def make_setup(args: argparse.Namespace, device: str, model: str, chosen: Load) 
         threads=args.threads or max((os.cpu_count() or 2) // 2, 1),
         tp=args.tp,
         extra=tuple(args.server_arg),
-        # The same for restoration, which by default leaves shorter prefixes to SGLang.
-        sections={"policy": {"min_restore_tokens": max(256 // chosen.encoder.divisor, page)}},
+        sections=_sections(paced, max(256 // chosen.encoder.divisor, page)),
+        dilation=args.dilation,
     )
+
+
+def _sections(paced: Paced | None, least_tokens: int) -> dict[str, dict[str, Any]]:
+    """What our arms have in kvtier.json. Restoration by default leaves prefixes of less than 256
+    tokens to SGLang, and SGLang those to nobody: the same for both.
+    """
+    if paced is None:
+        return {"policy": {"min_restore_tokens": least_tokens}}
+    found = paced.sections()
+    found["policy"] |= {"min_restore_tokens": least_tokens, **_LOOKAHEAD}
+    return found
 
 
 def make_result(options: CompareOptions, chosen: Load, outcome: Outcome) -> dict[str, Any]:
@@ -187,6 +209,7 @@ def make_result(options: CompareOptions, chosen: Load, outcome: Outcome) -> dict
         "commands": outcome.commands,
     }
     results = {
+        **_device_of(options.setup),
         "workload": chosen.to_json(),
         "settings": settings,
         "rounds": options.rounds,
@@ -194,9 +217,39 @@ def make_result(options: CompareOptions, chosen: Load, outcome: Outcome) -> dict
         "ratios": ratios(outcome.rounds, rows, options.arms),
         "interrupted": outcome.interrupted,
         "samples": rows,
-        "notes": [*chosen.notes, *_notes(options), *outcome.notes, *left_out(outcome.rounds)],
+        "notes": [
+            *_paced_notes(options, figures),
+            *chosen.notes,
+            *_notes(options),
+            *outcome.notes,
+            *left_out(outcome.rounds),
+        ],
     }
     return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
+
+
+def _device_of(setup: Setup) -> dict[str, Any]:
+    """`device`: what was paced, with its source; nothing where everything was computed."""
+    return {} if setup.paced is None else {"device": {"paced": setup.paced.document()}}
+
+
+def _paced_notes(options: CompareOptions, figures: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    paced = options.setup.paced
+    if paced is None:
+        return []
+    notes = [
+        f"Paced, not computed: forwards, copies and the disk take the time of profile {paced.profile.name} "
+        f"({paced.profile.source['database']}), dilation {paced.dilation:g}; times are divided by it.",
+        "The arm kvtier looks ahead (policy: prefetch kvtier, eviction next-use, sessions).",
+    ]
+    for arm, figure in figures.items():
+        pace = figure.get("pace")
+        if pace is not None and pace["valid"] is False:
+            notes.append(
+                f"INVALID: {arm} lost {pace['overrun']:.0%} of its steps' time (10 % are allowed), "
+                f"{pace['mismatches']} mismatches."
+            )
+    return notes
 
 
 def _notes(options: CompareOptions) -> list[str]:
@@ -225,6 +278,8 @@ def _notes(options: CompareOptions) -> list[str]:
 
 
 def _arms(args: argparse.Namespace) -> list[str]:
+    if args.arms is None and is_paced(args.device):
+        return list(_PACED_ARMS)
     if args.arms is None:
         return [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
     arms = [arm.strip() for arm in args.arms.split(",") if arm.strip()]
@@ -233,13 +288,21 @@ def _arms(args: argparse.Namespace) -> list[str]:
 
 
 def _load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
+    if is_paced(device):
+        return _PACED_QUICK if args.quick else _PACED
     if args.quick:
         return _QUICK
     return _CPU if device == "cpu" else _GPU
 
 
-def model_of(args: argparse.Namespace) -> str:
-    """The model's folder or name; a lab model is written first."""
+def model_of(args: argparse.Namespace, device: str = "") -> str:
+    """The model's folder or name; a lab model is written first. Raises BenchError where a paced
+    device is given another than its own.
+    """
+    if is_paced(device):
+        if args.model_path is not None:
+            raise BenchError(f"--model-path: {device} brings a model of its own")
+        return str(parse(device, args.dilation).model())
     if args.model_path is not None:
         return str(args.model_path)
     return str(write_named(args.lab_model, seed=args.seed))

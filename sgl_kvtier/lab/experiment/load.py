@@ -15,7 +15,7 @@ from sgl_kvtier.lab.outside.replay import prompt_sizes
 from sgl_kvtier.lab.workload.catalogue import find_trace
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder, TokenizerEncoder
 from sgl_kvtier.lab.workload.session import Session
-from sgl_kvtier.lab.workload.source import load_sessions
+from sgl_kvtier.lab.workload.source import cut_session, enter_late, load_sessions
 
 DEFAULT_TRACE = "swe_mini_deepseek"
 DEFAULT_GENERATED = "generated:swe-mini"
@@ -36,6 +36,8 @@ class LoadOptions:
     most_prompt_tokens: int | None = None
     most_output_tokens: int | None = None
     seed: int = 0
+    begin: float = 0.0
+    """Sessions are entered after this share of their calls."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,22 @@ def load(options: LoadOptions, encoder: Encoder) -> Load:
         seed=options.seed,
         traces_dir=options.traces_dir,
         encoder=encoder,
-        max_calls=options.turns,
+        max_calls=None if options.begin else options.turns,
         max_prompt_tokens=options.most_prompt_tokens,
     )
+    sessions: Sequence[Session] = result.sessions
+    if options.begin:
+        entered = [enter_late(session, options.begin) for session in sessions]
+        sessions = [cut_session(session, max_calls=options.turns) for session in entered]
+        notes.append(
+            f"Sessions are entered after {options.begin:.0%} of their calls: what came before is context."
+        )
     if encoder.divisor > 1:
         notes.append(
             f"Scaled down: token counts are divided by {encoder.divisor}; turns, order and sharing of prefixes are the trace's."
         )
-    rows = prompt_sizes(result.sessions, encoder, options.most_output_tokens)
-    return Load(source, result.description, result.sessions, encoder, rows, notes)
+    rows = prompt_sizes(sessions, encoder, options.most_output_tokens)
+    return Load(source, result.description, sessions, encoder, rows, notes)
 
 
 def _default_source(traces_dir: Path | None) -> tuple[str, list[str]]:

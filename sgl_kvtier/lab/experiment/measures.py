@@ -13,6 +13,7 @@ from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.outside.client import Metrics
 from sgl_kvtier.lab.outside.replay import Sample, milliseconds
 from sgl_kvtier.lab.outside.server import Usage
+from sgl_kvtier.lab.paced.pace import figures as pace_figures
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
 from sgl_kvtier.types import ROUTES
 
@@ -38,23 +39,39 @@ class Round:
     complete: bool = False
     occupancy: list[dict[str, float]] = field(default_factory=list)
     """Tokens in each tier over time, where that was watched."""
+    dilation: float = 1.0
+    """Of a paced device: its server's seconds are so many times as long."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """What a paced device wrote of this round (`lab.paced.pace`)."""
 
     def counted(self, name: str, **labels: str) -> float | None:
         """By how much a counter of the server grew in this round. A counter that is not there yet
         counts from 0.
         """
         after = self.after.total(name, **labels)
-        return None if after is None else after - (self.before.total(name, **labels) or 0.0)
+        slower = self.dilation if name.endswith("_s_total") else 1.0
+        grown = (after or 0.0) - (self.before.total(name, **labels) or 0.0)
+        return None if after is None else grown / slower
 
 
 Reference = dict[tuple[str, int], tuple[int, ...]]
 
 
-def reference_outputs(rounds: Iterable[Round]) -> Reference:
-    """What the recompute arm answered first, by session and turn."""
+def reference_arm(rounds: Sequence[Round]) -> str:
+    """The arm whose first answers the others are compared with: recompute, or the first one of a
+    paced device, where answers follow from tokens alone.
+    """
+    if any(one.steps for one in rounds) and all(one.arm != BASELINE for one in rounds):
+        return rounds[0].arm
+    return BASELINE
+
+
+def reference_outputs(rounds: Sequence[Round]) -> Reference:
+    """What the arm of `reference_arm` answered first, by session and turn."""
     found: Reference = {}
+    arm = reference_arm(rounds)
     for one in rounds:
-        if one.arm == BASELINE:
+        if one.arm == arm:
             for sample in _good(one.samples):
                 found.setdefault((sample.session, sample.turn), sample.completion.output_ids)
     return found
@@ -66,7 +83,7 @@ def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     None where there is nothing to compare: a failed request, or the very answer the others are
     compared with.
     """
-    reference = reference_outputs(rounds)
+    reference, first_arm = reference_outputs(rounds), reference_arm(rounds)
     used: set[tuple[str, int]] = set()
     rows = []
     for one in rounds:
@@ -75,7 +92,7 @@ def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
             row = sample.to_json(arm=one.arm, round=one.number)
             row["equal"] = None
             if sample.completion.error is None and key in reference:
-                if one.arm == BASELINE and key not in used:
+                if one.arm == first_arm and key not in used:
                     used.add(key)
                 else:
                     row["equal"] = sample.completion.output_ids == reference[key]
@@ -94,6 +111,7 @@ def arm_figures(
     wall_s = sum(one.wall_s for one in mine)
     return {
         **{name: summary(row[name] for row in good) for name in TIMES},
+        "ttft_later_ms": summary(row["ttft_ms"] for row in good if row["turn"] > 1),
         "equal_tokens_fraction": sum(compared) / len(compared) if compared else None,
         "compared_requests": len(compared),
         "cached_tokens": _tier_sums(good),
@@ -110,6 +128,7 @@ def arm_figures(
         "restore": _restorations(mine),
         **_ahead(mine, good),
         "disk_bytes": _disk_bytes(mine),
+        **_pace(mine),
         "rounds": [_round_row(one) for one in mine],
     }
 
@@ -290,6 +309,12 @@ def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[s
         "store_pages_read": _total(rounds, "kvtier:pages_read_total", **first),
         "bytes_per_token": _bytes_per_token(rounds),
     }
+
+
+def _pace(rounds: Sequence[Round]) -> dict[str, Any]:
+    """How well a paced device kept pace; nothing for another device."""
+    steps = [step for one in rounds for step in one.steps]
+    return {"pace": pace_figures(steps, rounds[0].dilation)} if steps else {}
 
 
 def _overlap(rounds: Sequence[Round], rank: Mapping[str, str]) -> dict[str, float] | None:

@@ -8,6 +8,7 @@ lost to one of them. All methods belong to one asyncio event loop.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import re
 import time
@@ -71,6 +72,20 @@ class Completion:
     logprobs: tuple[float, ...] = ()
     """Of the output tokens, where they were asked for."""
 
+    def undilated(self, dilation: float) -> Completion:
+        """The same on a clock that runs `dilation` times as fast; `sent_s` stays."""
+
+        def faster(seconds: float | None) -> float | None:
+            return None if seconds is None else seconds / dilation
+
+        return dataclasses.replace(
+            self,
+            e2e_s=self.e2e_s / dilation,
+            token_times_s=tuple(at / dilation for at in self.token_times_s),
+            server_queue_s=faster(self.server_queue_s),
+            storage_wait_s=faster(self.storage_wait_s),
+        )
+
     @property
     def ttft_s(self) -> float | None:
         """Seconds to the first token; None when there was none."""
@@ -86,11 +101,22 @@ class Completion:
 class Client:
     """Talks to one server. Use as an async context manager; safe for many concurrent requests.
 
-    `admin_key` is what the server was given as --admin-api-key, if it was.
+    `admin_key` is what the server was given as --admin-api-key, if it was. With a `dilation` the
+    server takes that many times as long for everything on purpose: completions are those of one
+    that does not, and `timeout_s` and a replay's gaps are made as much longer.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 600.0, admin_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = 600.0,
+        admin_key: str | None = None,
+        dilation: float = 1.0,
+    ) -> None:
         self.url = url.rstrip("/")
+        self.dilation = dilation
+        timeout_s *= dilation
         self._headers = {} if admin_key is None else {"Authorization": f"Bearer {admin_key}"}
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
         self._session: aiohttp.ClientSession | None = None
@@ -156,7 +182,8 @@ class Client:
             error = f"no end after {self._timeout.total:g} s"
         except Exception as problem:  # what a wrong answer raises inside aiohttp is nobody's promise; a run must not end with it
             error = f"{type(problem).__name__}: {_short(str(problem))}"
-        return reading.completion(error)
+        done = reading.completion(error)
+        return done if self.dilation == 1.0 else done.undilated(self.dilation)
 
     async def metrics(self) -> Metrics:
         """The server's /metrics. Empty when it was started without --enable-metrics or cannot be

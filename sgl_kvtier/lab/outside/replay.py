@@ -158,7 +158,7 @@ async def _replay_session(
     turn = 0
     while (call := context.next_call()) is not None:
         turn += 1
-        await asyncio.sleep(options.wait_s(turn, call.gap_s))
+        await asyncio.sleep(options.wait_s(turn, call.gap_s) * client.dilation)
         tokens.show(context.prompt)
         wanted = output_tokens(call, encoder, options.most_output_tokens)
         name = session.session_id if options.named else None

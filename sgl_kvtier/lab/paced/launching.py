@@ -15,14 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.arguments import PACED
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.lab_model import VOCABULARY, models_dir, write_model
 from sgl_kvtier.lab.paced import profile
 
-PREFIX = "paced:"
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 8192
 MOST_CONTEXT = 1 << 20
+DEVICE_TOKENS, MOST_RUNNING = 131072 * 3, 32
+"""Of `kvtier serve`: what 80 GB leave an 8B model in bf16 for keys and values, and requests at a
+time.
+"""
 LOG = "pace.jsonl"
 """In a server's folder: `pace.PaceLog`."""
 DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
@@ -113,6 +117,20 @@ class Paced:
         """Arguments of the server beside those of a CPU."""
         return ("--load-format", "dummy", "--skip-server-warmup")
 
+    def serve_flags(self) -> tuple[str, ...]:
+        """The same for a user's own server, with pages and chunks of a GPU's and a device pool of
+        the size that such a card would have left.
+        """
+        sizes = {
+            "--page-size": PAGE_TOKENS,
+            "--chunked-prefill-size": CHUNK_TOKENS,
+            "--dtype": "float32",
+            "--max-total-tokens": DEVICE_TOKENS,
+            "--context-length": DEVICE_TOKENS,
+            "--max-running-requests": MOST_RUNNING,
+        }
+        return (*(str(word) for pair in sizes.items() for word in pair), *self.flags())
+
     def settings(self) -> dict[str, Any]:
         """What goes into the file behind --hicache-storage-backend-extra-config for any backend:
         SGLang's time-outs.
@@ -138,16 +156,16 @@ class Paced:
 
 def is_paced(device: str | None) -> bool:
     """Whether a --device names a paced one."""
-    return device is not None and device.startswith(PREFIX)
+    return device is not None and device.startswith(PACED)
 
 
 def parse(device: str, dilation: float = 1.0) -> Paced:
     """A --device of the form paced:PROFILE. Raises BenchError, with the profiles there are."""
     if not is_paced(device):
-        raise BenchError(f"--device {device}: not of the form {PREFIX}PROFILE")
+        raise BenchError(f"--device {device}: not of the form {PACED}PROFILE")
     if not 0.1 <= dilation <= 100:
         raise BenchError(f"--dilation {dilation:g}: must be from 0.1 to 100")
-    return Paced(profile.read(device.removeprefix(PREFIX)), dilation)
+    return Paced(profile.read(device.removeprefix(PACED)), dilation)
 
 
 def _write_model(kind: str) -> Path:

@@ -4,7 +4,9 @@ docs/manual/json.md).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from sgl_kvtier.console.table import Column, Table, format_share
 from sgl_kvtier.lab.pages.stats import percentile
@@ -27,10 +29,58 @@ def compare_tables(result: dict) -> list[Table]:
     """What a comparison prints: latency, pace, where the prompts' tokens came from, and the paired
     ratios.
     """
-    tables = [first_token_table(result), pace_table(result), tokens_table(result)]
+    tables = [
+        first_token_table(result),
+        later_table(result),
+        pace_table(result),
+        tokens_table(result),
+    ]
+    if paced(result) is not None:
+        tables.append(device_table(result))
     if any((arm.get("restore") or {}).get("started") for arm in result["arms"].values()):
         tables.append(restore_table(result))
-    return [*tables, ratio_table(result)] if result.get("ratios") else tables
+    tables += [ratio_table(result)] if result.get("ratios") else []
+    return [_marked(table, result) for table in tables]
+
+
+def paced(result: dict) -> Mapping[str, Any] | None:
+    """What the result says of a paced device; None where everything was computed."""
+    found: Mapping[str, Any] | None = (result.get("device") or {}).get("paced")
+    return found
+
+
+def _marked(table: Table, result: dict) -> Table:
+    device = paced(result)
+    if device is None:
+        return table
+    title = f"{table.title} (paced {device['profile']}, not computed)"
+    return dataclasses.replace(table, title=title)
+
+
+def later_table(result: dict) -> Table:
+    """Per arm: time to first token of the turns after a session's first, which every arm computes."""
+    columns = (
+        Column("arm", "Arm"),
+        *(Column(f"ttft_later_ms.{q}", f"TTFT {q}", "ms", decimals=1) for q, _ in _QUANTILES),
+        Column("ttft_later_ms.mean", "TTFT mean", "ms", decimals=1),
+        Column("ttft_later_ms.n", "Requests"),
+    )
+    return Table("Time to first token of later turns", columns, arm_rows(result))
+
+
+def device_table(result: dict) -> Table:
+    """Per arm: how well the paced device kept pace, and what its checks found."""
+    columns = (
+        Column("arm", "Arm"),
+        Column("pace.overrun", "Time lost", format=format_share),
+        Column("pace.overrun_p50", "per step p50", format=format_share),
+        Column("pace.overrun_p99", "p99", format=format_share),
+        Column("pace.steps", "Steps"),
+        Column("pace.scheduler_ms_per_step", "Scheduler", "ms/step", decimals=2),
+        Column("pace.checked_tokens", "Tokens checked"),
+        Column("pace.mismatches", "Wrong"),
+    )
+    return Table("Pace of the device", columns, arm_rows(result))
 
 
 def first_token_table(result: dict) -> Table:

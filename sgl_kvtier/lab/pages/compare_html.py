@@ -16,6 +16,7 @@ from sgl_kvtier.lab.pages.compare import (
     good_samples,
     grouped,
     losing_cells,
+    paced,
     prompt_parts,
 )
 from sgl_kvtier.lab.pages.figure import colours, plots_available
@@ -50,7 +51,9 @@ def compare_html(result: dict) -> str:
         .replace("+00:00", " UTC")
     )
     subtitle = f"{arms} · {_plural(result.get('rounds'), 'round')} · {date}"
-    return html.page("Comparison of KV-cache tiers", subtitle, sections)
+    device = paced(result)
+    how = "" if device is None else f" (paced {device['profile']}, not computed)"
+    return html.page("Comparison of KV-cache tiers" + how, subtitle, sections)
 
 
 def _headline(result: dict) -> str:

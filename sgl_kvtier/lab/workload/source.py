@@ -16,7 +16,7 @@ from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
 from sgl_kvtier.lab.workload.generate import generate, load_preset
 from sgl_kvtier.lab.workload.hashed import AzureReader, ClaudeCodeReader, MooncakeReader
 from sgl_kvtier.lab.workload.lines import BadLine, BadRecord, note, read_lines
-from sgl_kvtier.lab.workload.session import Call, Context, Event, Session
+from sgl_kvtier.lab.workload.session import Append, Call, Context, Event, Session
 from sgl_kvtier.lab.workload.swe import SweReader
 
 GENERATED = "generated:"
@@ -134,6 +134,28 @@ def cut_session(
     if kept == session.calls:
         return session
     return dataclasses.replace(session, events=_up_to_call(session.events, kept))
+
+
+def enter_late(session: Session, share: float) -> Session:
+    """The session without the first `share` of its calls: what they said is context of the first
+    that is left, which is made without a wait. The last call always is.
+    """
+    left_away = min(int(session.calls * share), session.calls - 1)
+    if left_away <= 0:
+        return session
+    events: list[Event] = []
+    calls = 0
+    for event in session.events:
+        if not isinstance(event, Call):
+            events.append(event)
+            continue
+        calls += 1
+        if calls > left_away:
+            first = calls == left_away + 1
+            events.append(dataclasses.replace(event, gap_s=0.0) if first else event)
+        elif event.output is not None:
+            events.append(Append(event.output))
+    return dataclasses.replace(session, events=tuple(events))
 
 
 @dataclass

@@ -8,11 +8,19 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
-from sgl_kvtier.arguments import port, size
+from sgl_kvtier.arguments import above_nought, device, port, size
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError, ConfigError
-from sgl_kvtier.launch import detect_device, missing_packages, refuse_taken_port, serve_flags
+from sgl_kvtier.launch import (
+    detect_device,
+    host_of,
+    missing_packages,
+    paced_device,
+    refuse_taken_port,
+    serve_flags,
+)
 
 _DEFAULT_PORT = 30000
 
@@ -21,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options. The command line puts what follows `--` into `extra`."""
     parser.add_argument(
         "model",
-        help="a model's folder or name; `kvtier model NAME` writes a small one and prints its folder",
+        nargs="?",
+        help="a model's folder or name; `kvtier model NAME` writes a small one and prints its folder. A paced device "
+        "brings its own",
     )
     parser.add_argument(
         "--store",
@@ -43,10 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="an own kvtier.json, instead of --store and --capacity",
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
+        "--device",
+        type=device,
+        metavar="cpu|cuda|paced:PROFILE",
+        help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the time of an accelerator, "
+        "to see what a server would do there (sgl_kvtier/lab/paced)",
+    )
+    parser.add_argument(
+        "--dilation",
+        type=above_nought,
+        default=1.0,
+        metavar="D",
+        help="of a paced device: everything takes D times as long (default 1)",
     )
     parser.add_argument("--port", type=port, default=_DEFAULT_PORT, help="default %(default)s")
-    parser.usage = "%(prog)s MODEL (--store DIR | --config FILE) [options] [-- SGLANG ARGUMENTS, which win over ours]"
+    parser.usage = "%(prog)s (MODEL | --device paced:PROFILE) (--store DIR | --config FILE) [options] [-- SGLANG ARGUMENTS, which win over ours]"
     parser.add_argument(
         "--print",
         dest="only_print",
@@ -62,21 +83,31 @@ def run(args: argparse.Namespace) -> int:
     """
     device = args.device or detect_device()
     settings = _settings_path(args)
+    paced = paced_device(device, args.dilation)
+    model, extra = _model(args, paced), args.extra
+    # With OpenMP's default spin-wait one busy neighbour slows CPU inference by an order of
+    # magnitude.
+    added = {"OMP_WAIT_POLICY": "PASSIVE"} if host_of(device) == "cpu" else {}
+    if paced is not None:
+        extra = [*paced.serve_flags(), *extra]
+        added |= paced.env(settings.with_suffix(".pace.jsonl"))
     command = [
         sys.executable,
         "-m",
         "sglang.launch_server",
-        *serve_flags(args.model, device, settings, args.extra),
+        *serve_flags(model, host_of(device), settings, extra),
     ]
     command += [] if "--port" in args.extra else ["--port", str(args.port)]
-    # With OpenMP's default spin-wait one busy neighbour slows CPU inference by an order of
-    # magnitude.
-    added = {"OMP_WAIT_POLICY": "PASSIVE"} if device == "cpu" else {}
     if args.only_print:
         if args.config is None and not settings.exists():
-            print(f"# {settings} would be written: {json.dumps(_settings(args))}")
+            print(f"# {settings} would be written: {json.dumps(_settings(args, paced))}")
         print(
-            " ".join([*(f"{name}={value}" for name, value in added.items()), shlex.join(command)])
+            " ".join(
+                [
+                    *(f"{name}={shlex.quote(value)}" for name, value in added.items()),
+                    shlex.join(command),
+                ]
+            )
         )
         return 0
     if missing_packages():
@@ -85,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         )
     refuse_taken_port(args.port)
     if args.config is None:
-        _write_settings(args, settings)
+        _write_settings(args, settings, paced)
     load_config(settings)
     print(shlex.join(command), file=sys.stderr, flush=True)
     # The server takes this process's place, so signals, service managers and exit statuses are its
@@ -110,12 +141,25 @@ def _settings_path(args: argparse.Namespace) -> Path:
     return folder.with_name(folder.name + ".json")
 
 
-def _settings(args: argparse.Namespace) -> dict[str, object]:
-    return {"store": {"path": str(Path(args.store).resolve()), "capacity_bytes": args.capacity}}
+def _model(args: argparse.Namespace, paced: Any) -> str:
+    """The model's folder or name. Raises ConfigError where it is missing, or a paced device has
+    another.
+    """
+    if paced is None and args.model is None:
+        raise ConfigError("say which model: its folder or name")
+    if paced is not None and args.model is not None:
+        raise ConfigError(f"{args.device} brings a model of its own: leave {args.model} away")
+    return str(args.model) if paced is None else str(paced.model())
 
 
-def _write_settings(args: argparse.Namespace, path: Path) -> None:
-    wanted = json.dumps(_settings(args), indent=1) + "\n"
+def _settings(args: argparse.Namespace, paced: Any) -> dict[str, object]:
+    store = {"path": str(Path(args.store).resolve()), "capacity_bytes": args.capacity}
+    more = {} if paced is None else {**paced.settings(), **paced.sections()}
+    return {"store": store, **more}
+
+
+def _write_settings(args: argparse.Namespace, path: Path, paced: Any) -> None:
+    wanted = json.dumps(_settings(args, paced), indent=1) + "\n"
     try:
         if path.exists() and path.read_text() != wanted:
             raise ConfigError(

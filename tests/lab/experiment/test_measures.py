@@ -178,3 +178,42 @@ def test_foreign_use_is_never_negative_even_if_our_processes_vanish() -> None:
     assert share.own_cores >= 0
     assert share.foreign_cores >= 0
     assert share.wall_s > 0
+
+
+def test_later_turns_are_summed_up_beside_all_of_them() -> None:
+    result = figures("kvtier", [make_round("kvtier", 1, [9.0, 0.1, 0.3])])
+    assert result["ttft_later_ms"]["mean"] == pytest.approx(200)
+    assert result["ttft_later_ms"]["n"] == 2
+
+
+STEP = {"step": "prefill", "at": 0.0, "seconds": 1.0, "late_s": 0.0, "gap_s": 0.02}
+
+
+def test_an_arm_on_a_paced_device_says_how_well_it_kept_pace() -> None:
+    one = make_round("kvtier", 1, [0.1])
+    one.steps = [STEP, {"mismatch": "1 of 8", "at": 0.5, "rid": "r", "tier": "storage"}]
+    pace = figures("kvtier", [one])["pace"]
+    assert pace["overrun"] == pytest.approx(0.02)
+    assert (pace["mismatches"], pace["valid"]) == (1, False)
+
+
+def test_another_device_has_no_pace() -> None:
+    assert "pace" not in figures("kvtier", [make_round("kvtier", 1, [0.1])])
+
+
+def test_seconds_that_a_dilated_server_counted_are_divided() -> None:
+    after = "kvtier:restore_parked_s_total 4.0\nkvtier:restore_computed_tokens_total 8\n"
+    one = make_round("kvtier", 1, [0.1], after=after)
+    one.dilation = 2.0
+    assert one.counted("kvtier:restore_parked_s_total") == 2.0
+    assert one.counted("kvtier:restore_computed_tokens_total") == 8.0
+
+
+def test_on_a_paced_device_without_recompute_the_arms_are_compared_with_the_first() -> None:
+    rounds = [
+        make_round("hicache-file", 1, [0.1, 0.1]),
+        make_round("kvtier", 1, [0.1, 0.1], ids=(1, 2, 4)),
+    ]
+    rounds[0].steps = rounds[1].steps = [STEP]
+    assert figures("kvtier", rounds)["equal_tokens_fraction"] == 0.0
+    assert figures("hicache-file", rounds)["equal_tokens_fraction"] is None

@@ -422,3 +422,24 @@ def test_metrics_that_cannot_be_read_are_none(head: bytes) -> None:
 def test_counters_that_are_no_numbers_are_left_out() -> None:
     metrics = Metrics.parse("a NaN\nb +Inf\nc 1e999\nd 1e20\n")
     assert [metrics.total(name) for name in "abcd"] == [None, None, None, 1e20]
+
+
+def test_what_a_dilated_server_took_is_divided_by_its_dilation() -> None:
+    done = Completion(5.0, 4.0, (1, 2), (1.0, 3.0), server_queue_s=0.5, storage_wait_s=None)
+    same = done.undilated(2.0)
+    assert (same.sent_s, same.e2e_s, same.ttft_s, same.tpot_s) == (5.0, 2.0, 0.5, 1.0)
+    assert (same.server_queue_s, same.storage_wait_s) == (0.25, None)
+
+
+def test_a_client_of_a_dilated_server_waits_longer_and_says_less(fake_server: FakeServer) -> None:
+    async def run() -> tuple[Completion, float]:
+        async with (
+            fake_server.up(),
+            Client(fake_server.url, timeout_s=30.0, dilation=1e6) as client,
+        ):
+            return await client.generate([1, 2], 3), client._timeout.total or 0.0
+
+    done, limit_s = asyncio.run(run())
+    assert done.error is None
+    assert done.e2e_s < 1e-4
+    assert limit_s == 3e7

@@ -26,8 +26,8 @@ from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.lab.workload.catalogue import find_trace, known_traces, origin_of, trace_files
 from sgl_kvtier.lab.workload.describe import describe
 from sgl_kvtier.lab.workload.encoder import ByteEncoder
-from sgl_kvtier.lab.workload.session import Append, Call, Edit, Message, Session
-from sgl_kvtier.lab.workload.source import cut_session, load_sessions
+from sgl_kvtier.lab.workload.session import Append, Call, Context, Edit, Message, Session
+from sgl_kvtier.lab.workload.source import cut_session, enter_late, load_sessions
 
 
 def numbered(count: int, calls: int = 1) -> list[dict[str, Any]]:
@@ -413,3 +413,24 @@ def test_a_file_that_is_one_endless_line_says_so(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(bytes((64 << 20) + 1), 1))
     with pytest.raises(TraceError, match=r"first bad line: .*a\.jsonl\.gz:1: longer than 64 MiB"):
         load_sessions(str(path))
+
+
+def test_a_session_entered_late_has_what_came_before_in_its_first_prompt():
+    session = Session(
+        "s", "made up",
+        (
+            Append(Message("user", "a")), Call(Message("assistant", "1"), gap_s=3.0),
+            Append(Message("tool", "b")), Call(Message("assistant", "2"), gap_s=4.0),
+            Append(Message("tool", "c")), Call(Message("assistant", "3"), gap_s=5.0),
+        ),
+    )  # fmt: skip
+    late = enter_late(session, 0.4)
+    calls = [(call.gap_s, [m.text for m in prompt]) for call, prompt in Context(late).calls()]
+    assert calls == [(0.0, ["a", "1", "b"]), (5.0, ["a", "1", "b", "2", "c"])]
+
+
+def test_a_session_entered_at_its_end_still_makes_its_last_call():
+    session = Session(
+        "s", "made up", (Append(Message("user", "a")), Call(Message("assistant", "1")))
+    )
+    assert enter_late(session, 1.0).calls == 1
