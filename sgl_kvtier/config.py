@@ -276,9 +276,16 @@ class FaultConfig:
 
 @dataclass(frozen=True)
 class LabConfig:
-    """A worse device than the one at hand, on purpose. Only the laboratory writes this section: it
-    is no user's decision, and `kvtier doctor --settings` leaves it out.
+    """A worse device than the one at hand, on purpose, and checks that cost time. Only the
+    laboratory writes this section: it is no user's decision, and `kvtier doctor --settings` leaves
+    it out.
     """
+
+    audit: bool = setting(
+        False,
+        "read restored pages back from the device and compare them with the store's; slow. "
+        "kvtier:restore_audited_pages_total counts what was found",
+    )
 
     throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)

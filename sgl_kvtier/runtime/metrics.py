@@ -79,6 +79,11 @@ _RESTORE = (
         "stored prefixes left to SGLang that were kept back, read again, or given up",
         ("what",),
     ),
+    Metric(
+        "restore_audited_pages",
+        "pages read back from the device and compared: equal, differs, not read, skipped",
+        ("result",),
+    ),
     Metric("restore_unused_pages", "pages that were loaded for nothing"),
     Metric("restore_jumps", "times a front stepped over what had landed"),
     Metric("restore_parks", "times a request in the slot waited for loads"),

@@ -329,8 +329,21 @@ class KVTierStorage(HiCacheStorage):
         if store is None or not is_page_contiguous(self.mem_pool_host):
             return None
         parts = parts_of(self.mem_pool_host, len(keys), host_slots)
-        reads = [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
-        return store.read(reads, deadline_s=deadline_s, on_page=on_page)
+        return store.read(self._reads(keys, parts), deadline_s=deadline_s, on_page=on_page)
+
+    def begin_read_into(
+        self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
+    ) -> ReadJob | None:
+        """Begins reading pages into memory of the caller's own, which belongs to the store until the
+        job is done; None while no store is open.
+        """
+        store = self._store
+        return None if store is None else store.read(self._reads(keys, parts))
+
+    def _reads(
+        self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
+    ) -> list[PageRead]:
+        return [PageRead(key, part, self._tag(KV)) for key, part in zip(keys, parts, strict=True)]
 
     # ---- what is there, for lookahead ----
 

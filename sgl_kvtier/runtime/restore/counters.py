@@ -36,6 +36,8 @@ class RestoreCounters:
     spliced_pages: Counter[Tier] = field(default_factory=Counter)
     computed_pages: int = 0
     """Pages of restored prefixes that were computed."""
+    audited_pages: Counter[str] = field(default_factory=Counter)
+    """Spliced pages read back from the device, by what was found; only with `lab.audit`."""
     unused_pages: int = 0
     """Pages that were loaded for nothing."""
     jumps: int = 0
@@ -97,6 +99,7 @@ class RestoreCounters:
             ("ended", "how", self.ended),
             ("lost_pages", "reason", self.lost_pages),
             ("turn_reads", "what", self.turn_reads),
+            ("audited_pages", "result", self.audited_pages),
         ):
             for reason, count in dict(counter).items():
                 yield name, {label: reason}, count

@@ -30,6 +30,7 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
 from sgl_kvtier.runtime.restore import offers
+from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
@@ -73,6 +74,8 @@ class RestoreEngine:
         self._looking: dict[Any, None] = {}
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
+        self.audit: Audit | None = None
+        """What compares spliced pages with what they were loaded from, where that is asked for."""
         self.ending = False
         """A restoration has ended since the planner was last told."""
 
@@ -185,10 +188,12 @@ class RestoreEngine:
             )
 
     def close(self) -> None:
-        """Ends the mover's thread. Idempotent."""
+        """Ends the threads. Idempotent."""
         for load in self.loads:
             load.cancel()
         self.mover.close()
+        if self.audit is not None:
+            self.audit.close()
 
     # --- offers -----------------------------------------------------------------------------------
 
@@ -371,7 +376,10 @@ class RestoreEngine:
         self.context.slots.give(len(span) * self.context.page)
         r.front = span.stop
         r.jumps += 1
-        return torch.cat(pieces)
+        slots = torch.cat(pieces)
+        if self.audit is not None:
+            self.audit.look(r, span, slots)
+        return slots
 
     def trusted(self, r: Restoration, span: Span) -> bool:
         """Whether these pages have landed. If not, plan and hands have come apart, and the

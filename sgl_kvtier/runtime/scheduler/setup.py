@@ -23,6 +23,7 @@ from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.copy_device import copies_for
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
@@ -112,7 +113,7 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
 
 def build(tree: Tree, server_args: Any) -> Parts:
     """The parts for a tree whose host pools and storage backend are there. Raises SeamError, and
-    ConfigError when the decision log cannot be written.
+    ConfigError when the decision log cannot be written or the pages cannot be audited.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.runtime_context import get_parallel
@@ -161,6 +162,11 @@ def build(tree: Tree, server_args: Any) -> Parts:
         log=log,
         look_ahead=look,
     )
+    if config.lab.audit:
+        parts.engine.audit = Audit(controller, context.page, parts.engine.counters)
+        logger.warning(
+            "kvtier: restored pages are read back and compared (lab.audit); this is slow"
+        )
     if args.enable_metrics:
         parts.publish(replica)
     if unlike:

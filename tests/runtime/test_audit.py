@@ -1,0 +1,175 @@
+"""Pages read back from the device at a splice, and compared with what they were loaded from."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import device_pools
+import pytest
+import torch
+from device_pools import LAYOUTS, controller, latent_pools, slots
+
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.runtime.backend.host_pages import parts_of
+from sgl_kvtier.runtime.restore.audit import Audit, pages_of
+from sgl_kvtier.runtime.restore.counters import RestoreCounters
+from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.types import PageKey, Span, Tier
+
+PAGE = 16
+pools = partial(device_pools.pools, heads=2, dim=32)
+KEYS = tuple(PageKey(bytes([n]) * 32) for n in range(3))
+FROM, TO = [2, 9, 4], [5, 3, 7]
+
+
+class KeptPages:
+    """A backend that has pages in memory."""
+
+    def __init__(self, pages: dict[PageKey, list[bytes]]) -> None:
+        self.pages = pages
+
+    def begin_read(self) -> None:
+        """By this it is known as ours."""
+
+    def begin_read_into(self, keys: Any, parts: Any) -> Any:
+        outcomes = []
+        for key, into in zip(keys, parts, strict=True):
+            outcomes.append(ReadOutcome.OK if key in self.pages else ReadOutcome.MISS)
+            for view, data in zip(into, self.pages.get(key, []), strict=False):
+                view[:] = data
+        return SimpleNamespace(wait=lambda _s: True, outcomes=outcomes, cancel=lambda: None)
+
+
+class Scene:
+    """Three pages that were copied to the device, and a restoration that splices them."""
+
+    def __init__(self, pair: tuple[Any, Any], tier: Tier = Tier.SSD) -> None:
+        self.device, self.host = pair
+        self.controller = controller(*pair, "direct")
+        copied = device_pools.wanted_rows(self.host, slots(FROM, PAGE))
+        device_pools.put(self.device, slots(TO, PAGE), copied)
+        parts = parts_of(self.host, 3, slots(FROM, PAGE))
+        self.kept = KeptPages(
+            {key: [bytes(p) for p in page] for key, page in zip(KEYS, parts, strict=True)}
+        )
+        self.controller.storage_backend = self.kept
+        self.counters = RestoreCounters()
+        sources = ((Span(0, 3), tier),)
+        keys = KEYS if tier is Tier.SSD else ()
+        self.restoration = Restoration(
+            "r", None, 3 * PAGE + 1, 0, 3, sources, keys, slots(FROM, PAGE)
+        )
+
+    def audited(self) -> dict[str, int]:
+        """What an audit of the three pages counts."""
+        audit = Audit(self.controller, PAGE, self.counters)
+        audit.look(self.restoration, Span(0, 3), slots(TO, PAGE))
+        audit.close()
+        return dict(self.counters.audited_pages)
+
+    def spoil(self) -> None:
+        """One bit of the second page on the device."""
+        layer = (getattr(self.device, "v_buffer", None) or self.device.kv_buffer)[1]
+        layer.view(torch.uint8)[TO[1] * PAGE + 5].view(-1)[17] ^= 4
+
+
+PAIRS = [
+    *((f"keys and values, {layout}", lambda way=layout: pools("cpu", way)) for layout in LAYOUTS),
+    *(
+        (f"latents, {layout}", lambda way=layout: latent_pools("cpu", way))
+        for layout in ("page_first", "page_first_direct")
+    ),
+    ("fp8, page_first", lambda: pools("cpu", "page_first", dtype=torch.float8_e4m3fn)),
+]
+each_pool = pytest.mark.parametrize(
+    "made", [make for _, make in PAIRS], ids=[name for name, _ in PAIRS]
+)
+
+
+@each_pool
+def test_a_page_read_back_lies_as_the_host_pool_lays_it(made: Any) -> None:
+    scene = Scene(made())
+    found = pages_of(scene.device, scene.host, slots(TO, PAGE), PAGE)
+    wanted = parts_of(scene.host, 3, slots(FROM, PAGE))
+    assert [[bytes(p.numpy()) for p in page] for page in found] == [
+        [bytes(p) for p in page] for page in wanted
+    ]
+
+
+@each_pool
+def test_pages_that_are_the_stores_are_counted_as_equal(made: Any) -> None:
+    assert Scene(made()).audited() == {"equal": 3}
+
+
+@each_pool
+def test_one_flipped_bit_on_the_device_is_found(made: Any) -> None:
+    scene = Scene(made())
+    scene.spoil()
+    assert scene.audited() == {"equal": 2, "differs": 1}
+
+
+def test_a_page_in_another_pages_slots_is_found() -> None:
+    scene = Scene(pools("cpu", "page_first"))
+    first, second = KEYS[:2]
+    pages = scene.kept.pages
+    pages[first], pages[second] = pages[second], pages[first]
+    assert scene.audited() == {"equal": 1, "differs": 2}
+
+
+def test_a_flipped_bit_of_a_page_from_host_memory_is_found() -> None:
+    scene = Scene(pools("cpu", "page_first_direct"), Tier.DRAM)
+    assert scene.audited() == {"equal": 3}
+    scene.spoil()
+    assert scene.audited() == {"equal": 5, "differs": 1}
+
+
+def test_a_page_that_the_store_has_no_longer_is_not_taken_for_equal() -> None:
+    scene = Scene(pools("cpu", "page_first"))
+    del scene.kept.pages[KEYS[2]]
+    assert scene.audited() == {"equal": 2, "not read": 1}
+
+
+def test_a_store_that_was_detached_or_raises_costs_the_comparison_alone() -> None:
+    scene = Scene(pools("cpu", "page_first"))
+    scene.controller.storage_backend = None
+    assert scene.audited() == {"not read": 3}
+    scene.controller.storage_backend = scene.kept
+    scene.kept.pages = None  # type: ignore[assignment]
+    assert scene.audited() == {"not read": 6}
+
+
+def test_slots_that_cannot_be_read_back_raise_nothing_into_the_scheduler() -> None:
+    scene = Scene(pools("cpu", "page_first"))
+    audit = Audit(scene.controller, PAGE, scene.counters)
+    audit.look(scene.restoration, Span(0, 3), torch.tensor([10**6] * 3 * PAGE))
+    audit.close()
+    assert dict(scene.counters.audited_pages) == {"skipped": 3}
+
+
+def test_a_slow_store_delays_no_splice() -> None:
+    scene = Scene(pools("cpu", "page_first"))
+    waiting = []
+
+    def never(keys: Any, parts: Any) -> Any:
+        job = SimpleNamespace(
+            wait=lambda _s: waiting.append(1) or time.sleep(0.01) or False, cancel=lambda: None
+        )
+        return job
+
+    scene.kept.begin_read_into = never  # type: ignore[method-assign]
+    audit = Audit(scene.controller, PAGE, scene.counters)
+    for _ in range(200):
+        audit.look(scene.restoration, Span(0, 3), slots(TO, PAGE))
+    audit.close()
+    counted = scene.counters.audited_pages
+    assert counted["not read"] == 3 * len(waiting) and counted.total() == 600
+
+
+def test_pools_that_cannot_be_read_back_are_refused_with_what_to_do() -> None:
+    device, host = pools("cpu", "layer_first")
+    with pytest.raises(ConfigError, match=r"lab\.audit.*Leave lab\.audit away"):
+        Audit(controller(device, host, "direct"), PAGE, RestoreCounters())
