@@ -1,0 +1,76 @@
+"""On a card: what FlashInfer reads and writes of restored pages, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+HEADS, DIM = 8, 128
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    """A tensor of indices on the card."""
+    return torch.tensor(numbers, dtype=torch.int32, device="cuda")
+
+
+def noise(*shape: int) -> torch.Tensor:
+    """Random bfloat16 numbers on the card."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_flashinfer_appends_pages_of_a_page_first_buffer_where_an_index_copy_does(
+    page: int,
+) -> None:
+    flashinfer = pytest.importorskip("flashinfer")
+    layers, layer, total = 4, 1, 64 * page
+    tokens = 4 * page + page // 2  # the last page is half full
+    pages = -(-tokens // page)
+    staged = noise(2, tokens, layers, HEADS, DIM)  # rows of one layer are strided
+    k, v = (torch.zeros(total, HEADS, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    chosen = torch.randperm(64, device="cuda")[:pages].to(torch.int32)
+    paged = tuple(cache.view(-1, page, HEADS, DIM) for cache in (k, v))
+    batch, positions = torch.zeros(tokens, dtype=torch.int32, device="cuda"), ints(*range(tokens))
+    last = ints(tokens - (pages - 1) * page)
+    flashinfer.append_paged_kv_cache(
+        staged[0, :, layer], staged[1, :, layer], batch, positions, paged, chosen, ints(0, pages), last, "NHD"
+    )  # fmt: skip
+    slots = (chosen.long()[:, None] * page + torch.arange(page, device="cuda")).flatten()[:tokens]
+    for cache, piece in ((k, staged[0]), (v, staged[1])):
+        wanted = torch.zeros_like(cache).index_copy_(0, slots, piece[:, layer].contiguous())
+        assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize(("prefix", "new"), [(1000, 96), (64, 1), (4096, 512)])
+def test_attention_behind_a_jump_is_attention_over_all_of_it(prefix: int, new: int) -> None:
+    """As SGLang asks for it: new tokens ragged, the restored prefix paged by token slots, merged."""
+    flashinfer = pytest.importorskip("flashinfer")
+    queries, total = 32, 8192
+    k, v = noise(total, HEADS, DIM), noise(total, HEADS, DIM)
+    rows = torch.randperm(total, device="cuda")[: prefix + new].to(torch.int32)
+    q = noise(new, queries, DIM)
+    space = [torch.empty(256 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(space[0], "NHD")
+    paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space[1], "NHD", backend="fa2")
+    bf16 = torch.bfloat16
+    ragged.begin_forward(ints(0, new), ints(0, new), queries, HEADS, DIM, q_data_type=bf16)
+    paged.begin_forward(
+        ints(0, new), ints(0, prefix), rows[:prefix].contiguous(), ints(1), queries, HEADS, DIM, 1,
+        q_data_type=bf16, kv_data_type=bf16,
+    )  # fmt: skip
+    scale, fresh = DIM**-0.5, rows[prefix:].long()
+    own = ragged.forward_return_lse(q, k[fresh], v[fresh], causal=True, sm_scale=scale)
+    caches = (k.view(-1, 1, HEADS, DIM), v.view(-1, 1, HEADS, DIM))
+    before = paged.forward_return_lse(q, caches, causal=False, sm_scale=scale)
+    got, _ = flashinfer.merge_state(*own, *before)
+
+    def wide(cache: torch.Tensor) -> torch.Tensor:
+        return cache[rows.long()].float().repeat_interleave(queries // HEADS, 1).transpose(0, 1)
+
+    places = torch.arange(prefix + new, device="cuda")
+    mask = places[None] <= places[prefix:, None]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.float().transpose(0, 1), wide(k), wide(v), attn_mask=mask
+    ).transpose(0, 1)
+    assert (got.float() - wanted).abs().max() < 2e-2
