@@ -18,6 +18,14 @@ PARTS: dict[str, tuple[Any, str]] = {
         copies_arguments,
         "the interpreter's time per load onto a card, SGLang's kernels and staging in turn",
     ),
+    "copy-table": (
+        "sgl_kvtier.lab.gpu.copy_table_command",
+        "every way to bring host pages to the device: bandwidth, time to begin, what a GEMM beside it loses",
+    ),
+    "equal": (
+        "sgl_kvtier.lab.equal.command",
+        "restored answers against what stock's own differ by between two chunk sizes",
+    ),
     "restore": (
         "sgl_kvtier.lab.experiment.restore.command",
         "stored prompts at many bandwidths: computed, loaded, stock's way, and ours",

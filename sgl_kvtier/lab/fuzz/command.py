@@ -27,6 +27,7 @@ from sgl_kvtier.console import (
     write_json,
 )
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.equal.command import read_floor
 from sgl_kvtier.lab.experiment.argtypes import add_load_arguments, load_options, positive
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup
 from sgl_kvtier.lab.experiment.compare_command import early_end, undisturbed
@@ -128,6 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keep references and requests in FILE and add to what is in it",
     )
+    parser.add_argument(
+        "--floor",
+        type=Path,
+        metavar="FILE",
+        help="judge answers against the noise floor in this result of kvtier bench equal, as on a card",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
     parser.add_argument(
         "--seed",
@@ -214,6 +221,7 @@ def run(args: argparse.Namespace) -> int:
     sessions = calls_of(chosen, wanted.most_output_tokens or 8)
     setup = make_setup(args, model, chosen)
     log = FuzzLog.open(args.log)
+    log.floor = None if args.floor is None else read_floor(args.floor)
     interrupted = False
     shown: list[dict[str, Any]] = []
     failure: BenchError | None = None

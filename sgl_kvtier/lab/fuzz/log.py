@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.lab.equal import judge
 from sgl_kvtier.lab.experiment.json_lines import JsonLines
 from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, difference
 from sgl_kvtier.lab.fuzz.chaos import Fate
@@ -32,6 +33,8 @@ class Answer:
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    margins: tuple[float, ...] = ()
+    """By how much each token was ahead of the next best one, where that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,8 @@ class FuzzLog:
     """How restorations ended, by the servers' own counters."""
     ahead: Counter[str] = field(default_factory=Counter)
     """What servers that looked ahead counted."""
+    floor: judge.Floor | None = None
+    """What stock's own answers differ by, where they do."""
 
     def __post_init__(self) -> None:
         self._lines = JsonLines(self.path)
@@ -103,7 +108,9 @@ class FuzzLog:
 
     def _take(self, _number: int, data: dict[str, Any]) -> None:
         if "reference" in data:
-            answer = Answer(tuple(data["tokens"]), tuple(data["logprobs"]))
+            answer = Answer(
+                tuple(data["tokens"]), tuple(data["logprobs"]), tuple(data.get("margins", ()))
+            )
             self.references[data["reference"]] = answer
         elif "event" in data:
             self.events[data["event"]] += 1
@@ -124,9 +131,7 @@ class FuzzLog:
     def keep_reference(self, prompt: str, answer: Answer) -> None:
         """What recomputing answers to a prompt."""
         self.references[prompt] = answer
-        self._lines.append(
-            {"reference": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs}
-        )
+        self._lines.append({"reference": prompt, **dataclasses.asdict(answer)})
 
     def keep(self, attempt: Attempt) -> None:
         """Adds a request."""
@@ -162,6 +167,8 @@ class FuzzLog:
         if wanted is None or not attempt.tokens:
             return None
         count = len(attempt.tokens)
+        if self.floor is not None:
+            return self._against_the_floor(attempt, wanted, self.floor)
         if attempt.complete and count != len(wanted.tokens):
             return False, False
         # What was given up may have come without log-probs; a whole answer has as many as the one
@@ -170,6 +177,23 @@ class FuzzLog:
         apart = difference(attempt.logprobs, wanted.logprobs[:there])
         close = not there if apart is None else apart <= LOGPROB_TOLERANCE
         return attempt.tokens == wanted.tokens[:count], close
+
+    @staticmethod
+    def _against_the_floor(
+        attempt: Attempt, wanted: Answer, floor: judge.Floor
+    ) -> tuple[bool, bool] | None:
+        count = len(attempt.tokens)
+        if attempt.complete and count != len(wanted.tokens):
+            return False, False
+        if len(attempt.logprobs) < count and not attempt.complete:
+            return None  # given up before its log-probs came
+        found = judge.judge(
+            judge.Answer(wanted.tokens[:count], wanted.logprobs[:count], wanted.margins[:count]),
+            judge.Answer(attempt.tokens, attempt.logprobs[:count]),
+            floor,
+        )
+        tokens = found is not judge.Verdict.OTHER_TOKENS and found is not judge.Verdict.INCOMPLETE
+        return tokens, found not in judge.WRONG
 
 
 def prompt_name(ids: Sequence[int], output_tokens: int) -> str:

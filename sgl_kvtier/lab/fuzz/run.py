@@ -109,12 +109,12 @@ async def take_references(
     """
     for asked in itertools.chain.from_iterable(sessions):
         if asked.name not in log.references:
-            done = await client.generate(asked.ids, asked.outputs, logprobs=True)
+            done = await client.generate(asked.ids, asked.outputs, margins=True)
             if done.error is not None:
                 raise BenchError(
                     f"a prompt of {len(asked.ids)} tokens failed on the server that computes: {done.error}"
                 )
-            log.keep_reference(asked.name, Answer(done.output_ids, done.logprobs))
+            log.keep_reference(asked.name, Answer(done.output_ids, done.logprobs, done.margins))
         advance()
 
 

@@ -71,6 +71,10 @@ class Completion:
     error: str | None = None
     logprobs: tuple[float, ...] = ()
     """Of the output tokens, where they were asked for."""
+    margins: tuple[float, ...] = ()
+    """By how much the log-prob of each output token is above that of the next best one, where that
+    was asked for.
+    """
 
     def undilated(self, dilation: float) -> Completion:
         """The same on a clock that runs `dilation` times as fast; `sent_s` stays."""
@@ -149,12 +153,13 @@ class Client:
         rid: str | None = None,
         session_id: str | None = None,
         logprobs: bool = False,
+        margins: bool = False,
     ) -> Completion:
         """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a
         server or network does.
 
         `rid` names the request for `abort`, `session_id` the session it is of; `logprobs` asks for
-        those of the output tokens.
+        those of the output tokens, `margins` for their lead as well.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -167,7 +172,8 @@ class Client:
         }
         body |= {} if rid is None else {"rid": rid}
         body |= {} if session_id is None else {"session_id": session_id}
-        body |= {"return_logprob": True} if logprobs else {}
+        body |= {"return_logprob": True} if logprobs or margins else {}
+        body |= {"top_logprobs_num": 2} if margins else {}
         reading = _Reading(time.monotonic(), max_new_tokens + _MORE_TOKENS)
         error: str | None
         try:
@@ -348,6 +354,7 @@ class _Reading:
         self._ids: list[int] = []
         self._times: list[float] = []
         self._logprobs: list[float] = []
+        self._margins: list[float] = []
         self._prompt_tokens: int | None = None
         self._queue_s: float | None = None
         self._storage_wait_s: float | None = None
@@ -394,6 +401,18 @@ class _Reading:
                 refusal("output_token_logprobs", entries, "lists that begin with a number")
             )
         self._logprobs += [float(entry[0]) for entry in entries]
+        self._take_margins(_field(meta, "output_top_logprobs", list) or [])
+
+    def _take_margins(self, positions: list[Any]) -> None:
+        if len(positions) == len(self._ids):
+            positions = positions[len(self._margins) :]
+        for best in positions:
+            pair = [entry[0] for entry in best[:2]] if isinstance(best, list) else []
+            if len(pair) < 2 or not all(is_number(value) for value in pair):
+                raise BadAnswer(
+                    refusal("output_top_logprobs", best, "two lists with a number each")
+                )
+            self._margins.append(abs(float(pair[0]) - float(pair[1])))
 
     def verdict(self) -> str | None:
         """None when the answer came to its regular end, else what was wrong."""
@@ -418,6 +437,7 @@ class _Reading:
             storage_wait_s=self._storage_wait_s,
             error=error,
             logprobs=tuple(self._logprobs),
+            margins=tuple(self._margins),
         )
 
 

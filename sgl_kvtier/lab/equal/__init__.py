@@ -1,0 +1,1 @@
+"""What "equal" means where two chunk sizes of one server do not give equal numbers."""

@@ -1,0 +1,67 @@
+"""The options of `kvtier bench copy-table`, apart from the measurement so that `--help` does not
+import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sgl_kvtier.arguments import positive
+from sgl_kvtier.errors import BenchError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `kvtier bench copy-table`."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="default cuda")
+    parser.add_argument("--layers", type=positive, default=32, help="default 32")
+    parser.add_argument(
+        "--heads", type=positive, default=8, help="KV heads (default 8; 1 as on a rank of 8)"
+    )
+    parser.add_argument("--head-dim", type=positive, default=128, help="default 128")
+    parser.add_argument(
+        "--pages",
+        type=_sizes,
+        default=[16, 64, 128],
+        metavar="N,N",
+        help="tokens per page (default 16,64,128)",
+    )
+    parser.add_argument(
+        "--mib",
+        type=_sizes,
+        default=[2, 16, 128, 1024],
+        metavar="N,N",
+        help="of one load (default 2,16,128,1024)",
+    )
+    parser.add_argument("--rounds", type=positive, default=7, help="default 7")
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=380,
+        help="begin nothing new after so long (default 380)",
+    )
+    parser.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="append each row to FILE; what is in it is not measured again",
+    )
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="not used: nothing is stored")
+    parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Imports torch and SGLang and measures; 1 where a way copied wrongly or failed. Raises BenchError
+    where they are not installed, or there is no card.
+    """
+    try:
+        from sgl_kvtier.lab.gpu import copy_table
+    except ImportError as error:
+        raise BenchError(
+            f"this benchmark needs SGLang: pip install 'sgl-kvtier[sglang]' ({error})"
+        ) from error
+    return copy_table.run(args)
+
+
+def _sizes(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
