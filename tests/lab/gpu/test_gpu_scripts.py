@@ -1,0 +1,230 @@
+"""scripts/gpu-run and scripts/gpu-pack where there is no card: everything but what a card computes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvtier import cli
+from sgl_kvtier.launch import detect_device
+
+ROOT = Path(__file__).parents[3]
+RUN, PACK = ROOT / "scripts" / "gpu-run", ROOT / "scripts" / "gpu-pack"
+STAGES = ("setup", "smoke", "unit", "table", "correct", "real", "grid", "fuzz", "swe")
+LIMIT_S = 600
+SPARE_S = 20
+"""Of a stage's ten minutes, for packing its results."""
+no_card = pytest.mark.skipif(detect_device() != "cpu", reason="this machine has a card")
+
+
+def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(RUN), *words],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def dry(*stages: str) -> list[dict[str, Any]]:
+    done = run("--dry-run", *stages)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[dict[str, Any]]:
+    return dry(*STAGES)
+
+
+class Stub:
+    """What runs in place of each command: it notes its name and does what the test says."""
+
+    def __init__(self, folder: Path, *, fails: str = "none", hangs: str = "none") -> None:
+        self.out, self.keep = folder / "out", folder / "keep"
+        self.seen = folder / "seen"
+        self.program = folder / "stub"
+        self.program.write_text(
+            "#!/usr/bin/env bash\n"
+            f'echo "$1" >>{self.seen}\n'
+            'echo "said by $1"\n'
+            f'if [ "$1" = {fails} ]; then echo "no such kernel"; exit 7; fi\n'
+            f'if [ "$1" = {hangs} ]; then exec sleep 60; fi\n'
+            f'echo "{{}}" >{self.keep}/$1.json\n'
+        )
+        self.program.chmod(0o755)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        place = ["--out", str(self.out), "--keep", str(self.keep), "--stub", str(self.program)]
+        return run(*place, *words)
+
+    def names(self) -> list[str]:
+        """The commands that were run."""
+        return self.seen.read_text().split() if self.seen.exists() else []
+
+
+def test_every_stage_fits_into_ten_minutes(commands: list[dict[str, Any]]) -> None:
+    assert {row["stage"] for row in commands} == set(STAGES)
+    for stage in STAGES:
+        assert sum(row["limit_s"] for row in commands if row["stage"] == stage) <= LIMIT_S - SPARE_S
+
+
+def test_every_name_of_a_command_is_its_own(commands: list[dict[str, Any]]) -> None:
+    names = [row["name"] for row in commands]
+    assert len(set(names)) == len(names)
+
+
+def test_every_command_of_ours_is_one_that_the_command_line_takes(
+    commands: list[dict[str, Any]],
+) -> None:
+    checked = 0
+    for row in commands:
+        words = row["command"]
+        if "sgl_kvtier.cli" not in " ".join(words[:3]):
+            continue
+        ours = words[3:]
+        pair = " ".join(ours[:2])
+        name = pair if pair in cli.COMMANDS else ours[0]
+        part = importlib.import_module(cli.COMMANDS[name].where)
+        import argparse
+
+        parser = argparse.ArgumentParser()
+        part.add_arguments(parser)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                parser.parse_args(ours[len(name.split()) :])
+        except SystemExit:
+            pytest.fail(f"{row['name']}: {said.getvalue()}")
+        checked += 1
+    assert checked >= 8
+
+
+def test_modules_and_tests_that_are_run_are_there(commands: list[dict[str, Any]]) -> None:
+    for row in commands:
+        words = row["command"]
+        if "-m" not in words[:2]:
+            continue
+        module = words[2]
+        if module.startswith("sgl_kvtier."):
+            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+        if module == "pytest":
+            assert (ROOT / words[-1]).is_dir()
+
+
+def test_all_stages_run_and_their_results_are_in_one_folder(tmp_path: Path) -> None:
+    stub = Stub(tmp_path)
+    done = stub.run(*STAGES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert stub.names() == [row["name"] for row in dry(*STAGES)]
+    assert 1 < len(list(stub.out.iterdir())) <= 8
+    with tarfile.open(stub.out / "run.tar.xz") as archive:
+        names = archive.getnames()
+    assert {"./stages.jsonl", "./grid.log.end", "./fuzz-off.log.end"} <= set(names)
+    rows = [json.loads(line) for line in (stub.keep / "stages.jsonl").read_text().splitlines()]
+    assert all(row["status"] == 0 for row in rows)
+
+
+def test_what_has_succeeded_is_not_run_again_unless_asked(tmp_path: Path) -> None:
+    stub = Stub(tmp_path)
+    stub.run("table", "fuzz")
+    assert stub.names() == ["table", "fuzz-on", "fuzz-off"]
+    stub.run("table", "fuzz")
+    assert len(stub.names()) == 3
+    stub.run("--again", "table")
+    assert stub.names()[3:] == ["table"]
+
+
+def test_a_command_that_fails_ends_no_other_and_is_run_again(tmp_path: Path) -> None:
+    stub = Stub(tmp_path, fails="fuzz-on")
+    done = stub.run("fuzz", "table")
+    assert done.returncode == 1 and "no such kernel" in done.stdout
+    assert stub.names() == ["fuzz-on", "fuzz-off", "table"]
+    stub.run("fuzz", "table")
+    assert stub.names()[3:] == ["fuzz-on"]
+
+
+def test_results_are_there_after_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    stub = Stub(tmp_path, hangs="card")
+    began = time.monotonic()
+    done = stub.run("setup")  # its limit is 20 s
+    assert time.monotonic() - began < 60
+    assert done.returncode == 1
+    rows = [json.loads(line) for line in (stub.keep / "stages.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in rows if row["status"]] == ["card"]
+    assert (stub.out / "run.tar.xz").exists()
+
+
+def test_another_machine_goes_on_from_the_archive_and_is_set_up_anew(tmp_path: Path) -> None:
+    first = Stub(tmp_path / "a" if (tmp_path / "a").mkdir() is None else tmp_path)
+    first.run("setup", "table")
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    (first.out / "run.tar.xz").rename(pack / "run.tar.xz")
+    (tmp_path / "b").mkdir()
+    second = Stub(tmp_path / "b")
+    place = ["--out", str(second.out), "--keep", str(second.keep), "--stub", str(second.program)]
+    run(*place, "setup", "table", PACK=str(pack))
+    assert second.names() == ["unpack", "wheel", "card", "host"]
+
+
+@no_card
+def test_it_refuses_without_a_card_and_says_what_can_be_done(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "out"), "--keep", str(tmp_path / "keep"), "smoke")
+    assert done.returncode == 3
+    assert "no NVIDIA card" in done.stderr and "--dry-run" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", [RUN, PACK])
+def test_a_wrong_word_is_named(script: Path) -> None:
+    done = subprocess.run(
+        [str(script), "--gpus", "2"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and "--gpus" in done.stderr
+    assert run("warp").returncode == 2
+
+
+def test_packing_refuses_another_python_and_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    def pack(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(PACK), "--work", str(tmp_path / "w"), "--target", str(tmp_path / "t"), *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    other = pack("--python", "/bin/false")
+    assert other.returncode == 1 and "Python 3.12" in other.stderr
+    old = tmp_path / "python3.12"
+    old.write_text("#!/bin/sh\nexit 0\n")
+    old.chmod(0o755)
+    gone = pack("--python", str(old), "--recipe", str(tmp_path / "no"))
+    assert gone.returncode == 1 and "prepare.sh" in gone.stderr
+    assert not (tmp_path / "t").exists()
+
+
+@no_card
+def test_a_host_without_a_card_is_told_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="comes with sglang")
+    from sgl_kvtier.lab.gpu import host_check
+
+    assert host_check.main() == 1
+    said = capsys.readouterr().out
+    assert "FAILED  card: RuntimeError: torch sees no CUDA device" in said
+    assert [line.split(":")[0].split(maxsplit=1)[1] for line in said.splitlines()] == [
+        name for name, _ in host_check.PARTS
+    ]
