@@ -28,11 +28,13 @@ BEHIND_PORTS = {
 OUTSIDE = {
     "ahead/store_votes.py": 3,
     "ahead/turn_reads.py": 2,
+    "cuda/page_shape.py": 2,
+    "restore/audit.py": 4,
     "restore/copy_device.py": 4,
     "restore/engine.py": 2,
     "restore/offers.py": 3,
     "scheduler/prefill_adder.py": 4,
-    "scheduler/radix_cache.py": 7,
+    "scheduler/radix_cache.py": 9,
     "scheduler/view.py": 1,
 }
 

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.radix_cache import KVTierRadixCache
+from sgl_kvtier.types import PageKey
 
 
 def bare() -> Any:
@@ -102,3 +105,74 @@ def test_a_store_that_cannot_be_closed_does_not_keep_stock_from_ending(
     )
     tree.release_host_resources()
     assert ended == [1]
+
+
+PAGE = 4
+
+
+def tree_that_backs_up(
+    monkeypatch: pytest.MonkeyPatch, pages: int
+) -> tuple[Any, list[list[int]], list[PageKey]]:
+    """A tree with a node of so many pages; the device slots that SGLang copies, and their keys."""
+    copied: list[list[int]] = []
+
+    def copy(tree: Any, node: int, slots: torch.Tensor, comps: Any, sidecars: Any) -> torch.Tensor:
+        copied.append(slots.tolist())
+        return slots + 1000
+
+    monkeypatch.setattr(UnifiedRadixCache, "_execute_kv_backup", copy)
+    keys = [PageKey(bytes([number + 1]) * 32) for number in range(pages)]
+    tree = bare()
+    tree.tree_core = SimpleNamespace(
+        page_size=PAGE, get_hash_values=lambda node: [key.hex() for key in keys]
+    )
+    tree.cache_controller = SimpleNamespace(ack_write_queue=[])
+    tree.kvtier = SimpleNamespace(
+        engine=SimpleNamespace(kept=KeptPages(SimpleNamespace(free=lambda slots: None), PAGE)),  # type: ignore[arg-type]
+        turns=SimpleNamespace(nodes=list),
+        ahead=None,
+        context=SimpleNamespace(host=None),
+    )
+    return tree, copied, keys
+
+
+def test_pages_that_were_restored_are_not_copied_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, copied, keys = tree_that_backs_up(monkeypatch, 3)
+    kept = torch.arange(2 * PAGE) + 500
+    tree.kvtier.engine.kept.keep("r", keys[1:], kept)
+    host = tree._execute_kv_backup(7, torch.arange(3 * PAGE), {}, [])
+    assert copied == [[0, 1, 2, 3]], "of three pages the one that was computed"
+    assert host.tolist() == [1000, 1001, 1002, 1003, *kept.tolist()]
+    assert tree.kvtier.engine.kept.tokens == 0 and tree.cache_controller.ack_write_queue == []
+
+
+def test_a_node_that_was_restored_as_a_whole_is_acknowledged_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, copied, keys = tree_that_backs_up(monkeypatch, 2)
+    tree.kvtier.engine.kept.keep("r", keys, torch.arange(2 * PAGE) + 500)
+    host = tree._execute_kv_backup(7, torch.arange(2 * PAGE), {}, [])
+    assert (copied, host.tolist()) == ([], list(range(500, 508)))
+    (ack,) = tree.cache_controller.ack_write_queue
+    assert ack.node_ids == [7] and (ack.num_tokens, ack.num_bytes) == (0, 0)
+    ack.finish_event.synchronize()
+
+
+def test_pages_are_kept_where_their_node_could_not_be_backed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, _, keys = tree_that_backs_up(monkeypatch, 2)
+    monkeypatch.setattr(UnifiedRadixCache, "_execute_kv_backup", lambda *_: None)
+    tree.kvtier.engine.kept.keep("r", keys[:1], torch.arange(PAGE))
+    assert tree._execute_kv_backup(7, torch.arange(2 * PAGE), {}, []) is None
+    assert tree.kvtier.engine.kept.tokens == PAGE
+
+
+def test_kept_pages_give_way_after_everything_that_can_be_evicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree, _, keys = tree_that_backs_up(monkeypatch, 3)
+    tree.kvtier.engine.kept.keep("r", keys, torch.arange(3 * PAGE))
+    monkeypatch.setattr(UnifiedRadixCache, "evict_host", lambda self, tokens, kind=None: PAGE)
+    assert tree.evict_host(2 * PAGE) == 2 * PAGE and tree.kvtier.engine.kept.tokens == 2 * PAGE
+    assert tree.evict_host(PAGE) == PAGE and tree.kvtier.engine.kept.tokens == 2 * PAGE

@@ -22,13 +22,14 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.types import Link, Span, Tier
+from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 PAGE, PAGES = 16, 64
 
@@ -378,3 +379,55 @@ def test_a_chunk_without_a_time_is_counted():
     assert tick.engine.counters.untimed_chunks == 1
     said = {name: value for name, _, value in tick.engine.counters.counts(PAGE)}
     assert said["untimed_chunks"] == 1
+
+
+def kept_by(engine: RestoreEngine) -> KeptPages:
+    """The pages kept by an engine whose server writes new pages through."""
+    engine.kept = KeptPages(engine.context.tree.cache_controller.mem_pool_host, PAGE)
+    return engine.kept
+
+
+def engine_of_keys(pages: int) -> tuple[RestoreEngine, Restoration, Any]:
+    engine, r, _ = engine_with(pages)
+    r.keys = tuple(PageKey(bytes([page + 1]) * 32) for page in range(pages))
+    return engine, r, engine.context.tree.cache_controller.mem_pool_host
+
+
+def test_pages_that_landed_are_kept_for_the_tree_and_those_that_were_lost_are_freed():
+    engine, r, host = engine_of_keys(8)
+    kept, one = kept_by(engine), load(engine, Span(4, 8))
+    for offset, state in enumerate([LANDED, LOST[ReadOutcome.MISS], LANDED, LANDED]):
+        one.poll.mark(offset, state, 0.5)
+    settle(engine, 0.5)
+    assert kept.tokens == 3 * PAGE and engine.context.slots.host_tokens == 0
+    assert host.available_size() == (PAGES - 3) * PAGE
+    taken = kept.take([r.keys[4], r.keys[5], r.keys[7]])
+    assert {place: page.tolist() for place, (_, page) in taken.items()} == {
+        0: one.host_slots[:PAGE].tolist(),
+        2: one.host_slots[3 * PAGE :].tolist(),
+    }
+    engine.forget("r")
+    assert kept.tokens == 0 and host.available_size() == (PAGES - 2) * PAGE
+
+
+def test_pages_of_a_restoration_that_is_given_up_are_kept_as_far_as_they_were_used():
+    engine, r, host = engine_of_keys(4)
+    kept, one = kept_by(engine), load(engine, Span(0, 4))
+    for offset in range(4):
+        one.poll.mark(offset, LANDED, 0.5)
+    settle(engine, 0.5)
+    engine.splice(r, Span(0, 2))
+    engine.abandon(r, "gave room")
+    assert kept.tokens == 2 * PAGE
+    assert kept.give_room(1) == PAGE and kept.tokens == PAGE
+    engine.reset()
+    assert kept.tokens == 0 and host.available_size() == PAGES * PAGE
+
+
+def test_a_page_that_two_requests_have_read_is_kept_once():
+    engine, r, host = engine_of_keys(2)
+    kept = kept_by(engine)
+    for _ in range(2):
+        slots = host.alloc(PAGE)
+        kept.keep("r", r.keys[:1], slots)
+    assert kept.tokens == PAGE and host.available_size() == (PAGES - 1) * PAGE

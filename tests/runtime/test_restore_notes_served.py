@@ -61,6 +61,29 @@ def lines_of(folder: Path) -> list[str]:
     return (folder / "decisions.jsonl").read_text().splitlines()
 
 
+def total(served: Served, name: str) -> float:
+    """A metric, all its labels together."""
+    lines = served.call("GET", "/metrics", None, raw=True).splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
+
+
+def test_pages_that_were_restored_are_not_copied_back_where_they_came_from(served: Served) -> None:
+    ids = prompts(1, LONG, seed=41)[0]
+    served.ask(ids)
+    served.flush()
+    time.sleep(1.2)
+    names = ("sglang:hicache_backup_tokens_total", "kvtier:bytes_written_total")
+    before = [total(served, name) for name in names]
+    again = served.ask(ids)
+    time.sleep(1.2)
+    backed_up, written = (total(served, n) - b for n, b in zip(names, before, strict=True))
+    assert again.storage > 0
+    # What is copied to host memory was computed: of a restored token no byte.
+    assert 0 < backed_up <= LONG + len(again.tokens) - again.storage
+    assert written == 0, "all of the prompt's pages were in storage"
+    settled(served)
+
+
 def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
     before = settled(served)
     loaded = 0

@@ -32,6 +32,7 @@ from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fre
 from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
+from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.sglang.attached import store_of
@@ -70,6 +71,8 @@ class RestoreEngine:
         self.loads: list[Load] = []
         self.computes: dict[str, Compute] = {}
         self.counters = RestoreCounters()
+        self.kept: KeptPages | None = None
+        """Where SGLang writes new pages through to host memory."""
         self._prefixes: dict[str, torch.Tensor] = {}
         self._looking: dict[Any, None] = {}
         self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
@@ -142,6 +145,8 @@ class RestoreEngine:
         r = self.restorations.get(rid)
         if r is not None:
             self.abandon(r, "aborted")
+        if self.kept is not None:
+            self.kept.drop(rid)
 
     def give_room(self, tokens: int, but_for: str | None = None) -> bool:
         """Device memory is short and nothing is left to evict: the youngest waiting restorations
@@ -182,6 +187,8 @@ class RestoreEngine:
         ]
         self.settle(over, [0.0] * len(over))
         self.context.slots.free()
+        if self.kept is not None:
+            self.kept.give_room(self.kept.tokens)
         if self.loads:
             logger.error(
                 "kvtier: %d loads are still under way after %.0f s", len(self.loads), _RESET_S
@@ -479,9 +486,24 @@ class RestoreEngine:
     def _ended(self, load: Load) -> None:
         r = load.restoration
         if load.owns_host:
-            self.context.slots.put_back_host(load.host_slots)
+            self._leave_host(load)
         if r.closed:
             self._unpin(r)
+
+    def _leave_host(self, load: Load) -> None:
+        """Its bounce pages: those that landed are kept for the tree, others are free."""
+        r, kept, page = load.restoration, self.kept, self.context.page
+        if kept is None or r.closed or load.written_off:
+            self.context.slots.put_back_host(load.host_slots)
+            return
+        for offset, state in enumerate(load.poll.seen):
+            slots = load.host_slots[offset * page : (offset + 1) * page]
+            if state == LANDED:
+                number = load.span.start + offset
+                self.context.slots.give_host(page)
+                kept.keep(r.rid, r.keys_of(Span(number, number + 1)), slots)
+            else:
+                self.context.slots.put_back_host(slots)
 
     def _lose(self, r: Restoration, span: Span, reason: str) -> None:
         self.counters.lost_pages[reason] += len(span)
@@ -520,6 +542,9 @@ class RestoreEngine:
                 load.cancel()
             for first, stop in runs_of(load.poll.seen, LANDED, 0, len(load.poll.seen)):
                 self._drop(load, first, stop)
+        if self.kept is not None and r.keys and r.front < r.pages:
+            first = r.pages - len(r.keys)
+            self.kept.drop_keys(r.keys[max(0, r.front - first) :])
         self._unlock(r)
         self._unpin(r)
         self.counters.note_end(r, how)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.managers.cache_controller import HiCacheAck
+from sglang.srt.mem_cache.l2_transfer import make_timing_event_pair
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -22,6 +24,7 @@ from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Operation, Req
+from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
 logger = logging.getLogger(__name__)
@@ -229,6 +232,13 @@ class KVTierRadixCache(UnifiedRadixCache):
         """Room is made in host memory: what was read for waiting requests, and paths of sessions
         that return soon, are held back while there are others.
         """
+        kept = None if self.kvtier is None else self.kvtier.engine.kept
+        if component_type != BASE_COMPONENT_TYPE or kept is None:
+            return self._evict_host(num_tokens, component_type)
+        freed = self._evict_host(num_tokens, component_type)
+        return freed + (kept.give_room(num_tokens - freed) if freed < num_tokens else 0)
+
+    def _evict_host(self, num_tokens: int, component_type: Any) -> int:
         if self.kvtier is None or component_type != BASE_COMPONENT_TYPE:
             return super().evict_host(num_tokens, component_type)
         nodes, least, ahead = self.kvtier.turns.nodes(), True, self._ahead
@@ -240,6 +250,39 @@ class KVTierRadixCache(UnifiedRadixCache):
         if ahead is not None and nodes:
             ahead.counters.host_victims += freed // self.page_size
         return freed
+
+    def _execute_kv_backup(
+        self, node_id: int, device_value: torch.Tensor, comp_xfers: Any, sidecar_xfers: Any
+    ) -> torch.Tensor | None:
+        """A new node is copied to host memory, but for pages that were restored from there."""
+        kept = None if self.kvtier is None else self.kvtier.engine.kept
+        keys = [] if kept is None else from_hex(self.tree_core.get_hash_values(node_id))
+        plain = len(keys) * self.page_size == len(device_value) and not any(comp_xfers.values())
+        taken = kept.take(keys) if kept is not None and plain and not sidecar_xfers else {}
+        if kept is None or not taken:
+            return super()._execute_kv_backup(node_id, device_value, comp_xfers, sidecar_xfers)
+        fresh = [place for place in range(len(keys)) if place not in taken]
+        copied: torch.Tensor | None = torch.empty(0, dtype=torch.int64)
+        if fresh:
+            pages = device_value.view(-1, self.page_size)
+            part = torch.cat([pages[first:stop] for first, stop in _neighbours(fresh)]).flatten()
+            copied = super()._execute_kv_backup(node_id, part, comp_xfers, sidecar_xfers)
+        else:
+            self._acknowledge(node_id)
+        if copied is None:
+            kept.put_back(keys, taken)
+            return None
+        new = iter(copied.view(-1, self.page_size))
+        return torch.cat(
+            [taken[place][1] if place in taken else next(new) for place in range(len(keys))]
+        )
+
+    def _acknowledge(self, node_id: int) -> None:
+        """What SGLang waits for after a copy, where there is none."""
+        start, finish, _ = make_timing_event_pair()
+        start.record()
+        finish.record()
+        self.cache_controller.ack_write_queue.append(HiCacheAck(start, finish, [node_id]))
 
     def _drain_host_frees(self, host_frees: Any) -> None:
         """Host pages of the tree are given back."""
@@ -284,3 +327,14 @@ class KVTierRadixCache(UnifiedRadixCache):
         if self.kvtier is not None:
             self.kvtier.close()
         super().shutdown()
+
+
+def _neighbours(places: list[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs [first, stop)."""
+    runs: list[tuple[int, int]] = []
+    for place in places:
+        if runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return runs

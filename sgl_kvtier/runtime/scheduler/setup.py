@@ -18,6 +18,8 @@ from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
+from sgl_kvtier.runtime.cpu.platform import works_at_once
+from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES
 from sgl_kvtier.runtime.ranks.agreement import Agreement
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
@@ -26,6 +28,7 @@ from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
 from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.copy_device import copies_for
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.scheduler.refusals import (
@@ -135,6 +138,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
         chunk_tokens=args.chunked_prefill_size,
         layers=controller.transfer_layer_id_max,
         staged=True,
+        whole_load_pages=1
+        if works_at_once(controller.device)
+        else max(1, LOAD_BYTES // context.agreed_page_bytes),
     )
     unlike = looks_ahead(policy) and not agreement.same(context.host.tokens)
     if unlike:
@@ -162,6 +168,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
         log=log,
         look_ahead=look,
     )
+    if context.host.write_through:
+        parts.engine.kept = KeptPages(context.host, context.page)
     if config.lab.audit:
         parts.engine.audit = Audit(controller, context.page, parts.engine.counters)
         logger.warning(

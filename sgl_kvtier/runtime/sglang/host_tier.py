@@ -68,6 +68,11 @@ class HostTier:
         """
         return self._tree.cache_controller.write_policy == "write_back"
 
+    @property
+    def write_through(self) -> bool:
+        """Whether every page is copied here as soon as it is in the tree."""
+        return self._tree.cache_controller.write_policy == "write_through"
+
     def available(self) -> int:
         """Slots that hold nothing."""
         return int(self._pool.available_size())

@@ -49,6 +49,7 @@ class HostPool(Protocol):
 class Controller(Protocol):
     """HiCache's controller: copies between device and host, operations of storage."""
 
+    device: str
     mem_pool_host: HostPool
     write_policy: str
     storage_backend: Any
