@@ -64,7 +64,7 @@ def change_throttle(scheduler: Any, value: float) -> None:
     if throttle is None:
         raise ValueError("no kvtier storage backend is attached")
     throttle(parse_setting("lab.throttle", "read_gbps", value))
-    notes = getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
+    notes = _notes(scheduler)
     if notes is not None:
         notes.forget_links()
 
@@ -86,7 +86,7 @@ def policy_handler(name: str) -> Handler:
     def change(scheduler: Any, value: float) -> None:
         if name in FIXED:
             raise ValueError(f"policy.{name} is fixed when the server starts")
-        notes = getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
+        notes = _notes(scheduler)
         if notes is not None:
             notes.configure(change_policy(notes.config, name, value))
         elif change_policy(PolicyConfig(), name, value).restore != "off" or name != "restore":
@@ -101,12 +101,17 @@ def rules_handler(name: str) -> Handler:
     """Changes a number that the class in policy.rules lets be changed, from the next request on."""
 
     def change(scheduler: Any, value: float) -> None:
-        notes = getattr(getattr(scheduler.tree_cache, "tick", None), "notes", None)
+        notes = _notes(scheduler)
         if notes is None:
             raise ValueError("this server restores SGLang's own way since it started")
         notes.tune(name, value)
 
     return change
+
+
+def _notes(scheduler: Any) -> Any | None:
+    """What a server that restores or looks ahead keeps beside; None: it does neither."""
+    return getattr(getattr(scheduler.tree_cache, "kvtier", None), "notes", None)
 
 
 def check_map(scheduler: Any, value: float) -> None:
