@@ -68,11 +68,12 @@ def test_hicache_and_a_linker_answer_from_each_others_pages(tmp_path):
         assert computed.cached == computed_second.cached == 0
 
         with serving(tmp_path / "linker", linker_flags(config, events), PYTHONPATH=path) as linker:
-            (opened,) = [json.loads(line) for line in events.read_text().splitlines()]
+            opened = json.loads(events.read_text().splitlines()[0])
+            warm = counted(events, "loaded")  # by SGLang's own request at the start
             loaded = linker.ask(first)
-            assert counted(events, "loaded") == PAGES
+            assert counted(events, "loaded") - warm == PAGES
             own = linker.ask(second)
-            assert counted(events, "loaded") == PAGES
+            assert counted(events, "loaded") - warm == PAGES
         (folder,) = (tmp_path / "store").glob("*/config.json")
         assert opened == {"event": "opened", "folder": folder.parent.name, "pages": written}
         assert written >= PAGES and counted(events, "stored") >= PAGES
@@ -81,10 +82,11 @@ def test_hicache_and_a_linker_answer_from_each_others_pages(tmp_path):
         attach(hicache, config)
         read = hicache.metric("kvtier:pages_read_total")
         back = hicache.ask(second)
+        hicache.settle()  # metrics are published from time to time
         read = hicache.metric("kvtier:pages_read_total") - read
 
     assert (loaded.cached, own.cached) == (PAGES * PAGE, 0)
-    assert (back.storage, back.cached, read) == (PAGES * PAGE, PAGES * PAGE, PAGES)
+    assert back.storage == back.cached == PAGES * PAGE and read >= PAGES
     assert loaded.tokens == computed.tokens
     assert own.tokens == back.tokens == computed_second.tokens
     for a, b in ((loaded, computed), (own, computed_second), (back, computed_second)):
