@@ -34,13 +34,9 @@ def test_a_drafts_layer_comes_to_the_device_with_the_others():
     controller = SimpleNamespace(
         _l2_load_transfers=transfers, transfer_layer_id_max=2, io_backend="direct"
     )
-    threads = torch.get_num_threads()
-    try:
-        copy = CpuCopies(controller).begin(slots(pages), slots(places), None)
-        copy.place()
-        assert copy.done()
-    finally:
-        torch.set_num_threads(threads)
+    copy = CpuCopies(controller).begin(slots(pages), slots(places), None)
+    copy.place()
+    assert copy.done()
     for layer, rows in enumerate([*target.kv_buffer, *draft.kv_buffer]):
         assert torch.equal(
             rows[slots(places)].view(2, -1), host.kv_buffer[pages, layer].reshape(2, -1)

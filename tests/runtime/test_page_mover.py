@@ -66,6 +66,9 @@ class Device:
     def __init__(self) -> None:
         self.copied: list[list[int]] = []
 
+    def enter(self) -> None:
+        """A device without an index."""
+
     def fence(self) -> Any:
         return None
 

@@ -34,6 +34,10 @@ class StagedCopies:
         self._index = self._module.current_device()
         self._bus, self._slots = self._module.Stream(), self._module.Stream()
 
+    def enter(self) -> None:
+        """On each thread that uses these copies, before anything else."""
+        self._module.set_device(self._index)
+
     def fence(self) -> Any:
         """A mark behind everything that may still use slots claimed before."""
         return fence(self._module, self._controller)
@@ -47,7 +51,6 @@ class StagedCopies:
         room = self._staging.take(early=not fence.query())
         if room is None:
             return None
-        self._module.set_device(self._index)
         begun, come = (self._module.Event(enable_timing=True) for _ in range(2))
         with self._module.stream(self._bus):
             try:
@@ -76,7 +79,7 @@ class StagedCopies:
             at = stop
 
     def _place(self, room: Room, slots: torch.Tensor, come: Any) -> Any:
-        """The room's pages into their slots; the event behind it. The thread that began it."""
+        """The room's pages into their slots; the event behind it."""
         ended = self._module.Event(blocking=True)
         with self._module.stream(self._slots):
             try:

@@ -36,7 +36,10 @@ class CpuCopies:
 
     def __init__(self, controller: Any) -> None:
         self._controller = controller
-        self._set = False
+
+    def enter(self) -> None:
+        """One torch thread for the calling thread; the scheduler's keeps its own."""
+        torch.set_num_threads(1)
 
     def fence(self) -> None:
         """Nothing runs beside the scheduler's thread: what was launched before has ended."""
@@ -47,9 +50,6 @@ class CpuCopies:
         return _CpuCopy(self, host_slots, device_slots)
 
     def _copy(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> None:
-        if not self._set:
-            torch.set_num_threads(1)  # counts for the calling thread; the scheduler's keeps its own
-            self._set = True
         controller = self._controller
         for transfer in controller._l2_load_transfers(host_slots, device_slots):
             for layer in range(controller.transfer_layer_id_max):
@@ -91,12 +91,15 @@ class StreamCopies:
 
         self._controller = controller
         self._module = torch.get_device_module(controller.device)
-        # SGLang's "cuda" has no index, and the mover's thread no device of its own.
         self._index = self._module.current_device()
         self._engine = L2TransferEngine(controller.io_backend)
         self._ring: IndexRing | None = None
         if memory is not None and controller.io_backend == "kernel":
             self._ring = IndexRing(self._module, memory)
+
+    def enter(self) -> None:
+        """SGLang's "cuda" has no index, and a thread no device of its own."""
+        self._module.set_device(self._index)
 
     def fence(self) -> Any:
         """A mark behind everything that may still use slots claimed before."""
@@ -108,7 +111,6 @@ class StreamCopies:
 
     def _submit(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Any:
         controller, engine = self._controller, self._engine
-        self._module.set_device(self._index)
         with self._module.stream(engine.host_to_device_stream):
             engine.host_to_device_stream.wait_event(fence)
             if self._ring is None:

@@ -23,8 +23,9 @@ class EventWaiter:
     the first, so that a CPU has no such thread.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, enter: Callable[[], None]) -> None:
+        """`enter` is called on its thread before anything else."""
+        self._name, self._enter = name, enter
         self._changed = threading.Condition()
         self._due: deque[tuple[Waitable, Callable[[], None]]] = deque()
         self._thread: threading.Thread | None = None
@@ -48,6 +49,7 @@ class EventWaiter:
             thread.join()
 
     def _run(self) -> None:
+        self._enter()
         while True:
             with self._changed:
                 while not self._due and not self._closing:

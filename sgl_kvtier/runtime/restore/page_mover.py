@@ -70,6 +70,9 @@ class CopyDevice(Protocol):
     def most_tokens(self) -> int | None:
         """Of one copy; None for any number."""
 
+    def enter(self) -> None:
+        """Each of the mover's threads, before anything else: a new thread is on the first device."""
+
     def fence(self) -> Fence | None:
         """Scheduler's thread, after slots were allocated: a mark behind everything that may still
         use them. Fences come in the order in which they were asked for. None: nothing uses them.
@@ -115,8 +118,8 @@ class PageMover:
         self._waiting: list[_Piece] = []
         """The mover's: pages that were read and are not placed yet."""
         self._link_free_at = 0.0
-        self._fences = EventWaiter("kvtier-fences")
-        self._copying = EventWaiter("kvtier-copies")
+        self._fences = EventWaiter("kvtier-fences", device.enter)
+        self._copying = EventWaiter("kvtier-copies", device.enter)
         self._thread = threading.Thread(target=self._run, name="kvtier-mover", daemon=True)
         self._thread.start()
 
@@ -219,6 +222,7 @@ class PageMover:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
+        self._device.enter()
         while True:
             with self._changed:
                 if self._closing and not self._ended and not self._waiting:

@@ -193,13 +193,16 @@ class EngineLab:
             slots, _ = self.rows.pop(self.chance.randrange(len(self.rows)))
             self.device.free(slots)
 
-    def run(self, rounds: int) -> None:
-        """So many things, as chance wants; streams lag behind all the while."""
+    def run(self, pages: int) -> None:
+        """Until so many pages were spliced and some requests given up, as chance wants; streams lag
+        behind all the while.
+        """
         every = [
             self.begin, self.load, self.load, self.store.read, self.store.read, self.store.read, self.tick, self.tick,
             self.splice, self.forward, self.give_up, self.give_room, self.finish,
         ]  # fmt: skip
-        for _ in range(rounds):
+        end = time.monotonic() + 60
+        while (self.spliced < pages or self.given_up < 3) and time.monotonic() < end:
             self.chance.choice(every)()
             self.rig.device.steps(self.chance.randrange(5))
             if self.chance.random() < 0.2:

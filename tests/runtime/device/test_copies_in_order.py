@@ -36,6 +36,7 @@ def test_a_load_reaches_the_device_that_the_scheduler_uses(make: Make) -> None:
     fence = rig.copies.fence()
 
     def load() -> None:
+        rig.copies.enter()
         copies.append(rig.load(slots_of(1), slots_of(2), fence))
 
     mover = threading.Thread(target=load)

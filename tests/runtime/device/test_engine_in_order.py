@@ -21,10 +21,10 @@ def test_restorations_in_any_order(
     monkeypatch: pytest.MonkeyPatch, seed: int, overlap: bool, staged: bool
 ) -> None:
     lab = lab_of(monkeypatch, 100 * seed, overlap=overlap, staged=staged)
-    lab.run(700)
+    lab.run(40)
     lab.end()
     lab.rig.device.check()
-    assert lab.spliced >= 10 and lab.given_up >= 3
+    assert lab.spliced >= 40 and lab.given_up >= 3
     for pool in (lab.device, lab.host):
         assert sorted(pool.free_pages) == list(range(PAGES))
     slots = lab.engine.context.slots

@@ -122,6 +122,13 @@ class VirtualDevice:
 
     # --- what is done ----------------------------------------------------------------------------
 
+    def need_own(self, what: str) -> None:
+        """A thread that has not set the device would work on the first one, or make itself at home
+        there, in some hundred megabytes.
+        """
+        if self.index != INDEX:
+            raise RuntimeError(f"{what} by a thread on device {self.index}")
+
     def launch(
         self,
         what: str,
@@ -132,8 +139,7 @@ class VirtualDevice:
         """Enqueues an operation on the calling thread's stream."""
         with self.changed:
             stream = self.current
-            if self.index != INDEX:
-                raise RuntimeError(f"{what} on device {self.index}: no stream of that device")
+            self.need_own(what)
             clock = stream.tick()
             self._access(stream.number, clock, what, reads, writes)
             stream.todo.append(Operation(does))
@@ -286,6 +292,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether it has come; then the host knows."""
+        self._device.need_own("an event asked")
         with self._device.changed:
             if self.come < self.records:
                 return False
@@ -294,6 +301,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Blocks until it has come, by what other threads let run."""
+        self._device.need_own("an event waited for")
         self._device.wait(self.query)
 
     def elapsed_time(self, other: Event) -> float:
