@@ -51,7 +51,8 @@ class StagedCopies:
         room = self._staging.take(early=not fence.query())
         if room is None:
             return None
-        begun, come = (self._module.Event(enable_timing=True) for _ in range(2))
+        begun = self._module.Event(enable_timing=True)
+        come = self._module.Event(enable_timing=True)
         with self._module.stream(self._bus):
             try:
                 if room.left is not None:
