@@ -93,7 +93,7 @@ def _measure(layers: int, heads: int, page: int, scattered: bool, rounds: int) -
     scatter = TritonScatter(
         shape, pages_of_room(shape), [*pool.device_k_buffers, *pool.device_v_buffers]
     )
-    scatter.compile()
+    scatter.prepare()
     ways: dict[str, Any] = {
         "per_layer": StreamCopies(controller, memory),
         "staged": StagedCopies(controller, scatter, memory),

@@ -39,6 +39,12 @@ class FlashInferScatter:
         ]
         self._full = torch.tensor([shape.tokens], dtype=torch.int32, device=device)
 
+    def prepare(self) -> Any:
+        """FlashInfer's module, compiled with nvcc where it was not delivered compiled."""
+        from flashinfer.page import get_page_module  # asks for a card
+
+        return get_page_module()
+
     def launch(self, room: Room, slots: torch.Tensor) -> None:
         """On the current stream."""
         tokens, page, layers = len(slots), self._shape.tokens, self._shape.layers

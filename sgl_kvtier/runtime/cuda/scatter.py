@@ -18,6 +18,9 @@ _COLUMNS = 256
 class Scatter(Protocol):
     """A way from staging into slots."""
 
+    def prepare(self) -> Any:
+        """Compiles what a launch needs, for the current device. Raises what a compiler raises."""
+
     def launch(self, room: Room, slots: torch.Tensor) -> None:
         """On the current stream: the first pages of a room, a slot (int64, device) per token."""
 
@@ -40,7 +43,7 @@ class TritonScatter:
         self._constants = constants(shape, room_pages)
         self._compiled: Any = None
 
-    def compile(self) -> Any:
+    def prepare(self) -> Any:
         """Compiles the kernel for the current device, and keeps Triton's search for it out of every
         launch. Raises what Triton raises. Returns Triton's compiled kernel.
         """

@@ -12,6 +12,7 @@ slots takes a fence, and nothing is placed in them before it has come.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +21,18 @@ from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.index_ring import IndexRing
-from sgl_kvtier.runtime.cuda.page_shape import host_pool_of, shape_of, unfit
-from sgl_kvtier.runtime.cuda.scatter import TritonScatter
+from sgl_kvtier.runtime.cuda.page_shape import PageShape, host_pool_of, shape_of, unfit
+from sgl_kvtier.runtime.cuda.scatter import Scatter, TritonScatter
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
 from sgl_kvtier.runtime.cuda.staging import pages_of_room, staging_bytes
 from sgl_kvtier.runtime.restore.page_mover import Copy, CopyDevice
 
 logger = logging.getLogger(__name__)
+
+SCATTER: Callable[[PageShape, int, list[torch.Tensor]], Scatter] = TritonScatter
+"""Of shape, pages of a room, and buffers. `FlashInferScatter` is the other one: one launch per layer.
+Which is faster is to be measured on a card.
+"""
 
 
 class CpuCopies:
@@ -148,6 +154,14 @@ class _StreamCopy:
         return float(start.elapsed_time(finish)) / 1e3
 
 
+def lacking(controller: Any) -> str | None:
+    """Why nothing can be copied to this server's device beside SGLang's own copies, or None."""
+    kind = torch.device(controller.device).type
+    if kind == "cpu" or hasattr(torch.get_device_module(kind), "Stream"):
+        return None
+    return f"this torch ({torch.__version__}) has no streams on {kind} (another build of torch)"
+
+
 def copies_for(controller: Any) -> CopyDevice:
     """The copies of the device that this HiCache controller serves. Scheduler's thread."""
     if works_at_once(controller.device):
@@ -182,8 +196,8 @@ def _staged(controller: Any, module: Any, memory: CardMemory) -> StagedCopies | 
         )
     buffers = [*pool.device_k_buffers, *pool.device_v_buffers]
     try:
-        scatter = TritonScatter(shape, pages_of_room(shape), buffers)
-        scatter.compile()
+        scatter = SCATTER(shape, pages_of_room(shape), buffers)
+        scatter.prepare()
         return StagedCopies(controller, scatter, memory)
     except Exception as error:
         # Whatever a driver, a compiler or another version of Triton raises: there is another way.

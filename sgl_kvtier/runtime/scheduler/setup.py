@@ -25,8 +25,8 @@ from sgl_kvtier.runtime.ranks.stage_reports import StageReports
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
+from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.audit import Audit
-from sgl_kvtier.runtime.restore.copy_device import copies_for
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
@@ -67,7 +67,7 @@ def lacks(tree: Tree, server_args: Any) -> str | None:
     """The same, by the pools that were built for the model."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    reason = lacking(tree)
+    reason = lacking(tree) or copy_device.lacking(tree.cache_controller)
     return (
         None
         if reason is None
@@ -160,7 +160,7 @@ def build(tree: Tree, server_args: Any) -> Parts:
     look = partial(_look_ahead, planner, policy, agreement.alone) if looks_ahead(policy) else None
     parts = Parts(
         context,
-        PageMover(copies_for(controller), tree.page_size),
+        PageMover(copy_device.copies_for(controller), tree.page_size),
         learning,
         agreement,
         policy,

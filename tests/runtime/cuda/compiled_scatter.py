@@ -31,7 +31,7 @@ def accesses(heads: int, dim: int, layers: int, page: int, layout: str) -> dict[
         head_num=heads, head_dim=dim, dtype=torch.bfloat16, page_size=page, layer_num=layers, layout=layout,
     )  # fmt: skip
     buffers = [torch.zeros(1, dtype=torch.uint8) for _ in range(2 * layers)]
-    ptx = TritonScatter(shape_of(pool), 2, buffers).compile().asm["ptx"]
+    ptx = TritonScatter(shape_of(pool), 2, buffers).prepare().asm["ptx"]
     return {
         "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
         "stores": sorted(set(re.findall(r"st\.global[.\w:]*", ptx))),

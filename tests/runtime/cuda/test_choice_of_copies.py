@@ -10,6 +10,7 @@ import pytest
 import torch
 from pools import host_pool, latent_host_pool, latent_pool
 
+from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
 from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES, pages_of_room, staging_bytes
 from sgl_kvtier.runtime.restore import copy_device
@@ -59,11 +60,29 @@ def test_without_staging_sglangs_kernels_serve_and_one_line_says_why(
         def __init__(self, *_: Any) -> None:
             raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(copy_device, "TritonScatter", Broken)
+    monkeypatch.setattr(copy_device, "SCATTER", Broken)
     with caplog.at_level(logging.WARNING):
         assert copies_for(controller_of(host_pool())) is streams
     (line,) = [record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()]
     assert said in line and "SGLang's kernels" in line
+
+
+def test_a_device_without_streams_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda _kind: SimpleNamespace())
+    assert "no streams on mps" in str(copy_device.lacking(SimpleNamespace(device="mps")))
+    assert copy_device.lacking(SimpleNamespace(device="cpu")) is None
+
+
+def test_a_fence_is_taken_where_events_know_no_sleep() -> None:
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            self.timed, self.recorded = enable_timing, False
+
+        def record(self) -> None:
+            self.recorded = True
+
+    event = fence(SimpleNamespace(Event=Event), SimpleNamespace(load_fence_stream=None))
+    assert event.recorded
 
 
 def test_a_load_fills_a_room_of_staging() -> None:
