@@ -99,6 +99,18 @@ def wants_larger_pages(args: Any) -> bool:
     )
 
 
+def off_on_a_card(policy: PolicyConfig) -> str | None:
+    """What a server on an accelerator does not do by itself, and which setting asks for it; None
+    where that was settled.
+    """
+    if policy.restore != "auto":
+        return None
+    return (
+        "on a GPU restoration is off while policy.restore is auto: prefixes come back SGLang's own way. "
+        '{"policy": {"restore": "both"}} in kvtier.json turns it on'
+    )
+
+
 def looks_ahead(policy: PolicyConfig) -> bool:
     """Whether these settings need to know of every page: to move it before it is asked for, or to
     choose who leaves.

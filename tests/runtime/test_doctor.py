@@ -120,3 +120,23 @@ def test_huge_pages_that_are_asked_for_have_to_be_there(
     assert found.state == state
     assert advice in found.advice
     assert ("1.0 GiB" in found.found) == (reserved == 512)
+
+
+def test_on_a_card_it_says_that_restoration_is_off_and_what_turns_it_on(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(doctor.platform, "accelerators", lambda: ["NVIDIA H100"])
+    found = findings(capsys)["restoration"]
+    assert (found["state"], found["found"]) == ("warn", "off on a GPU")
+    assert '"restore": "both"' in found["advice"]
+    asked = tmp_path / "kvtier.json"
+    asked.write_text(
+        json.dumps({"store": {"path": str(tmp_path / "s")}, "policy": {"restore": "both"}})
+    )
+    found = findings(capsys, "--config", str(asked), "--no-disk")["restoration"]
+    assert (found["state"], found["advice"]) == ("ok", "")
+
+
+def test_on_a_cpu_nothing_is_said_of_restoration(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.platform, "accelerators", lambda: [])
+    assert "restoration" not in findings(capsys)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sgl_kvtier import __version__
-from sgl_kvtier.config import KVTierConfig, describe_config, load_config
+from sgl_kvtier.config import KVTierConfig, PolicyConfig, describe_config, load_config
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -28,6 +28,7 @@ from sgl_kvtier.console import (
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import KVTierError, StoreError
 from sgl_kvtier.runtime.cpu import platform
+from sgl_kvtier.runtime.settings import off_on_a_card
 from sgl_kvtier.runtime.sglang import seams
 from sgl_kvtier.runtime.tools import disk_probe
 from sgl_kvtier.store.disk.namespace import check_root
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     findings = [
         *_versions(),
         *_seams(),
-        *_platform(),
+        *_platform(args),
         *_settings(args),
         *_memory(),
         *_huge_pages(),
@@ -153,7 +154,20 @@ def _seams() -> Iterator[Finding]:
             yield Finding(f"seams: {feature}", "ok", f"{len(mine)} symbols as expected")
 
 
-def _platform() -> Iterator[Finding]:
+def _restoration(args: argparse.Namespace) -> Iterator[Finding]:
+    """Whether prefixes would be restored on the accelerator that was found."""
+    try:
+        policy = load_config(args.config).policy if args.config else PolicyConfig()
+    except KVTierError:
+        return  # the settings' own finding says so
+    note = off_on_a_card(policy)
+    if note is None:
+        yield Finding("restoration", "ok", f"policy.restore = {policy.restore}")
+    else:
+        yield Finding("restoration", "warn", "off on a GPU", note)
+
+
+def _platform(args: argparse.Namespace) -> Iterator[Finding]:
     try:
         found = platform.accelerators()
     except ImportError:
@@ -166,6 +180,8 @@ def _platform() -> Iterator[Finding]:
             "ok",
             f"no accelerator: the CPU platform {platform.NAME} will run the server",
         )
+    if found:
+        yield from _restoration(args)
     names = {ep.name for ep in importlib.metadata.entry_points(group="sglang.srt.plugins")}
     if "kvtier" not in names:
         yield Finding(

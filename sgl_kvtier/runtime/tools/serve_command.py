@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import above_nought, device, port, size
-from sgl_kvtier.config import load_config
+from sgl_kvtier.config import PolicyConfig, load_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.launch import (
     detect_device,
@@ -21,6 +21,7 @@ from sgl_kvtier.launch import (
     refuse_taken_port,
     serve_flags,
 )
+from sgl_kvtier.runtime.settings import off_on_a_card
 
 _DEFAULT_PORT = 30000
 
@@ -98,7 +99,10 @@ def run(args: argparse.Namespace) -> int:
         *serve_flags(model, host_of(device), settings, extra),
     ]
     command += [] if "--port" in args.extra else ["--port", str(args.port)]
+    note = _note(args, host_of(device), settings)
     if args.only_print:
+        if note is not None:
+            print(f"# {note}")
         if args.config is None and not settings.exists():
             print(f"# {settings} would be written: {json.dumps(_settings(args, paced))}")
         print(
@@ -118,11 +122,21 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         _write_settings(args, settings, paced)
     load_config(settings)
+    if note is not None:
+        print(f"kvtier: {note}", file=sys.stderr)
     print(shlex.join(command), file=sys.stderr, flush=True)
     # The server takes this process's place, so signals, service managers and exit statuses are its
     # own.
     os.execve(sys.executable, command, {**os.environ, **added})
     raise AssertionError("unreachable")
+
+
+def _note(args: argparse.Namespace, host: str, settings: Path) -> str | None:
+    """What this server will not do by itself, or None."""
+    if host == "cpu":
+        return None
+    # A file that serve itself writes leaves restoration at its default.
+    return off_on_a_card(load_config(settings).policy if args.config else PolicyConfig())
 
 
 def _settings_path(args: argparse.Namespace) -> Path:
