@@ -169,6 +169,14 @@ def test_a_slow_store_delays_no_splice() -> None:
     assert counted["not read"] == 3 * len(waiting) and counted.total() == 600
 
 
+def test_a_controller_that_describes_no_empty_transfer_is_audited_too() -> None:
+    """As SGLang's for several pools."""
+    scene = Scene(pools("cpu", "page_first"))
+    described = scene.controller._l2_load_transfers
+    scene.controller._l2_load_transfers = lambda host, device: described(host, device)[: len(host)]
+    assert scene.audited() == {"equal": 3}
+
+
 def test_pools_that_cannot_be_read_back_are_refused_with_what_to_do() -> None:
     device, host = pools("cpu", "layer_first")
     with pytest.raises(ConfigError, match=r"lab\.audit.*Leave lab\.audit away"):

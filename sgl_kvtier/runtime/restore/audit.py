@@ -52,8 +52,8 @@ class Audit:
 
     def __init__(self, controller: Any, page_tokens: int, counters: RestoreCounters) -> None:
         """Raises ConfigError for pools whose pages cannot be read back."""
-        nothing = torch.empty(0, dtype=torch.int64)
-        transfers = controller._l2_load_transfers(nothing, nothing)
+        some = torch.zeros(page_tokens, dtype=torch.int64)  # of none, SGLang describes no transfer
+        transfers = controller._l2_load_transfers(some, some)
         if len(transfers) != 1 or not _is_known(transfers[0]):
             kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
             raise ConfigError(
