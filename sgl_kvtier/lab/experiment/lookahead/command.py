@@ -47,6 +47,7 @@ from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import serving_dtype
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.outside.server import end_on_signals
+from sgl_kvtier.lab.paced.launching import is_paced
 from sgl_kvtier.lab.pages.lookahead_html import lookahead_html
 from sgl_kvtier.lab.pages.lookahead_tables import lookahead_tables
 from sgl_kvtier.launch import detect_device
@@ -151,6 +152,8 @@ def run(args: argparse.Namespace) -> int:
     for target in (args.json, args.html):
         if target is not None:
             check_target(target)
+    if is_paced(args.device):
+        raise BenchError(f"--device {args.device}: so far kvtier compare and kvtier serve have it")
     need_sglang()
     arms = arm_names(args.arms, args.lookahead)
     cells: list[Cell] = []
