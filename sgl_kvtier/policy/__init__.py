@@ -1,3 +1,3 @@
-"""The room that decides. Standard library only, one thread, no clock, no chance, no I/O: same facts
-in, same plans out.
+"""The room that decides. Standard library only, one thread, no clock, no randomness, no I/O: the
+same facts give the same plans.
 """

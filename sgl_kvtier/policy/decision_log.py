@@ -1,4 +1,4 @@
-"""A run as lines of JSON: every fact and view a planner was given and every plan it made, to be
+"""A run as lines of JSON: the facts and views a planner was given and the plans it made, to be
 replayed and compared.
 
     {"log": "kvtier.decisions", "version": 2, "config": {...}, "engine": {...}, "profile": {...} | null}
@@ -11,7 +11,7 @@ replayed and compared.
 
 Spans are [start, stop], tiers their names, links and modes their values, page keys hexadecimal.
 Floats keep all digits, so decoding and encoding again gives the same line. Fields at their default
-are left out. Pure functions; files are others' trade.
+are left out. Pure functions: other modules open the files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MOST_SAID = 200
 
 @dataclass(frozen=True)
 class Header:
-    """The first line: what the planner was made with."""
+    """The first line: the arguments of the planner."""
 
     config: PolicyConfig
     engine: EngineShape
@@ -74,7 +74,7 @@ class PlannerFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinesDropped:
-    """So many lines that belong here could not be kept: the writer was behind."""
+    """A number of lines that belong here could not be kept: the writer was behind."""
 
     count: int
 
@@ -89,15 +89,16 @@ def encode_header(header: Header) -> str:
 
 
 def decode_header(line: str) -> Header:
-    """Reads a first line. Raises TraceError when it is not one, or of a version this package does
-    not read.
+    """Reads a first line. Raises TraceError when it is not one, or is of a version this package
+    does not read.
     """
     data = _parse(line)
     if data.get("log") != NAME:
         raise TraceError("not a decision log: its first line must name kvtier.decisions")
     if data.get("version") != VERSION:
         raise TraceError(
-            f"decision log version {shown(data.get('version'))}: this kvtier reads version {VERSION}; use its own"
+            f"decision log version {shown(data.get('version'))}: this kvtier reads version "
+            f"{VERSION}; use its own"
         )
     try:
         return Header(_config(data["config"]), _engine(data["engine"]), _profile(data["profile"]))
@@ -111,12 +112,13 @@ def encode(record: Record) -> str:
 
 
 def decode(line: str) -> Record:
-    """Reads such a line. Raises TraceError when it is none."""
+    """Reads such a line. Raises TraceError for any other."""
     data = _parse(line)
     kind = data.get("type")
     if not isinstance(kind, str) or kind not in _RECORDS:
         raise TraceError(
-            f"a line of the decision log has the type {shown(kind)}; known are {', '.join(_RECORDS)}"
+            f"a line of the decision log has the type {shown(kind)}; known are "
+            f"{', '.join(_RECORDS)}"
         )
     try:
         record: Record = _from_plain(_RECORDS[kind], data)
@@ -192,8 +194,8 @@ def _same(value: Any) -> Any:
 
 
 def _plain(annotation: str) -> Callable[..., Any]:
-    """Reads a value of this annotation: what stands in a log as it is. Raises ValueError on
-    another, and on NaN and infinity.
+    """Returns a function that reads a value of this annotation unchanged. It raises ValueError on
+    any other value, and on NaN and infinity.
     """
     kind, optional = annotation.removesuffix(" | None"), annotation.endswith(" | None")
 

@@ -13,7 +13,8 @@ lies in lower tiers. Compute takes pages from the front, transfers take them fro
 page is taken by one of them exactly once.
 
     RestoreOffered ─▶ RestoreStart ─▶ Load…  ─▶ TransferDone, PagesLost
-                                   └▶ Compute… ─▶ ChunkStarted, ChunkDone     until the front has reached `pages`
+                                   └▶ Compute… ─▶ ChunkStarted, ChunkDone
+                                      until the front has reached `pages`
 """
 
 from __future__ import annotations
@@ -50,12 +51,11 @@ class Mode(enum.Enum):
     BOTH = "both"
 
 
-# --- facts: what happened -------------------------------------------------------------------------------------------
+# --- facts: what happened -------------------------------------------------------------------------
 
 
 CANCELLED = "cancelled"
-"""Why pages are lost that a Cancel asked for: they were not begun, and may be loaded or computed.
-"""
+"""The reason for pages lost to a Cancel: they were not begun, and may be loaded or computed."""
 
 
 @message
@@ -73,9 +73,9 @@ class RequestArrived:
 
 @message
 class RequestFinished:
-    """A request has left, finished or aborted. Its restoration, if any, is over; loads begun may
-    still end. `keys` name the full pages of prompt and output, which its session's next turn will
-    begin with; empty where that is not known. `restoration_only`: the request goes on, without its
+    """A request has left, finished or aborted. Its restoration, if any, is over; loads that have
+    begun may still end. `keys` name the full pages of prompt and output, with which its session's
+    next turn will begin; empty where unknown. `restoration_only`: the request goes on, without its
     restoration.
     """
 
@@ -89,7 +89,7 @@ class RequestFinished:
 @message
 class RestoreOffered:
     """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending
-    page spans with the tier each lies in, and cover that range.
+    page spans with the tier of each, and cover that range.
     """
 
     rid: str
@@ -102,9 +102,9 @@ class RestoreOffered:
 
 @message
 class TransferDone:
-    """A transfer ended. `span` are pages of `rid`'s prompt that a Load asked for (no name and empty
-    for a Move, whose pages PagesPlaced names); `seconds` is the time the link was busy with it,
-    queueing not included.
+    """A transfer ended. `span` are pages of `rid`'s prompt that a Load named (no name and empty for
+    a Move, whose pages PagesPlaced names). `seconds` is the time the link was busy with it, without
+    queueing.
     """
 
     rid: str
@@ -117,9 +117,8 @@ class TransferDone:
 
 @message
 class PagesLost:
-    """Pages a Load asked for will not come: missing, corrupt, failed, late or cancelled. The front
-    must compute them, but for those that were cancelled: a Cancel asked for them back, and they are
-    open again.
+    """Pages of a Load will not come: missing, corrupt, failed, late or cancelled. The front must
+    compute them, except cancelled ones, which are open again.
     """
 
     rid: str
@@ -141,8 +140,8 @@ class ChunkStarted:
 
 @message
 class ChunkDone:
-    """That prefill has ended; `seconds` is its forward time, `shared_tokens` what else was in the
-    same batch.
+    """That prefill has ended; `seconds` is its forward time, `shared_tokens` the other tokens in
+    the same batch.
     """
 
     rid: str
@@ -154,7 +153,7 @@ class ChunkDone:
 
 @message
 class StepDone:
-    """One engine iteration ended: its time and how many tokens of which kind it held."""
+    """One engine iteration ended: its time in seconds and its number of tokens of each kind."""
 
     seconds: float
     prefill_tokens: int
@@ -202,23 +201,24 @@ Fact: TypeAlias = (
     | PolicyChanged
 )
 
-# --- the view: what could be done now ---------------------------------------------------------------------------------
+# --- the view: what could be done now -------------------------------------------------------------
 
 
 @message
 class StepView:
-    """The moment of decision.
+    """The state at the moment of decision.
 
     `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring
     request that holds the engine's one slot for chunked prefill, or None when it is free;
     `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
     this step's prefill, `fresh_tokens` are waiting prefill tokens of requests that restore nothing,
-    `decoding` counts running requests. `free_pages` is what may be claimed per tier: destinations
-    of loads come from HBM and, where the hands stage in host memory, from DRAM. `empty_pages` are
-    those of them that hold nothing; a tier that is not named there has what its map's evictable
-    pages leave of `free_pages`. `owed_pages` of HBM are left out of `free_pages`, since the rest of
-    a prompt that runs will claim them, but were not claimed yet: somebody may have to give way for
-    them.
+    `decoding` counts running requests.
+
+    `free_pages` may be claimed, per tier: destinations of loads come from HBM and, where the
+    executor stages in host memory, from DRAM. `empty_pages` are those of them that hold nothing;
+    for a tier not named there, they are `free_pages` less the evictable pages of the map.
+    `owed_pages` of HBM are not in `free_pages`: the rest of running prompts will claim them but has
+    not yet, and pages may have to be evicted for them.
     """
 
     now: float
@@ -262,7 +262,7 @@ class Load:
 
 @message
 class Cancel:
-    """Take back loads of these pages where they were not begun; each comes back as landed or as
+    """Cancel loads of these pages where they were not begun. Each page comes back as landed or as
     PagesLost(CANCELLED).
     """
 
@@ -272,10 +272,10 @@ class Cancel:
 
 @message
 class Compute:
-    """What the request in the slot does now: first make the landed pages `splice` part of its
-    prefix (its front is `splice.start`), then prefill `tokens`. 0 waits in this step; None leaves
-    the size to the engine (nothing more to restore). Until then it is a multiple of the page size
-    and never reaches into a page that a transfer has taken.
+    """The request in the slot first makes the landed pages `splice` part of its prefix (its front
+    is `splice.start`), then prefills `tokens`. 0 waits in this step; None leaves the size to the
+    engine (nothing more to restore). Until then it is a multiple of the page size and never reaches
+    into a page that a transfer has taken.
     """
 
     rid: str
@@ -285,7 +285,7 @@ class Compute:
 
 @message
 class Move:
-    """Copy pages one or two tiers up (prefetch) or down (demotion), for `rid`'s sake where that is
+    """Copy pages one or two tiers up (prefetch) or down (demotion), for request `rid` where that is
     known.
     """
 
@@ -297,7 +297,7 @@ class Move:
 
 @message
 class Evict:
-    """Give up these pages' copies in a tier, in this order, as far as room is needed."""
+    """Evict these pages' copies from a tier, in this order, as far as room is needed."""
 
     keys: tuple[PageKey, ...]
     tier: Tier
@@ -305,9 +305,7 @@ class Evict:
 
 @message
 class StepPlan:
-    """Commands of one step, each tuple in the order to be carried out. An empty plan is always safe
-    to carry out.
-    """
+    """Commands of one step, each tuple in the order to carry out. An empty plan is always safe."""
 
     starts: tuple[RestoreStart, ...] = ()
     cancels: tuple[Cancel, ...] = ()
@@ -424,12 +422,12 @@ class Tally:
 
 
 class Planner(Protocol):
-    """Whoever decides: ours, or a baseline it is compared with. Never blocks, never raises on facts
-    about unknown ids.
+    """The interface of ours and of the baselines it is compared with. Never blocks, never raises on
+    facts about unknown ids.
     """
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened."""
+        """Takes note of a fact."""
 
     def step(self, view: StepView) -> StepPlan:
         """What to do now. Claims made here hold until a fact ends them."""

@@ -34,8 +34,8 @@ _A = TypeVar("_A")
 
 
 class Planner:
-    """Restoration (`restore_planner`) and what comes before it (`lookahead`), sharing what is
-    learned of the links.
+    """Restoration (`restore/`) and lookahead (`ahead/`), which share the learned bandwidths of
+    links.
 
     `profile` is what `profile()` gave at the end of an earlier run: plain data, or None. `rules`
     are those that `config.rules` names, unless they are given. Raises ConfigError when a class that
@@ -63,12 +63,10 @@ class Planner:
             RulesTuned: self._tune,
         }
         self._failed = False
-        """Something went wrong once: no more looking ahead, whose map may be anything."""
+        """An error occurred once: no more lookahead, since its map may be wrong."""
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened. Facts about requests it does not know, or no longer, change
-        nothing but estimates.
-        """
+        """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
         try:
             self._restore.observe(fact)
             if not self._failed:
@@ -81,8 +79,8 @@ class Planner:
         """Decides this step. Loads and moves in the plan are claimed at once, chunks when a
         ChunkStarted reports them.
 
-        When it raises, here or in `observe`, nobody is being restored any more, and whoever asked
-        ends what is under way: what nobody was told of is not counted as under way for ever.
+        When it raises, here or in `observe`, all restorations end, and the caller ends their loads.
+        Loads that the caller never saw do not count as in flight for ever.
         """
         try:
             return self._decide(view)
@@ -129,7 +127,7 @@ class Planner:
         return self._ahead.tally()
 
     def profile(self) -> dict[str, Any]:
-        """What was learned, to be given to the next run: plain data."""
+        """Learned costs and bandwidths for the next run, as plain data."""
         return self._restore.profile()
 
     @property

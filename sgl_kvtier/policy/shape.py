@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What a plan has to fit: sizes of the engine that do not change while it runs.
+    """Sizes of the engine that do not change while it runs.
 
-    `chunk_tokens` is the most one prefill step takes, `staged` says that loads from below DRAM need
-    a DRAM page each while they are in flight.
+    `chunk_tokens` is the most tokens of one prefill step. `staged` says that loads from below DRAM
+    need a DRAM page each while they are in flight.
     """
 
     page_tokens: int

@@ -1,9 +1,9 @@
-"""Idle sessions behind the queue: whoever waits now runs before a request that is still to come.
+"""Idle sessions behind the queue: requests that wait now run before requests still to come.
 
-A session that is expected back while others wait will run after them, however soon it comes. So its
-pages are taken to be needed no sooner than the queue is done, and give way to those of the queue.
-Among themselves such sessions keep their order, and are so close together that none is worth
-pushing out for another.
+A session that is expected back while requests wait will run after them, however soon it comes. So
+its pages count as needed no sooner than the queue is done, and are evicted before those of the
+queue. Among themselves such sessions keep their order, but lie so close together that no page of
+one is worth evicting for another.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 
 _SPARE: Final = 1.25
-"""Sessions are put off to so many times the queue, so that this is worked out anew only after the
-rest of it.
+"""Sessions are put off to this many times the queue's duration, so that the time is recomputed only
+after the rest of it.
 """
 _LOOSE: Final = 1.6
-"""Or when the queue has become so many times as short."""
+"""The time is also recomputed once it lies more than this many times the queue's duration ahead."""
 _APART: Final = 1e-6
-"""What is left of the time between two sessions that are put off."""
+"""The time between two sessions that are put off is shrunk to this share."""
 
 
 class Behind:
-    """When idle sessions will next use their pages, as the map is told. Seconds of the hands'
-    clock.
-    """
+    """The next use of idle sessions' pages, as the map is told. Seconds of the executor's clock."""
 
     def __init__(self, tier_map: TierMap) -> None:
         self._map = tier_map
         self._expected: dict[str, float] = {}
         self._put_off: dict[str, None] = {}
         self._until = -math.inf
-        """Sessions expected before are put off until then."""
+        """Sessions expected earlier are put off until this time."""
         self._order: list[tuple[float, str]] = []
-        """A heap of those not put off, with entries that hold no longer."""
+        """A heap of the sessions not put off; it also has outdated entries."""
 
     def expect(self, session: str, next_use: float) -> None:
-        """An idle session is expected to use its pages then, if it need not wait."""
+        """An idle session is expected to use its pages at `next_use`, if it need not wait for the
+        queue.
+        """
         self._expected[session] = next_use
         self._put_off.pop(session, None)
         self._map.expect(owner_of(session), next_use)
@@ -52,12 +52,14 @@ class Behind:
             heapq.heapify(self._order)
 
     def gone(self, session: str) -> None:
-        """It is not idle any more, or not expected any more."""
+        """The session is no longer idle, or no longer expected."""
         self._expected.pop(session, None)
         self._put_off.pop(session, None)
 
     def queue(self, now: float, queue_s: float) -> None:
-        """What runs and waits now is done in so many seconds; 0: nothing does."""
+        """The requests that run and wait now will be done in `queue_s` seconds; 0: there are
+        none.
+        """
         if now + queue_s > self._until or self._until - now > _LOOSE * queue_s:
             before, self._put_off = self._put_off, {}
             self._until = now + _SPARE * queue_s if queue_s > 0 else -math.inf

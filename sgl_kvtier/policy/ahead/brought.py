@@ -1,9 +1,9 @@
-"""Pages that were brought before their turn: for whose sake, whether they were used, and whose
+"""Prefetched pages: the owner they were prefetched for, whether they were used, and owners whose
 pages are not to be moved now.
 
-An owner whose moves fail is left alone for a while, ever longer; one whose pages had to leave a
-tier again before its turn is not brought there any more; and guesses are made as far as the ledger
-allows.
+After a failed move nothing is moved for its owner for a while, longer after each further failure.
+Where an owner's pages were evicted from a tier before its turn, no more are prefetched to that
+tier. Prefetches on a guess are limited by the ledger.
 """
 
 from __future__ import annotations
@@ -17,38 +17,40 @@ from sgl_kvtier.types import PageKey, Tier
 
 _PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 5.0
-"""After a failed move nothing is moved for its owner for so long, twice as long after each further
-one up to the longest.
+"""Nothing is moved for an owner for this many seconds after a failed move, doubled with each
+further failure up to the longest.
 """
 _LIKELY: Final = 0.5
-"""Nothing is brought for a session that is more likely to stay away."""
+"""Nothing is prefetched for a session that comes back with a smaller chance."""
 
 
 class Brought:
-    """One per Prefetcher, sharing its flights. `waste` is the share of guesses that may be wrong."""
+    """One per Prefetcher, sharing its flights. `waste` is the share of guesses that may be
+    wrong.
+    """
 
     def __init__(self, flights: Flights, waste: float) -> None:
         self._flights = flights
         self._ledger = Ledger(waste)
         self.unused: dict[Tier, dict[PageKey, str]] = {Tier.HBM: {}, Tier.DRAM: {}}
-        """Pages that have been brought to a tier, or are on their way there, and were not used yet;
-        for whose sake.
+        """Pages that were prefetched to a tier, or are being, and were not used yet, with their
+        owners.
         """
         self._gave_way: dict[str, dict[Tier, None]] = {}
-        """Owners of whose pages some were brought to a tier and left it before their turn."""
+        """Owners with prefetched pages that were evicted from a tier before the owner's turn."""
         self._pauses: dict[str, tuple[float, float]] = {}
-        """Owners whose moves have failed: nothing is moved for them until then, and how long that
-        was from the failure.
+        """Owners whose moves have failed: nothing is moved for them until the first time; the
+        second is the length of this pause, both in seconds.
         """
         self.wasted = 0
-        """Pages brought to HBM that left it without having been used."""
+        """Pages prefetched to HBM that left it unused."""
 
     def capacity(self, pages: int) -> None:
-        """HBM has so many pages."""
+        """Sets the number of pages that HBM has."""
         self._ledger.capacity(pages)
 
     def begun(self, keys: Sequence[PageKey], tier: Tier, owner: str, chance: float) -> None:
-        """Pages are on their way for somebody who comes with this chance."""
+        """Moves of these pages have begun, for an owner that comes with this chance."""
         self.unused[tier].update(dict.fromkeys(keys, owner))
         self._ledger.brought(keys, tier, chance)
         if tier is Tier.HBM:
@@ -88,8 +90,8 @@ class Brought:
                 self._failed(owner, now)
 
     def halfway(self, keys: Sequence[PageKey]) -> None:
-        """Pages on their way to HBM have come as far as DRAM, and the rest of the way is a move of
-        its own: nothing has failed.
+        """Pages on their way to HBM have reached DRAM, and the rest of the way is a move of its
+        own: nothing has failed.
         """
         for key in keys:
             owner = self.unused[Tier.HBM].pop(key, None)
@@ -108,14 +110,14 @@ class Brought:
                     self._ledger.used(key, tier)
 
     def forget(self, owner: str) -> None:
-        """An owner is gone."""
+        """Forgets an owner."""
         self._gave_way.pop(owner, None)
         self._pauses.pop(owner, None)
 
     def may_move(self, owner: str, chance: float, target: Tier, now: float) -> bool:
-        """Not right after a move for it has failed, nor again when what was brought to that tier
-        had to leave unused: there is no room for it before its turn. Nor on a guess, where too many
-        guesses were wrong.
+        """Whether pages may be moved for an owner. Not right after a failed move for it. Not to a
+        tier where its prefetched pages were evicted unused: there is no room before its turn. Not
+        on a guess, where too many guesses were wrong.
         """
         if self.paused(owner, now) or target in self._gave_way.get(owner, ()):
             return False
@@ -127,9 +129,7 @@ class Brought:
         return pause is not None and now < pause[0]
 
     def _failed(self, owner: str, now: float) -> None:
-        """A move for this owner came to nothing: the next is asked for later, ever later while they
-        go on failing.
-        """
+        """A move for this owner failed: the next one waits, longer after each further failure."""
         until, pause_s = self._pauses.get(owner, (now, 0.0))
         if until <= now:
             pause_s = min(max(2 * pause_s, _PAUSE_S), _LONGEST_PAUSE_S)

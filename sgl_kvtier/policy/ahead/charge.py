@@ -1,4 +1,4 @@
-"""What one planning step may spend: seconds of links and pages of tiers, drawn down move by move."""
+"""The budget of one planning step: seconds of links and pages of tiers, charged move by move."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TWO_HOPS: Final = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM)
 
 
 class LinkTime:
-    """When a link will be done with what it has been charged, in seconds from now. `factor` > 1
-    takes it for slower.
+    """The time at which a link will have done everything charged to it, in seconds from now. A
+    `factor` > 1 makes it slower.
     """
 
     def __init__(
@@ -32,14 +32,18 @@ class LinkTime:
         self.latency_s = max(0.0, bandwidth.seconds(source, page_bytes) * factor - self.page_s)
         self.end_s = 0.0
         self.closed = False
-        """Somebody waits for what comes over it: nothing more is to be asked of it in this step."""
+        """Pages that a request waits for come over this link: nothing more is charged to it in this
+        step.
+        """
 
     def seconds(self, pages: int) -> float:
-        """Eq. 2 on an idle link."""
+        """Seconds that Eq. 2 gives for pages on an idle link."""
         return self.latency_s + pages * self.page_s if pages else 0.0
 
     def fit(self, until_s: float) -> int:
-        """Pages that could come behind the others until then."""
+        """Number of pages that could come over it, behind those already charged, within `until_s`
+        seconds.
+        """
         if self.closed:
             return 0
         return (
@@ -49,17 +53,17 @@ class LinkTime:
         )
 
     def charge(self, pages: int) -> None:
-        """So many more pages will come over it."""
+        """Charges this many more pages to the link."""
         self.end_s += self.seconds(pages)
 
 
 class Room:
-    """Pages of a tier that may be claimed: the empty ones first, then those that give way, farthest
-    next use first.
+    """Pages of a tier that may be claimed: the empty ones first, then evictable ones, farthest next
+    use first.
 
-    `coming` pages are on their way there and may not have taken their places yet: they come first,
-    and somebody may have to leave for them still. Lazy: asks the map for as many classes of victims
-    as are needed. Nothing may be regrouped meanwhile.
+    `coming` pages are on their way there and may not have taken their places yet: they are served
+    first, and pages may still have to be evicted for them. It is lazy: the map is queried for as
+    many classes of victims as are needed. The map must not regroup its pages meanwhile.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Room:
         self._map = tier_map
         self._tier = tier
         self.left = max(0, free)
-        """Pages that may still be set aside."""
+        """Number of pages that may still be set aside."""
         self.empty = (
             max(0, free - tier_map.evictable(tier)) if empty is None else max(0, min(empty, free))
         )
@@ -82,8 +86,8 @@ class Room:
             self.claimed = self.take(coming, -math.inf)
 
     def take(self, pages: int, needed_at: float) -> int:
-        """Sets aside up to `pages`, displacing only what is needed later than `needed_at`; returns
-        how many.
+        """Sets aside up to `pages`, evicting only pages needed later than `needed_at`; returns how
+        many.
         """
         if not self.left:
             return 0
@@ -92,17 +96,17 @@ class Room:
         return granted
 
     def pass_over(self, pages: int) -> None:
-        """So many pages are somebody's already who has not claimed them yet: the first to give way
+        """Skips pages that other requests own but have not claimed yet: the first evictable ones
         are for them.
         """
         self._gather(pages, -math.inf)
 
     def claim(self, pages: int) -> None:
-        """So many of the pages set aside are filled in this step."""
+        """Counts pages of those set aside that are filled in this step."""
         self.claimed += pages
 
     def victims(self) -> tuple[PageKey, ...]:
-        """Who has to leave for what is filled in this step."""
+        """The pages to evict for those filled in this step."""
         missing = self.claimed - self.empty
         if missing <= 0:
             return ()
@@ -111,8 +115,8 @@ class Room:
         return self._map.victims_of(self._tier, self._drawn, missing)
 
     def _gather(self, pages: int, needed_at: float) -> int:
-        """Takes so many pages out of those at hand and those that give way; returns how many there
-        were.
+        """Takes up to `pages` out of those drawn and those that can be evicted; returns how many
+        there were.
         """
         while self._have < pages and (more := self._draw(needed_at)):
             self._have += more
@@ -121,7 +125,9 @@ class Room:
         return granted
 
     def _draw(self, needed_at: float = -math.inf) -> int:
-        """Takes in the next class, unless it is needed too soon; returns its pages."""
+        """Draws the next class of victims, unless it is needed too soon; returns its number of
+        pages.
+        """
         if self._next is None:
             self._next = next(self._classes, None)
         if self._next is None or self._next[1] <= needed_at:

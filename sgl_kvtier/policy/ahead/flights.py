@@ -1,5 +1,5 @@
-"""Pages being moved between tiers at our request, until the hands say that they have come or will
-not.
+"""Pages being moved between tiers by this planner, until the executor reports that they have come
+or will not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class _Move:
 
 
 class Flights:
-    """Each page is in flight to one tier at most. Seconds of the hands' clock; memory grows with
-    the pages in flight.
+    """Each page is in flight to one tier at most. Seconds of the executor's clock; memory grows
+    with the pages in flight.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class Flights:
         )
 
     def pages(self, link: Link) -> int:
-        """Pages that have yet to come over a link."""
+        """Number of pages that have yet to come over a link."""
         return self._pages.get(link, 0)
 
     def coming(self, tier: Tier) -> int:
-        """Pages on their way to a tier."""
+        """Number of pages on their way to a tier."""
         return self._coming[tier]
 
     def owners(self, keys: Sequence[PageKey], target: Tier) -> tuple[str, ...]:
-        """For whose sake those of these pages are moved that are on their way to a tier."""
+        """The owners of those of these pages that are on their way to a tier."""
         if self._of.keys().isdisjoint(keys):
             return ()
         moves = (self._of.get(key) for key in keys)
@@ -79,7 +79,7 @@ class Flights:
         late_at: float,
         owner: str = "",
     ) -> None:
-        """A move was handed out for an owner's sake; from `late_at` on it counts as failed."""
+        """A move begins, for an owner; from `late_at` on it counts as failed."""
         move = _Move(owner, target, links, dict.fromkeys(keys), late_at)
         self._coming[target] += len(keys)
         self._serial += 1
@@ -109,12 +109,14 @@ class Flights:
         return count
 
     def backlog_seconds(self, link: Link, seconds_per_page: float, now: float) -> float:
-        """Until a link has brought all of it, what has passed since its last arrival taken off."""
+        """Seconds until a link has brought all pages in flight, less the time since its last
+        arrival.
+        """
         pages = self._pages.get(link, 0)
         return max(0.0, pages * seconds_per_page - (now - self._since[link])) if pages else 0.0
 
     def late(self, now: float) -> list[tuple[tuple[PageKey, ...], Tier]]:
-        """Takes out the moves that are overdue, looking at the oldest ones first."""
+        """Removes and returns the moves that are overdue, looking at the oldest ones first."""
         overdue = []
         while self._moves:
             serial = next(iter(self._moves))

@@ -1,8 +1,9 @@
-"""Idle sessions: whose pages have to be thought of from when on, whose get a copy below, and whose
-are nobody's any more.
+"""Idle sessions: when prefetching their pages has to be considered, when the pages get a copy in a
+lower tier, and when they have no owner any more.
 
-When a session returns is `sessions.py`'s to say; here is what follows for its pages while it is
-idle. It owns its pages in the map from turn to turn, under the name `owners.owner_of` gives it.
+`sessions.py` predicts when a session returns; this module derives what that means for its pages
+while it is idle. A session owns its pages in the map from turn to turn, under the name
+`owners.owner_of` gives it.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 MOST_IDLE: Final = 10_000
-"""Idle sessions that are kept track of."""
+"""Most idle sessions that are tracked."""
 _SPARE_SOON: Final = 1000
 _MOST_LOST: Final = 100_000
-"""Pages of sessions given up whose names are kept for a hint: 100 bytes each at most, when nothing
-else names them.
+"""Most pages of abandoned sessions whose names are kept for a later hint: at most 100 bytes each,
+when nothing else names them.
 """
 
 
 class IdleSessions:
-    """Sessions between two turns, by name. Seconds of the hands' clock."""
+    """Sessions between two turns, by name. Seconds of the executor's clock."""
 
     def __init__(
         self,
@@ -53,10 +54,12 @@ class IdleSessions:
         self._behind = Behind(tier_map)
         self._expected: dict[str, Return] = {}
         self.due: dict[str, Return] = {}
-        """Those whose pages have to be thought of by now."""
+        """Sessions whose pages have to be considered for prefetching by now."""
         self._soon_at: dict[str, float] = {}
         self._soon: list[tuple[float, str]] = []
-        """A heap of when their pages have to be thought of, with entries that hold no longer."""
+        """A heap of the times at which their pages have to be considered; it also has outdated
+        entries.
+        """
         self._demote: dict[str, None] = {}
         self._lost: dict[str, tuple[PageKey, ...]] = {}
         self._lost_pages = 0
@@ -68,11 +71,11 @@ class IdleSessions:
         return session in self._expected
 
     def gave_up(self, session: str) -> bool:
-        """Whether its pages have become nobody's, but are remembered."""
+        """Whether its pages have no owner any more, but are remembered."""
         return session in self._lost
 
     def lost_with(self, key: PageKey) -> list[str]:
-        """Sessions given up that had this page. O(their pages)."""
+        """Abandoned sessions that had this page. O(their pages)."""
         return [session for session, keys in self._lost.items() if key in keys]
 
     def expect(self, expected: Return, now: float, iteration_s: float) -> None:
@@ -98,7 +101,7 @@ class IdleSessions:
                 self.due[session] = expected
         heapq.heappush(self._soon, (soon_at, session))
         if len(self._soon) > _SPARE_SOON + 4 * len(self._expected):
-            # What is sorted is a heap.
+            # A sorted list is a heap.
             self._soon = sorted(
                 dict.fromkeys(
                     (at, name) for at, name in self._soon if self._soon_at.get(name) == at
@@ -110,14 +113,14 @@ class IdleSessions:
             self._give_up(next(iter(self._expected)))
 
     def find(self, expected: Return, now: float, iteration_s: float) -> None:
-        """One that was given up is expected after all: its pages are its own again."""
+        """An abandoned session is expected after all: it owns its pages again."""
         self._map.claim(
             owner_of(expected.session), self._forget_lost(expected.session), expected.next_use
         )
         self.expect(expected, now, iteration_s)
 
     def back(self, session: str) -> None:
-        """It is not idle any more."""
+        """The session is no longer idle."""
         self._forget_lost(session)
         self._expected.pop(session, None)
         self._behind.gone(session)
@@ -127,7 +130,7 @@ class IdleSessions:
         self._demote.pop(session, None)
 
     def look(self, now: float, queue_s: float) -> None:
-        """Time has gone on, and what waits now is done in so many seconds."""
+        """Time has passed; the requests that wait now will be done in `queue_s` seconds."""
         while self._soon and self._soon[0][0] <= now:
             at, session = heapq.heappop(self._soon)
             if self._soon_at.get(session) == at:
@@ -137,8 +140,8 @@ class IdleSessions:
             self._behind.queue(now, queue_s)
 
     def demotions(self, view: StepView) -> tuple[Move, ...]:
-        """One session a step: what it left in HBM or DRAM alone gets a copy below, so that it can
-        leave at once later.
+        """For one session a step: copies of its pages that are in HBM or DRAM alone to a lower
+        tier, so that they can be evicted at once later.
         """
         if not self._demote or self._config.prefetch == "off":
             return ()
@@ -154,7 +157,9 @@ class IdleSessions:
         return tuple(move for move in moves if move is not None)
 
     def _give_up(self, session: str) -> None:
-        """It is not expected any more: its pages are nobody's, unless a hint says otherwise later."""
+        """Abandons a session that is no longer expected: its pages have no owner, unless a hint
+        comes later.
+        """
         self.back(session)
         keys = self._map.keys_of(owner_of(session), Span(0, len(self._map)))
         self._lost[session] = keys
@@ -165,7 +170,7 @@ class IdleSessions:
         self._prefetcher.forget(owner_of(session))
 
     def _forget_lost(self, session: str) -> tuple[PageKey, ...]:
-        """The pages of a session that was given up, which it is no longer."""
+        """Forgets an abandoned session and returns its pages."""
         keys = self._lost.pop(session, ())
         self._lost_pages -= len(keys)
         return keys

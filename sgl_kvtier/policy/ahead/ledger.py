@@ -1,13 +1,13 @@
-"""How much may be moved on a guess: pages brought for sessions are paid for by those that were
-used.
+"""How much may be prefetched on a guess: pages prefetched for sessions are paid for by those that
+were used.
 
-A session may stay away, or its pages may have to leave before it comes. A page that was used earns
-the share that may be wasted for it, one that left unused costs a whole page, and one that is still
-waiting is charged its chance of being wasted. While the balance is spent, nothing more is brought
-on a guess. Every page a request runs on earns a little, so that a server that was wrong for long
-tries again. So whatever happens, and with s the share,
+A session may stay away, or its pages may be evicted before it comes. A page that was used earns the
+share that may be wasted for it; a page that left unused costs a whole page; a page that still waits
+is charged its chance of being wasted. While the balance is spent, nothing more is prefetched on a
+guess. Every page a request runs on earns a little, so that a server with a long run of wrong
+guesses tries again. So in every case, with s the share:
 
-    wasted  <=  start + s / (1 - s) * used + tried * ran + what waited, uncharged for, when it was last asked
+wasted <= start + s / (1 - s) * used + tried * ran + pages waiting uncharged at the last `allows`
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Final
 from sgl_kvtier.types import PageKey, Tier
 
 _TRIED: Final = 0.01
-"""What a page earns on which a request ran."""
+"""Pages earned per page on which a request ran."""
 _START, _MOST = 0.05, 0.1
 """The balance at first and at most, as shares of HBM's pages."""
 
 
 class Ledger:
-    """Pages. `share` of all that was brought may be wasted. The balance begins, and is never more
-    than, a share of HBM.
+    """A balance in pages. `share` of all prefetched pages may be wasted. The balance begins with,
+    and is never more than, a share of HBM.
     """
 
     def __init__(self, share: float) -> None:
@@ -36,19 +36,19 @@ class Ledger:
         self._charged: dict[Tier, dict[PageKey, float]] = {Tier.HBM: {}, Tier.DRAM: {}}
 
     def capacity(self, pages: int) -> None:
-        """HBM has so many pages."""
+        """Sets the number of pages that HBM has."""
         if not self._most:
             self.balance = min(self.balance, 0.0) + _START * pages
         self._most = _MOST * pages
 
     def allows(self, chance: float) -> bool:
-        """Whether pages may be brought for somebody who comes with this chance; a share of 1 allows
-        everything.
+        """Whether pages may be prefetched for an owner that comes with this chance; a share of 1
+        allows everything.
         """
         return self.balance > 0 or chance >= 1 or self._earns == math.inf
 
     def brought(self, keys: Iterable[PageKey], tier: Tier, chance: float) -> None:
-        """Pages were asked for."""
+        """Pages were prefetched."""
         charge = 1 - chance
         if charge <= 0:
             return
@@ -76,13 +76,13 @@ class Ledger:
             self._earn(charge)
 
     def halfway(self, key: PageKey) -> None:
-        """A page on its way to HBM came as far as DRAM: what it was charged it is charged there."""
+        """A page on its way to HBM reached DRAM: its charge moves there."""
         charge = self._charged[Tier.HBM].pop(key, None)
         if charge is not None:
             self._charged[Tier.DRAM][key] = charge
 
     def ran(self, pages: int) -> None:
-        """A request runs on so many pages."""
+        """A request runs on this many pages."""
         self._earn(pages * _TRIED)
 
     def _earn(self, pages: float) -> None:

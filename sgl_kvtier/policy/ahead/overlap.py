@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """One test of Eq. 1: all that `owner` lacks takes `transfer_s` behind what is before it,
-    `window_s` are left.
+    """One test of Eq. 1: loading all pages that `owner` lacks takes `transfer_s` behind earlier
+    loads, and `window_s` are left.
     """
 
     owner: str
@@ -19,8 +19,8 @@ class Overlap:
 
 
 class Overlaps:
-    """Counts tests and outcomes. The first test of each turn is the one that is judged; memory is
-    bounded by open turns.
+    """Counts tests and outcomes. Only the first test of each turn is judged; memory is bounded by
+    open turns.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Overlaps:
             "failed_right": 0,
             "failed_wrong": 0,
         }
-        """held_right: predicted to be hidden, and all pages were there at the turn; failed_wrong:
-        predicted not to be, and were.
+        """held_right: predicted to be hidden, and all pages were there at the turn. failed_wrong:
+        predicted not to be hidden, but they were there.
         """
 
     def __contains__(self, owner: str) -> bool:
@@ -42,7 +42,7 @@ class Overlaps:
         return owner in self._open
 
     def tested(self, test: Overlap) -> bool:
-        """Takes note of a test; False if this turn was tested before."""
+        """Records a test; False if this turn was tested before."""
         if test.owner in self._open:
             return False
         self._open[test.owner] = test.held

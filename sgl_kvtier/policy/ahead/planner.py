@@ -1,15 +1,17 @@
-"""Who runs next, and what that means for pages: the half of a planner that looks ahead.
+"""The half of a planner that looks ahead: the order of the next runs, and what it means for pages.
 
-It keeps the TierMap from facts, turns waiting requests and expected sessions into turns, and says
-once per step which pages to move and which to give up first. A planner hands it every fact and adds
-what `step` returns to its plan:
+It keeps the TierMap from facts, derives turns from waiting requests and expected sessions, and
+decides once per step which pages to move and which to evict first. A planner passes it every fact
+and adds the result of `step` to its plan:
 
-    ahead = Lookahead(config, engine, bandwidth)       # the planner's own Bandwidth: it learns from TransferDone facts
+    # The planner's own Bandwidth, which learns from TransferDone facts.
+    ahead = Lookahead(config, engine, bandwidth)
     ahead.observe(fact)
-    evictions, moves = ahead.step(view, busy_s=links.backlogs(view.now), restoring=planner.restoring)
+    busy_s = links.backlogs(view.now)
+    evictions, moves = ahead.step(view, busy_s=busy_s, restoring=planner.restoring)
 
-What hands report: every page that comes into a tier or leaves it, as PagesPlaced and PagesDropped;
-a Move that fails is a PagesDropped in the target tier.
+The executor reports every page that comes into a tier or leaves it, as PagesPlaced and
+PagesDropped. A Move that fails is a PagesDropped in the target tier.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ _STEADY: Final = 0.1
 time left.
 """
 _ROUNDS: Final = 4
-"""Every so many steps victims are named for what prefill will claim until the next time, each turn
-reaches the map, and the queue is measured.
+"""Once in this many steps, victims are named for the pages that prefill will claim until the next
+time, each turn's time reaches the map, and the queue is measured.
 """
 
 
@@ -91,7 +93,7 @@ class Lookahead:
         self.prefetcher = Prefetcher(config, self.map, bandwidth, engine.page_bytes, rules)
         self.sessions = Sessions(config.session_idle_s, config.hint_limit_s, MOST_IDLE)
         self.last = Prefetch()
-        """What the last step decided, with its overlap tests: for logs and reports."""
+        """The last step's decision with its overlap tests, for logs and reports."""
         self._requests: dict[str, _Request] = {}
         self._active: dict[str, None] = {}
         self._idle = IdleSessions(config, engine, bandwidth, self.map, self.prefetcher, rules)
@@ -109,13 +111,13 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Whether it knows of a request or a session at all: without RequestArrived there is
-        nothing to look ahead to.
+        """Whether it knows of any request or session: without RequestArrived there is nothing to
+        look ahead to.
         """
         return bool(self._requests) or len(self._idle) > 0
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened."""
+        """Takes note of a fact."""
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
@@ -132,7 +134,7 @@ class Lookahead:
         if session in self._idle:
             self._idle.expect(expected, now, self._iteration())
         elif expected.at < math.inf and self._idle.gave_up(session):
-            # Nobody knew when it would return, so its pages had become nobody's.
+            # The time of its return was unknown, so its pages had no owner.
             self._idle.find(expected, now, self._iteration())
         return answer
 
@@ -154,8 +156,8 @@ class Lookahead:
         busy_s: Mapping[Link, float] | None = None,
         restoring: Collection[str] = (),
     ) -> tuple[tuple[Evict, ...], tuple[Move, ...]]:
-        """What to give up first, and what to move. `restoring` requests get their pages another
-        way.
+        """The pages to evict first, and the pages to move. `restoring` requests get their pages
+        another way.
         """
         for expected in self.sessions.changed(view.now):
             if expected.session in self._idle:
@@ -184,13 +186,13 @@ class Lookahead:
         )
         return self.last.evictions, self.last.moves + self._idle.demotions(view)
 
-    # --- facts --------------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def _arrived(self, fact: RequestArrived) -> None:
         owner = f"request {fact.rid}"
         session = fact.session if self._config.sessions else None
         if session is not None and session not in self._active:
-            # A session's pages stay its own from turn to turn: only the new ones are claimed.
+            # A session owns its pages from turn to turn: only the new ones are claimed.
             owner = owner_of(session)
             self.sessions.returned(session, fact.now)
             self._idle.back(session)
@@ -245,14 +247,14 @@ class Lookahead:
         self.map.dropped(fact.keys, fact.tier)
         self.prefetcher.dropped(fact.keys, fact.tier, fact.now)
 
-    # --- turns --------------------------------------------------------------------------------------------------------
+    # --- turns ------------------------------------------------------------------------------------
 
     def _iteration(self) -> float:
         return self._iteration_s or self._rules.load_horizon_s
 
     def _turns(self, view: StepView, restoring: Collection[str]) -> list[Turn]:
-        """The next runs in the order of their windows: waiting requests as they will run, sessions
-        as they should return.
+        """The next runs in the order of their windows: waiting requests when they will run,
+        sessions when they should return.
         """
         turns, queued_tokens, behind = self._waiting_turns(view, restoring)
         if not self._idle.due:
@@ -264,8 +266,7 @@ class Lookahead:
         queue_s = queued_tokens // (view.prefill_tokens or self._engine.chunk_tokens) * iteration_s
         due: list[Turn] = []
         for session, expected in self._idle.due.items():
-            # Whoever waits now runs before a request that is still to come, and has its room before
-            # it.
+            # Requests that wait now run before one that is still to come, and get their room first.
             window_s = max(iteration_s, queue_s, expected.early - view.now)
             due.append(
                 Turn(
@@ -281,8 +282,8 @@ class Lookahead:
         return turns + due
 
     def _queue_s(self, view: StepView, restoring: Collection[str]) -> float:
-        """Until what runs and what waits now has been computed, but for what is restored and could
-        be loaded as well.
+        """Seconds until the requests that run and wait now are computed, except restored ones whose
+        pages are loaded.
         """
         page = self._engine.page_tokens
         tokens = view.owed_pages * page
@@ -298,8 +299,8 @@ class Lookahead:
         return tokens / (view.prefill_tokens or self._engine.chunk_tokens) * self._iteration()
 
     def _restored(self, restoring: Collection[str]) -> list[tuple[Missing, int]]:
-        """What requests that are being restored lack, and their prompts' tokens. Their loads have
-        their pages already.
+        """(what it lacks, its prompt's tokens) of each request that is being restored. Their loads
+        have set aside their pages.
         """
         found = [self._requests[rid] for rid in restoring if rid in self._requests]
         return [
@@ -311,9 +312,9 @@ class Lookahead:
     def _waiting_turns(
         self, view: StepView, restoring: Collection[str]
     ) -> tuple[list[Turn], int, int]:
-        """Turns of the first waiting requests that lack pages. Whoever lacks none only takes its
-        time, and its room. Where sessions are due: also the tokens all of the queue has to compute,
-        and the HBM pages those behind the last turn will claim.
+        """Turns of the first waiting requests that lack pages. A request that lacks none only takes
+        its time and its room. Where sessions are due: also the tokens that the whole queue has to
+        compute, and the HBM pages that requests behind the last turn will claim.
         """
         wanting, known = self.prefetcher.refresh(), self.prefetcher.known
         turns: list[Turn] = []
@@ -323,8 +324,7 @@ class Lookahead:
         if not wanting:
             return turns, 0, 0
         requests, due = self._requests, bool(self._idle.due)
-        # Not more of them lack pages than are wanting; others of these are restored, run, or are
-        # sessions.
+        # At most these lack pages; some of them are restored, run, or are sessions.
         most = min(SCOPE, len(wanting))
         for rid in view.waiting:
             if len(turns) >= most and not due:

@@ -1,23 +1,28 @@
-"""Lookahead: pages of requests that wait are moved up before their turn (TierKV section 3,
-Algorithm 1).
+"""Lookahead: pages of waiting requests are moved up before their turn (TierKV section 3, Algorithm
+1).
 
 Eq. 1: a transfer is hidden if it takes no longer than the iterations until the request's turn, plus
 the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidth. Two rules:
 
-    tierkv   the paper's: requests of the next K iterations, each page tested by itself against the whole window
-    kvtier   pages share the links: requests in order of their turns, each page charged behind those before it and behind
-             what the links have to do already; K from measured speeds; a bounded share of HBM; and no page takes the
-             place of one that is needed sooner, or of one that an earlier request will need; pages of a session that is
-             only expected take no place of one that is needed before twice as long
+    tierkv   the paper's: requests of the next K iterations; each page is tested by itself against
+             the whole window
+    kvtier   pages share the links: requests in order of their turns, each page charged behind
+             earlier pages and behind the work the links have already; K from measured speeds; a
+             bounded share of HBM. No page takes the place of one needed sooner, or of one that an
+             earlier request will need. Pages of a session that is only expected evict no page that
+             is needed before twice as long
 
-    map, bandwidth = TierMap(1_000_000, NextUse(), NextUse()), Bandwidth({Link.DRAM_TO_HBM: 2e10, Link.SSD_TO_DRAM: 3e9})
+    map = TierMap(1_000_000, NextUse(), NextUse())
+    bandwidth = Bandwidth({Link.DRAM_TO_HBM: 2e10, Link.SSD_TO_DRAM: 3e9})
     prefetcher = Prefetcher(PolicyConfig(), map, bandwidth, page_bytes=1 << 20)
     map.placed(keys, Tier.DRAM, now=0.0)
     map.claim("request 7", keys, next_use=0.2)
-    plan = prefetcher.plan(0.0, [Turn("request 7", "7", steps=1, window_s=0.2)], {Tier.HBM: 512}, iteration_s=0.2)
+    turns = [Turn("request 7", "7", steps=1, window_s=0.2)]
+    plan = prefetcher.plan(0.0, turns, {Tier.HBM: 512}, iteration_s=0.2)
     plan.moves         # (Move(keys, DRAM, HBM, "7"),)
 
-For the cost of a step, fill a map with 256 claims of 256 pages each and time `plan` with 256 turns.
+To measure the cost of a step, fill a map with 256 claims of 256 pages each and time `plan` with 256
+turns.
 """
 
 from __future__ import annotations
@@ -42,19 +47,19 @@ from sgl_kvtier.policy.rules import Rules, ToCome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 SCOPE: Final = 32
-"""Turns that lack pages, looked at in one step. What lies further back comes nearer before it
-matters.
+"""Most turns with missing pages that one step considers. Later ones come nearer before they
+matter.
 """
 _COVER: Final = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL: Final = 0.5
-"""Links with more than this share of their horizon to do are left alone, so that most steps have
+"""Links with more than this share of their horizon to do get nothing new, so that most steps have
 nothing to plan.
 """
 _SPREAD: Final = 2.0
-"""Pages of a session that is expected back take the place only of what is not used before so many
-times its predicted wait: with less between them, either may come first, and they would push out
-each other's pages.
+"""Pages of an expected session evict only pages that are not used before this many times its
+predicted wait. With less between them, either may come first, and they would evict each other's
+pages.
 """
 _LATE: Final = 4.0
 """A move that takes this many times its predicted time, and load_deadline_s more, has failed."""
@@ -62,8 +67,8 @@ _LATE: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """What to move, in order, and what gives way. `lookahead` is K as used, `tests` are the overlap
-    tests made anew.
+    """The moves, in order, and the evictions. `lookahead` is the K used, `tests` are the overlap
+    tests made in this step.
     """
 
     moves: tuple[Move, ...] = ()
@@ -76,11 +81,11 @@ _NOTHING: Final = Prefetch()
 
 
 class Prefetcher:
-    """Moves pages up for the turns it is shown, and sees to it that no page is moved twice.
+    """Moves pages up for the given turns, and moves no page twice.
 
-    Reads the map and marks there what it moves; hands report arrivals to `placed`, and what left or
-    did not come to `dropped`, beside telling the map. A step costs what has changed since the last
-    one. One thread, no clock.
+    Reads the map and marks there the pages it moves. The executor reports arrivals to `placed`, and
+    pages that left or did not come to `dropped`, besides telling the map. The cost of a step grows
+    with what has changed since the last one. One thread, no clock.
     """
 
     def __init__(
@@ -98,18 +103,18 @@ class Prefetcher:
         self._page_bytes = page_bytes
         self._flights = Flights()
         self.known: dict[str, Missing] = {}
-        """What owners lack, as of the last `refresh`; not everybody is in it."""
+        """The pages owners lack, as of the last `refresh`; not every owner is in it."""
         self._wanting: dict[str, None] = {}
         self._watched: dict[str, None] = {}
         self._rest_until = -math.inf
         self.brought = Brought(self._flights, config.prefetch_waste)
         self.overlaps = Overlaps()
         self.moved: dict[Tier, int] = {Tier.HBM: 0, Tier.DRAM: 0}
-        """Pages handed out so far, by target."""
+        """Pages moved so far, by target."""
         self.late = 0
-        """Pages whose move was given up."""
+        """Pages whose move took too long."""
 
-    # --- facts ------------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages are in a tier from now on."""
@@ -141,24 +146,24 @@ class Prefetcher:
         self.brought.used(owner, keys)
 
     def watch(self, owner: str) -> None:
-        """An owner's turn is to come: keep track of whether it lacks anything."""
+        """An owner's turn is to come: track whether it lacks pages."""
         self._watched[owner] = None
         self._wanting[owner] = None
 
     def unwatch(self, owner: str) -> None:
-        """Its turn has come, or will not."""
+        """The owner's turn has come, or will not."""
         self._watched.pop(owner, None)
         self._wanting.pop(owner, None)
 
     def forget(self, owner: str) -> None:
-        """An owner is gone."""
+        """Forgets an owner."""
         self.unwatch(owner)
         self.known.pop(owner, None)
         self.brought.forget(owner)
         self.overlaps.forget(owner)
 
     def refresh(self) -> Mapping[str, None]:
-        """Watched owners that may lack pages, after taking note of what has changed in the map."""
+        """Watched owners that may lack pages, after reading the map's changes."""
         if self._map.has_changed:
             for changed in self._map.take_changed():
                 self.known.pop(changed, None)
@@ -168,7 +173,9 @@ class Prefetcher:
         return self._wanting
 
     def missing(self, owner: str) -> Missing:
-        """What an owner lacks in HBM, looked up again only when something has changed for it."""
+        """The pages an owner lacks in HBM, looked up again only when something has changed for
+        it.
+        """
         if self._map.has_changed:
             self.refresh()
         known = self.known.get(owner)
@@ -180,10 +187,10 @@ class Prefetcher:
 
     @property
     def in_flight(self) -> int:
-        """Pages being moved."""
+        """Number of pages being moved."""
         return len(self._flights)
 
-    # --- decisions --------------------------------------------------------------------------------------------------
+    # --- decisions --------------------------------------------------------------------------------
 
     def plan(
         self,
@@ -197,11 +204,13 @@ class Prefetcher:
         empty: Mapping[Tier, int] | None = None,
         owed_pages: int = 0,
     ) -> Prefetch:
-        """What to move now. `turns` in the order of their windows; `free` pages may be claimed per
-        tier, those that would have to give way included; `busy_s` is what others have queued on
-        each link; `step_pages` of HBM are claimed in this step anyway, `ahead_pages` more until
-        victims are named for them again; `empty` pages hold nothing, where the hands know that;
-        `owed_pages` of HBM beside the free ones will be claimed by prompts that run.
+        """The moves for now.
+
+        `turns` are in the order of their windows. `free` pages per tier may be claimed, including
+        those that are evictable. `busy_s` are seconds of other work queued on each link.
+        `step_pages` of HBM are claimed in this step anyway, and `ahead_pages` more until victims
+        are named for them again. `empty` pages hold nothing, where the executor knows that.
+        `owed_pages` of HBM, besides the free ones, will be claimed by prompts that run.
         """
         for keys, tier in self._flights.late(now):
             self.late += len(keys)
@@ -238,8 +247,8 @@ class Prefetcher:
         ahead_pages: int,
         empty: Mapping[Tier, int],
     ) -> Prefetch:
-        """Nobody is looked ahead to: only room for what prefill will claim, and for what is on its
-        way already.
+        """Nothing is prefetched: makes room only for the pages that prefill will claim and those in
+        flight already.
         """
         if not ahead_pages and not len(self._flights):
             hbm = Room(self._map, Tier.HBM, free.get(Tier.HBM, 0), empty.get(Tier.HBM))
@@ -255,9 +264,8 @@ class Prefetcher:
     def idle(
         self, now: float, iteration_s: float, busy_s: Mapping[Link, float] | None = None
     ) -> bool:
-        """Whether `plan` would find nothing to move, as far as can be said without looking at
-        turns: all links have enough to do, or nothing has changed for anybody since nothing was
-        due.
+        """Whether `plan` would find nothing to move, as far as can be said without the turns: all
+        links have enough to do, or nothing was due and nothing has changed since.
         """
         if not self.refresh() or now < self._rest_until:
             return True
@@ -273,8 +281,8 @@ class Prefetcher:
         return max(self._rules.load_horizon_s, _COVER * iteration_s)
 
     def demote(self, owner: str, source: Tier, target: Tier, most: int, now: float) -> Move | None:
-        """Copies to a lower tier, of an owner's pages that have none at or below it; at most so
-        many.
+        """Copies up to `most` of an owner's pages from `source` to a lower tier, those with no copy
+        at or below it.
         """
         link = Link.HBM_TO_DRAM if source is Tier.HBM else Link.DRAM_TO_SSD
         keys = self._flights.others(self._map.without_copy(owner, source, target))[:most]
@@ -295,7 +303,7 @@ class Prefetcher:
             time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(
                 link, time.page_s, now
             )
-        # Restorations read the same device, their pages going on to HBM without a stop. Somebody
+        # Restorations read the same device, and their pages go on to HBM without a stop. A request
         # waits for those.
         restoring_s = busy_s.get(Link.SSD_TO_HBM, 0.0)
         links[Link.SSD_TO_DRAM].end_s += restoring_s
@@ -362,7 +370,7 @@ class Prefetcher:
                 self._judge(step, turn, missing)
                 if self.brought.may_move(turn.owner, turn.chance, Tier.HBM, step.now):
                     budget -= self._promote(step, turn, missing, budget, horizon_s)
-            # What it will claim when it runs is not for those behind it.
+            # Pages that it will claim when it runs are not for the turns behind it.
             lacking = missing.lacking - (hbm.claimed - claimed)
             hbm.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
         ssd = step.links[Link.SSD_TO_DRAM]
@@ -388,9 +396,9 @@ class Prefetcher:
             )
 
     def _needed_at(self, step: Step, turn: Turn) -> float:
-        """Whose next use is not later than this does not give way to pages of this turn: by the
-        map's clock as well, which orders all others, so that of two turns at most one can push out
-        the other's pages.
+        """The time up to which a page must be needed to be protected from this turn: pages needed
+        later may be evicted for it. The map's next-use time of the turn counts too, so of two turns
+        at most one can evict the other's pages.
         """
         number = self._map.owners.number(turn.owner)
         at = step.now + turn.window_s
@@ -399,7 +407,7 @@ class Prefetcher:
         return at if turn.rid is not None else step.now + _SPREAD * (at - step.now)
 
     def _judge_others(self, step: Step, turns: Sequence[Turn]) -> None:
-        """The same test for turns for which nothing can be brought in this step."""
+        """The same test for turns for which nothing can be prefetched in this step."""
         for turn in turns:
             if turn.owner not in self.overlaps:
                 missing = self.missing(turn.owner)
@@ -407,7 +415,7 @@ class Prefetcher:
                     self._judge(step, turn, missing)
 
     def _judge(self, step: Step, turn: Turn, missing: Missing) -> None:
-        """Eq. 1 for all that is missing, behind what is charged already."""
+        """Eq. 1 for all pages that are missing, behind the charged ones."""
         if turn.owner in self.overlaps:
             return
         ssd, pcie = (step.links[link] for link in TWO_HOPS)
@@ -420,8 +428,8 @@ class Prefetcher:
     def _promote(
         self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
     ) -> int:
-        """Brings to HBM what will be there in time, from the front on: a prefix is of use up to its
-        first gap.
+        """Prefetches to HBM the pages that will be there in time, from the front on: a prefix is
+        useful up to its first gap. Returns their number.
         """
         ssd, pcie = step.links[Link.SSD_TO_DRAM], step.links[Link.DRAM_TO_HBM]
         if (
@@ -458,7 +466,9 @@ class Prefetcher:
         return brought
 
     def _stage(self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
-        """Brings to DRAM what lies below; where that is not due yet, only into empty pages."""
+        """Prefetches to DRAM the pages that lie below; a turn that is not due yet gets only empty
+        pages.
+        """
         ssd = step.links[Link.SSD_TO_DRAM]
         needed_at = self._needed_at(step, turn) if due else math.inf
         until_s = min(turn.window_s + self._rules.scheduling_slack_s, horizon_s + ssd.page_s)

@@ -1,5 +1,5 @@
-"""How far one planning step of the prefetcher looks: for how many turns pages are brought, and when
-nothing more can be.
+"""How far one planning step of the prefetcher looks: for how many turns pages are prefetched, and
+when no more can be.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Tier
 
 _EARLY: Final = 0.5
-"""With K from measured speeds a turn is expected to come after this share of the predicted time."""
+"""With K from measured speeds, a turn is expected to come after this share of the predicted
+time.
+"""
 SOON: Final = 2.0
-"""With K from measured speeds, transfers begin when they would have to within so many iterations.
+"""With K from measured speeds, transfers begin when they would have to within this many
+iterations.
 """
 
 
 class Step:
-    """One planning step under way."""
+    """The state of one planning step."""
 
     def __init__(
         self, now: float, iteration_s: float, links: dict[Link, LinkTime], rooms: dict[Tier, Room]
@@ -38,9 +41,9 @@ class Step:
         self.lookahead = 0
 
     def spent(self, budget: int, horizon_s: float, from_dram: bool) -> bool:
-        """Whether nothing more can be brought to HBM, for no turn: there is no room, or links have
-        enough to do until the horizon. `from_dram`: some turn has pages that the second link alone
-        would bring.
+        """Whether no more pages can be prefetched to HBM, for any turn: there is no room, or links
+        have enough to do until the horizon. `from_dram`: some turn has pages that only the second
+        link has to bring.
         """
         ssd, pcie = self.links[Link.SSD_TO_DRAM], self.links[Link.DRAM_TO_HBM]
         if budget <= 0 or not self.rooms[Tier.HBM].left or not pcie.fit(horizon_s + pcie.page_s):
@@ -51,7 +54,8 @@ class Step:
 def reach(
     rules: Rules, step: Step, turns: Sequence[Turn], known: Sequence[Missing]
 ) -> tuple[int, int]:
-    """How many turns ahead pages are brought to HBM, and to DRAM. `known`: what each turn lacks.
+    """For how many turns pages are prefetched to HBM, and to DRAM. `known`: the pages each turn
+    lacks.
 
     With K given: turns within K iterations. From measured speeds: up to the last turn whose
     transfers, with all before them, have to begin before the next step but one (the latest start of
@@ -85,7 +89,7 @@ def reach(
 
 
 def in_dram(known: Sequence[Missing]) -> int:
-    """How many of the turns that lack this have pages in DRAM, or come before one that has."""
+    """Number of turns up to the last one that has missing pages in DRAM."""
     for place in range(len(known) - 1, -1, -1):
         for _, tier in known[place].runs:
             if tier is Tier.DRAM:

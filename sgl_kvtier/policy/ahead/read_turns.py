@@ -1,9 +1,9 @@
-"""Whose stored pages are read ahead of their turn: requests in the order they run, as far as memory
-holds what they need.
+"""The requests whose stored pages are read ahead of their turn: in the order they run, as many as
+memory holds.
 
 SGLang reads a waiting request's pages from storage into host memory once, when it arrives, however
-many wait before it. What does not fit pushes out what was read for others, is read for nothing, and
-is then computed. TierKV (Algorithm 1) looks as far ahead as there is room for; so do we.
+many wait before it. Pages that do not fit evict those read for other requests, are read in vain,
+and are then computed. TierKV (Algorithm 1) looks as far ahead as there is room for; so do we.
 """
 
 from __future__ import annotations

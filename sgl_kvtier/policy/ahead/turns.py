@@ -1,4 +1,6 @@
-"""Runs to come: who, after how many iterations, and how much time that leaves for moving pages."""
+"""Runs to come: their owner, the iterations before them, and the time that leaves for moving
+pages.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from typing import NamedTuple
 
 class Turn(NamedTuple):
     """A run to come of an owner in the map. `steps` iterations run before it (0: it runs in this
-    step) and take `window_s` in all. `rid` is the request it is for, None for a session that is
-    only expected. `before` counts HBM pages that runs between the previous turn and this one will
-    claim, where those were left out because they lack nothing. `chance`: how likely it is to come
-    at all.
+    step) and take `window_s` seconds in all. `rid` is the request it is for, None for a session
+    that is only expected. `before` counts HBM pages claimed by runs between the previous turn and
+    this one, which were left out because they lack nothing. `chance` is the probability that it
+    comes at all.
     """
 
     owner: str
@@ -31,7 +33,7 @@ def turns_of(
 ) -> list[Turn]:
     """When each (owner, rid, tokens to compute) of a queue in run order will run: in the iteration
     that reaches its tokens if each takes `step_tokens`. `ahead_tokens` run before them all, and
-    `rest_s` is left of the iteration under way.
+    `rest_s` seconds are left of the present iteration.
     """
     turns = []
     step_tokens = max(1, step_tokens)

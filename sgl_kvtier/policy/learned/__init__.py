@@ -1,1 +1,1 @@
-"""What was measured: the cost of prefill and the bandwidth of links."""
+"""Measured values: the cost of prefill and the bandwidth of links."""

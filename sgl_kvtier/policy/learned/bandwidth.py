@@ -1,4 +1,4 @@
-"""How fast each link is, learned from the transfers that ended."""
+"""The bandwidth of each link, learned from the transfers that ended."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ count.
 """
 _UNKNOWN: Final = 1e9
 _NEWS: Final = 4
-"""So many transfers in a row that are all faster, or all slower, than known mean that the link has
-changed.
+"""This many transfers in a row that are all faster, or all slower, than the estimate mean that the
+link has changed.
 """
 _CHANGED: Final = 1.25
-"""By this factor at least."""
+"""A transfer differs from the estimate when it does so by at least this factor."""
 
 
 @dataclass(slots=True)
@@ -25,12 +25,13 @@ class _Seen:
     nbytes: float
     seconds: float
     news: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of the last transfers, all of them off the estimate in the same direction.
+    """Bytes and seconds of the last transfers, all of them off the estimate in the same
+    direction.
     """
 
     def changed(self, nbytes: int, seconds: float) -> bool:
-        """Whether, with this transfer, the link is another one than it was. Small ones pay more for
-        their latency and say nothing.
+        """Whether this transfer shows that the link has changed. Small ones are dominated by
+        latency and are ignored.
         """
         if nbytes < self.nbytes * (1 - _KEEP) / 2:
             self.news.clear()
@@ -47,11 +48,12 @@ class _Seen:
 
 
 class Bandwidth:
-    """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers do
-    not weigh as long ones; after several in a row that say otherwise, those alone.
+    """Bytes per second of each link: decayed bytes over decayed seconds, so that short transfers
+    weigh less than long ones. After several transfers in a row that contradict the estimate, only
+    those count.
 
     `initial` are first guesses in bytes per second; `latency_s` is added to every transfer. Seconds
-    are of the hands' clock.
+    are of the executor's clock.
     """
 
     def __init__(
@@ -68,16 +70,15 @@ class Bandwidth:
             return
         seen = self._seen.get(link)
         if seen is None:
-            # The first guess is worth one transfer like this one: a single outlier does not replace
-            # it.
+            # The first guess weighs as much as this transfer: a single outlier does not replace it.
             self._seen[link] = seen = (
                 _Seen(float(nbytes), nbytes / self._initial[link])
                 if link in self._initial
                 else _Seen(0.0, 0.0)
             )
         if seen.seconds and seen.changed(nbytes, seconds):
-            # Many more transfers would go by before the old ones had lost their weight: those of a
-            # slow link weigh most.
+            # Otherwise many more transfers would have to pass before the old ones lost their
+            # weight: those of a slow link weigh most.
             seen.nbytes, seen.seconds = (float(sum(each)) for each in zip(*seen.news, strict=True))
             seen.news.clear()
         else:
@@ -86,15 +87,17 @@ class Bandwidth:
         self._rates[link] = seen.nbytes / seen.seconds
 
     def bytes_per_second(self, link: Link) -> float:
-        """The present estimate; the first guess while nothing was seen, 1 GB/s where there is none."""
+        """The present estimate; the first guess until a transfer ended, 1 GB/s where there is
+        none.
+        """
         return self._rates.get(link, _UNKNOWN)
 
     def latency_s(self, link: Link) -> float:
-        """What every transfer takes beside its bytes."""
+        """Seconds that every transfer takes besides its bytes."""
         return self._latency_s.get(link, 0.0)
 
     def seconds(self, link: Link, nbytes: float) -> float:
-        """How long a transfer takes on an idle link (TierKV Eq. 2)."""
+        """Seconds that a transfer takes on an idle link (TierKV Eq. 2)."""
         return (
             self._latency_s.get(link, 0.0) + nbytes / self._rates.get(link, _UNKNOWN)
             if nbytes > 0

@@ -1,12 +1,12 @@
-"""What a prefill chunk costs, by its position and size, learned from the chunks that ran.
+"""The cost of a prefill chunk by its position and size, learned from the chunks that ran.
 
 A chunk of n tokens that starts behind s others takes
 
     fixed + a n + b n (s + n / 2)        seconds,
 
-since every token attends to all before it (Cake Fig. 4: cost grows linearly with the chunk's index;
-CacheFlow Fig. 1c: a short chunk costs little less than a longer one). The sum over any chunks of
-one range depends only on their number.
+since every token attends to all before it. Cake Fig. 4: the cost grows linearly with the chunk's
+index. CacheFlow Fig. 1c: a short chunk costs little less than a longer one. The sum over the chunks
+of one range depends only on their number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 _KEEP: Final = 0.985
 """Weight an earlier chunk keeps per later one: about the last 70 chunks count."""
 _GUESS_WEIGHT: Final = 0.01
-"""A first guess weighs as much as this share of a measured chunk at each of its points."""
+"""A first guess weighs as much as this share of a measured chunk, at each of its points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +32,30 @@ class PrefillCost:
     per_token_position_s: float = 0.0
 
     def chunk_seconds(self, start: int, tokens: float) -> float:
-        """One forward pass over tokens [start, start + tokens)."""
+        """Seconds of one forward pass over tokens [start, start + tokens)."""
         return self.fixed_s + self.work_seconds(start, tokens)
 
     def work_seconds(self, start: float, tokens: float) -> float:
-        """The same without the part every chunk pays."""
+        """The same without the fixed part of every chunk."""
         return tokens * (self.per_token_s + self.per_token_position_s * (start + tokens / 2))
 
     def range_seconds(self, start: int, tokens: float, chunk_tokens: int) -> float:
-        """All chunks of [start, start + tokens), each of at most `chunk_tokens`."""
+        """Seconds of all chunks of [start, start + tokens), each of at most `chunk_tokens`."""
         if tokens <= 0:
             return 0.0
         return math.ceil(tokens / chunk_tokens) * self.fixed_s + self.work_seconds(start, tokens)
 
 
 GUESS: Final = PrefillCost(0.01, 1 / 4000)
-"""Where nothing is known yet: it only has to be sane until a few chunks have run."""
+"""Used where nothing is known yet: it only has to be sane until a few chunks have run."""
 
 
 class CostModel:
     """PrefillCost fitted online by weighted least squares with forgetting; never negative. Pure
     arithmetic, no clock.
 
-    `initial` is what a profile says. It counts as a few faint measurements, so that it holds until
-    chunks have been measured at several sizes and positions and gives way as soon as they have.
+    `initial` comes from a profile. It counts as a few weak measurements: it holds until chunks have
+    been measured at several sizes and positions, and is then outweighed.
     """
 
     def __init__(self, initial: PrefillCost = GUESS) -> None:
@@ -75,11 +75,11 @@ class CostModel:
 
     @property
     def seen(self) -> int:
-        """Chunks measured."""
+        """Number of chunks measured."""
         return self._seen
 
     def saw(self, start: int, tokens: int, seconds: float) -> None:
-        """A chunk of one request ran alone."""
+        """A chunk of one request ran alone and took `seconds`."""
         if tokens <= 0 or seconds <= 0:
             return
         self._seen += 1
@@ -134,8 +134,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
 def _solve_subset(
     matrix: list[list[float]], right: list[float], used: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Gaussian elimination on the chosen terms, scaled by their diagonal; None when they cannot be
-    told apart.
+    """Gaussian elimination on the chosen terms, scaled by their diagonal; None when they are not
+    independent.
     """
     scale = [math.sqrt(matrix[i][i]) for i in used]
     if min(scale) <= 0:

@@ -1,4 +1,4 @@
-"""What is under way on each link, and when it should be over."""
+"""The transfers in flight on each link, and when they should be over."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sgl_kvtier.types import Link, Span
 
 
 class LinkQueues:
-    """Transfers asked for and not ended, per link, in the order they were asked for. Seconds of the
-    hands' clock.
+    """Transfers begun and not ended, per link, in the order they were begun. Seconds of the
+    executor's clock.
     """
 
     def __init__(self, bandwidth: Bandwidth, page_bytes: int) -> None:
@@ -23,7 +23,9 @@ class LinkQueues:
         self._since: dict[Link, float] = {}
 
     def asked(self, link: Link, rid: str, spans: Sequence[Span], now: float) -> list[float]:
-        """Transfers were handed out, in this order; returns the link's backlog with each."""
+        """Transfers begin, in this order; returns the link's backlog in seconds with each of
+        them.
+        """
         queue = self._queued.setdefault(link, [])
         if not queue:
             self._since[link] = now
@@ -47,8 +49,8 @@ class LinkQueues:
         return backlogs_s
 
     def wanted(self, link: Link, now: float, horizon_s: float, group: int, probes: int) -> int:
-        """How many pages to ask for, in transfers of `group` pages, until the link has `horizon_s`
-        to do. One that was never measured gets up to `probes` transfers to be measured by.
+        """Number of pages to load, in transfers of `group` pages, until the link has `horizon_s`
+        seconds of work. A link that was never measured gets up to `probes` transfers to measure it.
         """
         if not self._bandwidth.known(link):
             return max(0, probes - self.transfers(link)) * group
@@ -61,16 +63,15 @@ class LinkQueues:
         )
 
     def ended(self, link: Link, rid: str, span: Span, now: float) -> int:
-        """A transfer of this request's pages ended, well or not, in whole or in part; returns how
-        many pages it freed.
+        """A transfer of this request's pages ended, well or not, in whole or in part; returns the
+        number of pages it freed.
         """
         queue = self._queued.get(link)
         if not queue:
             return 0
         pages, place = 0, 0
-        while place < len(queue) and pages < len(
-            span
-        ):  # transfers end in about the order they were asked for
+        # Transfers end in about the order they were begun.
+        while place < len(queue) and pages < len(span):
             other, start, stop = queue[place]
             low, high = max(start, span.start), min(stop, span.stop)
             if other != rid or low >= high:
@@ -86,8 +87,8 @@ class LinkQueues:
         return pages
 
     def backlog_seconds(self, link: Link, now: float) -> float:
-        """Until all of it has landed. A head that is late is expected to take as long again as it
-        has taken.
+        """Seconds until all transfers have landed. A first one that is late is expected to take as
+        long again as it has taken.
         """
         queue = self._queued.get(link)
         if not queue:
@@ -111,14 +112,14 @@ class LinkQueues:
         return whole_s - elapsed_s if elapsed_s < whole_s else elapsed_s
 
     def backlogs(self, now: float) -> dict[Link, float]:
-        """The same of every link with something under way."""
+        """The backlog in seconds of every link with transfers in flight."""
         return {
             link: self.backlog_seconds(link, now) for link, queue in self._queued.items() if queue
         }
 
     def whole_below(self, rid: str, start: int, stop: int) -> int:
-        """Where the last of this request's transfers ends that lie within pages [start, stop);
-        `start` where none does.
+        """The end of the last of this request's transfers within pages [start, stop); `start` where
+        there is none.
         """
         within = [
             last
@@ -129,9 +130,9 @@ class LinkQueues:
         return max(within, default=start)
 
     def clear(self) -> None:
-        """Nothing is under way any more, as far as anybody here knows."""
+        """Forgets all transfers: none is in flight any more, as far as is known here."""
         self._queued.clear()
 
     def transfers(self, link: Link) -> int:
-        """Transfers under way on a link."""
+        """Number of transfers in flight on a link."""
         return len(self._queued.get(link, ()))

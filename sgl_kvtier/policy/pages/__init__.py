@@ -1,1 +1,1 @@
-"""Where each page is, who will use it, and which page to evict."""
+"""Where each page is, which requests will use it, and which page to evict."""

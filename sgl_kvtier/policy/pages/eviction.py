@@ -1,8 +1,8 @@
 """Which page of a tier gives way first: LRU, NextUse, and the shelves they are kept on.
 
 A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used
-page goes first. Nothing is sorted or searched per page, so that a victim costs the same among a
-thousand pages and a million.
+page goes first. Nothing is sorted or searched per page, so a victim costs the same among a thousand
+pages and a million.
 
     LRU       one shelf
     NextUse   one shelf per group of owners; the shelf whose owners run latest goes first (TierKV section 3.4;
@@ -24,7 +24,7 @@ from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 
 
 class Rule(Protocol):
-    """The order in which pages give way. Pure: `group` says who wants the page (see Owners),
+    """The order in which pages are evicted. Pure: `group` names the owners of a page (see Owners),
     shelves are whole numbers >= 0.
     """
 
@@ -38,10 +38,12 @@ class Rule(Protocol):
         """The shelf of a page on `shelf` whose owners are now `group`."""
 
     def order(self, shelves: KeysView[int], owners: Owners) -> Iterable[tuple[int, float]]:
-        """(shelf, next use of its pages) of the shelves that hold pages, the first to give way
-        first; infinity where the rule does not know. Shelves it leaves out are never emptied. Most
-        callers want the first few. Pages may move while the answer is read, so it must not iterate
-        over `shelves` itself without a copy; a shelf -1 is the map's.
+        """(shelf, next use of its pages) of the shelves that hold pages, the first to be evicted
+        first; infinity where the rule does not know.
+
+        Shelves it leaves out are never emptied. Most callers want only the first few. Pages may
+        move while the result is read, so it must not iterate over `shelves` itself without a copy.
+        A shelf -1 is the map's.
         """
 
 
@@ -62,7 +64,7 @@ class LRU:
 
 
 class NextUse:
-    """Farthest next execution first: pages nobody is known to want, then those of whoever runs
+    """Farthest next run first: pages without a known owner, then those of the owner that runs
     latest.
     """
 
@@ -137,7 +139,7 @@ class Shelves:
         self.total = 0
 
     def grow(self, slots: int) -> None:
-        """Makes room for so many more slots."""
+        """Makes room for `slots` more slots."""
         for row in (self.shelf, *self._rings):
             row.extend([0] * slots)
 
@@ -147,15 +149,15 @@ class Shelves:
         return cast(KeysView[int], self._oldest.keys())
 
     def pages(self, shelf: int) -> int:
-        """How many stand there."""
+        """Number of pages on a shelf."""
         return self._pages.get(shelf, 0)
 
     def oldest(self, shelf: int) -> int | None:
-        """The least recently used slot."""
+        """The least recently used slot of a shelf."""
         return cast("int | None", self._oldest.get(shelf))
 
     def put(self, slot: int) -> None:
-        """Puts a slot that stands nowhere on its shelf as the most recently used one."""
+        """Puts a slot that is on no shelf on its own, as the most recently used one."""
         this: object = slot
         shelf, before, after = self._shelf[this], self._before, self._after
         self.total += 1
@@ -171,7 +173,7 @@ class Shelves:
         self._pages[shelf] += 1
 
     def take(self, slot: int) -> None:
-        """Takes a slot off the shelf it stands on."""
+        """Takes a slot off its shelf."""
         this: object = slot
         shelf, after = self._shelf[this], self._after[this]
         self.total -= 1
@@ -186,13 +188,13 @@ class Shelves:
             self._oldest[shelf] = after
 
     def assign(self, slot: int, shelf: int) -> None:
-        """The shelf a slot that stands nowhere will be put on."""
+        """Sets the shelf that a slot on no shelf will be put on."""
         self.shelf[slot] = shelf
 
     def move(self, slot: int, shelf: int) -> None:
-        """Takes a slot off its shelf and puts it on this one as the most recently used one."""
+        """Moves a slot to another shelf, as the most recently used one."""
         if self.shelf[slot] == shelf and self._oldest[shelf] == slot:
-            # Where a ring begins decides who is the oldest: the next one is, and this one the
+            # The start of a ring is its oldest slot: the next one becomes that, and this one the
             # newest.
             self._oldest[shelf] = self._after[slot]
             return
@@ -201,7 +203,7 @@ class Shelves:
         self.put(slot)
 
     def walk(self, shelf: int, most: int) -> list[int]:
-        """Up to so many of its slots from the least recently used on."""
+        """Up to `most` of a shelf's slots, from the least recently used on."""
         first = self._oldest.get(shelf)
         if first is None or most <= 0:
             return []

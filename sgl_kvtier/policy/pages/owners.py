@@ -1,9 +1,9 @@
-"""Who will want which pages, and when: requests and idle sessions, each with the time of its next
-run.
+"""Which requests and idle sessions will use which pages, and when: each owner with the time of its
+next run.
 
-Pages wanted by exactly the same owners share a group, so that one small number per page is enough,
-and the next use of a hundred thousand pages changes with one assignment. Group 0 is that of pages
-nobody is known to want.
+Pages with exactly the same owners share a group. So one small number per page is enough, and the
+next use of a hundred thousand pages changes with one assignment. Group 0 has the pages without a
+known owner.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _SESSION: Final = "session "
 
 
 def owner_of(session: str) -> str:
-    """An idle session's name as an owner."""
+    """The owner name of an idle session."""
     return _SESSION + session
 
 
 def session_of(owner: str) -> str | None:
-    """The session behind such a name; None: it is a request's."""
+    """The session of an owner name; None for a request's."""
     return owner.removeprefix(_SESSION) if owner.startswith(_SESSION) else None
 
 
 class Owners:
-    """Owners by name and by small number, and the groups of pages they share. Numbers are used
-    again after `close`.
+    """Owners by name and by small number, and the groups of pages they share. Numbers are reused
+    after `close`.
 
-    Memory: about 8 bytes per page and owner, and a few hundred per owner and group. Not for other
-    threads.
+    Memory: about 8 bytes per page and owner, and a few hundred per owner and group. One thread
+    only.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Owners:
         self._free: list[int] = []
         self._turns = array("d")
         self.slots: list[tuple[int, ...]] = []
-        """What each owner claims, as slots of the map, in the order of its prompt."""
+        """The pages each owner claims, as slots of the map, in the order of its prompt."""
         self._groups_of: list[dict[int, None]] = []
         self._members: list[tuple[int, ...]] = [()]
         self._pages: list[int] = [0]
@@ -57,8 +57,8 @@ class Owners:
         self._farthest: _Begun | None = None
         self._aside: _Begun | None = None
         self.asked_aside = False
-        """While true, asking for the order leaves no trace in it: equal turns stay as the last step
-        of a planner had them.
+        """While true, reading the order leaves no trace in it: equal turns stay as the last step of
+        a planner had them.
         """
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Owners:
         return self._numbers.get(name)
 
     def name(self, number: int) -> str:
-        """The name behind a number in use."""
+        """The name of a number in use."""
         return self._names[number]
 
     def open(self, name: str) -> int:
@@ -95,7 +95,7 @@ class Owners:
         return number
 
     def close(self, number: int) -> None:
-        """The owner is gone. Its pages must have left its groups."""
+        """Removes an owner. Its pages must have left its groups."""
         assert not self._groups_of[number], f"owner {self._names[number]} still has pages"
         del self._numbers[self._names[number]]
         self._names[number] = ""
@@ -104,27 +104,29 @@ class Owners:
         self._order.remove(number)
 
     def expect(self, number: int, turn: float) -> None:
-        """When it will run next, in seconds of the hands' clock; infinity if that is not known."""
+        """Sets the time of its next run, in seconds of the executor's clock; infinity if
+        unknown.
+        """
         if self._turns[number] != turn:
             self._turns[number] = turn
             self._farthest = self._aside = None
 
     def turn(self, number: int) -> float:
-        """When it will run next."""
+        """The time of its next run."""
         return self._turns[number]
 
     def next_use(self, group: int) -> float:
-        """When the first of a group's owners will run; infinity for group 0."""
+        """The earliest next run of a group's owners; infinity for group 0."""
         return min(map(self._turns.__getitem__, self._members[group]), default=math.inf)
 
     def members(self, group: int) -> tuple[int, ...]:
         """The owners of a group, as ascending numbers."""
         return self._members[group]
 
-    # --- groups: kept by the map, which knows the pages -----------------------------------------------------------
+    # --- groups: kept by the map, which knows the pages -------------------------------------------
 
     def with_owner(self, group: int, number: int) -> int:
-        """The group of pages that this owner wants too."""
+        """The group of a page of `group` that this owner claims too."""
         members = self._members[group]
         if number in members:
             return group
@@ -133,14 +135,14 @@ class Owners:
         return self._group(tuple(wanted))
 
     def without_owner(self, group: int, number: int) -> int:
-        """The group of pages that this owner no longer wants."""
+        """The group of a page of `group` that this owner no longer claims."""
         members = self._members[group]
         if number not in members:
             return group
         return self._group(tuple(other for other in members if other != number))
 
     def moved(self, old: int, new: int, pages: int) -> None:
-        """So many pages went from one group to another; a group without pages ends."""
+        """Moves a number of pages from one group to another; a group without pages ends."""
         if new != UNOWNED:
             self._pages[new] += pages
         if old != UNOWNED:
@@ -174,14 +176,14 @@ class Owners:
         self._members[group] = ()
         self._free_groups.append(group)
 
-    # --- order ----------------------------------------------------------------------------------------------------
+    # --- order ------------------------------------------------------------------------------------
 
     def farthest_first(self) -> Iterable[tuple[int, float]]:
         """(group, next use) of every group with an owner, the latest next use first. Not to be read
         on after a change.
 
         Among equal ones the group with fewer owners comes first: it holds the ends of prefixes, not
-        their beginnings. Worked out anew after a turn or a group has changed, as far as it is read.
+        their beginnings. Computed again after a turn or a group has changed, as far as it is read.
         """
         if self._farthest is None and self.asked_aside:
             if self._aside is None:
@@ -215,7 +217,7 @@ class Owners:
 
 
 class _Begun:
-    """What an iterator yields, read only as far as somebody wants it, and kept for the next one."""
+    """The items of an iterator, read only as far as needed, and kept for the next reader."""
 
     def __init__(self, rest: Iterator[tuple[int, float]]) -> None:
         self._rest = rest
@@ -234,7 +236,7 @@ class _Begun:
 
 
 def common(old: tuple[int, ...], new: tuple[int, ...]) -> int:
-    """How many leading slots are the same page."""
+    """Number of leading slots that are the same page."""
     if new[: len(old)] == old and NOWHERE not in old:
         return len(old)
     return next(

@@ -1,4 +1,4 @@
-"""A page's state in one byte, and what can be read from a row of them.
+"""A page's state in one byte, and what a row of such bytes says.
 
 Bit t says that tier t holds the page, bit t + 4 that it is on its way there.
 """
@@ -17,10 +17,10 @@ MOVING: Final = 0xF0
 IN_HBM: Final = 0x01
 IN_DRAM: Final = 0x02
 SHELVED: Final = 0x03
-"""Bits of the tiers whose pages are kept in the order in which they give way."""
+"""Bits of the tiers whose pages are kept in the order of eviction."""
 COLD: Final = 4
-"""Besides IN_HBM and IN_DRAM a bit of a page's listing: in neither, unpinned, not moving, wanted by
-nobody.
+"""A bit of a page's listing besides IN_HBM and IN_DRAM: in neither, unpinned, not moving, without
+an owner.
 """
 LISTING: Final = bytes(
     0 if state & MOVING or not state else state & SHELVED or COLD for state in range(256)
@@ -29,8 +29,8 @@ TIERS: Final = tuple(Tier)
 
 
 def _letter(state: int) -> int:
-    """Where lookahead would take a page from: H D S R resident, h d on its way to HBM or DRAM, .
-    nowhere.
+    """The tier from which lookahead would take a page: H D S R resident, h d on its way to HBM or
+    DRAM, . nowhere.
     """
     for tier, there, coming in (
         (Tier.HBM, "H", "h"),
@@ -47,14 +47,14 @@ def _letter(state: int) -> int:
 
 _LETTERS: Final = bytes(_letter(state) for state in range(256))
 _RUNS: Final = re.compile(rb"DD*|dd*|SS*|RR*")
-"""Letters first, so that what lies between runs is skipped and not tried."""
+"""Letters first, so that characters between runs are skipped and not tried."""
 _TIER_OF: Final = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOTE, ord("d"): None}
 
 
 @dataclass(frozen=True, slots=True)
 class PageInfo:
-    """What is known of one page. Seconds of the hands' clock; `next_use` is infinite where nobody
-    is known to want it.
+    """Everything known of one page. Seconds of the executor's clock; `next_use` is infinite where
+    no owner is known.
     """
 
     tiers: tuple[Tier, ...]
@@ -98,7 +98,7 @@ class PageView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What an owner's prompt lacks in HBM. Spans are pages of its prompt, ascending.
+    """The pages of an owner's prompt that HBM lacks. Spans are pages of its prompt, ascending.
 
     `runs`: pages of [0, reach) not in HBM and not on their way there, with the nearest tier that
     holds them (None: on their way to DRAM). `reach`: the first page that is in no tier; from there
@@ -109,14 +109,14 @@ class Missing:
     reach: int = 0
     pages: int = 0
     lacking: int = 0
-    """Pages in `runs`."""
+    """Number of pages in `runs`."""
     below: int = 0
-    """Those of them whose nearest copy is below DRAM."""
+    """Number of those whose nearest copy is below DRAM."""
 
 
 def missing_of(states: bytes) -> Missing:
-    """What lacks in HBM of a prompt whose pages are in these states. A few regular-expression steps
-    per run of pages.
+    """The pages that HBM lacks of a prompt whose pages have these states. A few regular-expression
+    steps per run of pages.
     """
     letters = states.translate(_LETTERS)
     reach = letters.find(b".")

@@ -1,7 +1,7 @@
-"""Where every page is: which tiers hold it, where it is going, who will want it when, and which
-page gives way first.
+"""Where every page is: the tiers that hold it, the tier it is going to, its owners and their next
+runs, and which page is evicted first.
 
-A side table by page hash, fed with facts and never asked for permission: a stale entry costs time,
+A side table by page hash, fed with facts; it permits or forbids nothing. A stale entry costs time,
 not correctness.
 """
 
@@ -41,13 +41,13 @@ class TierMap:
     """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is
     O(1) per page.
 
-    When full, the page that was cold the longest (no copy in HBM or DRAM, no owner, no pin, not
-    moving) is forgotten for a new one; where there is none, the new one is not recorded
+    When the map is full, the page that was cold the longest (no copy in HBM or DRAM, no owner, no
+    pin, not moving) is forgotten for a new one. Where there is none, the new one is not recorded
     (`unrecorded` counts). One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the
-    allocator may hold back up to a sixth more while it grows), 8 more per page and owner.
+    allocator may hold up to a sixth more while it grows), 8 more per page and owner.
 
-    A fact of the hands' that may arrive at any time never contradicts the map: it is simply what
-    holds from then on.
+    A fact from the executor may arrive at any time and never contradicts the map: it simply holds
+    from then on.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TierMap:
         self._state = bytearray(1)
         self._pins = array("H", [0])
         self._pinned = 0
-        """All pins: mostly none, and then no page is asked for its own."""
+        """Number of all pins: mostly 0, and then no page's own pins are read."""
         self._used = array("I", [0])
         self._group = array("I", [0])
         self._base: float | None = None
@@ -77,7 +77,7 @@ class TierMap:
         self.unrecorded = 0
         self.forgotten = 0
 
-    # --- questions --------------------------------------------------------------------------------------------------
+    # --- questions --------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -89,7 +89,7 @@ class TierMap:
         return iter(self._slot_of)
 
     def page(self, key: PageKey) -> PageInfo | None:
-        """All that is known of a page; None if nothing is."""
+        """Everything known of a page; None for an unknown one."""
         slot = self._slot_of.get(key)
         if slot is None:
             return None
@@ -104,16 +104,18 @@ class TierMap:
         )
 
     def count(self, tier: Tier) -> int:
-        """Known pages that are resident in a tier."""
+        """Number of known pages that are resident in a tier."""
         return self._resident[tier]
 
     def evictable(self, tier: Tier) -> int:
-        """Pages of HBM or DRAM that are neither pinned nor moving."""
+        """Number of pages of HBM or DRAM that are neither pinned nor moving."""
         shelves, _ = self._shelves(tier)
         return shelves.total - (shelves.pages(_COLD_SHELF) if shelves is self._low else 0)
 
     def missing(self, owner: str) -> Missing:
-        """What this owner lacks in HBM, from its first page on. O(its pages), at about 10 ns each."""
+        """The pages of this owner that HBM lacks, from its first page on. O(its pages), at about 10
+        ns each.
+        """
         number = self.owners.number(owner)
         slots = () if number is None else self.owners.slots[number]
         if len(slots) < 2:
@@ -128,7 +130,7 @@ class TierMap:
         return tuple(self._keys[slot] for slot in slots if slot != NOWHERE)
 
     def without_copy(self, owner: str, source: Tier, target: Tier) -> tuple[PageKey, ...]:
-        """An owner's pages that are in `source` and neither in `target` or below it nor on their
+        """An owner's pages that are in `source`, neither in `target` nor below it, and not on their
         way to any tier.
         """
         number = self.owners.number(owner)
@@ -142,11 +144,11 @@ class TierMap:
 
     @property
     def has_changed(self) -> bool:
-        """Whether `take_changed` has anything to tell."""
+        """Whether `take_changed` would return any owner."""
         return bool(self._changed or self._claimed)
 
     def take_changed(self) -> tuple[str, ...]:
-        """Owners of whose pages some have come, gone or begun to move since the last call, each
+        """Owners with pages that have come, gone or begun to move since the last call, each
         once.
         """
         numbers: dict[int, None] = {}
@@ -157,7 +159,7 @@ class TierMap:
         return tuple(names)
 
     def classes(self, tier: Tier) -> Iterator[tuple[int, float, int]]:
-        """(name, next use, pages) of a tier's classes of evictable pages, the first to give way
+        """(name, next use, pages) of a tier's classes of evictable pages, the first to be evicted
         first.
         """
         shelves, rule = self._shelves(tier)
@@ -166,8 +168,8 @@ class TierMap:
                 yield shelf, turn, shelves.pages(shelf)
 
     def victims(self, tier: Tier, count: int, after: float = -math.inf) -> tuple[PageKey, ...]:
-        """Up to `count` pages of HBM or DRAM, the first to give way first; none whose next use is
-        not later than `after`.
+        """Up to `count` pages of HBM or DRAM, the first to be evicted first; only pages whose next
+        use is later than `after`.
         """
         if count <= 0:
             return ()
@@ -176,8 +178,8 @@ class TierMap:
         )
 
     def victims_aside(self, tier: Tier, count: int) -> tuple[PageKey, ...]:
-        """The same, for hands that need room between two steps: it leaves no trace, so a recorded
-        run is decided again alike.
+        """The same, for an executor that needs room between two steps. It leaves no trace, so a
+        replayed run decides alike.
         """
         self.owners.asked_aside = True
         try:
@@ -210,15 +212,15 @@ class TierMap:
     def resident_part(
         self, tier: Tier, place: int, count: int
     ) -> tuple[tuple[PageKey, ...], int | None]:
-        """The same a part at a time: keys among `count` places from `place` on, 0 the first, and
-        where the next part begins; None behind the last. A page that comes or goes between two
-        parts may be among them or not. O(count).
+        """The same a part at a time: keys among `count` places from `place` on (0 first), and the
+        place of the next part; None behind the last. A page that comes or goes between two parts
+        may be in the result or not. O(count).
         """
         bit, stop = 1 << tier, min(place + count, len(self._state))
         keys = tuple([self._keys[slot] for slot in range(place, stop) if self._state[slot] & bit])
         return keys, stop if stop < len(self._state) else None
 
-    # --- facts --------------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def placed(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """Pages are in a tier from now on; if they were on their way there, they have arrived."""
@@ -252,8 +254,8 @@ class TierMap:
         self._resident[tier] -= left
 
     def moving(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """Pages are on their way to a tier, until `placed` or `dropped` there. Keys it does not
-        know are passed over.
+        """Pages are on their way to a tier, until `placed` or `dropped` there. Unknown keys are
+        skipped.
         """
         bit = 16 << tier
         state = self._state
@@ -274,7 +276,7 @@ class TierMap:
                 self._changed[group] = None
 
     def used(self, keys: Sequence[PageKey], now: float) -> None:
-        """A request ran on these pages. Given in prompt order: the end of a prefix counts as older
+        """A request ran on these pages, given in prompt order. The end of a prefix counts as older
         than its beginning.
         """
         stamp = self._stamp(now)
@@ -295,7 +297,7 @@ class TierMap:
                 self._low.move(slot, _COLD_SHELF)
 
     def pin(self, keys: Iterable[PageKey]) -> None:
-        """These are no victims until unpinned as often. Keys it does not know are passed over."""
+        """Keeps pages from being victims until unpinned as often. Unknown keys are skipped."""
         for key in keys:
             slot = self._slot_of.get(key)
             if slot is not None and self._pins[slot] < 65535:
@@ -305,7 +307,7 @@ class TierMap:
                 self._relist(slot, before, 0)
 
     def unpin(self, keys: Sequence[PageKey]) -> None:
-        """Takes one pin each back, where there is one. A page without pins counts as just used."""
+        """Removes one pin from each page that has one. A page without pins counts as just used."""
         for key in reversed(keys):
             slot = self._slot_of.get(key)
             if slot is not None and self._pins[slot]:
@@ -318,13 +320,12 @@ class TierMap:
         """A tier was emptied."""
         self.dropped(tuple(self.resident(tier)), tier)
 
-    # --- owners -------------------------------------------------------------------------------------------------------
+    # --- owners -----------------------------------------------------------------------------------
 
     def claim(self, owner: str, keys: Iterable[PageKey], next_use: float = math.inf) -> None:
-        """An owner wants these pages, in prompt order, and no longer those it claimed before.
+        """Sets an owner's pages, in prompt order, in place of those it claimed before.
 
-        What it claimed before and still wants costs next to nothing, so a session's next turn costs
-        its new pages.
+        Pages that it keeps cost next to nothing, so a session's next turn costs its new pages.
         """
         keys = tuple(dict.fromkeys(keys))
         number = self.owners.open(owner)
@@ -339,21 +340,19 @@ class TierMap:
             self._claimed[owner] = None
 
     def expect(self, owner: str, next_use: float) -> None:
-        """When an owner will run next; infinity if that is not known. Unknown owners are passed
-        over.
-        """
+        """Sets the time of an owner's next run; infinity if unknown. Unknown owners are skipped."""
         number = self.owners.number(owner)
         if number is not None:
             self.owners.expect(number, next_use)
 
     def release(self, owner: str) -> None:
-        """An owner wants nothing any more."""
+        """Removes an owner's claims."""
         number = self.owners.number(owner)
         if number is not None:
             self._leave(number, self.owners.slots[number])
             self.owners.close(number)
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _join(self, number: int, keys: Sequence[PageKey]) -> tuple[int, ...]:
         into: dict[int, int] = {}
@@ -411,8 +410,8 @@ class TierMap:
             self._changed[new] = None
 
     def _set(self, slot: int, old: int, new: int) -> None:
-        """Gives a page another state, and keeps shelves and the note of what changed in step with
-        it; the caller counts.
+        """Gives a page another state, and updates the shelves and the set of changes with it; the
+        caller counts.
         """
         group = self._group[slot]
         if group != UNOWNED:
@@ -430,15 +429,15 @@ class TierMap:
             self._forget_if_empty(slot)
 
     def _listing(self, slot: int) -> int:
-        """On which shelves a page stands: bits of HBM and DRAM, or COLD."""
+        """The shelves a page is on: bits of HBM and DRAM, or COLD."""
         if self._pins[slot]:
             return 0
         bits = LISTING[self._state[slot]]
         return 0 if bits == COLD and self._group[slot] != UNOWNED else bits
 
     def _relist(self, slot: int, before: int, after: int, entered: int = 0) -> None:
-        """Brings a page from the shelves it stood on to those it belongs on. Its place on others
-        stays what it was.
+        """Moves a page from its old shelves to its new ones. Its place on the others is
+        unchanged.
         """
         gone, came = before & ~after, after & ~before
         if gone & IN_HBM:
@@ -503,5 +502,6 @@ class TierMap:
         if tier is Tier.DRAM:
             return self._low, self._dram_rule
         raise ValueError(
-            f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages does that itself"
+            f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages "
+            "does that itself"
         )

@@ -1,1 +1,3 @@
-"""Restoring a request: whether it pays, where both ends meet, and who gets the prefill slot."""
+"""Restoring a request: whether it pays, where both ends meet, and which request gets the prefill
+slot.
+"""

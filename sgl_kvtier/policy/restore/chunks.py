@@ -1,5 +1,5 @@
-"""What compute does for restorations: who gets the engine's slot, how long the next chunk is, which
-loads are asked back.
+"""The compute end of restorations: which request gets the engine's slot, how long the next chunk
+is, which loads are cancelled.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from sgl_kvtier.types import Span
 
 _STEP_COVER: Final = 1.5
 _STEP_COVER_ALONE: Final = 3.0
-"""Loads handed out cover this many times the predicted time until the next step, so that no link
-waits for a plan. A restoration that is alone gets as many as a link needs that has become so much
-faster: those that compute reaches first are asked back.
+"""Loads cover this many times the predicted time until the next step, so that no link waits for a
+plan. A restoration that is alone gets as many as a link that has become this much faster needs:
+those that compute reaches first are cancelled.
 """
 _LONGEST_STUCK_S: Final = 2.0
-"""A waiting request whose pages find no room for so long computes them."""
+"""A waiting request whose pages find no room for this many seconds computes them."""
 _WORTH_ASKING: Final = 2
-"""So many of the shortest chunks have to be gained by asking loads back, or else compute waits for
+"""Cancelling loads has to gain this many of the shortest chunks; otherwise compute waits for
 them.
 """
 
 
 class Chunks:
-    """Decides the front of each restoration. Chunks are claimed when a ChunkStarted reports them."""
+    """Decides the front of each restoration. Chunks are claimed when a ChunkStarted reports
+    them.
+    """
 
     def __init__(self, under_way: UnderWay, outlook: Outlook) -> None:
         self._under_way = under_way
         self._outlook = outlook
 
     def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
-        """What the slot's holder does, or who could get the slot, and who is complete and needs
-        none.
+        """The commands for the slot's holder, or for the request that could get the slot, and for
+        complete requests, which need no slot.
         """
         items, complete = self._under_way.items, self._under_way.complete
         computes = list(complete.values())
@@ -55,7 +57,7 @@ class Chunks:
         return computes, tuple(cancels)
 
     def unstuck(self, compute: Compute, view: StepView) -> Compute:
-        """Waiting makes sense only while something of the request is under way; otherwise the front
+        """Waiting makes sense only while loads of the request are in flight; otherwise the front
         goes on.
         """
         item, engine = self._under_way.items[compute.rid], self._under_way.engine
@@ -69,9 +71,9 @@ class Chunks:
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
 
     def waited_long(self, compute: Compute, view: StepView) -> bool:
-        """Takes note of whether a request that has no slot waits with nothing under way for it, and
-        says whether it does so for long. Room for its loads is mostly there a moment later, but
-        others may take it again and again.
+        """Whether a request without a slot has waited long with no load in flight; notes when that
+        began. Room for its loads usually comes a moment later, but other requests may take it again
+        and again.
         """
         item = self._under_way.items[compute.rid]
         if compute.tokens != 0 or item.pointer.loading:
@@ -81,8 +83,8 @@ class Chunks:
         return 0 <= item.stuck_since <= view.now - _LONGEST_STUCK_S
 
     def _wants_slot(self, item: Restoration, view: StepView) -> bool:
-        """A request that was to be loaded only joins in computing when that has become the faster
-        way.
+        """A request that was to be loaded only starts computing as well when that has become
+        faster.
         """
         known = self._under_way
         if item.mode is Mode.LOAD and known.config.restore != "load":
@@ -119,8 +121,8 @@ class Chunks:
             and barrier == (item.pointer.units - run.stop) * page
             and not self._yields(view)
         ):
-            # Nothing loads and nothing will: the engine's own chunks, which take the suffix along,
-            # are the best.
+            # Nothing loads and nothing will: the engine's own chunks, which include the suffix, are
+            # the best.
             return Compute(item.rid, run, None), []
         tokens = chunk_tokens(split, barrier, engine, rules)
         cancels = (
@@ -137,7 +139,7 @@ class Chunks:
     def _up_to_fixed(
         self, item: Restoration, view: StepView, start: int, barrier: int
     ) -> int | None:
-        """Tokens of the next chunk of a request whose meeting was fixed beforehand: behind it only
+        """Tokens of the next chunk of a request whose meeting page is fixed: behind that page only
         pages that failed to load.
         """
         page = self._under_way.engine.page_tokens
@@ -152,7 +154,7 @@ class Chunks:
         return self._within_budget(item, view, min(-(-mine // chunks) * page, barrier))
 
     def _within_budget(self, item: Restoration, view: StepView, tokens: int) -> int:
-        """Fresh prefill goes first while the restoration can go on loading, a bounded number of
+        """Fresh prefill goes first while the restoration can go on loading, for a bounded number of
         steps in a row (Cake 4).
         """
         known, page = self._under_way, self._under_way.engine.page_tokens
@@ -173,8 +175,8 @@ class Chunks:
     def _recall(
         self, item: Restoration, view: StepView, tokens: int, barrier: int, front: int
     ) -> list[Cancel]:
-        """Loads that compute would reach before the link does are asked back, as far as they were
-        not begun.
+        """Cancels loads that compute would reach before the link does, as far as they were not
+        begun.
         """
         engine = self._under_way.engine
         least = _WORTH_ASKING * self._under_way.rules.min_chunk_tokens
@@ -188,12 +190,12 @@ class Chunks:
             item, view, self._outlook.busy_s(view), front
         ).meet
         if tokens and not any(rid != item.rid for rid in view.waiting):
-            # While this chunk runs nothing can be handed out: a link that becomes faster meanwhile
-            # must not run out of work where there is nobody else to load for.
+            # While this chunk runs no load can begin. So a link that becomes faster meanwhile must
+            # not run out of work where no other request needs loads.
             meet = min(meet, reach + self._spare_pages(item, reach, front, tokens))
         if (meet - reach) * engine.page_tokens < least:
             return []
-        # A load is asked back as a whole or not at all.
+        # A load is cancelled as a whole or not at all.
         stop = self._under_way.links.whole_below(item.rid, reach, min(meet, run.stop))
         if (stop - reach) * engine.page_tokens < least:
             return []
@@ -201,9 +203,9 @@ class Chunks:
         return [Cancel(item.rid, Span(reach, stop))]
 
     def _spare_pages(self, item: Restoration, reach: int, front: int, tokens: int) -> int:
-        """Pages of it under way, over the link that brings page `reach`, that are more than the
-        link could bring while a chunk of `tokens` at page `front` runs, were it so much faster as
-        loads handed out to it allow for.
+        """Number of the request's pages in flight that could be cancelled without leaving the link
+        idle. The link is the one that brings page `reach`. While a chunk of `tokens` at page
+        `front` runs, it is given work for `step_cover` times the chunk's duration.
         """
         known = self._under_way
         link = next(LINK_OF[tier] for source, tier in item.sources if reach in source)
@@ -224,8 +226,8 @@ def step_cover(under_way: UnderWay) -> float:
 
 
 def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:
-    """The slot's holder, then waiting requests as they will run, then any other in the order of
-    their offers.
+    """The slot's holder, then waiting requests in the order they will run, then all others in the
+    order of their offers.
     """
     seen = {}
     for rid in (view.slot, *view.waiting):

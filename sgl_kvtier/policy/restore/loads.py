@@ -1,5 +1,5 @@
-"""Which pages of which restoration are loaded next, so that every link has enough to do until well
-after the next step.
+"""The load end of restorations: which pages are loaded next, so that every link has enough to do
+until well after the next step.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOAD_S: Final = 0.02
-"""The last loads before the meeting take no longer than this, but for one page: the front may have
-to wait for all of one.
+"""Seconds that the last loads before the meeting take at most, unless they are one page: the front
+may have to wait for all of one.
 """
 _NEAR: Final = 4
-"""A load is at most this part of what is left to the meeting: far from it they are whole, so that
-their latency is paid seldom.
+"""A load is at most this fraction of the pages left to the meeting: far from it loads are whole, so
+that their latency is rarely paid.
 """
 _PROBES: Final = 2
 """Transfers handed out on a link that was never measured."""
 _UNBOUNDED: Final = 1 << 40
-"""Pages of a tier the view does not count."""
+"""Pages of a tier that the view does not count."""
 
 
 class Loads:
-    """Decides the back of each restoration. What is handed out is claimed at once."""
+    """Decides the back of each restoration. Loads it returns are claimed at once."""
 
     def __init__(self, under_way: UnderWay, outlook: Outlook, chunks: Chunks) -> None:
         self._under_way = under_way
@@ -53,8 +53,8 @@ class Loads:
             return ()
         room = dict(view.free_pages)
         if Tier.HBM in room:
-            # A chunk that the slot's holder may yet be granted keeps its pages too: loads of others
-            # must not take them.
+            # The pages of a chunk that the slot's holder may yet be granted are kept for it: loads
+            # of other requests must not take them.
             granted = [
                 self._chunks.unstuck(compute, view) if compute.rid == view.slot else compute
                 for compute in computes
@@ -78,8 +78,8 @@ class Loads:
         return tuple(loads)
 
     def _step_seconds(self, view: StepView, computes: list[Compute]) -> float:
-        """What the prefill of the step takes that is being decided: chunks of restorations, and
-        fresh prefill as far as it fits in.
+        """Seconds of prefill in the step being decided: chunks of restorations, and fresh prefill
+        as far as it fits in.
         """
         cost, engine, left, seconds = (
             self._under_way.cost.cost,
@@ -104,8 +104,8 @@ class Loads:
         return compute.splice.stop + compute.tokens // self._under_way.engine.page_tokens
 
     def _full(self, link: Link, now: float, horizon_s: float) -> bool:
-        """Whether a link has enough to do. One that was never measured gets a few transfers to be
-        measured by.
+        """Whether a link has enough to do. A link that was never measured gets a few transfers to
+        measure it.
         """
         if not self._under_way.bandwidth.known(link):
             return self._under_way.links.transfers(link) >= _PROBES
@@ -114,9 +114,9 @@ class Loads:
     def _floor(
         self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float
     ) -> tuple[int, int, Split]:
-        """The lowest page that may be loaded; the lowest that should be: what compute is predicted
-        to reach first is not loaded, but for copies from DRAM that it waits for; and where the two
-        meet.
+        """The lowest page that may be loaded; the lowest that should be; and the meeting page.
+        Pages that compute is predicted to reach first should not be loaded, except copies from DRAM
+        that compute waits for.
         """
         rules, outlook = self._under_way.rules, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
@@ -186,8 +186,8 @@ class Loads:
             readers[link] -= 1
 
     def _group(self, link: Link) -> int:
-        """Pages per load: as many as are asked for, fewer on a slow link. The papers' rules know no
-        such thing, and where nothing is computed nobody waits at a meeting.
+        """Pages per load: as many as configured, fewer on a slow link. The papers' rules have no
+        such limit, and where nothing is computed no end waits at a meeting.
         """
         known = self._under_way
         most = max(1, known.config.load_tokens // known.engine.page_tokens)
@@ -215,8 +215,8 @@ class Loads:
 
 
 def _parts(span: Span, floor: int, least: int, most: int) -> list[Span]:
-    """A span as loads, the last pages first: `most` pages each far above the meeting at `floor`,
-    `least` near it.
+    """Splits a span into loads, the last pages first: `most` pages each far above the meeting at
+    `floor`, `least` near it.
     """
     parts, lowest, stop = [], span.start, span.stop
     while stop > lowest:

@@ -1,7 +1,7 @@
-"""Where one restoration's two ends should meet: the search that every step of a planner makes for
+"""The meeting page of one restoration's two ends: the search that every step of a planner makes for
 every request it loads for.
 
-What does not depend on the meeting page is looked up once; then each page tried costs a few
+Values that do not depend on the meeting page are looked up once; then each page tried costs a few
 additions.
 """
 
@@ -19,13 +19,13 @@ from sgl_kvtier.types import Link, Span
 Runs: TypeAlias = list[tuple[int, int]]
 """Pages as (first, behind the last), ascending."""
 Ends: TypeAlias = Callable[[int], tuple[float, float]]
-"""When compute and loads end if they meet at a page, in seconds from now."""
+"""Given a meeting page: the ends of compute and of loads, in seconds from now."""
 Road: TypeAlias = tuple[Runs, float, float, float, float]
 
 
 class Split(NamedTuple):
-    """Where to meet: compute takes what is open below `meet` (a page), loads take the rest. Seconds
-    from now.
+    """A meeting page: compute takes the open pages below `meet`, loads take the rest. Seconds from
+    now.
     """
 
     meet: int
@@ -35,7 +35,7 @@ class Split(NamedTuple):
 
 @dataclass(slots=True)
 class Pace:
-    """How fast both ends are: sizes of the engine, what compute costs, and what each link has to do
+    """The speed of both ends: sizes of the engine, the cost of compute, and the work each link has
     already.
     """
 
@@ -48,13 +48,14 @@ class Pace:
 
 
 class Open(NamedTuple):
-    """What both ends have yet to share of a restoration, whatever compute costs and wherever they
-    meet.
+    """The pages of a restoration that both ends have yet to share, whatever compute costs and
+    wherever they meet.
 
-    `runs` are the open pages, `stuck` counts those that can only be computed. `roads`: of each link
-    the open pages it could bring, when it is free for them, its latency, its bytes per second, and
-    when it is done with what is under way for this request: what links do for others is nothing
-    that it waits for. `top`: above this page nothing changes with the meeting page.
+    `runs` are the open pages; `stuck` counts those that can only be computed. `roads` has one entry
+    per link: the open pages it could bring, the seconds until it is free for them, its latency in
+    seconds, its bytes per second, and the seconds until this request's own pages in flight have
+    come (0 without any: it does not wait for loads of other requests). `top`: above this page
+    nothing changes with the meeting page.
     """
 
     runs: Runs
@@ -71,9 +72,9 @@ def open_of(
     in_flight: Mapping[Link, int],
     taken_back: bool = False,
 ) -> Open:
-    """What is open of a restoration whose front is at a page. `sources` are disjoint page spans by
-    the link they come over, `in_flight` its pages under way by link; `taken_back` counts those as
-    open again, as if their loads could be taken back.
+    """The open pages of a restoration whose front is at page `front`. `sources` are disjoint page
+    spans by the link they come over, `in_flight` its pages in flight by link. `taken_back` counts
+    those as open again, as if their loads could be cancelled.
     """
     runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
     bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
@@ -108,9 +109,10 @@ def best_split(
     """The page at which both ends of a restoration are predicted to finish together, or the sooner
     of its two neighbours.
 
-    Compute begins `compute_at_s` from now at page `front`. `guess` is where they were to meet a
-    step ago: it changes how long this takes, not what comes out, for compute ends no sooner, and
-    loads no later, the higher they meet. `charge`: compute counts for so many times its seconds.
+    Compute begins `compute_at_s` seconds from now at page `front`. `guess` is the meeting page of a
+    step ago. It changes the duration of the search, not the result: the higher the ends meet, the
+    later compute ends and the sooner loads do. `charge`: each second of compute counts as this
+    many.
     """
     runs, stuck, roads, top = left
     of = _ends_of_one_run if len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs else _ends
@@ -146,7 +148,7 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
         pages = _computed_pages(runs, stuck, meet)
         computed_s = 0.0
         if pages:
-            # PrefillCost.range_seconds, written out: a search asks for it in every step.
+            # PrefillCost.range_seconds, written out: a search evaluates it in every step.
             tokens = pages * page_tokens
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
             computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
@@ -167,8 +169,8 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
 def _ends_of_one_run(
     pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
 ) -> Ends:
-    """The same where the open pages are one run that one link brings, as nearly always: the same
-    sums without the loops.
+    """The same where the open pages are one run that one link brings, the usual case: the same sums
+    without the loops.
     """
     page_tokens, page_bytes, chunk_tokens, cost = (
         pace.page_tokens,
@@ -204,14 +206,14 @@ def _ends_of_one_run(
 
 
 def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:
-    """The page in [low, high] where the later of both ends is soonest, and when that is. Compute
-    ends no sooner, and loads no later, the higher they meet: so the page is next to where compute
-    begins to be the later one.
+    """The page in [low, high] at which the later of both ends is soonest, and the seconds until
+    then. The higher they meet, the later compute ends and the sooner loads do. So the page is next
+    to the one from which compute is the later one.
     """
     at_low: tuple[float, float] | None = None
     at_high: tuple[float, float] | None = None
     if low < guess < high:
-        # From now on compute ends first at low, loads at high, as far as either was looked at.
+        # From here on compute ends first at low, loads at high, as far as either was evaluated.
         at_guess = ends(guess)
         by = 1 if at_guess[0] < at_guess[1] else -1
         if by > 0:
@@ -235,7 +237,7 @@ def _crossing(ends: Ends, low: int, high: int, guess: int) -> tuple[int, float]:
     straight = True
     while high - low > 1:
         # Both ends are nearly straight lines, so interpolation lands close; halving in between
-        # bounds the steps.
+        # bounds the number of steps.
         slack, lead = at_low[1] - at_low[0], at_high[0] - at_high[1]
         middle = (
             low + round((high - low) * slack / (slack + lead)) if straight else (low + high) // 2

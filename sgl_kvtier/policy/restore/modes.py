@@ -2,9 +2,9 @@
 at all.
 
 All predictions are seconds from now. Compute of a request can begin `compute_at_s` from now, and
-each link has a backlog; the best meeting page is where both ends are predicted to finish together
-(CacheFlow Eq. 1 with a cost curve instead of a constant rate, so that it reaches T_opt and not only
-T* = Tc Tl / (Tc + Tl)).
+each link has a backlog. The best meeting page is where both ends are predicted to finish together.
+That is CacheFlow Eq. 1 with a cost curve instead of a constant rate, so that it reaches T_opt and
+not only T* = Tc Tl / (Tc + Tl).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LINK_OF: Final[Mapping[Tier, Link]] = {
     Tier.SSD: Link.SSD_TO_HBM,
     Tier.REMOTE: Link.SSD_TO_HBM,
 }
-"""The link a restoration loads over, by where the page lies."""
+"""The link a restoration loads over, by the page's tier."""
 
 
 @dataclass(slots=True)
 class Restoration:
-    """One request's restoration as the planner sees it. Pages; `order` is the place of its offer
+    """One request's restoration as the planner sees it. In pages; `order` is the place of its offer
     among all offers.
     """
 
@@ -46,28 +46,25 @@ class Restoration:
     mode: Mode = Mode.BOTH
     yields: int = 0
     cancelled: int = 0
-    """Loads below this page were asked back, and it is not known yet which of them were not begun.
-    """
+    """Loads below this page were cancelled, and it is not known yet which of them had not begun."""
     in_flight: dict[Link, int] = field(default_factory=dict)
-    """Pages under way, by link."""
+    """Pages in flight, by link."""
     unread: dict[Link, None] = field(default_factory=dict)
-    """Links over which pages of it could still be asked for."""
+    """Links that could still bring pages of it."""
     by_link: tuple[tuple[Link, tuple[Span, ...]], ...] = ()
     """The sources again, by link."""
     meet: int = -1
-    """Where its ends were to meet when last looked for."""
+    """The meeting page of the last search."""
     charged_meet: int = -1
-    """The same with compute charged for those that wait behind it."""
+    """The same with compute charged for the requests that wait behind it."""
     copied: int = 0
-    """Pages below this one are not computed but copied from DRAM, since that is sooner; but for
-    those that fail to come.
+    """Pages below this one are copied from DRAM, which is faster than computing them; those that
+    fail to come are computed.
     """
     stuck_since: float = -1.0
-    """When it first waited for a slot with nothing under way, without having had anything since;
-    -1: it does not.
-    """
+    """When it first waited for a slot with no load in flight and none since; -1: it does not."""
     fixed_meet: int = -1
-    """Compute takes all below this page, loads all others, whatever happens; -1: as it is predicted
+    """Compute takes all pages below this one and loads all others, in every case; -1: as predicted
     best on the way.
     """
 
@@ -79,7 +76,7 @@ class Restoration:
         )
 
     def read_out(self, link: Link) -> bool:
-        """Notes a link as used up when nothing is left to ask of it; True when it was noted now."""
+        """Notes a link as used up when it has no page left to bring; True when it was noted now."""
         for other, spans in self.by_link:
             if other is link and any(map(self.pointer.free_in, spans)):
                 return False
@@ -87,7 +84,9 @@ class Restoration:
         return True
 
     def opened(self, span: Span) -> list[Link]:
-        """Notes that pages can be asked for again; the links that had been used up until now."""
+        """Notes that pages can be loaded again; returns the links that had been used up until
+        now.
+        """
         links = [
             LINK_OF[tier]
             for source, tier in self.sources
@@ -101,7 +100,7 @@ class Restoration:
         self, front: int, bandwidth: Bandwidth, engine: EngineShape
     ) -> tuple[int, float]:
         """The first page from `front` on that is not copied from DRAM anyway, and the seconds until
-        those are there.
+        the copies are there.
         """
         if front >= self.copied:
             return front, 0.0
@@ -114,7 +113,7 @@ class Restoration:
         return Span(self.pointer.front if start is None else start, self.pointer.units)
 
     def link_pages(self, span: Span) -> dict[Link, int]:
-        """Pages of `span` that could still be loaded, by link."""
+        """Number of pages of `span` that could still be loaded, by link."""
         pages: dict[Link, int] = {}
         for source, tier in self.sources:
             low, high = max(source.start, span.start), min(source.stop, span.stop)
@@ -148,7 +147,7 @@ class Forecast:
         )
 
     def compute_seconds(self, start_page: int, pages: int) -> float:
-        """Until `pages` open pages from `start_page` on are computed."""
+        """Seconds until `pages` open pages from `start_page` on are computed."""
         tokens = pages * self._engine.page_tokens
         start = start_page * self._engine.page_tokens
         return self._compute_at_s + self._cost.range_seconds(
@@ -156,16 +155,14 @@ class Forecast:
         )
 
     def compute_only(self, item: Restoration) -> float:
-        """Computing all that is open."""
+        """Seconds until all open pages are computed."""
         span = item.remaining_span()
         return self.compute_seconds(
             span.start, item.pointer.free_in(span) + item.pointer.lost_in(span)
         )
 
     def load_only(self, item: Restoration) -> float:
-        """Loading all that is open, behind what its links have to do; what other links do is
-        nothing to it.
-        """
+        """Seconds until all open pages are loaded, behind the work of the links that bring them."""
         end = 0.0
         for link, pages in item.link_pages(item.remaining_span()).items():
             if pages or item.in_flight.get(link):
@@ -181,8 +178,8 @@ class Forecast:
         return Split(split.meet, split.compute_tokens, max(split.seconds, copied_s))
 
     def copies_first(self, item: Restoration) -> int:
-        """Where the pages end that lie in DRAM at the front and are copied sooner than computed;
-        its start otherwise.
+        """The end of the pages that lie in DRAM at the front and are copied faster than computed;
+        the front where there are none.
         """
         source, tier = item.sources[0] if item.sources else (Span(0, 0), Tier.SSD)
         start = item.pointer.front
@@ -284,8 +281,8 @@ def chunk_tokens(split: Split, barrier_tokens: int, engine: EngineShape, rules: 
     """Tokens of the next chunk: a multiple of the page, at most one engine chunk, up to the first
     page a load has taken.
 
-    Balanced: the tokens compute is to take in all are cut into equal chunks, so that the last ends
-    at the meeting.
+    Balanced: the tokens left for compute are cut into equal chunks, so that the last ends at the
+    meeting.
     """
     page = engine.page_tokens
     whole = max(page, engine.chunk_tokens // page * page)

@@ -12,13 +12,13 @@ from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link, Span, Tier
 
 _LOOK_AGAIN: Final = 16
-"""Every so many requests that are computed because a link is slow, one is restored, its last page
-at least loaded: the link may have become faster.
+"""Once in this many requests that are computed because a link is slow, one is restored with at
+least its last page loaded: the link may have become faster.
 """
 
 
 class Offers:
-    """Offers not answered yet, and the answers to them."""
+    """Offers without an answer yet, and the answers to them."""
 
     def __init__(self, under_way: UnderWay, outlook: Outlook) -> None:
         self._under_way = under_way
@@ -26,25 +26,25 @@ class Offers:
         self._open: list[RestoreOffered] = []
         self._order = 0
         self._computed = 0
-        """Offers answered by computing, because links are slow."""
+        """Number of offers answered by computing, because links are slow."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def add(self, offer: RestoreOffered) -> None:
-        """To be answered in the next step."""
+        """Adds an offer, which is answered in the next step."""
         self._open.append(offer)
 
     def withdraw(self, rid: str) -> None:
-        """The request has gone."""
+        """Removes the offer of a request that has gone."""
         self._open = [offer for offer in self._open if offer.rid != rid]
 
     def give_up(self) -> None:
-        """None is answered any more."""
+        """Drops all offers: none is answered any more."""
         self._open = []
 
     def answer(self, view: StepView) -> tuple[RestoreStart, ...]:
-        """Takes up what is worth restoring."""
+        """Answers all offers: begins the restorations that pay."""
         starts = []
         for offer in self._open:
             self._order += 1
@@ -66,7 +66,7 @@ class Offers:
         return tuple(starts)
 
     def left_to_engine(self, offer: RestoreOffered, view: StepView) -> str | None:
-        """Why this is not worth being offered to an engine that can load by itself, or None.
+        """Why this prefix is not worth offering to an engine that can load by itself, or None.
         Changes nothing.
         """
         item = _item(offer, self._order)
@@ -85,8 +85,8 @@ class Offers:
         return Tier.HBM in view.free_pages and view.free_pages[Tier.HBM] * page < needed
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
-        """A prefix that begins in DRAM and goes on below it is computed only behind what is copied
-        from DRAM; one that lies in DRAM as a whole may have both ends.
+        """A prefix that begins in DRAM and continues in lower tiers is computed only behind the
+        pages copied from DRAM. One that lies in DRAM as a whole may have both ends.
         """
         if self._under_way.rules.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)
@@ -103,7 +103,7 @@ class Offers:
         return offer.resident + round(share * (offer.pages - offer.resident))
 
     def _knows(self, offer: RestoreOffered) -> bool:
-        """Whether what an answer depends on was measured, here or in an earlier run."""
+        """Whether everything an answer depends on was measured, here or in an earlier run."""
         known = self._under_way
         return known.costs_known and all(
             known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources

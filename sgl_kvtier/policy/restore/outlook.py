@@ -1,5 +1,5 @@
-"""What one step predicts: when compute can reach whom, and where the two ends of each restoration
-should meet.
+"""The predictions of one step: when compute can reach a request, and where the two ends of each
+restoration should meet.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from sgl_kvtier.policy.restore.modes import Forecast, Restoration
 from sgl_kvtier.policy.restore.under_way import UnderWay
 
 _MOST_BEHIND: Final = 8
-"""So many waiting requests are charged for at most."""
+"""At most this many waiting requests are charged for."""
 
 
 class Outlook:
-    """Predictions in seconds from the view's `now`. What was looked up in a step is kept until the
+    """Predictions in seconds from the view's `now`. Values looked up in a step are kept until the
     next `begin`.
     """
 
@@ -25,10 +25,10 @@ class Outlook:
         self._holder: tuple[str, Pace, float, Open, int, int] | None = None
         self._held: Split | None = None
         self._pace: Pace | None = None
-        """What is known of costs and links in this step, until loads are handed out."""
+        """Costs and links as known in this step, until loads begin."""
         self._left_of: Restoration | None = None
         self._left = Open([], 0, [], 0)
-        """What is open of the request that was looked at last, by that pace."""
+        """The open pages of the request that was evaluated last, with that pace."""
 
     def begin(self) -> None:
         """Another step begins: nothing of the last one holds."""
@@ -39,11 +39,11 @@ class Outlook:
         self._pace = None
 
     def busy_s(self, view: StepView) -> float:
-        """Until what is being computed is done."""
+        """Seconds until the present computation is done."""
         return max(0.0, self._under_way.busy_until - view.now)
 
     def forecast(self, view: StepView, compute_at_s: float) -> Forecast:
-        """What each way to restore a request would take."""
+        """Predicts each way to restore a request."""
         known = self._under_way
         return Forecast(
             known.engine,
@@ -54,8 +54,8 @@ class Outlook:
         )
 
     def meeting(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
-        """Where a request's two ends should meet, with its front at a page, as Forecast.both says,
-        from what the last search came to. Links have what was asked of them up to now to do.
+        """Where a request's two ends should meet, with its front at a page, like Forecast.both but
+        starting from the last search's result. Links have all loads begun up to now to do.
         """
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
@@ -66,8 +66,8 @@ class Outlook:
         return split
 
     def hold(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> None:
-        """This request has the slot: where its ends should meet, as things are now, is worked out
-        when somebody asks.
+        """Notes that this request has the slot. Its meeting page, as things are now, is searched at
+        the first `held`.
         """
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
@@ -79,7 +79,7 @@ class Outlook:
         )
 
     def held(self, item: Restoration) -> Split | None:
-        """Where the ends of the slot's holder should meet as of `hold`; None for any other request."""
+        """The meeting page of the slot's holder as of `hold`; None for any other request."""
         if self._holder is None or self._holder[0] != item.rid:
             return None
         if self._held is None:
@@ -91,9 +91,9 @@ class Outlook:
     def charged_meet(
         self, item: Restoration, view: StepView, compute_at_s: float, front: int, charge: float
     ) -> int:
-        """The same page where compute counts for so many times its seconds."""
+        """The meeting page where each second of compute counts as `charge` seconds."""
         if front >= item.copied and self._pace is not None and self._left_of is item:
-            # Looked at a moment ago, from this front or one behind landed pages: what is open is
+            # Evaluated a moment ago, from this front or one behind landed pages: the open pages are
             # the same.
             pace, left = self._pace, self._left
         else:
@@ -107,14 +107,16 @@ class Outlook:
         return item.charged_meet
 
     def charge(self, view: StepView) -> float:
-        """What compute counts for: it delays all that wait, and a link's work goes on beside."""
+        """The factor for a second of compute: it delays all waiting requests, while a link works
+        beside it.
+        """
         behind = min(len(view.waiting) - 1, _MOST_BEHIND)
         return 1 + self._under_way.rules.queue_charge * behind if behind > 0 else 1.0
 
     def meeting_if_taken_back(
         self, item: Restoration, view: StepView, compute_at_s: float, front: int
     ) -> Split:
-        """The same, charge included, if its loads under way could be taken back."""
+        """The meeting page, charge included, if its loads in flight could be cancelled."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
         left = open_of(pace, item.pointer, item.by_link, front, item.in_flight, taken_back=True)
@@ -135,8 +137,8 @@ class Outlook:
         return self._pace
 
     def ahead_s(self, view: StepView, item: Restoration) -> float:
-        """Until compute can begin for this request: the running chunk, the slot's holder, and fresh
-        prefill.
+        """Seconds until compute can begin for this request: the running chunk, the slot's holder,
+        and fresh prefill.
         """
         ahead_s = self.busy_s(view)
         if view.slot == item.rid:
@@ -149,12 +151,12 @@ class Outlook:
         return ahead_s
 
     def fresh_s(self, view: StepView) -> float:
-        """What prefill of requests that restore nothing takes."""
+        """Seconds of prefill of requests that restore nothing."""
         known = self._under_way
         return known.cost.cost.range_seconds(0, view.fresh_tokens, known.engine.chunk_tokens)
 
     def suffix_s(self, item: Restoration) -> float:
-        """What computing the rest of its prompt takes, once its prefix is there."""
+        """Seconds to compute the rest of its prompt, once its prefix is there."""
         known = self._under_way
         end = item.pointer.units * known.engine.page_tokens
         return known.cost.cost.range_seconds(

@@ -1,8 +1,7 @@
-"""All restorations under way: who is restored how, who computes what next, and which pages are
+"""All restorations: how each request is restored, which chunk is computed next, and which pages are
 loaded in which order.
 
-One of the two halves of a planner (`planner.py`); the other is `lookahead.py`. One thread, no
-clock.
+One of the two halves of a planner (`planner.py`); the other is `ahead/`. One thread, no clock.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from sgl_kvtier.policy.shape import EngineShape
 
 class RestorePlanner:
     """Restores waiting requests: mode, meeting point, chunk sizes, order of loads. `links` and
-    `prefill` are what an earlier run learned: bytes per second by link name, and the coefficients
-    of a PrefillCost.
+    `prefill` come from an earlier run: bytes per second by link name, and the coefficients of a
+    PrefillCost.
     """
 
     def __init__(
@@ -55,9 +54,7 @@ class RestorePlanner:
         self.links = self._under_way.links
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened. Facts about requests it does not know, or no longer, change
-        nothing but estimates.
-        """
+        """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
         self._under_way.observe(fact)
         if isinstance(fact, RestoreOffered):
             self._offers.add(fact)
@@ -81,16 +78,16 @@ class RestorePlanner:
         return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
 
     def _unstuck(self, compute: Compute, view: StepView, loads: Sequence[Load]) -> Compute:
-        """Lets the slot's holder go on where nothing is under way for it; one that waits for a slot
-        only after a while, and not into room that these loads were to have.
+        """Lets the slot's holder go on where it has no load in flight. A request that waits for a
+        slot goes on only after a while, and not into room that these loads were to have.
         """
         if compute.rid == view.slot or (self._chunks.waited_long(compute, view) and not loads):
             return self._chunks.unstuck(compute, view)
         return compute
 
     def give_up(self) -> None:
-        """Something here went wrong: nobody is being restored from now on, and nothing is under
-        way. What was learned stays.
+        """Ends all restorations after an error: nothing is restored or in flight from now on.
+        Learned costs stay.
         """
         self._under_way.give_up()
         self._offers.give_up()
@@ -103,7 +100,7 @@ class RestorePlanner:
         return self._offers.left_to_engine(question.offer, question.view)
 
     def profile(self) -> dict[str, Any]:
-        """What was learned, to be given to the next run: plain data."""
+        """Learned costs and bandwidths for the next run, as plain data."""
         return {"prefill": self._under_way.cost.profile(), "links": self.bandwidth.profile()}
 
     @property

@@ -2,9 +2,9 @@
 delivered exactly once.
 
 Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a
-unit (a page, or a layer) has a state of its own, so that a unit which fails to load becomes the
-front's, and landed units behind a hole are still of use: the front computes the hole and steps over
-what has landed behind it.
+unit (a page, or a layer) has a state of its own. So a unit that fails to load goes to the front,
+and landed units behind a hole are still useful: the front computes the hole and steps over the
+landed units behind it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
 class TwoPointer:
-    """Who delivers each unit of [start, units). Units below `front` belong to the front: computed,
-    being computed, or spliced in after landing. Raises ValueError when a caller would deliver a
-    unit twice; O(units) bytes of memory.
+    """Which end delivers each unit of [start, units). Units below `front` belong to the front:
+    computed, being computed, or spliced in after landing. Raises ValueError when a caller would
+    deliver a unit twice; O(units) bytes of memory.
     """
 
     def __init__(self, start: int, units: int) -> None:
@@ -41,12 +41,12 @@ class TwoPointer:
 
     @property
     def units(self) -> int:
-        """Where the restoration ends."""
+        """The end of the restoration."""
         return self._units
 
     @property
     def front(self) -> int:
-        """Everything below is delivered or being computed."""
+        """All units below this one are delivered or being computed."""
         return self._front
 
     @property
@@ -56,21 +56,21 @@ class TwoPointer:
 
     @property
     def loading(self) -> int:
-        """Units in flight."""
+        """Number of units in flight."""
         return self._state.count(_LOADING)
 
     @property
     def landed(self) -> int:
-        """Units that were loaded and are not part of the prefix yet."""
+        """Number of units that were loaded and are not part of the prefix yet."""
         return self._state.count(_LANDED)
 
     @property
     def open(self) -> int:
-        """Units nobody has taken, those that failed to load included."""
+        """Number of units that neither end has taken, including those that failed to load."""
         return self._state.count(_FREE) + self._state.count(_LOST)
 
     def free_in(self, span: Span) -> int:
-        """Units of `span` nobody has taken and that may still be loaded."""
+        """Number of units of `span` that neither end has taken and that may still be loaded."""
         return self._state.count(_FREE, span.start, span.stop)
 
     def free_runs(self, start: int) -> list[tuple[int, int]]:
@@ -81,9 +81,8 @@ class TwoPointer:
             return []
         stop = state.rfind(_FREE, first) + 1
         if state.count(_FREE, first, stop) == stop - first:
-            return [
-                (first, stop)
-            ]  # as it is nearly always: loads eat it from the back, compute from the front
+            # The usual case: loads take units from the back, compute from the front.
+            return [(first, stop)]
         return [run.span() for run in _FREE_RUN.finditer(state, first)]
 
     def unlanded_runs(self, start: int) -> list[tuple[int, int]]:
@@ -91,30 +90,30 @@ class TwoPointer:
         return [run.span() for run in _UNLANDED_RUN.finditer(self._state, start)]
 
     def lost_in(self, span: Span) -> int:
-        """Units of `span` that failed to load and were not computed yet."""
+        """Number of units of `span` that failed to load and were not computed yet."""
         return self._state.count(_LOST, span.start, span.stop)
 
     def lost_from(self, start: int) -> int:
-        """The same from a unit on."""
+        """The same from unit `start` on."""
         return self._state.count(_LOST, start)
 
     def lost_run(self, start: int) -> int:
-        """How many units failed to load in a row from a unit on."""
+        """Number of consecutive units from `start` on that failed to load."""
         ahead = self._state[start:]
         return len(ahead) - len(ahead.lstrip(_LOST))
 
     @property
     def computed(self) -> int:
-        """Units the front has computed."""
+        """Number of units the front has computed."""
         return self._state.count(_COMPUTED)
 
     @property
     def spliced(self) -> int:
-        """Units that were loaded and stepped over."""
+        """Number of units that were loaded and stepped over."""
         return self._state.count(_SPLICED) - self._start
 
     def barrier(self, start: int | None = None) -> int:
-        """The first unit from `start` (the front) on which a transfer has taken: compute may go up
+        """The first unit from `start` (the front) on that a transfer has taken: compute may go up
         to it.
         """
         start = self._front if start is None else start
@@ -133,8 +132,8 @@ class TwoPointer:
         return Span(front, front + len(ahead) - len(ahead.lstrip(_LANDED)))
 
     def last_loading(self) -> Span:
-        """The lowest run of units in flight: the last to be begun when loads go from the back.
-        Empty if there is none.
+        """The lowest run of units in flight: the last to begin when loads go from the back. Empty
+        if there is none.
         """
         start = self._state.find(_LOADING)
         if start < 0:
@@ -158,7 +157,7 @@ class TwoPointer:
         """Claims the highest run of at most `count` untouched units for loading, inside `within`
         and at or above `floor`.
 
-        Units that failed once are the front's and are passed over. Empty when there is none.
+        Units that failed once belong to the front and are skipped. Empty when there is none.
         """
         low = max(self._front, floor, within.start if within is not None else 0)
         stop = self._state.rfind(_FREE, low, within.stop if within is not None else self._units) + 1
@@ -171,20 +170,20 @@ class TwoPointer:
         return Span(start, stop)
 
     def land(self, span: Span) -> int:
-        """Units of `span` in flight have landed. Others are left as they are; returns how many
+        """Units of `span` in flight have landed. Others stay as they are; returns how many
         landed.
         """
         return self._settle(span, _LANDED)
 
     def lose(self, span: Span) -> int:
-        """Units of `span` in flight will not come: they are the front's. Returns how many there
+        """Units of `span` in flight will not come: they belong to the front. Returns how many there
         were.
         """
         return self._settle(span, _LOST)
 
     def give_back(self, span: Span) -> int:
-        """Units of `span` in flight were not begun and will not be: whoever comes first may have
-        them. Returns how many.
+        """Units of `span` in flight were not begun and will not be: either end may take them.
+        Returns how many.
         """
         return self._settle(span, _FREE)
 

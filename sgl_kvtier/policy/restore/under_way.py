@@ -1,7 +1,7 @@
-"""Restorations under way, as facts tell of them: who is being restored, what has landed, what runs,
-what is on each link.
+"""The restorations in progress, as facts report them: their requests, the landed pages, running
+chunks, and transfers on each link.
 
-Written by facts and by what a step hands out; the other modules of a RestorePlanner read it. One
+Written by facts and by the commands of a step; the other modules of a RestorePlanner read it. One
 thread, no clock.
 """
 
@@ -33,9 +33,9 @@ from sgl_kvtier.types import Link, Span
 
 
 class UnderWay:
-    """Every restoration between its offer's answer and its end, and what was learned of costs.
-    `links` and `prefill` are what an earlier run learned: bytes per second by link name, and the
-    coefficients of a PrefillCost.
+    """Every restoration between its offer's answer and its end, and the learned costs. `links` and
+    `prefill` come from an earlier run: bytes per second by link name, and the coefficients of a
+    PrefillCost.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class UnderWay:
         self.items: dict[str, Restoration] = {}
         """By request, in the order they were offered."""
         self.complete: dict[str, Compute] = {}
-        """Restorations that have landed whole and only wait to be spliced, with what compute then
-        does.
+        """Restorations that have landed whole and only wait to be spliced, with their Compute
+        command.
         """
         self.readers: dict[Link, int] = {}
-        """How many restorations could ask each link for pages."""
+        """Number of restorations that could load pages over each link."""
         self.busy_until = 0.0
-        """When what is being computed should be done."""
+        """When the present computation should be done."""
         self._running: list[tuple[str, int]] = []
         self._observers: dict[type, Callable[[Any], None]] = {
             TransferDone: self._transferred,
@@ -76,9 +76,7 @@ class UnderWay:
         }
 
     def observe(self, fact: Fact) -> None:
-        """Takes note of what happened. Facts about requests it does not know, or no longer, change
-        nothing but estimates.
-        """
+        """Takes note of a fact. Facts about unknown requests change nothing but estimates."""
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
@@ -90,7 +88,7 @@ class UnderWay:
             self.readers[link] = self.readers.get(link, 0) + 1
 
     def give_up(self) -> None:
-        """Nobody is being restored, and no transfer or chunk is under way that anybody waits for."""
+        """Ends all restorations, and forgets all transfers and chunks."""
         self.items.clear()
         self.complete.clear()
         self.readers.clear()
@@ -100,10 +98,10 @@ class UnderWay:
 
     @property
     def costs_known(self) -> bool:
-        """Whether what computing costs was measured, here or in an earlier run."""
+        """Whether the cost of compute was measured, here or in an earlier run."""
         return self.profiled or self.cost.seen > 0
 
-    # --- facts ----------------------------------------------------------------------------------------------------
+    # --- facts ------------------------------------------------------------------------------------
 
     def _configured(self, fact: PolicyChanged) -> None:
         self.config = fact.config
@@ -147,15 +145,15 @@ class UnderWay:
         page = self.engine.page_tokens
         pointer = item.pointer
         start = min(fact.tokens.start // page, pointer.units)
-        stop = min(
-            -(-fact.tokens.stop // page), pointer.units
-        )  # a page begun is compute's, also where a chunk ends inside
+        # A page that has begun belongs to compute, even where a chunk ends inside it.
+        stop = min(-(-fact.tokens.stop // page), pointer.units)
         if start > pointer.front:
             pointer.splice(Span(pointer.front, start))
         claimed = pointer.take_front(stop - pointer.front)
         if claimed.stop < stop:
             raise ValueError(
-                f"{fact.rid}: pages up to {stop} are computed, but a transfer has taken page {claimed.stop}"
+                f"{fact.rid}: pages up to {stop} are computed, but a transfer has taken page "
+                f"{claimed.stop}"
             )
         item.yields = 0
         if pointer.met:

@@ -1,5 +1,5 @@
-"""How long something usually takes, from samples that come one by one: a decayed histogram over a
-logarithmic scale.
+"""Usual durations, from samples that come one by one: a decayed histogram over a logarithmic
+scale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BUCKETS: Final = 64
 
 
 def bucket_of(seconds: float) -> int:
-    """The bucket a duration falls into; the first and the last one are open."""
+    """The bucket of a duration; the first and the last one are open."""
     if seconds <= _LOW_S:
         return 0
     return min(_BUCKETS - 1, int(math.log10(seconds / _LOW_S) * _PER_DECADE))
@@ -36,14 +36,14 @@ class Gaps:
         self.total = 0.0
 
     def saw(self, seconds: float) -> None:
-        """One more sample."""
+        """Adds a sample."""
         for bucket in range(_BUCKETS):
             self._weights[bucket] *= self._keep
         self._weights[bucket_of(seconds)] += 1.0
         self.total = self.total * self._keep + 1.0
 
     def weight(self, bucket: int) -> float:
-        """What fell into a bucket."""
+        """The weight of the samples in a bucket."""
         return self._weights[bucket]
 
 
@@ -64,7 +64,7 @@ def quantile(parts: list[tuple[Gaps, float]], share: float, elapsed_s: float = 0
     there is none.
 
     `parts` are mixed by their weights, each counting as a whole however many samples it has. Within
-    a bucket samples are taken to lie evenly on the logarithmic scale, so a quantile is right to
+    a bucket samples are assumed to lie evenly on the logarithmic scale, so a quantile is right to
     within a third.
     """
     mix = _mixed(parts)
@@ -95,7 +95,7 @@ def _mixed(parts: list[tuple[Gaps, float]]) -> list[float]:
 
 
 def _left_of(bucket: int, elapsed_s: float) -> float:
-    """How much of a bucket lies behind a duration in it."""
+    """The share of a bucket that lies behind a duration in it."""
     if elapsed_s <= _LOW_S:
         return 1.0
     return max(0.0, 1 - math.log10(elapsed_s / _edge(bucket)) * _PER_DECADE)

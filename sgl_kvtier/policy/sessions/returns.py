@@ -1,4 +1,4 @@
-"""Will a session come back at all? Learned online, by how many turns it has had."""
+"""Whether a session comes back at all: learned online, by the number of turns it has had."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 _KEEP: Final = 0.99
 _PRIOR: Final = 2.0
-"""What all sessions did counts as much as so many sessions of the class."""
+"""All sessions together count as much as this many sessions of the class."""
 _CLASSES: Final = 8
 
 
@@ -16,7 +16,7 @@ def class_of(turns: int) -> int:
 
 
 class _Share:
-    """Came back and did not, later ones counting more."""
+    """Weights of sessions that came back and that did not, later ones counting more."""
 
     __slots__ = ("back", "gone")
 
@@ -29,24 +29,28 @@ class _Share:
 
 
 class Returns:
-    """Chances per class. One that was counted as gone and comes back after all is counted anew."""
+    """Chances per class. A session that was counted as gone and comes back after all is counted
+    again.
+    """
 
     def __init__(self) -> None:
         self._classes = [_Share() for _ in range(_CLASSES)]
         self._all = _Share()
 
     def came_back(self, turns: int, was_gone: bool) -> None:
-        """A session of so many turns has come back."""
+        """A session with this number of turns has come back."""
         for share in (self._classes[class_of(turns)], self._all):
             share.count(1.0, -1.0 if was_gone else 0.0)
 
     def gone(self, turns: int) -> None:
-        """A session of so many turns is not expected any more."""
+        """A session with this number of turns is not expected any more."""
         for share in (self._classes[class_of(turns)], self._all):
             share.count(0.0, 1.0)
 
     def chance(self, turns: int) -> float:
-        """That a session comes back after so many turns; one half while nothing is known."""
+        """The chance that a session comes back after this number of turns; one half while nothing
+        is known.
+        """
         everybody = (self._all.back + 1.0) / (self._all.back + self._all.gone + 2.0)
         own = self._classes[class_of(turns)]
         return (own.back + _PRIOR * everybody) / (own.back + own.gone + _PRIOR)

@@ -1,9 +1,9 @@
-"""When will a session come back? Learned per session and per tool, or told by the client.
+"""When a session comes back: learned per session and per tool, or told by the client.
 
-An agent returns after its tool call, a person after reading. What is between a turn's end and the
-next turn's arrival is a gap; gaps of one tool, and of one session, resemble each other (Continuum
-keeps KV caches by exactly that). From the gaps longer than the time already waited follows when to
-expect the session, and when to give it up.
+An agent returns after its tool call, a person after reading. The time between a turn's end and the
+next turn's arrival is a gap. Gaps of one tool, and of one session, resemble each other (Continuum
+keeps KV caches by exactly that). The gaps longer than the time already waited say when to expect
+the session, and when to give it up.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from sgl_kvtier.policy.sessions.gaps import Gaps, longer, quantile
 from sgl_kvtier.policy.sessions.returns import Returns
 
 _PRIOR: Final = 2.0
-"""What others did counts as much as so many gaps of the session's own."""
+"""Gaps of other sessions count as much as this many of the session's own."""
 _EARLY, _MIDDLE, _LATE = 0.1, 0.5, 0.98
 _MOST_TOOLS: Final = 256
 _DISTRUST: Final = 3
-"""So many hints in a row that were wrong by more than _FAR make us deaf to a session's delays until
-it is right again.
+"""After this many hints in a row that were wrong by more than _FAR, a session's delays are ignored
+until one is right again.
 """
 _FAR: Final = 4.0
 _SOON_S: Final = 0.1
-"""Delays shorter than this are all the same."""
+"""Delays shorter than this many seconds count as equal."""
 _BELIEVED: Final = 0.95
-"""The chance of a session whose client said when it comes."""
+"""The chance of return of a session whose client said when it comes."""
 _ALL: Final = ""
 _SPARE_CHECKS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """When a session is expected, in seconds of the hands' clock: hardly before `early`, probably
-    around `at` (infinity: not any more), weighed by its priority for eviction as `next_use`.
-    `chance`: how likely it is to come back at all.
+    """When a session is expected, in seconds of the executor's clock. `early`: hardly before. `at`:
+    probably around then (infinity: not any more). `next_use`: the time used for eviction, weighed
+    by its priority. `chance`: the probability that it comes back at all.
     """
 
     session: str
@@ -55,7 +55,7 @@ class _Session:
     tool: str = _ALL
     delay_s: float | None = None
     claimed_s: float | None = None
-    """What its client said, believed or not."""
+    """The delay its client stated, believed or not."""
     until: float = math.inf
     priority: int = 0
     wrong_hints: int = 0
@@ -66,8 +66,8 @@ class _Session:
 
 class Sessions:
     """Expected returns of idle sessions. O(log sessions) per event, under 1 KB per session;
-    sessions idle the longest are forgotten beyond `most`. One thread, no clock: seconds are those
-    of the hands.
+    sessions idle the longest are forgotten beyond `most`. One thread, no clock: seconds are the
+    executor's.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Sessions:
         self._tools: dict[str, Gaps] = {}
         self._returns = Returns()
         self._checks: list[tuple[float, int, str]] = []
-        """A heap of when to look again, with entries that hold no longer."""
+        """A heap of the times of the next checks; it also has outdated entries."""
         self._forgotten_checks = 0
         self._serial = 0
 
@@ -106,8 +106,8 @@ class Sessions:
         known.serial = 0
 
     def left(self, session: str, now: float, tool: str | None = None) -> Return:
-        """A session's turn has ended; `tool` is what it called, if that is known. Says when to
-        expect it.
+        """A session's turn has ended; `tool` is the one it called, if known. Returns when to expect
+        it.
         """
         known = self._touch(session)
         known.left_at = now
@@ -116,8 +116,8 @@ class Sessions:
         return self._expect(session, known, now)
 
     def hint(self, session: str, hint: Hint, now: float) -> HintAnswer:
-        """The client's word. Delays and lifetimes are cut to the configured limit, what cannot be
-        used is refused with why.
+        """Takes a client's hint. Delays and lifetimes are cut to the configured limit; unusable
+        values are refused with a reason.
         """
         known = self._sessions.get(session)
         if known is None:
@@ -137,8 +137,8 @@ class Sessions:
         if hint.expected_delay_s is not None and known.wrong_hints >= _DISTRUST:
             return HintAnswer(
                 False,
-                f"the last {known.wrong_hints} expected delays of this session were wrong by more than a factor of {_FAR:g}; "
-                "they are believed again once one is right",
+                f"the last {known.wrong_hints} expected delays of this session were wrong by more "
+                f"than a factor of {_FAR:g}; they are believed again once one is right",
             )
         if hint.priority is not None:
             known.priority = max(-3, min(3, hint.priority))
@@ -163,17 +163,16 @@ class Sessions:
         return self._predict(session, known, now)
 
     def changed(self, now: float) -> list[Return]:
-        """Sessions whose expectation has to be made anew by now, because it has passed or was
-        changed by a hint.
+        """Sessions whose expectation has to be renewed by now, because it has passed or a hint
+        changed it.
         """
         due = []
         while self._checks and self._checks[0][0] <= now:
             _, serial, session = heapq.heappop(self._checks)
             known = self._sessions.get(session)
             if known is None:
-                due.append(
-                    Return(session, math.inf, math.inf, math.inf, 0.0)
-                )  # forgotten: nobody would look at it again
+                # Forgotten sessions are not checked again.
+                due.append(Return(session, math.inf, math.inf, math.inf, 0.0))
             elif known.serial == serial and known.left_at is not None:
                 due.append(self._expect(session, known, now))
         return due
@@ -183,7 +182,7 @@ class Sessions:
         self._sessions.pop(session, None)
         self._clear_checks()
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- inside -----------------------------------------------------------------------------------
 
     def _touch(self, session: str) -> _Session:
         known = self._sessions.pop(session, None) or _Session()
@@ -205,12 +204,12 @@ class Sessions:
         return min(value, self._hint_limit_s)
 
     def _expect(self, session: str, known: _Session, now: float) -> Return:
-        """Predicts, and sees to it that the prediction is looked at again when it has passed."""
+        """Predicts, and schedules a check for when the prediction has passed."""
         expected = self._predict(session, known, now)
         self._serial += 1
         known.serial = self._serial
         if expected.at < math.inf:
-            # Not again at once where elapsed time moves the prediction by next to nothing.
+            # Not again at once where elapsed time hardly moves the prediction.
             again = max(expected.at, now + 0.05 * (now - (known.left_at or now)), now + 1e-3)
             heapq.heappush(self._checks, (min(again, max(known.until, now)), self._serial, session))
             self._clear_checks()
@@ -220,8 +219,8 @@ class Sessions:
         return expected
 
     def _clear_checks(self) -> None:
-        """Once most of them hold no longer: leaves the one that holds of each session, and the
-        first of each that was forgotten.
+        """Removes outdated entries once most of them are: keeps the valid one of each session, and
+        the first of each that was forgotten.
         """
         if (
             len(self._checks)
@@ -237,16 +236,16 @@ class Sessions:
             elif known is None and check[2] not in forgotten:
                 forgotten[check[2]] = None
                 kept.append(check)
-        self._checks = kept  # what is sorted is a heap
+        # A sorted list is a heap.
+        self._checks = kept
         self._forgotten_checks = len(forgotten)
 
     def _predict(self, session: str, known: _Session, now: float) -> Return:
         assert known.left_at is not None, "only of idle sessions"
         idle_s = max(0.0, now - known.left_at)
         early, at = self._window(known, idle_s)
-        limit_s = self._idle_limit_s + (
-            known.delay_s or 0.0
-        )  # who said when it comes may be as late as anybody
+        # A session whose client said when it comes may still be late.
+        limit_s = self._idle_limit_s + (known.delay_s or 0.0)
         if idle_s >= limit_s or now >= known.until:
             at = math.inf
         early = known.left_at + min(early, at)
@@ -257,7 +256,7 @@ class Sessions:
         )
 
     def _chance(self, known: _Session, idle_s: float) -> float:
-        """That it comes back at all, given that it has not come yet."""
+        """The chance that it comes back at all, given that it has not come yet."""
         if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
             return _BELIEVED
         share = self._returns.chance(known.turns)
@@ -265,13 +264,13 @@ class Sessions:
         return waits / (waits + 1 - share) if waits > 0 else 0.0
 
     def _parts(self, known: _Session) -> list[tuple[Gaps, float]]:
-        """Its own gaps, and those of others by what they waited for, with their weights."""
+        """Its own gaps, and those of other sessions with the same tool, with their weights."""
         others = self._tools.get(known.tool) or self._tools.get(_ALL)
         own = (known.gaps, known.gaps.total)
         return [own] if others is None else [own, (others, _PRIOR)]
 
     def _window(self, known: _Session, idle_s: float) -> tuple[float, float]:
-        """Early and middle guess of the gap, given that it lasts longer than what has passed."""
+        """Early and middle guess of the gap, given that it is longer than the time passed."""
         if known.delay_s is not None and idle_s < _FAR * max(known.delay_s, _SOON_S):
             return (
                 (known.delay_s * 0.8, known.delay_s)
