@@ -1,12 +1,12 @@
-"""The protocol between the deciding half and its hands: facts in, a view in, a plan out, and
-questions between two steps.
+"""The protocol between a planner and its executor: facts in, a view in, a plan out, and questions
+between two steps.
 
-A planner is told what happened (`observe(fact)`) and asked what to do next (`step(view) ->
-StepPlan`), both from one thread and once per scheduler step. Between two steps it may be asked
-something (`query(question) -> answer`). The hands are `runtime/` (SGLang) or
-`sim/` (virtual time); they carry out a plan and report, and never choose. Everything is a
-`message`, which nobody changes once it is made. Seconds are floats of whatever clock the hands
-keep; with several ranks, only values all ranks agree on may be put into a fact or a view.
+A planner takes facts (`observe(fact)`) and decides (`step(view) -> StepPlan`), both on one thread
+and once per scheduler step. Between two steps it answers questions (`query(question) -> answer`).
+The executor is `runtime/` (SGLang) or `lab/sim/` (virtual time); it carries out a plan and reports,
+and never chooses. Everything is a `message`, which is never changed once it is made. Seconds are
+floats of the executor's clock. With several ranks, only values all ranks agree on may be put into a
+fact or a view.
 
 A restoration covers pages [0, pages) of one request: [0, resident) are in HBM already, the rest
 lies in lower tiers. Compute takes pages from the front, transfers take them from the back; every
@@ -181,7 +181,7 @@ class PagesDropped:
 
 @message
 class PolicyChanged:
-    """Other settings hold from now on. Restorations under way go on in the mode they were given."""
+    """Other settings hold from now on. Restorations that have begun keep their mode."""
 
     config: PolicyConfig
     now: float
@@ -233,7 +233,8 @@ class StepView:
     owed_pages: int = 0
 
 
-# --- the plan: what to do next ----------------------------------------------------------------------------------------
+# --- the plan: what to do next
+# ----------------------------------------------------------------------------------------
 
 
 @message
@@ -315,22 +316,24 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
 
 
-# --- questions: asked between two steps ------------------------------------------------------------------------------
+# --- questions: asked between two steps
+# ------------------------------------------------------------------------------
 
 _A = TypeVar("_A")
 
 
 class Question(Generic[_A]):
-    """What `query` takes. The type in brackets is its answer's."""
+    """A question for `query`. The type in brackets is its answer's."""
 
     __slots__ = ()
 
 
 @message
 class LeftToEngine(Question[str | None]):
-    """Why is this prefix better left to an engine that can load by itself? None: it is not. Asked
-    before it is offered, for what the engine drops in favour of a restoration it does not take up
-    again. In the view the request is not among the fresh ones. Changes nothing.
+    """Why is this prefix better left to an engine that can load by itself? None: it is not. To be
+    asked before a restoration is offered, since the engine does not resume its own read of a prefix
+    that was dropped for a restoration. In the view the request is not among the fresh ones. Changes
+    nothing.
     """
 
     offer: RestoreOffered
@@ -339,9 +342,9 @@ class LeftToEngine(Question[str | None]):
 
 @message
 class Queued:
-    """A waiting request whose prefix is left to the engine. `pages` of host memory it takes below
-    the device: there, on their way, or stored; `unread`: some are stored and neither there nor on
-    their way.
+    """A waiting request whose prefix is left to the engine. `pages` is the host memory it takes
+    below the device: there, on their way, or stored. `unread`: some are stored and neither there
+    nor on their way.
     """
 
     rid: str
@@ -351,8 +354,8 @@ class Queued:
 
 @message
 class ReadsDue(Question[tuple[str, ...]]):
-    """Of waiting requests whose prefixes are left to the engine, in the order they run: which have
-    their stored pages read now into `room` pages of host memory? `queue` need not name those behind
+    """Which waiting requests have their stored pages read now into `room` pages of host memory?
+    `queue` has requests whose prefixes are left to the engine, in the order they run; it may end at
     the first that does not fit. Changes nothing.
     """
 
@@ -362,17 +365,19 @@ class ReadsDue(Question[tuple[str, ...]]):
 
 @message
 class SessionsWith(Question[tuple[str, ...]]):
-    """Which sessions have this page in their prompts, those given up as well? Changes nothing."""
+    """Which sessions have this page in their prompts, abandoned ones included? Changes nothing."""
 
     key: PageKey
 
 
 @message
 class Hint:
-    """What a client says of its session. None: it says nothing about that. `expected_delay_s`
-    counts from now if the session is idle, else from the end of its turn; `ttl_s` from now.
-    `priority` > 0: keep its pages longer, each step as if it came back twice as soon; < 0: the
-    other way round; it holds until the client says another. `ttl_s` 0: it will not come back.
+    """A client's statement on its session. None: no statement on that.
+
+    `expected_delay_s` counts from now if the session is idle, else from the end of its turn;
+    `ttl_s` counts from now. `priority` > 0 keeps its pages longer, each step as if it came back
+    twice as soon; < 0 the other way round; it holds until the next one. `ttl_s` 0: it will not come
+    back.
     """
 
     expected_delay_s: float | None = None
@@ -383,8 +388,8 @@ class Hint:
 
 @message
 class HintAnswer:
-    """What became of a hint. `reason` says why it was refused or what was changed; empty when it
-    was taken as it was. `returns_at`: when its session is expected, None where it is not.
+    """The effect of a hint. `reason` says why it was refused or changed; empty when it was taken as
+    it was. `returns_at`: when its session is expected, None where it is not.
     """
 
     accepted: bool
@@ -394,7 +399,7 @@ class HintAnswer:
 
 @message
 class Hinted(Question[HintAnswer]):
-    """A client's hint. The planner takes note of it and answers what came of it."""
+    """A client's hint. The planner takes note of it and answers with its effect."""
 
     session: str
     hint: Hint
@@ -413,8 +418,8 @@ class RulesTuned(Question[str | None]):
 
 @message
 class Tally:
-    """What came of looking ahead so far: pages that were moved up for nothing, and tests of whether
-    a read overlaps with computing, by result.
+    """The results of lookahead so far: pages that were moved up in vain, and tests of whether a
+    read overlaps with computing, by result.
     """
 
     wasted_pages: int
@@ -430,11 +435,11 @@ class Planner(Protocol):
         """Takes note of a fact."""
 
     def step(self, view: StepView) -> StepPlan:
-        """What to do now. Claims made here hold until a fact ends them."""
+        """Decides a step. Claims made here hold until a fact ends them."""
 
 
 class Consulted(Planner, Protocol):
-    """A planner that is asked between two steps as well, as hands in a server do."""
+    """A planner that also answers questions between two steps, as a server needs it."""
 
     def query(self, question: Question[_A]) -> _A:
         """Answers a question. A Hinted and a RulesTuned are taken note of; the others change nothing."""

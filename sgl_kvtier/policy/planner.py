@@ -1,5 +1,5 @@
-"""The deciding half as a whole: it takes facts, keeps what they imply, answers each view with a plan,
-and questions between two steps.
+"""The deciding half as a whole: it takes facts, keeps what they imply, answers each view with a
+plan, and questions between two steps.
 
 Deterministic to the bit: the same facts and views give the same plans, whatever the hash seed. One
 thread, no clock.
@@ -114,7 +114,7 @@ class Planner:
 
     @property
     def pages(self) -> PageView:
-        """What it knows of pages, to be looked at between its calls."""
+        """The pages it knows, to be read between its calls."""
         return self._ahead.map
 
     @property
@@ -123,7 +123,7 @@ class Planner:
         return self._ahead.active
 
     def tally(self) -> Tally:
-        """What came of looking ahead so far, for reports. Any thread."""
+        """The results of lookahead so far, for reports. Any thread."""
         return self._ahead.tally()
 
     def profile(self) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Lookahead:
             observer(fact)
 
     def hint(self, question: Hinted) -> HintAnswer:
-        """The client's word on when its session returns; what came of it."""
+        """Takes a client's hint on when its session returns, and returns the effect it had."""
         session, now = question.session, question.now
         said = self.sessions.hint(session, question.hint, now)
         expected = self.sessions.expected(session, now)
@@ -139,11 +139,11 @@ class Lookahead:
         return answer
 
     def tally(self) -> Tally:
-        """What came of its moves so far. Any thread."""
+        """The results of its moves so far. Any thread."""
         return Tally(self.prefetcher.brought.wasted, dict(self.prefetcher.overlaps.counts))
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
-        """The sessions whose prompts have this page, those given up as well. O(pages of those)."""
+        """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""
         key = question.key
         page = self.map.page(key)
         owners = () if page is None else page.owners

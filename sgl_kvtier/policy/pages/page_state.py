@@ -66,7 +66,7 @@ class PageInfo:
 
 
 class PageView(Protocol):
-    """A planner's map of pages as hands see it: to be looked at, and changed by facts alone."""
+    """A planner's map of pages, for its executor to read. Only facts change it."""
 
     def __len__(self) -> int:
         """Known pages."""

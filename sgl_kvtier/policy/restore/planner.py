@@ -94,7 +94,7 @@ class RestorePlanner:
         self._outlook.begin()
 
     def left_to_engine(self, question: LeftToEngine) -> str | None:
-        """Why this is not worth being offered to an engine that can load by itself, or None.
+        """Why this prefix is not worth offering to an engine that can load by itself, or None.
         Changes nothing.
         """
         return self._offers.left_to_engine(question.offer, question.view)
