@@ -1,10 +1,11 @@
 """Settings of a running server that can be changed over HTTP, through SGLang's own admin route.
 
-    POST /set_internal_state  {"server_args": {"kvtier.throttle.read_gbps": 2.5, "kvtier.policy.restore": 3}}
+    POST /set_internal_state
+    {"server_args": {"kvtier.throttle.read_gbps": 2.5, "kvtier.policy.restore": 3}}
 
-SGLang passes such a message to every scheduler process between two steps, and takes numbers only: a
+SGLang passes such a message to every scheduler process between two steps, and takes numbers only. A
 choice is given as its place in the list that `kvtier doctor --settings` prints, counted from 0.
-Laboratories use it to run all arms of a comparison in one process. A name nobody handles is
+Laboratories use it to run all arms of a comparison in one process. A name without a handler is
 refused, as SGLang refuses unknown names of its own.
 """
 
@@ -91,7 +92,8 @@ def policy_handler(name: str) -> Handler:
             notes.configure(change_policy(notes.config, name, value))
         elif change_policy(PolicyConfig(), name, value).restore != "off" or name != "restore":
             raise ValueError(
-                "this server restores SGLang's own way since it started: policy.restore was off, or its log says what it lacks"
+                "this server restores SGLang's own way since it started: policy.restore was off, "
+                "or its log says what it lacks"
             )
 
     return change
@@ -157,7 +159,8 @@ def set_internal_state(original: Callable[..., Any], controller: Any, message: A
 
     if len(ours) < len(message.server_args):
         logger.warning(
-            "kvtier: settings of SGLang and of kvtier cannot be changed in one message; nothing was changed"
+            "kvtier: settings of SGLang and of kvtier cannot be changed in one message; nothing "
+            "was changed"
         )
         return SetInternalStateReqOutput(updated=False)
     return SetInternalStateReqOutput(updated=_apply(controller.scheduler, ours))
@@ -178,8 +181,7 @@ def _apply(scheduler: Any, values: Mapping[str, float]) -> bool:
             logger.warning("kvtier: %s = %s was refused: %s", name, shown(value), error)
             return False
         except Exception:
-            # In SGLang's loop it would end the server; what was changed of this setting so far
-            # stays.
+            # In SGLang's loop it would end the server; settings changed so far stay changed.
             logger.exception("kvtier: %s = %s was refused: changing it failed", name, shown(value))
             return False
         logger.info("kvtier: %s is now %s", name, value)

@@ -1,7 +1,7 @@
-"""Figures of the store, of restorations and of looking ahead in SGLang's /metrics: one table of
-names, one thread that publishes.
+"""Figures of the store, of restorations and of lookahead in SGLang's /metrics: one table of names,
+one thread that publishes.
 
-Who counts keeps plain numbers and says them when asked (`Sample`); names begin with `kvtier:`.
+Each source keeps plain numbers and returns them on request (`Sample`); names begin with `kvtier:`.
 Tiers are called device, host, storage and remote in labels (`types.PLACES`), ways between them
 storage-host and so on (`types.ROUTES`).
 """
@@ -23,12 +23,12 @@ PERIOD_S = 0.5
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]
 """A name in the table without its source's prefix, labels, and a value: of a counter the total,
-which only grows; of a histogram one that was observed since the last time.
+which only grows; of a histogram one value observed since the last time.
 """
 
 
 class Kind(Enum):
-    """What a metric is to Prometheus, which appends `_total` to the name of a counter."""
+    """The type of a metric in Prometheus, which appends `_total` to the name of a counter."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -145,8 +145,8 @@ _making = threading.Lock()
 
 
 def count(name: str, **labels: str) -> None:
-    """Adds one to a counter that nobody else publishes. Any thread, once SGLang has set up what its
-    processes share.
+    """Adds one to a counter that no source publishes. Any thread, once SGLang has set up the state
+    its processes share.
     """
     _instrument(name, tuple(labels)).labels(**labels).inc()
 
@@ -160,7 +160,7 @@ def store_samples(store: PageStore) -> Iterator[Sample]:
 
 
 class Source:
-    """Somebody's figures, published until it is closed."""
+    """One source of figures, published until it is closed."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Publisher:
                     self._publish(source)
 
     def _publish(self, source: Source) -> None:
-        """Locked. What cannot be read is not published any more; the others are."""
+        """Locked. A source that cannot be read is not published any more; the others are."""
         try:
             source.publish()
         except Exception:

@@ -1,9 +1,9 @@
-"""What SGLang runs in each of its processes when this package is installed (entry point group
-sglang.srt.plugins).
+"""The code that SGLang runs in each of its processes when this package is installed (entry point
+group sglang.srt.plugins).
 
-The hooks are those of the table in `sglang/hooks.py`. SGLang swallows what goes wrong here, so
-nothing is decided here: `storage.KVTierStorage` and `settings.check_server` verify before serving
-that it worked.
+The hooks are those of the table in `sglang/hooks.py`. SGLang swallows errors here, so nothing is
+decided here: `storage.KVTierStorage` and `settings.check_server` verify before serving that the
+hooks are applied.
 """
 
 from __future__ import annotations

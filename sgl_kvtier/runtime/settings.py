@@ -29,8 +29,10 @@ def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:
     config = parse_config(given)
     if not config.store.path:
         raise ConfigError(
-            "store.path is not set: the kvtier backend needs a folder on a local disk. Put it into kvtier.json as "
-            '{"store": {"path": "/var/lib/kvtier"}} and pass --hicache-storage-backend-extra-config @kvtier.json'
+            "store.path is not set: the kvtier backend needs a folder on a local disk. Put it into "
+            "kvtier.json as "
+            '{"store": {"path": "/var/lib/kvtier"}} and pass '
+            "--hicache-storage-backend-extra-config @kvtier.json"
         )
     rules_of(config.policy.rules)
     eviction_of(config.policy.eviction)
@@ -56,6 +58,7 @@ def _extra_config(args: Any) -> dict[str, Any]:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     given = args.hicache_storage_backend_extra_config
+    # three formats, each with errors of its own, and none of them says which flag it is
     try:
         nbytes = (
             Path(given[1:]).stat().st_size if (given or "").startswith("@") else len(given or "")
@@ -63,7 +66,7 @@ def _extra_config(args: Any) -> dict[str, Any]:
         if nbytes > MOST_SETTINGS_BYTES:
             raise ValueError(f"it has {nbytes} bytes, at most {MOST_SETTINGS_BYTES} are read")
         return dict(HybridCacheController.parse_storage_backend_extra_config(given)[0] or {})
-    except Exception as error:  # three formats, each with errors of its own, and none of them says which flag it is
+    except Exception as error:
         said = str(error) if len(str(error)) < _MOST_SAID else type(error).__name__
         raise ConfigError(
             f"--hicache-storage-backend-extra-config {shown(given)}: {said}. "
@@ -72,7 +75,9 @@ def _extra_config(args: Any) -> dict[str, Any]:
 
 
 def uses_backend(args: Any) -> bool:
-    """Whether a resolved SGLang configuration names our backend, directly or in the dynamic form."""
+    """Whether a resolved SGLang configuration names our backend, directly or in the dynamic
+    form.
+    """
     if args.hicache_storage_backend != "dynamic":
         return bool(args.hicache_storage_backend == BACKEND)
     try:
@@ -112,7 +117,7 @@ def off_on_a_card(policy: PolicyConfig) -> str | None:
 
 
 def looks_ahead(policy: PolicyConfig) -> bool:
-    """Whether these settings need to know of every page: to move it before it is asked for, or to
-    choose who leaves.
+    """Whether these settings need to know of every page: to move it before it is needed, or to
+    choose victims.
     """
     return policy.prefetch != "off" or policy.eviction != "lru"

@@ -1,4 +1,4 @@
-"""What looking ahead did since the server started: plain counters, written by the scheduler's
+"""Counters of lookahead since the server started: plain numbers, written by the scheduler's
 thread.
 """
 
@@ -26,7 +26,9 @@ class LookaheadCounters:
     checks: int = 0
 
     def counts(self, wasted_bytes: int) -> Iterator[Sample]:
-        """All of them, for /metrics. Any thread: counters are copied before they are gone through."""
+        """All of them, for /metrics. Any thread: counters are copied before they are gone
+        through.
+        """
         for link in (Link.DRAM_TO_HBM, Link.SSD_TO_DRAM):
             yield "moved_bytes", {"link": ROUTES[link]}, self.moved_bytes[link]
         for reason, pages in dict(self.failed_moves).items():

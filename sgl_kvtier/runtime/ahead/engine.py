@@ -1,13 +1,13 @@
-"""Looking ahead in SGLang: what the planner is told of requests, sessions and pages, and its moves
-and victims carried out.
+"""Lookahead in SGLang: reports requests, sessions and pages to the planner, and carries its moves
+and victims out.
 
 One per scheduler process that looks ahead; without it every hook is SGLang's own. It decides
-nothing: the planner's map says who leaves first, the planner's moves say what comes up. Everything
-runs on the scheduler's thread.
+nothing: the planner's map gives the order of eviction, the planner's moves the prefetches.
+Everything runs on the scheduler's thread.
 
-With several ranks each has such hands, a map and a planner of its own, and all are told the same in
-the same steps: what follows from requests and from the tree is the same anyway, times are the first
-rank's, and the rest is polled (`polls.py`).
+With several ranks each has an engine, a map and a planner of its own, and all get the same facts in
+the same steps. Facts from requests and from the tree are equal on all ranks anyway, times are the
+first rank's, and everything else is polled (`polls.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LATER = 0.0
 _IDLE_PERIOD_S = 0.01
 """A server with nothing to run looks at its sessions this often."""
 _SWEEP = 256
-"""Every so many ticks requests that have vanished are looked for."""
+"""Requests that have vanished are searched for once in this many ticks."""
 _MOST_IDLE_TOKENS = 64_000_000
 """Tokens of idle sessions that are kept to find their pages again: 4 bytes each."""
 
@@ -75,12 +75,12 @@ class _Known:
     """Tokens of it that are in the tree."""
     missed: bool = False
     path: Path | None = None
-    """Where its session's pages are, until it runs."""
+    """The place of its session's pages, until it runs."""
 
 
 class LookaheadEngine:
-    """The hands of a planner that looks ahead. Facts, slots and numbers are the context's, which
-    restorations use too.
+    """Carries out the plans of a planner that looks ahead. Facts, slots and numbers are the
+    context's, which restorations use too.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LookaheadEngine:
         they agree on it.
         """
         self.off: dict[str, int] = {}
-        """What the last whole comparison found."""
+        """Differences that the last whole comparison found."""
         self._config = config
         self._requests: dict[str, _Known] = {}
         self._idle: dict[str, Path] = {}
@@ -204,8 +204,8 @@ class LookaheadEngine:
             self._backend.take_seen()
 
     def give_up(self) -> None:
-        """The planner failed: from now on all of it is SGLang's own way. What is under way is
-        waited for.
+        """The planner failed: from now on SGLang does everything itself. Moves in flight are waited
+        for.
         """
         logger.error("kvtier: not looking ahead any more")
         self.counters.failures += 1
@@ -227,7 +227,7 @@ class LookaheadEngine:
     # --- once per step ----------------------------------------------------------------------------
 
     def polls(self) -> list[Poll]:
-        """What is waited for, in the same order on every rank."""
+        """The polls in progress, in the same order on every rank."""
         return self.promotions.polls() + (self._votes.polls() if self._votes is not None else [])
 
     def fingerprint(self) -> int:
@@ -279,8 +279,8 @@ class LookaheadEngine:
         self._planned_at = self.context.now
 
     def carry_out(self, plan: StepPlan, view: StepView) -> None:
-        """Begins the plan's moves. Its evictions are not needed: room is made by the map's order
-        when it is asked for.
+        """Begins the plan's moves. Its evictions are not used: room is made in the map's order when
+        it is needed.
         """
         scheduler = self.context.scheduler
         if plan.moves and scheduler is not None and scheduler.weight_updater.offload_tags:
@@ -312,11 +312,12 @@ class LookaheadEngine:
             self._guarded(lambda: self.victims.evict(tokens, tracker))  # type: ignore[union-attr]
 
     def wanted_in_host(self) -> tuple[list[int], bool]:
-        """Ends of the paths of sessions that host pages are kept for: those whose request waits,
-        then idle ones, those that return first first; and whether room has to be made all the same.
+        """Ends of the paths of sessions that host pages are kept for, and whether room has to be
+        made all the same.
 
-        When room is needed for a path that is brought early: all that return before it. Else the
-        half that returns first, so that something is left to SGLang's order.
+        First the sessions whose request waits, then idle ones, those that return first first. When
+        room is needed for a path that is prefetched: all that return before it. Else the half that
+        returns first, so that some are left to SGLang's order.
         """
         if self.victims is None or self._config.eviction != "next-use":
             return [], True
@@ -384,8 +385,8 @@ class LookaheadEngine:
         return path
 
     def _path_of(self, move: Move) -> Path | None:
-        """Where a move's pages are: a waiting request's path, or an idle session's whose turns they
-        are of.
+        """The place of a move's pages: a waiting request's path, or that of the idle session they
+        belong to.
         """
         if move.rid is not None:
             known = self._requests.get(move.rid)
@@ -405,7 +406,7 @@ class LookaheadEngine:
         )
 
     def _look_at_store(self) -> None:
-        """What was written to the store, or found there, since the last tick; and what it has
+        """Reports pages written to the store, or found there, since the last tick, and pages it has
         dropped.
         """
         controller = self.context.tree.cache_controller
@@ -423,7 +424,7 @@ class LookaheadEngine:
         self.counters.drift += self.check.roll(self.context.now)
 
     def _forget_stored(self) -> None:
-        """What the map has in storage is there no more."""
+        """The map's pages in storage are no longer there."""
         self.facts.dropped(tuple(self.pages.resident(Tier.SSD)), Tier.SSD)
         self.check.forget()
         if self._votes is not None:
@@ -449,8 +450,8 @@ class LookaheadEngine:
                 known.missed = True
 
     def _count_hits(self, known: _Known, prefix: int) -> None:
-        """Where a prompt's tokens are when it first runs; what a restoration has landed by then is
-        on the device.
+        """Counts the tiers of a prompt's tokens when it first runs. Pages that a restoration has
+        landed by then are on the device.
         """
         req, r, hits = known.req, known.restored, self.counters.hit_tokens
         below: dict[Tier, int] = {}

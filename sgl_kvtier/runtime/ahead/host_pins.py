@@ -10,7 +10,7 @@ from itertools import islice
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 
 MOST_PINS = 256
-"""So many paths at most are held back: about 6 microseconds each."""
+"""Most paths that are held back: about 6 microseconds each."""
 
 
 def evict_others(

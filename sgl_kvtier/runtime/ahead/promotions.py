@@ -1,15 +1,17 @@
-"""Moves of a plan, carried out: host pages to the device, and pages of expected sessions from
+"""Carries out the moves of a plan: host pages to the device, and pages of expected sessions from
 storage to host memory.
 
-    DRAM -> HBM    SGLang's own load-back of a path of the tree, begun before its request is admitted. Slots are the tree's
-                   at once; a batch that is launched while copies are under way carries their layer counters, as SGLang's
-                   own admitting batch does, so no layer reads what has not come.
-    SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into host pages, then grafted
-                   into the tree. Waiting requests' pages in storage are SGLang's prefetch's and restorations' to bring.
+    DRAM -> HBM    SGLang's own load-back of a path of the tree, begun before its request is
+                   admitted. Slots are the tree's at once. A batch launched while copies are in
+                   flight carries their layer counters, as SGLang's own admitting batch does, so
+                   no layer reads pages that have not come.
+    SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into
+                   host pages, then grafted into the tree. SGLang's prefetch and restorations
+                   bring the pages of waiting requests from storage.
 
-What cannot be carried out is reported as dropped in the target tier. Scheduler's thread; reads end
-on the store's. Several ranks begin the same in the same steps; what has ended is a poll
-(`polls.py`), which tells what has on all of them.
+A move that cannot be carried out is reported as dropped in the target tier. Runs on the scheduler's
+thread; reads end on the store's. Several ranks begin the same moves in the same steps. The end of a
+move is a poll (`polls.py`), which reports it when all ranks have it.
 """
 
 from __future__ import annotations
@@ -39,18 +41,18 @@ _NO_SPAN = Span(0, 0)
 _RESET_S = 30.0
 _MOST_FETCHES = 4
 _HOST_SHARE = 4
-"""A quarter of the host pool at most, and half of what the device's copies leave of it, may be
-pages that were brought early and not used yet.
+"""At most a quarter of the host pool, and half of its part that the device's copies leave, may be
+prefetched pages that were not used yet.
 """
 _AGAIN_S = 0.1
-"""What cannot be moved is not asked for again before this."""
+"""Seconds until a move that failed is tried again."""
 
 
 @dataclass
 class Path:
-    """Where pages of a request or a session are in the tree. `tokens` name them all, `keys`
-    likewise; `node` is the last node of the path that was there when it was noted, which may be
-    gone since.
+    """The place of a request's or a session's pages in the tree. `tokens` and `keys` name all of
+    them; `node` is the last node of the path that was there when it was noted, and may be gone
+    since.
     """
 
     tokens: Any
@@ -137,14 +139,14 @@ class Promotions:
         """None when they have been reported."""
         self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
         self.claiming_for: Path | None = None
-        """While host pages are claimed for a path: others that are wanted sooner do not give way to
-        it.
+        """While host pages are claimed for a path: others that are needed sooner are not evicted
+        for it.
         """
 
     @property
     def consumer(self) -> int:
-        """The layer counter a batch has to heed that begins no loads of its own; -1 when nothing is
-        under way.
+        """The layer counter of a batch that begins no loads of its own; -1 when no copy is in
+        flight.
         """
         if self._copying is None or self._copying.ack.finish_event.query():
             return -1
@@ -156,7 +158,7 @@ class Promotions:
         return any(self._context.now > fetch.deadline_at for fetch in self._fetches)
 
     def polls(self) -> list[Poll]:
-        """What is under way, in the order in which it began."""
+        """The moves in progress, in the order in which they began."""
         copying = self._copying
         if copying is None:
             return [fetch.poll for fetch in self._fetches]
@@ -202,8 +204,8 @@ class Promotions:
             self._fail(move.keys, move.target, reason)
 
     def _fail(self, keys: tuple[PageKey, ...], target: Tier, reason: str) -> None:
-        """Counts it at once and reports it a little later, so that the same is not asked for again
-        in every step.
+        """Counts the failure at once and reports it a little later, so that the same move is not
+        planned again in every step.
         """
         if keys:
             self._counters.failed_moves[reason] += len(keys)
@@ -400,10 +402,12 @@ class Promotions:
         return Span(taken.known_tokens // page, pages)
 
     def reset(self) -> None:
-        """Before the pools are emptied, or for good: blocks until no read goes to host pages of
-        ours. Pages of a read that hangs all the same are nobody's until the pools are emptied, for
-        which a server is not idle before that read has ended (`reads_hang` of the context), unless
-        it has several ranks: they would have to agree on that.
+        """Ends all moves, before the pools are emptied, or for good: blocks until no read writes to
+        our host pages.
+
+        If a read hangs all the same, its host pages stay unusable until the pools are emptied. A
+        server with one rank counts as busy until that read has ended (`reads_hang` of the context).
+        A server with several ranks does not wait, because the ranks would have to agree on it.
         """
         end = time.monotonic() + _RESET_S
         jobs = [fetch.job for fetch in self._fetches if fetch.job is not None]
@@ -418,7 +422,8 @@ class Promotions:
                 self._slots.give_host(len(fetch.host))
                 self._context.hung_reads.append(fetch.job)
                 logger.error(
-                    "kvtier: a read of %d pages into host memory is still under way; nobody gets them before a flush",
+                    "kvtier: a read of %d pages into host memory is still under way; nobody gets "
+                    "them before a flush",
                     len(fetch.keys),
                 )
             self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)

@@ -1,10 +1,10 @@
-"""Which pages every rank has in its store, where several ranks have to agree.
+"""The pages that every rank has in its store, where several ranks have to agree.
 
-Each rank's store is its own: pages are written at different times, and one rank may lose or evict a
-page that another has. For the map a page is stored when it is on all ranks. So what SGLang has
-written back, and from time to time all that is said to be stored, is looked up by every rank and
-put to the vote (`polls.py`). What a storage query has found needs none: SGLang's ranks agree on it.
-Scheduler's thread.
+Each rank has its own store: pages are written at different times, and one rank may lose or evict a
+page that another has. For the map a page is stored when it is on all ranks. So every rank looks up
+the pages that SGLang has written back, and from time to time all pages marked as stored, and the
+ranks agree by a poll (`polls.py`). Pages found by a storage query need no poll: SGLang's ranks
+agree on it. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class StoreVotes:
         self._writing: dict[int, tuple[PageKey, ...]] = {}
         self._todo: dict[PageKey, None] = {}
         self._next: int | None = None
-        """Where on the map the next pages are that all ranks look up, since one has lost some;
-        None: nowhere.
+        """Cursor into the map for the check of stored pages that starts when a rank reports a loss;
+        None when no check is running.
         """
         self._vote: tuple[Poll, tuple[PageKey, ...]] | None = None
         self._losses: Poll | None = None
@@ -60,7 +60,7 @@ class StoreVotes:
         self._tree.cache_controller.write_storage = self._write
 
     def polls(self) -> list[Poll]:
-        """What is put to the vote now."""
+        """The polls in progress."""
         return [
             poll
             for poll in (self._losses, self._vote[0] if self._vote else None)

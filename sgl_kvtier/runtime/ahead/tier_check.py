@@ -1,8 +1,7 @@
-"""The planner's map compared with the truth: the tree, the host pool and the store. What differs is
-counted and corrected.
+"""The planner's map compared with the truth: the tree, the host pool and the store.
 
-The map is advisory, so nothing depends on it for correctness; but a map that is wrong decides
-badly.
+Differences are counted and corrected. The map is advisory, so nothing depends on it for
+correctness; but a wrong map makes bad decisions.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class TierCheck:
         self._at = 0.0
         self._seen: tuple[int, int] | None = None
         self._next: int | None = None
-        """Where on the map the next pages to be looked up are; None: nowhere."""
+        """Cursor into the map for the look-up of stored pages; None when none is running."""
         self._said = False
 
     def _store(self) -> Any:
@@ -73,9 +72,8 @@ class TierCheck:
         return len(gone)
 
     def forget(self) -> None:
-        """All stored pages were just said to be gone. The map learns it at the end of the tick, so
-        `roll` looks for nothing the next time: else what was said would be found and counted as
-        well.
+        """All stored pages were just reported as gone. The map learns it at the end of the tick, so
+        the next `roll` checks nothing: it would find and count those pages again.
         """
         self._next, self._seen, self._said = None, None, True
 
@@ -89,10 +87,11 @@ class TierCheck:
         )
 
     def whole(self) -> dict[str, int]:
-        """Pages that differ, by kind. For an idle server whose facts have all been told; O(pages).
+        """Number of pages that differ, by kind. For an idle server that has reported all its facts;
+        O(pages).
 
-        hbm: the device pages of the tree against the map's, by number; leaves beyond: names of all
-        evictable paths' pages that the map has elsewhere. dram: by name. ssd: by name.
+        hbm: device pages of the tree against the map's, by count. leaves: pages of all evictable
+        paths that the map places elsewhere, by name. dram, ssd: by name.
         """
         nodes, page = self._nodes, self._facts._page
         known = {

@@ -1,11 +1,10 @@
-"""Where pages come into tiers and leave them in SGLang, told as facts.
+"""Facts about pages that come into tiers and leave them in SGLang.
 
-The tree core of SGLang has no callbacks, so its few mutating calls are watched: what is inserted,
-loaded back, copied to host memory, grafted there, evicted. A node's pages are named by SGLang's own
-page hashes. Host pages are freed by slot, so their names are kept by slot (about 100 bytes each);
-the device needs none, because its leaves are evicted one by one.
-
-Facts are noted in the order in which things happen and told at the next tick. Scheduler's thread.
+The tree core of SGLang has no callbacks, so its few mutating calls are hooked: insert, load back,
+copy to host memory, graft into host memory, evict. A node's pages are named by SGLang's own page
+hashes. Host pages are freed by slot, so their names are kept by slot (about 100 bytes each). The
+device needs none, because its leaves are evicted one by one. Facts are noted in the order in which
+things happen and reported at the next tick. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class TierFacts:
             self._tell(PagesDropped(gone, target, _LATER))
 
     def brought(self, keys: tuple[PageKey, ...]) -> None:
-        """Pages were brought to host memory before anybody asked for them."""
+        """Pages were prefetched to host memory, before a request needed them."""
         self._unused.update(dict.fromkeys(keys))
 
     @property
@@ -144,5 +143,5 @@ class TierFacts:
 
 
 def _nobody(fact: Fact) -> None:
-    """Nobody is told any more."""
+    """Drops a fact: there is no receiver any more."""
     del fact

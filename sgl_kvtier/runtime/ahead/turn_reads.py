@@ -1,11 +1,11 @@
-"""Stored pages of waiting requests that are left to SGLang: read in the order of the queue, and
+"""Reads stored pages of waiting requests that are left to SGLang in the order of the queue, and
 again when they were lost.
 
-SGLang asks storage for a request once, when it arrives, and reads what is there into host memory,
-where nothing holds it until the request runs; who arrives while it reads as much as it allows
-itself may never be asked for. Here a request whose pages have no room yet is kept back until they
-have (`policy/ahead/read_turns.py` says whose turn it is), and one that finds less at its turn than
-storage had is asked for again. Scheduler's thread; all of it follows from what ranks have in
+SGLang asks storage for a request once, when it arrives, and reads its prefix into host memory. The
+pages are not protected there until the request runs. A request that arrives while SGLang's read
+budget is used up may never be read. So a request whose pages have no room yet is kept back until
+they have (`policy/ahead/read_turns.py` gives the order). One that finds less at its turn than
+storage had is read again. Scheduler's thread; all of it follows from facts that ranks have in
 common, so they do the same. Not with pipeline stages: there SGLang decides on the first.
 """
 
@@ -24,19 +24,19 @@ _MOST_READS = 3
 them out again and again.
 """
 _MOST_IDLE_S = 2.0
-"""So long nothing may run while requests are kept back, then the first of them runs with what it
-has: a device may hang.
+"""Longest time, in seconds, in which nothing runs while requests are kept back. Then the first of
+them runs with the pages it has: a device may hang.
 """
 _SWEEP = 256
-"""Every so many ticks requests that have vanished are looked for."""
+"""Requests that have vanished are searched for once in this many ticks."""
 _MOST_IDLE_PASSES = 10_000
-"""And so many passes of the scheduler, where ranks have no common clock."""
+"""`_MOST_IDLE_S` in passes of the scheduler, where ranks have no common clock."""
 
 
 @dataclass
 class _Stored:
-    """What storage has of a request's prompt, or may have: tokens [0, end), what the tree had
-    before included.
+    """The part of a request's prompt that storage has, or may have: tokens [0, end), including
+    those the tree had before.
     """
 
     end: int
@@ -113,7 +113,7 @@ class TurnReads:
 
     def landed(self, operation: Operation) -> None:
         """SGLang's read of a prefix has ended. Pages that could not be read, or not in time, are
-        not asked for again.
+        not read again.
         """
         stored, req = (
             self._stored.get(operation.handle.rid),
@@ -228,8 +228,8 @@ class TurnReads:
         return req.cache_request_handle in self._tree.ongoing_prefetch
 
     def _due(self, asking: str = "") -> tuple[str, ...]:
-        """Whose pages may be read. `asking` is a request that asks for some, besides those kept
-        back.
+        """The requests whose pages may be read. `asking` is a request that wants to read now,
+        besides those kept back.
         """
         device, host = self._context.device, self._context.host
         room = host.tokens

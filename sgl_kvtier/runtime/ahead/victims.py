@@ -1,10 +1,10 @@
-"""Who leaves the device, in the order of the planner's map.
+"""Evicts from the device in the order of the planner's map.
 
 SGLang's tree core offers leaves for eviction in its own order and evicts the one its caller names.
-So its offers are collected first, nothing is evicted meanwhile, and then the offered leaf that the
-map names first is evicted. Only what the core offered in that very moment is ever evicted: never a
-locked node, never one with a child on the device. What the map's order does not yield is left to
-SGLang's own eviction, which runs afterwards as if nothing had happened.
+So its offers are collected first, without evicting, and then the offered leaf that the map names
+first is evicted. Only leaves that the core offered in that very moment are ever evicted: never a
+locked node, never one with a child on the device. If the map's order does not yield enough,
+SGLang's own eviction runs afterwards as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Victims:
     def _evict_some(
         self, leaves: dict[PageKey, int], tokens: int, tracker: dict[Any, int], full: Any
     ) -> bool:
-        """Evicts in the map's order until there is enough, or until it is the turn of a node that
-        may have become a leaf by that and was not offered yet. Whether any was evicted.
+        """Evicts in the map's order until there is enough, or until the next node may have become a
+        leaf just now and was not offered yet. Returns whether any was evicted.
         """
         missing = -(-(tokens - tracker[full]) // self._page)
         evicted = False

@@ -1,6 +1,4 @@
-"""Where the storage backend hangs in SGLang beside its own interface: the hooks of scheduler
-processes.
-"""
+"""The storage backend's hooks in SGLang besides its own interface, in scheduler processes."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ def create_backend(
 
 
 def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> None:
-    """Hands pages to our backend by address where a page lies in few pieces. No operation is queued
-    yet at this point.
+    """Passes pages to our backend by address where a page lies in few pieces. No operation is
+    queued yet at this point.
     """
     del result, args, kwargs
     if store_of(controller) is None:
@@ -44,9 +42,9 @@ def use_zero_copy(result: Any, controller: Any, *args: Any, **kwargs: Any) -> No
 def cut_reads_short(
     original: Callable[..., Any], controller: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s for
-    each of them and gives the server up after that, so neither a long read of pages that nobody
-    wants any more nor another rank may keep one.
+    """Hook around the end of HiCache's storage threads, at a flush or a detach. SGLang waits 10 s
+    for each of them and ends the server after that. So neither a long read of pages that are no
+    longer needed nor another rank may delay one.
     """
     backend = store_of(controller)
     if backend is None:
@@ -66,9 +64,8 @@ def note_reduction(original: Callable[..., Any], controller: Any, ack: Any) -> A
 def read_ahead(
     original: Callable[..., Any], controller: Any, operation: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around SGLang's read of one prefix from storage, which asks for 128 pages at a time: the next
-    ones are under way already. SGLang reuses host slots that were not filled only after this has
-    returned.
+    """Hook around SGLang's read of one prefix from storage, 128 pages at a time: the next ones are
+    in flight already. SGLang reuses host slots that were not filled only after this has returned.
     """
     backend = store_of(controller)
     if backend is None:
@@ -83,7 +80,7 @@ def read_ahead(
 def leave_old_weights(result: Any, updater: Any, *args: Any, **kwargs: Any) -> None:
     """After weights changed at run time, or may be changed from outside from now on: pages written
     so far belong to other weights and are not served any more. Where several of these hooks see one
-    change, the first does it.
+    change, the first acts.
     """
     del args, kwargs
     if getattr(result, "success", True) is False:

@@ -1,5 +1,5 @@
-"""Pages of HiCache's host pools as the store wants them: what they look like, and views of the
-pool's memory, read and written where they lie.
+"""Pages of HiCache's host pools for the store: their shape, and views of the pool's memory, which
+is read and written in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_page_contiguous(pool: Any) -> bool:
 
 
 def shape_of(pool: Any) -> PageShape:
-    """What a host pool's pages look like. Sizes that a pool lacks stay None: states have no heads."""
+    """The shape of a host pool's pages. Sizes that a pool lacks stay None: states have no heads."""
     return PageShape(
         layout=_plain(pool, "layout"),
         page_size=_plain(pool, "page_size"),

@@ -1,8 +1,8 @@
-"""Whose pages these are: everything about a server that changes what a KV page's bytes mean.
+"""The identity of a server's pages: everything that changes what a KV page's bytes mean.
 
 Two servers share pages if and only if all fields are equal; anything else is a different namespace
-of the store and gives no hits. SGLang's page hashes cover tokens, cache salt and the names and
-paths of LoRA adapters only, so all the rest stands here.
+of the store and gives no hits. SGLang's page hashes cover only tokens, cache salt and the names and
+paths of LoRA adapters, so all the rest stands here.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def model_folder(
     download_dir: str | None = None,
     config: str = "config.json",
 ) -> Path:
-    """Where a model's files are: the folder itself, or the snapshot that a hub cache holds under
-    its name. `config` is a file that every such folder has.
+    """The folder of a model's files: the folder itself, or the snapshot that a hub cache holds
+    under its name. `config` is a file that every such folder has.
     """
     folder = Path(model_path)
     if folder.exists():
@@ -110,10 +110,10 @@ def model_folder(
 def weights_digest(model_path: Path) -> str:
     """A digest of a model folder's configuration and weights that reads little of them.
 
-    Of each weight file: its name, size and header, and a kilobyte at both ends of every tensor; so
+    Of each weight file: its name, size and header, and a kilobyte at both ends of every tensor. So
     a changed tensor, a merged adapter or another training step is seen. A file whose real name is
-    its own SHA-256 (a hub cache) is taken at its name. Where there is no folder to read (a remote
-    model), the path is all there is.
+    its own SHA-256 (a hub cache) is identified by its name. Where there is no folder to read (a
+    remote model), the path is all there is.
     """
     digest = hashlib.sha256()
     if model_path.is_file():
@@ -179,9 +179,16 @@ def _sample_offsets(file: Any, size: int) -> list[int]:
 
 def _model_fields(args: Any) -> dict[str, Any]:
     names = (
-        "revision", "dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "load_format",
-        "speculative_algorithm", "speculative_draft_model_path", "quantization_param_path",
-    )  # fmt: skip
+        "revision",
+        "dtype",
+        "quantization",
+        "kv_cache_dtype",
+        "json_model_override_args",
+        "load_format",
+        "speculative_algorithm",
+        "speculative_draft_model_path",
+        "quantization_param_path",
+    )
     fields = {name: str(getattr(args, name, None)) for name in names}
     if fields["load_format"] == "dummy":
         fields["seed"] = str(args.random_seed)

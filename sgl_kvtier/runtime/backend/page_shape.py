@@ -1,8 +1,8 @@
-"""What pages look like and whose share of them a rank holds, as plain values.
+"""The shape of pages and each rank's share of them, as plain values. An identity is made of these
+and of the server's arguments.
 
-An identity is made of these and of the server's arguments. HiCache's host pools are described by
-`host_pages.shape_of`; whoever comes to the store another way fills in the same values and opens the
-same folder.
+`host_pages.shape_of` describes HiCache's host pools. Another way into the store fills in the same
+values and opens the same folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PageShape:
     """SGLang's tag of a packed format; the text None for plain numbers."""
 
     def fields(self) -> dict[str, int | str]:
-        """What the identity says of this pool: names without a value are left out."""
+        """The identity's entries for this pool: names without a value are left out."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -57,7 +57,7 @@ class RankShare:
     dp_rank: int = 0
 
     def sizes(self) -> dict[str, int | None]:
-        """What the identity says of the ranks: equal on all of them."""
+        """The identity's entries for the ranks: equal on all of them."""
         return {
             "tp_size": self.tp_size,
             "pp_size": self.pp_size,

@@ -1,9 +1,9 @@
-"""SGLang's read of one prefix into host memory, 128 pages a call, with what it will ask for next
-under way already.
+"""SGLang's read of one prefix into host memory, 128 pages a call, with the next pages in flight
+already.
 
 SGLang's I/O thread calls `batch_get_v1` for one batch after the other. Between two calls the device
-had nothing to do until that thread had Python's lock again, beside a busy scheduler 5 ms and more
-each time.
+had nothing to do until that thread had Python's lock again: 5 ms and more each time beside a busy
+scheduler.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ def read_or_given_up(outcomes: Sequence[ReadOutcome | None]) -> bool:
 
 
 class PrefixRead:
-    """The pages `keys` that go to `host_slots`, asked for in this order. One thread, but for
-    `cancel`.
+    """The pages `keys` that go to `host_slots`, read in this order. One thread, except `cancel`.
 
     `begin(keys, host_slots)` begins reading some of them. Slots of pages that were begun belong to
     the store until `close` returns.
@@ -42,8 +41,8 @@ class PrefixRead:
         self.page_bytes = page_bytes
         self.pages_read = 0
         self.tells = True
-        """What it took says how fast the store is: every page asked for so far was read, or given
-        up by whoever asked.
+        """Its duration says how fast the store is: every page requested so far was read, or given
+        up by the caller.
         """
         self.seconds = 0.0
         """From the first call's begin to the last one's end."""
@@ -83,11 +82,13 @@ class PrefixRead:
         return read
 
     def cancel(self) -> None:
-        """Pages not begun are given up, also those asked for later. Any thread."""
+        """Pages not begun are given up, also those requested later. Any thread."""
         self._ahead.cancel()
 
     def close(self) -> None:
-        """Gives up what was begun and not asked for; returns when no I/O touches any slot any more."""
+        """Gives up reads that were begun and not requested; returns when no I/O touches any slot
+        any more.
+        """
         self._ahead.close()
 
     def _slots_of(self, first: int, last: int) -> torch.Tensor:

@@ -1,12 +1,11 @@
-"""Storage threads of several ranks are stopped only when none would leave another alone in a
-reduction.
+"""Stops storage threads of several ranks only when none would leave another alone in a reduction.
 
-SGLang's ranks agree on how far each read from storage has come, in a thread of each rank's that
-reduces over all of them. A flush stops these threads; one that has not yet taken part in a
-reduction then never does, and its peer waits in it until SGLang gives the server up, 10 s later.
-That happens where reads are under way for a request that was aborted, and one rank's device is
-slower than the other's. So every rank first waits until its own reads and reductions have come to
-rest: they do, since reads are cut short meanwhile and every rank makes the same reductions.
+SGLang's ranks agree on how far each read from storage has come: a thread of each rank reduces over
+all ranks. A flush stops these threads. One that has not yet taken part in a reduction then never
+does, and its peer waits in it until SGLang ends the server, 10 s later. That happens where reads
+are in flight for a request that was aborted, and one rank's device is slower than the other's. So
+every rank first waits until its own reads and reductions have come to rest. They do, since reads
+are cut short meanwhile and every rank makes the same reductions.
 """
 
 from __future__ import annotations
@@ -19,7 +18,9 @@ from typing import Any
 _LONGEST_S = 5.0
 _POLL_S = 0.005
 _AT_REST = 3
-"""So many looks in a row find nothing: between two of SGLang's steps a thread has neither."""
+"""This many checks in a row must find nothing: between two of SGLang's steps a thread has
+neither.
+"""
 _BUSY = "_kvtier_busy"
 
 

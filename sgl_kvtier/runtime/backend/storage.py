@@ -92,8 +92,8 @@ class KVTierStorage(HiCacheStorage):
         self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
-        """SGLang's own reads ahead, as bytes and seconds: what restoring learns of the disk where
-        it has nothing to load.
+        """Bytes and seconds of SGLang's own reads ahead: restoring learns the disk's speed from
+        them where it has nothing to load.
         """
         self._metrics: Source | None = None
         self._reading: dict[int, ReadJob | PrefixRead] = {}
@@ -109,8 +109,9 @@ class KVTierStorage(HiCacheStorage):
         """The pool of ordinary KV pages. Raises ConfigError for a model without one."""
         if getattr(mem_pool_host, "kv_buffer", None) is None:
             raise ConfigError(
-                f"this model's KV pool ({type(mem_pool_host).__name__}) holds no pages of its own, which the kvtier "
-                "backend does not support. Choose another --hicache-storage-backend"
+                f"this model's KV pool ({type(mem_pool_host).__name__}) holds no pages of its own, "
+                "which the kvtier backend does not support. Choose another "
+                "--hicache-storage-backend"
             )
         if not says_where_pages_lie(mem_pool_host):
             raise ConfigError(
@@ -151,7 +152,10 @@ class KVTierStorage(HiCacheStorage):
                 open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank
             )
         except StoreError as error:
-            again = "If this was an attach at run time, DELETE /hicache/storage-backend before you PUT again"
+            again = (
+                "If this was an attach at run time, DELETE /hicache/storage-backend before you "
+                "PUT again"
+            )
             raise type(error)(f"{error}. {again}") from error
         self.folder = Path(self.config.store.path) / who.directory_name
         if c.enable_storage_metrics:
@@ -175,8 +179,9 @@ class KVTierStorage(HiCacheStorage):
         if self._store is not None:
             self.close()
             logger.warning(
-                "kvtier: weights were changed at run time, so stored pages are not used any more. To store pages of the "
-                "new weights, detach and attach the storage backend (DELETE and PUT /hicache/storage-backend)"
+                "kvtier: weights were changed at run time, so stored pages are not used any more. "
+                "To store pages of the new weights, detach and attach the storage backend (DELETE "
+                "and PUT /hicache/storage-backend)"
             )
 
     # ---- existence ----
@@ -200,7 +205,8 @@ class KVTierStorage(HiCacheStorage):
         restorable = list(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
             if not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # block groups never gate the hit; without a verdict SGLang learns nothing from us
+                # block groups never gate the hit; without a verdict SGLang learns nothing from us
+                continue
             have = self._has(keys[:kv_pages], str(transfer.name))
             window = 0
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -232,9 +238,9 @@ class KVTierStorage(HiCacheStorage):
 
     @contextmanager
     def reading_ahead(self, keys: list[str], host_indices: torch.Tensor) -> Iterator[None]:
-        """Meanwhile this thread's `batch_get_v1` finds these pages under way when it asks for them,
-        in this order and in parts. No I/O touches the slots any more when this ends, whatever was
-        asked for.
+        """While this runs, this thread's `batch_get_v1` finds these pages in flight when it
+        requests them, in this order and in parts. When it ends, no I/O touches the slots any more,
+        whether or not they were requested.
         """
         page = self.mem_pool_host.page_size
         host_indices = host_indices[: len(keys) * page]
@@ -321,8 +327,8 @@ class KVTierStorage(HiCacheStorage):
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
     ) -> ReadJob | None:
-        """Begins reading pages, in this order, into host slots; None while no store is open, or
-        where a page does not lie in the host pool as it lies in the store. The slots belong to the
+        """Begins reading pages, in this order, into host slots. None while no store is open, or
+        where a page's layout in the host pool differs from the store's. The slots belong to the
         store until each page's `on_page`, which an I/O thread calls.
         """
         store = self._store
@@ -386,8 +392,8 @@ class KVTierStorage(HiCacheStorage):
 
     @contextmanager
     def reads_cut_short(self) -> Iterator[None]:
-        """Meanwhile `batch_get_v1` and its kin end as soon as no read is under way to their pages:
-        what was not begun is False.
+        """While this runs, `batch_get_v1` and similar calls end as soon as no read of their pages
+        is in flight: pages not begun are False.
         """
         self._cut_short = True
         try:
@@ -430,7 +436,8 @@ class KVTierStorage(HiCacheStorage):
         self._reading[id(job)] = job
         if self._cut_short:
             job.cancel()
-        job.wait()  # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
+        # without a limit: until the last read ends, SGLang must not reuse the slots it goes to
+        job.wait()
         del self._reading[id(job)]
         outcomes = job.outcomes
         read = [outcome is ReadOutcome.OK for outcome in outcomes]

@@ -1,3 +1,3 @@
-"""The CPU reference platform: what the real SGLang server needs to run where there is no
+"""The CPU reference platform: everything the real SGLang server needs to run without an
 accelerator.
 """

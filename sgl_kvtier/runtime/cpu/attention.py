@@ -95,8 +95,9 @@ class ChunkAttentionBackend(TorchNativeAttnBackend):
         window = getattr(model_runner, "sliding_window_size", None)
         if self.use_sliding_window_kv_pool or (window is not None and window > -1):
             raise ConfigError(
-                f"this model attends within a sliding window ({window} tokens), which the {ATTENTION} attention backend "
-                "does not do. Start the server with --attention-backend torch_native (slow but complete)"
+                f"this model attends within a sliding window ({window} tokens), which the "
+                f"{ATTENTION} attention backend does not do. Start the server with "
+                "--attention-backend torch_native (slow but complete)"
             )
         self.page_size = model_runner.server_args.page_size or 1
 
@@ -119,10 +120,21 @@ class ChunkAttentionBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         if encoder_lens is not None or not causal or k_cache.shape[-1] != v_cache.shape[-1]:
             return super()._run_sdpa_forward_extend(
-                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, extend_prefix_lens,
-                extend_seq_lens, encoder_lens, scaling=scaling, causal=causal, sliding_window_size=sliding_window_size,
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                extend_prefix_lens,
+                extend_seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                causal=causal,
+                sliding_window_size=sliding_window_size,
                 **rest,
-            )  # fmt: skip
+            )
         _refuse_window(sliding_window_size)
         scale = _scale(scaling, query)
         start = 0
@@ -150,9 +162,18 @@ class ChunkAttentionBackend(TorchNativeAttnBackend):
     ) -> torch.Tensor:
         if encoder_lens is not None or k_cache.shape[-1] != v_cache.shape[-1]:
             return super()._run_sdpa_forward_decode(
-                query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens,
-                scaling=scaling, sliding_window_size=sliding_window_size, **rest,
-            )  # fmt: skip
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                sliding_window_size=sliding_window_size,
+                **rest,
+            )
         _refuse_window(sliding_window_size)
         scale = _scale(scaling, query)
         for i, (row, length) in enumerate(
@@ -191,5 +212,6 @@ def _scale(scaling: float | None, query: torch.Tensor) -> float:
 def _refuse_window(window: int | None) -> None:
     if window is not None and window > -1:
         raise ConfigError(
-            f"a layer attends within a sliding window of {window} tokens; use --attention-backend torch_native"
+            f"a layer attends within a sliding window of {window} tokens; use --attention-backend "
+            "torch_native"
         )

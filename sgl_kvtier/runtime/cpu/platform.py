@@ -63,8 +63,8 @@ def stand_in() -> None:
 
 
 def accelerators() -> list[str]:
-    """What looks like an accelerator on this host: device files, else what torch can use. Empty on
-    a plain CPU host.
+    """The accelerators of this host: device files, else those torch can use. Empty on a plain CPU
+    host.
     """
     sure = [str(path) for pattern in _DEVICE_FILES for path in sorted(Path("/dev").glob(pattern))]
     if sure:

@@ -1,4 +1,6 @@
-"""The platform class itself, apart from `platform.activate` so that asking does not import SGLang."""
+"""The platform class itself, apart from `platform.activate` so that asking does not import
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.attention_backend = ATTENTION
         elif server_args.attention_backend == "intel_amx":
             raise ValueError(
-                "--attention-backend intel_amx needs SGLang's CPU engine (SGLANG_USE_CPU_ENGINE=1 and a CPU build of "
-                f"sgl_kernel). Leave the flag away for {ATTENTION}, or choose torch_native"
+                "--attention-backend intel_amx needs SGLang's CPU engine (SGLANG_USE_CPU_ENGINE=1 "
+                f"and a CPU build of sgl_kernel). Leave the flag away for {ATTENTION}, or choose "
+                "torch_native"
             )
         if server_args.hicache_io_backend == "kernel":
             server_args.hicache_io_backend = "direct"
@@ -65,8 +68,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
                 server_args.hicache_mem_layout = "page_first_direct"
         if server_args.hicache_mem_layout not in ("layer_first", "page_first", "page_first_direct"):
             raise ValueError(
-                f"--hicache-mem-layout {server_args.hicache_mem_layout} needs GPU kernels. On this host choose "
-                "page_first_direct (default) or layer_first"
+                f"--hicache-mem-layout {server_args.hicache_mem_layout} needs GPU kernels. On this "
+                "host choose page_first_direct (default) or layer_first"
             )
         if server_args.page_size is None:
             server_args.page_size = 16

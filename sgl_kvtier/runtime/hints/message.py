@@ -1,11 +1,11 @@
-"""A client's hint as JSON: what may stand in it, and the form in which it goes from the HTTP server
-to the schedulers.
+"""A client's hint as JSON: its fields, and the form in which it goes from the HTTP server to the
+schedulers.
 
     {"session": "agent-7", "expected_delay_s": 12.5, "priority": 1, "ttl_s": 600, "tool": "pytest"}
-    {"tokens": [1, 2, 3, ...], "expected_delay_s": 3}          the session whose prompts begin so; also as "text"
+    {"tokens": [1, 2, 3, ...], "expected_delay_s": 3}    the session whose prompts begin so;
+                                                         also as "text"
 
-Pure functions. Everything a client may do wrong raises HintError with a sentence that says what to
-do.
+Pure functions. Every mistake of a client raises HintError with a sentence that says what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sgl_kvtier.runtime.step.session_name import known_as
 from sgl_kvtier.types import PageKey
 
 MARK = "kvtier.hint:"
-"""What the scheduler knows a hint by among SGLang's control messages."""
+"""The scheduler recognizes a hint among SGLang's control messages by this prefix."""
 MOST_TOKENS = 1 << 20
 """Of a prefix given as tokens: the longest contexts there are."""
 MOST_BYTES = 8 * MOST_TOKENS + 1024
@@ -46,7 +46,7 @@ class HintError(KVTierError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client sent, checked. One of `session`, `tokens`, `text` says whose hint it is."""
+    """A client's hint, checked. One of `session`, `tokens`, `text` names the session."""
 
     hint: Hint
     session: str | None = None
@@ -59,9 +59,7 @@ class Asked:
 @dataclass(frozen=True)
 class Sent:
     """A hint on its way to the schedulers: for a session by name, or for those whose prompts have
-    the page `page`.
-
-    `at` is the HTTP server's monotonic clock, in seconds: one time for all ranks.
+    the page `page`. `at` is the HTTP server's monotonic clock, in seconds: one time for all ranks.
     """
 
     hint: Hint
@@ -71,19 +69,20 @@ class Sent:
 
 
 def read(body: bytes) -> Asked:
-    """What the body of a request asks for. Raises HintError. Takes long for a long one: not for the
+    """The hint in the body of a request. Raises HintError. Takes long for a long body: not for the
     HTTP server's event loop.
     """
     given = _given(body)
     who = [name for name in _WHO if name in given]
     if len(who) != 1:
         raise HintError(
-            f"a hint needs exactly one of {', '.join(_WHO)} to say whose it is; it has {len(who)}. Send {_EXAMPLE}"
+            f"a hint needs exactly one of {', '.join(_WHO)} to say whose it is; it has {len(who)}. "
+            f"Send {_EXAMPLE}"
         )
     if len(body) > MOST_TEXT_BYTES and "tokens" not in given:
         raise HintError(
-            f"the hint has {len(body)} bytes, without tokens at most {MOST_TEXT_BYTES} are read: name the session instead of its "
-            "text, or send the text's beginning"
+            f"the hint has {len(body)} bytes, without tokens at most {MOST_TEXT_BYTES} are read: "
+            "name the session instead of its text, or send the text's beginning"
         )
     tool = _text(given, "tool")
     hint = Hint(
@@ -126,8 +125,8 @@ def _given(body: bytes) -> dict[str, Any]:
     # commas.
     if len(body) > MOST_BYTES or body.count(b",") > MOST_TOKENS + _COMMAS:
         raise HintError(
-            f"the hint has {len(body)} bytes, at most {MOST_BYTES} and {MOST_TOKENS} tokens are read: name the session instead, or "
-            "send the beginning of its prompts"
+            f"the hint has {len(body)} bytes, at most {MOST_BYTES} and {MOST_TOKENS} tokens are "
+            "read: name the session instead, or send the beginning of its prompts"
         )
     try:
         data = parse_json(body)
@@ -188,7 +187,8 @@ def _tokens(given: Mapping[str, Any]) -> tuple[int, ...] | None:
             refusal(
                 "tokens",
                 value,
-                f"a list of at most {MOST_TOKENS} token ids, the beginning of the session's prompts",
+                f"a list of at most {MOST_TOKENS} token ids, the beginning of the session's "
+                "prompts",
             )
         )
     return tuple(value)

@@ -1,9 +1,9 @@
 """POST /kvtier/hint of SGLang's HTTP server: clients say when their sessions come back.
 
-The route is put beside SGLang's own when the tokenizer manager gets its channels to the schedulers,
-and has the same protection as its admin routes (docs/manual/lookahead.md). A hint travels as
-SGLang's own question for the internal state, which goes to every scheduler process between two
-steps. With several tokenizer workers there is no route.
+The route is added beside SGLang's own when the tokenizer manager gets its channels to the
+schedulers, and has the same protection as its admin routes (docs/manual/lookahead.md). A hint
+travels as SGLang's own query of the internal state, which goes to every scheduler process between
+two steps. With several tokenizer workers there is no route.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_kvtier.types import PageKey
 
 PATH = "/kvtier/hint"
 ANSWER = "kvtier.hint"
-"""Where a scheduler's answer stands in the state it sends back."""
+"""The key of a scheduler's answer in the state it sends back."""
 _MOST_PASSED_OVER = 8 * MOST_BYTES
 _SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -56,7 +56,7 @@ def add_route(result: None, manager: Any) -> None:
 
 
 async def ask(manager: Any, body: bytes) -> dict[str, Any]:
-    """Hands a hint to the schedulers and says what came of it. Raises HintError."""
+    """Sends a hint to the schedulers and returns their answer. Raises HintError."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     sent = await asyncio.to_thread(lambda: _address(manager, read(body)))
@@ -81,8 +81,8 @@ def best(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _body(request: Any) -> bytes:
-    """The body, kept no further than what a hint may have: of a longer one the rest is passed over,
-    so that who is still sending it gets an answer, up to where nobody does by mistake.
+    """The body, kept only up to the length of a hint. The rest of a longer one is read and dropped,
+    so that its sender gets an answer, up to a length that no client sends by mistake.
     """
     parts, size = [], 0
     async for part in request.stream():
@@ -95,8 +95,8 @@ async def _body(request: Any) -> bytes:
 
 
 def _address(manager: Any, asked: Asked) -> Sent:
-    """Whose hint it is: the session's name, or the last whole page of the prefix, hashed as SGLang
-    hashes pages.
+    """The receiver of a hint: the session's name, or the last whole page of the prefix, hashed as
+    SGLang hashes pages.
     """
     now = time.monotonic()
     if asked.session is not None:
@@ -114,7 +114,8 @@ def _address(manager: Any, asked: Asked) -> Sent:
     whole = len(tokens) // page * page
     if not whole:
         raise HintError(
-            f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of the prompt, or the session"
+            f"the prefix has {len(tokens)} tokens, less than one page of {page}: send more of the "
+            "prompt, or the session"
         )
     seed = storage_namespace_seed(asked.extra_key, asked.cache_salt)
     hashes = get_hash_str(array("q", tokens[:whole]), seed, page_size=page)

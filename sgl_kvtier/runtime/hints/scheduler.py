@@ -1,9 +1,9 @@
-"""Clients' hints in the scheduler: handed to the planner between two steps, answered with what came
-of them.
+"""Clients' hints in the scheduler: passed to the planner between two steps, and answered with their
+effect.
 
 Every rank gets the same message in the same step with the same time in it, so all planners take the
-same note of it. Hands only: whether a hint is taken, cut or refused is decided in
-policy/sessions/sessions.py.
+same note of it. This module only carries out: policy/sessions/sessions.py decides whether a hint is
+taken, cut or refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgl_kvtier.runtime.hints.route import ANSWER
 from sgl_kvtier.runtime.sglang.attached import store_of
 
 MOST_SESSIONS = 16
-"""So many sessions may begin with the same prefix and all be meant by it."""
+"""At most this many sessions may begin with the same prefix and all receive the hint."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ def get_internal_state(original: Callable[..., Any], controller: Any, message: A
 
 
 def take(scheduler: Any, sent: Sent) -> dict[str, Any]:
-    """What became of a hint: `result` (accepted, clipped, refused), `reason`, `sessions` it was
-    for, and `expected_in_s`, when the idle one among them that comes back first is expected.
-    Scheduler's thread.
+    """Passes a hint on and returns its effect: `result` (accepted, clipped, refused), `reason`, the
+    `sessions` it was for, and `expected_in_s`, the seconds until the first idle one of them is
+    expected. Scheduler's thread.
     """
     parts: Any = getattr(scheduler.tree_cache, "kvtier", None)
     why = unable(scheduler.tree_cache, parts)
@@ -77,7 +77,10 @@ def _meant(planner: Consulted, sent: Sent) -> tuple[str, ...] | str:
     if not sessions:
         return "no session is known whose prompts have the whole pages of this prefix"
     if len(sessions) > MOST_SESSIONS:
-        return f"{len(sessions)} sessions begin so, more than {MOST_SESSIONS}: send more of the prompt, or the session's name"
+        return (
+            f"{len(sessions)} sessions begin so, more than {MOST_SESSIONS}: send more of the "
+            "prompt, or the session's name"
+        )
     return sessions
 
 

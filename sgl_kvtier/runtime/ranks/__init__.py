@@ -1,1 +1,1 @@
-"""What ranks and pipeline stages agree on."""
+"""Agreement between ranks and pipeline stages."""

@@ -1,11 +1,12 @@
-"""What all ranks know: one reduction per scheduler tick, only while something is being restored.
+"""Values that all ranks agree on: one reduction per scheduler tick, only while a request is being
+restored.
 
 Of page states the smallest counts (`OPEN` < lost < `LANDED`). Of times, those of the first rank
-count. The ranks call with vectors of the same length, because what they hold follows from the same
+count. The ranks call with vectors of the same length, because their polls follow from the same
 plans.
 
-Ranks that look ahead need the same clock in every tick. What they have to agree on therefore goes
-with the reduction that SGLang makes in every tick anyway (`Riding`), and none is added.
+Ranks that look ahead need the same clock in every tick. So their values go with the reduction that
+SGLang makes in every tick anyway (`Riding`), and none is added.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LARGEST = (1 << 63) - 1
 
 
 class Agreement:
-    """Reduces over the TP ranks and hands the first pipeline stage's result down. `reductions`
+    """Reduces over the TP ranks and passes the first pipeline stage's result on. `reductions`
     counts the collectives.
     """
 
@@ -49,7 +50,7 @@ class Agreement:
 
     @property
     def alone(self) -> bool:
-        """Nobody to agree with."""
+        """Whether there is no other rank to agree with."""
         return self._ranks == 1
 
     def first_says(self, values: Sequence[float]) -> list[float]:
@@ -68,7 +69,9 @@ class Agreement:
         return [struct.unpack(">d", struct.pack(">q", v))[0] for v in data.tolist()]
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values. Collectives of their own, for the start; not counted."""
+        """The smallest of all ranks' values. Collectives of their own, for the start; not
+        counted.
+        """
         data = torch.tensor([value], dtype=torch.int64)
         if not self.alone:
             self._tree._all_reduce_attn_groups(data, torch.distributed.ReduceOp.MIN)
@@ -85,9 +88,9 @@ class Agreement:
         return self.least(value) == -self.least(-value)
 
     def local(self, polls: Sequence[Poll]) -> tuple[bytes, list[float]]:
-        """The states of all pages of these polls as far as this rank may speak for them, and when
-        the last page of each that has ended did so. What a later stage returns is of no interest:
-        it is told.
+        """The states of all pages of these polls as far as this rank may report them, and the time
+        at which the last page of each ended poll ended. The result of a later stage is not used: it
+        receives the first stage's.
         """
         if self._reports is None:
             states = b"".join(
@@ -113,17 +116,17 @@ class Agreement:
         return self.unpacked(data.tolist(), len(times))
 
     def packed(self, times: Sequence[float], states: bytes) -> list[int]:
-        """What this rank gives into a reduction by MIN."""
+        """This rank's input to a reduction by MIN."""
         return [*(int(t * _MICRO) if self._first else _OTHERS for t in times), *states]
 
     def unpacked(self, values: Sequence[int], times: int) -> tuple[list[float], bytes]:
-        """What came of it: so many agreed times, and page states."""
+        """The result of the reduction: `times` agreed times, and page states."""
         return [v / _MICRO for v in values[:times]], bytes(values[times:])
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What this rank has given into SGLang's reduction of a tick, by which the answer is read."""
+    """This rank's input to SGLang's reduction of a tick, by which the answer is read."""
 
     loads: Sequence[Poll]
     polls: Sequence[Poll]
@@ -132,8 +135,8 @@ class _Asked:
 
 
 class Riding:
-    """What ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's
-    thread: it is asked, answered, and what it heard is taken, in this order.
+    """Values that ranks that look ahead agree on with SGLang's own reduction of a tick. Scheduler's
+    thread; called in the order ask, answer, then taking the result.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -148,8 +151,8 @@ class Riding:
     def ask(
         self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int
     ) -> list[int]:
-        """What this rank gives in. `own_times` are those in facts, `check` is the fingerprint of
-        its map.
+        """This rank's input. `own_times` are those in facts, `check` is the fingerprint of its
+        map.
         """
         states, ends = self._agreement.local([*loads, *polls])
         clock = [time.monotonic(), *ends[: len(loads)], *own_times, *ends[len(loads) :]]
@@ -157,7 +160,7 @@ class Riding:
         return [check, -check, *self._agreement.packed(clock, states)]
 
     def answer(self, values: Sequence[int]) -> float:
-        """What came of it; returns the agreed time in seconds."""
+        """Takes the reduction's result; returns the agreed time in seconds."""
         asked = self._asked
         assert asked is not None, "who was asked is answered"
         least, most = values[0], -values[1]

@@ -1,9 +1,10 @@
-"""What each rank finds out by itself, and all ranks have to know before any of them acts on it.
+"""Events that each rank observes by itself, and that all ranks have to know before any of them acts
+on one.
 
-A poll goes with the loads of restorations into the agreement of a step: of every page's states on
-the ranks the smallest counts, so it has ended when it has on every rank, and well only where it has
-on all of them (`OPEN` < lost < `LANDED`). Ranks make the same polls in the same steps with the same
-numbers.
+A poll goes with the loads of restorations into the agreement of a step. The state of each page is
+the smallest of all ranks' (`OPEN` < lost < `LANDED`). So a page has ended when it has on every
+rank, and has landed only where it has on all of them. Ranks make the same polls in the same steps
+with the same numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Poll:
         self.local[page] = state
 
     def agreed(self, states: bytes, ended_at: float) -> None:
-        """What all ranks know by now. Scheduler's thread."""
+        """Sets the states that all ranks agreed on. Scheduler's thread."""
         self.seen[:], self.seen_at = states, ended_at
 
     @property
@@ -59,7 +60,7 @@ class Poll:
 
     @property
     def well(self) -> int:
-        """So many pages, from the first on, have ended well on every rank."""
+        """Number of pages, from the first on, that have landed on every rank."""
         return next(
             (page for page, state in enumerate(self.seen) if state != LANDED), len(self.seen)
         )

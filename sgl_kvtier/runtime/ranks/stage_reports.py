@@ -1,13 +1,13 @@
-"""What later pipeline stages tell the first one: which pages of which polls have ended on them.
+"""Reports of later pipeline stages to the first one: which pages of which polls have ended on them.
 
-Agreed values travel down the pipeline, from the first stage to the last, behind the batches:
+Agreed values travel down the pipeline, from the first stage to the last, behind the batches.
 SGLang's stages run one after the other, so the first cannot wait for the last without stopping the
-pipeline. What the last knows therefore travels up by messages that nobody waits for. A page's state
-changes once, so a report that comes late is late, never wrong: until it is there the first stage
-counts the page as open.
+pipeline. So the last stage's states travel up by messages that no stage waits for. A page's state
+changes once, so a late report is never wrong: until it is there the first stage counts the page as
+open.
 
 Each TP rank's stages have their own pipe, a Unix socket in a folder that only this user can enter
-and that is removed as soon as all have come. Scheduler's thread.
+and that is removed as soon as all have connected. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class StageReports:
             self._receive({poll.number for poll in polls})
 
     def state(self, poll: Poll) -> bytes:
-        """On the first stage: a poll's pages as all stages have them, those of this rank's column."""
+        """On the first stage: a poll's pages as all stages have them, those of this rank's
+        column.
+        """
         local = bytes(poll.local)
         reports = self._reports.get(poll.number, {})
         if len(reports) < self._stages - 1:

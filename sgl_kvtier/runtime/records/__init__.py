@@ -1,1 +1,1 @@
-"""What a server writes down: decision log and learned profile."""
+"""Files that a server writes: decision log and learned profile."""

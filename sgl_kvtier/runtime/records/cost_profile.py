@@ -1,10 +1,9 @@
-"""What a server has learned of its prefill and its links, kept beside the store so that the next
-start begins with it.
+"""The learned costs of a server's prefill and links, kept beside the store for the next start.
 
     <store.path>/<identity>/restore-profile.json
 
-One file per identity, replaced in one step. It says under which conditions it was measured (device,
-threads, chunk, throttle); a server under other conditions passes it over and learns anew. Reading
+One file per identity, replaced in one step. It names the conditions of its measurement (device,
+threads, chunk, throttle); a server under other conditions ignores it and learns again. Reading
 never raises: a missing, torn or foreign file is no profile.
 """
 
@@ -42,7 +41,7 @@ SCHEMA = "kvtier.restore-profile/1"
 _MOST_BYTES = 1 << 20
 _MOST_SECONDS = 1e6
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15
-"""Bytes per second of a link: nothing that is slower or faster was measured."""
+"""Bytes per second of a link: the slowest and the fastest that can have been measured."""
 PERIOD_S = 5.0
 """Least time between two writes."""
 
@@ -71,7 +70,7 @@ class Profile:
     """Seconds since the epoch."""
 
     def planned_with(self) -> dict[str, Any]:
-        """What a planner is made with."""
+        """The planner's arguments from this profile."""
         return {"prefill": self.prefill, "links": self.links}
 
 
@@ -120,7 +119,7 @@ def fitting(profile: Profile | None, conditions: Mapping[str, Any]) -> Profile |
 
 
 def as_numbers(profile: Profile | None) -> list[float]:
-    """A profile as numbers in a fixed order, 0 for what it does not have: what ranks can agree on.
+    """A profile as numbers in a fixed order, 0 for missing ones, so that ranks can agree on it.
     `taken` is its reverse.
     """
     if profile is None:
@@ -133,7 +132,7 @@ def as_numbers(profile: Profile | None) -> list[float]:
 
 
 def taken(numbers: list[float]) -> dict[str, Any] | None:
-    """What a planner is made with, from such numbers; None where there was no profile."""
+    """The planner's arguments from such numbers; None where there was no profile."""
     there, *rest = numbers
     if not there:
         return None
@@ -168,8 +167,8 @@ class Learning:
         self._keep_at = 0.0
 
     def observe(self, fact: Fact) -> None:
-        """Passes the fact on; what can be learned from is counted, and what was learned is kept now
-        and then.
+        """Passes the fact on. Facts to learn from are counted, and learned costs are saved now and
+        then.
         """
         self._inner.observe(fact)
         if isinstance(fact, ChunkDone) and not fact.shared_tokens:
@@ -248,7 +247,7 @@ class ProfileKeeper:
         try:
             write(self._path, Profile(**{**asdict(profile), "written": time.time()}))
         except OSError as error:
-            # Purged beside us, a full disk: the next start learns anew.
+            # Purged beside us, or a full disk: the next start learns again.
             logger.warning(
                 "kvtier: what was learned cannot be kept in %s: %s", self._path, error.strerror
             )

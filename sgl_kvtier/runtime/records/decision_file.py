@@ -93,8 +93,8 @@ class DecisionFile:
             self._file.flush()
         except OSError as error:
             logger.error(
-                "kvtier: the decision log %s is not written any more: %s. Free space, or name another file in "
-                "policy.decision_log, and restart", self._path, error.strerror,
+                "kvtier: the decision log %s is not written any more: %s. Free space, or name "
+                "another file in policy.decision_log, and restart", self._path, error.strerror,
             )  # fmt: skip
             self.dropped += len(batch)
             self._file = None
@@ -148,7 +148,7 @@ def _begin(path: Path, header: str) -> TextIO:
         file.flush()
     except OSError as error:
         raise ConfigError(
-            f"policy.decision_log = {str(path)!r} cannot be written: {error.strerror}. Name a file in a folder that the "
-            "server may write to, or leave the setting empty"
+            f"policy.decision_log = {str(path)!r} cannot be written: {error.strerror}. Name a file "
+            "in a folder that the server may write to, or leave the setting empty"
         ) from error
     return file

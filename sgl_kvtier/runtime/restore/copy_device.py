@@ -48,7 +48,7 @@ class CpuCopies:
         torch.set_num_threads(1)
 
     def fence(self) -> None:
-        """Nothing runs beside the scheduler's thread: what was launched before has ended."""
+        """Nothing runs beside the scheduler's thread: everything launched before has ended."""
 
     def begin(self, host_slots: torch.Tensor, device_slots: torch.Tensor, fence: Any) -> Copy:
         """A copy that is done once it is placed."""
@@ -62,7 +62,11 @@ class CpuCopies:
                 local = transfer.layer_mapper(layer) if transfer.layer_mapper is not None else layer
                 if local is not None:
                     transfer.host_pool.load_to_device_per_layer_physical(
-                        transfer.device_pool, transfer.host_indices, transfer.device_indices, local, controller.io_backend,
+                        transfer.device_pool,
+                        transfer.host_indices,
+                        transfer.device_indices,
+                        local,
+                        controller.io_backend,
                         is_draft=transfer.is_draft,
                     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""What restorations did since the server started: plain counters, written by the scheduler's
+"""Counters of restorations since the server started: plain numbers, written by the scheduler's
 thread.
 """
 
@@ -27,7 +27,7 @@ class RestoreCounters:
     ended: Counter[str] = field(default_factory=Counter)
     """Restorations ended, by how."""
     lost_pages: Counter[str] = field(default_factory=Counter)
-    """Pages asked for that did not come, by reason."""
+    """Pages of loads that did not come, by reason."""
     turn_reads: Counter[str] = field(default_factory=Counter)
     """Stored prefixes of waiting requests that SGLang did not read on arrival, or read again, by
     what was done.
@@ -51,8 +51,8 @@ class RestoreCounters:
     untimed_chunks: int = 0
     """Prefills that teach nothing: their end had not been seen when their result was there."""
     meetings: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_MEETINGS))
-    """Where front and loads met since this was last emptied: computed pages over all pages
-    restored.
+    """Where front and loads met, since this was last emptied: computed pages over all restored
+    pages.
     """
 
     def park(self, r: Restoration) -> None:

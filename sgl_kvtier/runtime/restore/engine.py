@@ -1,12 +1,12 @@
-"""The hands of restorations in SGLang: device slots, loads, splices, and their end on every path.
-It decides nothing.
+"""Carries out restorations in SGLang: device slots, loads, splices, and their end on every path. It
+decides nothing.
 
 One per scheduler process. Everything runs on the scheduler's thread; the mover's thread only marks
-pages of loads. What to do comes from the planner through the tick; the prefill adder asks what a
+pages of loads. Commands come from the planner through the tick; the prefill adder queries what a
 request may do in this pass.
 
-A load is kept until every page of it has ended on every rank, also when its request is long gone:
-until then its device slots and bounce pages are nobody else's. Splicing gives slots to the
+A load is kept until every page of it has ended on every rank, even when its request is long gone:
+until then no one else may use its device slots and bounce pages. Splicing gives slots to the
 request's row, which is then their owner.
 """
 
@@ -150,8 +150,7 @@ class RestoreEngine:
 
     def give_room(self, tokens: int, but_for: str | None = None) -> bool:
         """Device memory is short and nothing is left to evict: the youngest waiting restorations
-        give up what they hold, and what of the tree they keep from eviction. Returns whether any
-        did.
+        give up their slots, and the tree pages they protect from eviction. Returns whether any did.
         """
         before = len(self.restorations)
         if self.context.slots.claiming:
@@ -227,7 +226,7 @@ class RestoreEngine:
             self._looking[handle] = None
 
     def offer_again(self, r: Restoration) -> None:
-        """The tree holds more of its prefix than when it was offered: what is left is a new
+        """The tree holds more of its prefix than when it was offered: the rest is a new
         restoration.
         """
         self.abandon(r, "grown")
@@ -278,8 +277,8 @@ class RestoreEngine:
         if isinstance(found, str):
             return self._fall_back(found)
         if any(load.restoration.rid == req.rid and not load.written_off for load in self.loads):
-            # Loads of an earlier restoration of it are still under way; what they report must not
-            # be taken for this one's.
+            # Loads of an earlier restoration of it are still in flight; their reports must not be
+            # taken for this one's.
             self._again[req.cache_request_handle] = (req, storage_start, keys)
             return True
         found.node_lock = self.context.tree.lock(req.last_node)
@@ -299,7 +298,7 @@ class RestoreEngine:
     # --- carrying a plan out ----------------------------------------------------------------------
 
     def start(self, command: messages.RestoreStart) -> None:
-        """What the planner answered to an offer."""
+        """Carries out the planner's answer to an offer."""
         r = self.restorations.get(command.rid)
         if r is not None:
             r.mode, r.moved_at = command.mode, self.context.now
@@ -308,7 +307,9 @@ class RestoreEngine:
                 self._close(r, "computed")
 
     def load(self, command: messages.Load) -> None:
-        """Claims device slots, and host pages where the source is storage, and begins the transfer."""
+        """Claims device slots, and host pages where the source is storage, and begins the
+        transfer.
+        """
         r, span = self.restorations.get(command.rid), command.span
         if not span:
             return
@@ -371,7 +372,7 @@ class RestoreEngine:
                 load.cancel()
 
     def splice(self, r: Restoration, span: Span) -> torch.Tensor:
-        """Hands the landed pages of a span over: whoever asked owns their slots from now on."""
+        """Passes the landed pages of a span to the caller, which owns their slots from now on."""
         pieces = []
         for load, first, stop in r.landed_runs(span):
             load.held[first:stop] = bytes(stop - first)
@@ -389,8 +390,8 @@ class RestoreEngine:
         return slots
 
     def trusted(self, r: Restoration, span: Span) -> bool:
-        """Whether these pages have landed. If not, plan and hands have come apart, and the
-        restoration is given up: what is in the slots of a page that has not landed is never used.
+        """Whether these pages have landed. If not, plan and executor disagree, and the restoration
+        is given up: the slots of a page that has not landed are never used.
         """
         if all(r.is_landed(page) for page in range(span.start, span.stop)):
             return True
@@ -461,7 +462,7 @@ class RestoreEngine:
         self._lose(r, span, REASON[load.poll.seen[first]])
 
     def _write_off(self, load: Load, state: bytes) -> None:
-        """A device hangs: what is open is the front's now. The slots stay the load's until every
+        """A device hangs: open pages belong to the front now. The slots stay the load's until every
         page has ended.
         """
         for first, stop in runs_of(bytearray(state), OPEN, 0, len(state)):
@@ -510,7 +511,7 @@ class RestoreEngine:
         self.context.facts.append(PagesLost(r.rid, span, reason, _LATER))
 
     def _drop(self, load: Load, first: int, stop: int) -> None:
-        """Pages of a load that no I/O touches and nobody will use."""
+        """Frees pages of a load that no I/O touches and that will not be used."""
         for low, high in runs_of(load.held, 1, first, stop):
             load.held[low:high] = bytes(high - low)
             self.context.slots.put_back(load.device_pages(low, high, self.context.page))
@@ -529,8 +530,8 @@ class RestoreEngine:
         )
 
     def _close(self, r: Restoration, how: str) -> None:
-        """Ends a restoration: what landed and is not spliced is freed, what is under way when it
-        has ended.
+        """Ends a restoration: frees pages that landed and are not spliced now, and those in flight
+        when they have ended.
         """
         del self.restorations[r.rid]
         self.ending = True

@@ -38,10 +38,9 @@ def refusal(req: Req) -> str | None:
 def find(
     context: StepContext, req: Req, storage_start: int | None, keys: tuple[PageKey, ...]
 ) -> Restoration | str:
-    """A waiting request's restoration by a fresh match, or why there is none.
-
-    `keys` are pages in storage from page `storage_start` of the prompt on. Between the tree's pages
-    and those there must be no gap; pages that are in both count as the tree's.
+    """A waiting request's restoration by a fresh match, or why there is none. `keys` are pages in
+    storage from page `storage_start` of the prompt on. Between the tree's pages and those there
+    must be no gap; pages that are in both count as the tree's.
     """
     page = context.page
     req.init_next_round_input(context.tree)

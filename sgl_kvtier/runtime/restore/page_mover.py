@@ -64,7 +64,7 @@ class Copy(Protocol):
 
 
 class CopyDevice(Protocol):
-    """What copies host pages into device slots, all layers."""
+    """Copies host pages into device slots, all layers."""
 
     @property
     def most_tokens(self) -> int | None:
@@ -191,7 +191,7 @@ class PageMover:
             self._ended.extend(ended)
             for load, _, _, outcome in ended:
                 load.unread -= 1
-                # Compute may wait for pages that were asked back, or will not come.
+                # Compute may wait for pages that were cancelled, or will not come.
                 self._load_is_read |= load.unread == 0 or outcome is not ReadOutcome.OK
             if begins or self._load_is_read:
                 self._changed.notify()

@@ -1,11 +1,9 @@
-"""What is being restored, on the hands' side: one request's restoration, and the loads that serve
-it.
+"""The executor's side of a restoration: one request's restoration, and the loads that serve it.
 
-Ownership of a load's device pages, page by page:
-    open     the store or the copier may write them: nobody else touches them, also after a cancel
-    landed   they hold the page on every rank; `held` while they are the restoration's own
-    given    they were written into the request's row at a splice, or freed: no longer ours
-Scheduler thread, except for marks in `Load.poll`, which are the mover's thread's.
+Ownership of a load's device pages, page by page: open the store or the copier may write them: no
+other code touches them, even after a cancel landed they hold the page on every rank; `held` while
+they are the restoration's own given they were written into the request's row at a splice, or freed:
+no longer ours Scheduler thread, except for marks in `Load.poll`, which are the mover's thread's.
 """
 
 from __future__ import annotations
@@ -102,8 +100,8 @@ class Restoration:
     """Pages [0, front) are computed, being computed or spliced."""
     loads: list[Load] = field(default_factory=list)
     owner: dict[int, tuple[Load, int]] = field(default_factory=dict)
-    """Which load, and which page of it, will be or is this page. Slots that a load still holds for
-    pages it has lost are not among them: what is computed instead needs others.
+    """The load, and its page, that will be or is this page. Slots that a load still holds for pages
+    it has lost are not among them: those pages are computed into other slots.
     """
     prefix: torch.Tensor | None = None
     """Slots spliced at admission, behind the tree's, before the request has a row."""
@@ -122,7 +120,7 @@ class Restoration:
         self.front = self.resident
 
     def tier_of(self, page: int) -> Tier:
-        """Where a page was when it was offered."""
+        """The tier of a page when it was offered."""
         return next(tier for span, tier in self.sources if page in span)
 
     def keys_of(self, span: Span) -> list[PageKey]:
@@ -136,7 +134,9 @@ class Restoration:
         return place is not None and place[0].poll.seen[place[1]] == LANDED
 
     def barrier(self, start: int) -> int:
-        """The first page from `start` on that a load has taken or landed; `pages` if there is none."""
+        """The first page from `start` on that a load has taken or landed; `pages` if there is
+        none.
+        """
         return next((page for page in range(start, self.pages) if page in self.owner), self.pages)
 
     def landed_runs(self, span: Span) -> Iterator[tuple[Load, int, int]]:

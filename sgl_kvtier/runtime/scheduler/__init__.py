@@ -1,1 +1,1 @@
-"""Where SGLang's scheduler is hooked: step, radix cache, admission."""
+"""The hooks in SGLang's scheduler: step, radix cache, admission."""

@@ -1,5 +1,5 @@
-"""Where restoration hangs in SGLang: the hooks of scheduler processes. Each is SGLang's own without
-our radix cache.
+"""The hooks of restoration in SGLang's scheduler processes. Without our radix cache each is
+SGLang's own method.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def adder_class(result: Any, scheduler: Scheduler) -> Any:
 
 def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not
-    in the batch, and would take its first output token for that of a chunk before the last.
+    in the batch. It would take the request's first output token for that of a chunk before the
+    last.
     """
     del args, kwargs
     batch, parked = result[0], scheduler.chunked_req

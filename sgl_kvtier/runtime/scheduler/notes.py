@@ -1,5 +1,5 @@
-"""What a restoring server keeps beside its restorations: settings in force, decision log, learned
-profile, metrics.
+"""State that a restoring server keeps beside its restorations: settings in force, decision log,
+learned profile, metrics.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class RestoreNotes:
             raise ValueError(refused)
 
     def forget_links(self) -> None:
-        """The bandwidth was changed on purpose: what is learned from now on says nothing about the
-        next start.
+        """The bandwidth was changed on purpose: bandwidths learned from now on say nothing about
+        the next start.
         """
         self._planner.stop_keeping()
 
     def samples(self) -> Iterator[Sample]:
-        """All figures of restorations, for /metrics. Where they met is said once."""
+        """All figures of restorations, for /metrics. Each meeting point is reported once."""
         yield from self._engine.counters.counts(self._engine.context.page)
         yield "reductions", {}, self._agreement.reductions
         yield "log_lines_dropped", {}, self._log.dropped if self._log is not None else 0

@@ -1,5 +1,5 @@
-"""What restoring requests do in a prefill pass: they are admitted while they load, jump over what
-has landed, or wait.
+"""Restoring requests in a prefill pass: they are admitted while they load, jump over landed pages,
+or wait.
 
 SGLang builds one adder per pass. It first asks for the request in the one slot for chunked prefill,
 then for waiting ones.
@@ -88,8 +88,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return super().add_chunked_req(req)
 
     def _room_for(self, tokens: int) -> int:
-        """How many of so many tokens can be allocated now, after waiting restorations have given up
-        what they hold.
+        """How many of `tokens` tokens can be allocated now, after waiting restorations have given
+        up their slots.
         """
         budget = self.memory_budget
         short = tokens + self.page_size - budget._available_and_evictable()
@@ -171,8 +171,7 @@ class KVTierPrefillAdder(PrefillAdder):
             and not self.can_run_list
             and not self.running_batch.reqs
         ):
-            # Nothing runs that could free room: what waiting restorations hold is all there is to
-            # give.
+            # Nothing runs that could free room: only waiting restorations can give up slots.
             engine.give_room(self.tree_cache.token_to_kv_pool_allocator.size, but_for=req.rid)
         return verdict
 
@@ -250,8 +249,8 @@ class KVTierPrefillAdder(PrefillAdder):
         self, req: Req, *, has_chunked_req: bool = False, **how: Any
     ) -> Any:
         """One request can be mid-prefill. A chunk of SGLang's own leaves no tokens for a second one
-        in its pass; beside one of ours, or a parked request, there are some left, and a second
-        would take the first one's place.
+        in its pass. Beside one of ours, or a parked request, some are left, and a second would take
+        the first one's place.
         """
         admission = super()._select_prefill_admission(req, has_chunked_req=has_chunked_req, **how)
         taken = has_chunked_req or self.new_chunked_req is not None

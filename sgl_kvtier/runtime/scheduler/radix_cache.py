@@ -1,5 +1,5 @@
-"""SGLang's radix cache with restorations and lookahead beside it: what the tree has to ask or tell
-their hands.
+"""SGLang's radix cache with restorations and lookahead: the calls of the tree that reach their
+engines.
 
 A subclass, because SGLang asks `isinstance(tree_cache, UnifiedRadixCache)`. Of ours only
 `kvtier` hangs on it. Every override runs on the scheduler's thread, and without `kvtier` each is
@@ -80,8 +80,8 @@ class KVTierRadixCache(UnifiedRadixCache):
     def _offer_or_allocate(
         self, operation: Operation, hit_tokens: int, **how: Any
     ) -> tuple[torch.Tensor | None, int]:
-        """In place of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer
-        of what we restore, and of what is read later.
+        """Instead of reserving host pages for a hit: (None, n) makes SGLang drop its own transfer
+        of pages that we restore, or that are read later.
         """
         if self.kvtier is not None and self.kvtier.takes(operation, hit_tokens):
             self.discard_storage_prefetch_accounting(
@@ -165,7 +165,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
-        """Room is needed: what waiting restorations hold is given up after everything that can be
+        """Room is needed: waiting restorations give up their slots after everything that can be
         evicted.
         """
         before = self.token_to_kv_pool_allocator.available_size()
@@ -229,8 +229,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         )
 
     def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:
-        """Room is made in host memory: what was read for waiting requests, and paths of sessions
-        that return soon, are held back while there are others.
+        """Room is made in host memory: pages read for waiting requests, and paths of sessions that
+        return soon, are protected while there are others.
         """
         kept = None if self.kvtier is None else self.kvtier.engine.kept
         if component_type != BASE_COMPONENT_TYPE or kept is None:

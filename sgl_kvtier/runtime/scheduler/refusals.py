@@ -1,8 +1,8 @@
-"""What a server cannot restore or look ahead for, and which flag or setting mends it.
+"""Servers that cannot restore or look ahead, and the flag or setting that corrects it.
 
-Arguments are SGLang's resolved ones: what a user wrote may be in another field by then, as
-`--enable-dp-attention` is in `attn_dp_size`. So tests/runtime/test_refusals.py asks for each
-refusal by a real command line. Pure.
+Arguments are SGLang's resolved ones: a value the user wrote may be in another field by then, as
+`--enable-dp-attention` is in `attn_dp_size`. So tests/runtime/test_refusals.py tries each refusal
+with a real command line. Pure.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _prefill_is_tiled(args: Any) -> bool:
 OF_MODEL = (
     Refusal(
         "the radix cache is off",
-        "SGLang has it off for embedding models, and for multimodal ones unless --model-impl sglang is given",
+        "SGLang has it off for embedding models, and for multimodal ones unless --model-impl "
+        "sglang is given",
         lambda ctx: ctx.disable_radix_cache,
     ),
     Refusal(
@@ -80,7 +81,8 @@ OF_ARGUMENTS = (
     ),
     Refusal(
         "host pages in pieces",
-        "--hicache-mem-layout page_first_direct with --hicache-io-backend direct, or page_first with kernel",
+        "--hicache-mem-layout page_first_direct with --hicache-io-backend direct, or page_first "
+        "with kernel",
         lambda args: args.hicache_mem_layout not in CONTIGUOUS,
     ),
     Refusal(
@@ -89,7 +91,8 @@ OF_ARGUMENTS = (
         lambda args: args.hicache_host_memory_mode == "buffer_only",
     ),
     Refusal(
-        "speculative decoding: a draft's KV is not restored, and its pages are named by pairs of tokens",
+        "speculative decoding: a draft's KV is not restored, and its pages are named by pairs of "
+        "tokens",
         "leave --speculative-algorithm away",
         lambda args: args.speculative_algorithm is not None,
     ),
@@ -158,10 +161,8 @@ def unsupported(args: Any, ctx: Any) -> str | None:
 
 def unproven(args: Any, policy: PolicyConfig) -> str | None:
     """Why a server whose policy.restore was left at auto restores SGLang's own way though it could
-    try, or None.
-
-    Restoration under stress was shown equal to computing on one CPU rank, with both event loops.
-    Elsewhere it has to be asked for by naming a mode: both, load or compute.
+    try, or None. Restoration under stress was shown equal to computing on one CPU rank, with both
+    event loops. Elsewhere it has to be turned on by naming a mode: both, load or compute.
     """
     if policy.restore != "auto":
         return None
@@ -169,9 +170,8 @@ def unproven(args: Any, policy: PolicyConfig) -> str | None:
 
 
 def lacking(tree: Any) -> str | None:
-    """The same, by the pools that were built for the model.
-
-    Whoever restores counts and moves the bytes of KV pages alone, so nothing may lie beside them.
+    """The same, by the pools that were built for the model. Restoring counts and moves the bytes of
+    KV pages alone, so there may be no other pools beside them.
     """
     from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 

@@ -48,7 +48,9 @@ logger = logging.getLogger(__name__)
 
 
 def wanted(args: Any) -> KVTierConfig | None:
-    """The settings of a server that is to restore, by its resolved arguments; None when it is not."""
+    """The settings of a server that is to restore, by its resolved arguments; None when it is
+    not.
+    """
     if not settings.uses_backend(args):
         return None
     config = settings.of_server(args)
@@ -211,8 +213,8 @@ def _look_ahead(
 
 
 def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str, Any]:
-    """What a learned profile depends on beside the identity: under other conditions it is passed
-    over.
+    """The conditions that a learned profile depends on besides the identity: under other conditions
+    it is ignored.
     """
     cuda = args.device == "cuda" and torch.cuda.is_available()
     return {
@@ -238,5 +240,5 @@ def _decision_file(
     path = Path(policy.decision_log)
     if replica:
         path = path.with_name(f"{path.stem}-dp{replica}{path.suffix}")
-    # The path is of no use to who replays it.
+    # A replay has no use for the path.
     return DecisionFile(path, Header(replace(policy, decision_log=""), shape, profile))

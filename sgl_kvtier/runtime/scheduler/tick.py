@@ -1,9 +1,9 @@
-"""The loop decide - do - observe, once per scheduler step: what happened goes to the planner, its
-plan to the hands.
+"""The loop decide - do - observe, once per scheduler step: facts go to the planner, its plan to the
+engines.
 
-Runs right after SGLang's own cache events, so that loads are under way and the next chunk is
-decided before a batch is built. Chunks and cut-offs that follow from the plan are asked for by the
-prefill adder in the same step.
+Runs right after SGLang's own cache events, so that loads are in flight and the next chunk is
+decided before a batch is built. The prefill adder queries the plan's chunks and cut-offs in the
+same step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from sgl_kvtier.types import Link, Span
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 4
-"""So many steps in a row nothing may happen at all."""
+"""Most steps in a row in which nothing happens at all."""
 _LATER = 0.0
 """The time in facts noted before a step's time is agreed on."""
 _STARVED_S = 5.0
-"""So long a request that is only loaded may wait without a load under way."""
+"""Seconds that a request that is only loaded may wait without a load in flight."""
 
 
 class RestoreTick:
@@ -65,9 +65,9 @@ class RestoreTick:
 
     def note_chunk(self, chunk: Chunk, follows: bool = False) -> bool:
         """A prefill was launched, or has ended; `follows` where its launch was noted. Returns
-        whether it is told to the planner: several ranks have to agree on what they tell, so only
-        while something is restored. What ended a restoration in this step may be the very chunk
-        that is launched now.
+        whether it is reported to the planner: several ranks have to agree on their facts, so only
+        while a request is restored. The chunk launched now may be the one that ended a restoration
+        in this step.
         """
         engine = self.engine
         if chunk.seconds == 0.0:
@@ -83,12 +83,14 @@ class RestoreTick:
 
     @property
     def rides(self) -> bool:
-        """Whether what has to be agreed on goes with the reduction that SGLang makes in every tick."""
+        """Whether what has to be agreed on goes with the reduction that SGLang makes in every
+        tick.
+        """
         return self.ahead is not None and not self.agreement.alone
 
     def ask(self) -> list[int]:
-        """What this rank gives into SGLang's reduction by MIN: as many numbers on every rank. What
-        is noted later in the same tick has no times and needs no agreement.
+        """This rank's input to SGLang's reduction by MIN: as many numbers on every rank. Events
+        noted later in the same tick have no times and need no agreement.
         """
         ahead = self.ahead
         assert ahead is not None, "only who looks ahead is asked"
@@ -98,7 +100,7 @@ class RestoreTick:
         )
 
     def answer(self, values: Sequence[int]) -> None:
-        """What came of it."""
+        """Takes the reduction's result."""
         self.context.now = self.riding.answer(values)
 
     def hear(self) -> None:
@@ -118,13 +120,13 @@ class RestoreTick:
         try:
             self._run(scheduler)
         except Exception:
-            # What a wrong decision leaves behind is known and can be ended; the requests are
-            # computed as usual.
+            # The state after a wrong decision is known and can be ended; the requests are computed
+            # as usual.
             logger.exception(
                 "kvtier: the restore planner failed; restorations under way are given up"
             )
             self.engine.counters.planner_failures += 1
-            # It counts these among what is under way: they end as well.
+            # It counts these as restorations in progress: they end as well.
             self.context.facts[:] = [
                 fact for fact in self.context.facts if isinstance(fact, PagesLost)
             ]
@@ -174,9 +176,9 @@ class RestoreTick:
             logger.exception("kvtier: what looking ahead has under way could not be ended")
 
     def _note_reads(self) -> None:
-        """Tells the planner how fast SGLang itself has read from storage, where nothing of ours was
-        on the way at the time: otherwise a disk that has become slower would never be noticed while
-        all is left to SGLang. Clocks of several ranks differ, so only one that is alone does.
+        """Tells the planner how fast SGLang itself has read from storage while no load of ours was
+        in flight. Otherwise a disk that has become slower would never be noticed while everything
+        is left to SGLang. Clocks of several ranks differ, so only a single rank does.
         """
         reads = getattr(store_of(self.context.tree.cache_controller), "own_reads", None)
         while reads:

@@ -1,5 +1,5 @@
-"""What the planner is shown of a step: the queue, the slot for chunked prefill, and how many pages
-may be claimed.
+"""The planner's view of a step: the queue, the slot for chunked prefill, and how many pages may be
+claimed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.types import Tier
 
 _WAITING = 256
-"""At most so many waiting requests are shown to the planner."""
+"""At most this many waiting requests are shown to the planner."""
 _HOST_SHARE = 4
 """A quarter of the host pool may be bounce pages at any time."""
 _CLIP = 4096
@@ -69,8 +69,8 @@ class Views:
         }
 
     def free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
-        """What loads may claim: on the device, what is left when everything running gets the room
-        it will need.
+        """The pages that loads may claim: on the device, those left when everything running gets
+        the room it will need.
         """
         page = self._context.page
         tokens = self._context.device.claimable()
@@ -81,8 +81,8 @@ class Views:
             tokens -= _output_room(chunked, page)
             r = self._engine.of(chunked.rid)
             if r is not None:
-                # Its loads take from the room it needs anyway; where others load as well, what it
-                # has not asked for is still its own.
+                # Its loads take from the room it needs anyway; where other requests load as well,
+                # pages it has not claimed yet are still reserved for it.
                 tokens += (
                     r.pages - r.front if len(self._engine.restorations) == 1 else len(r.owner)
                 ) * page
@@ -99,7 +99,7 @@ def _decoding(scheduler: Scheduler) -> list[Any]:
 
 
 def _rest_tokens(chunked: Any) -> int:
-    """What is left of a prompt behind the chunk that is computed now."""
+    """The tokens of a prompt behind the chunk that is computed now."""
     return len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
 
 

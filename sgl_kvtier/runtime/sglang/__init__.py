@@ -1,1 +1,1 @@
-"""What is used of SGLang, and the check that it is as expected."""
+"""The symbols of SGLang that are used, and the check that they are as expected."""

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def backend_of(controller: Any) -> Any:
-    """The backend itself, whoever wrote it; None where there is no controller or nothing is
+    """The backend itself, ours or another; None where there is no controller or nothing is
     attached.
     """
     backend = getattr(controller, "storage_backend", None)

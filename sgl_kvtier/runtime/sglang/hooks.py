@@ -1,9 +1,8 @@
 """Every hook that this package has on a symbol of SGLang, as data: registered, verified and
 documented from this one table.
 
-Not among them are the hooks of the CPU reference platform (`cpu/hicache.py`): SGLang applies ours
-at the start of each process, those are applied at once by a worker that has just found that it runs
-on a CPU.
+The hooks of the CPU reference platform (`cpu/hicache.py`) are not among them. SGLang applies ours
+at the start of each process; a worker that has found that it runs on a CPU applies those at once.
 
     python -m sgl_kvtier.runtime.sglang.hooks     # prints the table in patches/README.md
 """
@@ -63,42 +62,163 @@ _EVERYWHERE = (
      "pages of 64 tokens on a GPU where `--page-size` was left away: with SGLang's one token nothing is restored"),
 )  # fmt: skip
 _IN_SCHEDULERS = (
-    ("storage", _ROOT + "mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend", "around",
-     "backend.hooks:create_backend", "its list of names is closed"),
-    ("storage", _CONTROLLER + "attach_storage_backend", "after", "backend.hooks:use_zero_copy", "zero copy for page-contiguous layouts"),
-    ("storage", _CONTROLLER + "_stop_storage_threads", "around", "backend.hooks:cut_reads_short",
-     "reads under way are cut short; with several ranks they come to rest first"),
-    ("storage", _CONTROLLER + "_page_transfer", "around", "backend.hooks:read_ahead",
-     "the next pages of a prefix are under way while SGLang waits for 128 of them"),
-    ("storage", _CONTROLLER + "_reduce_prefetch_ack", "around", "backend.hooks:note_reduction",
-     "notes that a reduction of the ranks is under way"),
-    ("weights", _UPDATER + "record_weight_version_after_update", "after", "backend.hooks:leave_old_weights", _OLD_WEIGHTS),
-    ("weights", _UPDATER + "begin_weight_update", "after", "backend.hooks:leave_old_weights", _OLD_WEIGHTS),
-    ("weights", _UPDATER + "end_weight_update", "after", "backend.hooks:leave_old_weights", _OLD_WEIGHTS),
-    ("weights", _UPDATER + "flush_cache_after_weight_update", "after", "backend.hooks:leave_old_weights", _OLD_WEIGHTS),
-    ("restore", _ROOT + "mem_cache.registry.create_unified_radix_cache", "around", "scheduler.hooks:build_tree",
-     "our radix cache, where a prefix can be restored or the server looks ahead"),
-    ("restore", _SCHEDULER + "_process_hicache_events", "after", "scheduler.hooks:run_tick",
-     "the tick: what landed is agreed on, the planner is asked, its plan carried out"),
-    ("restore", _SCHEDULER + "get_prefill_adder_class", "after", "scheduler.hooks:adder_class", "our prefill adder"),
-    ("restore", _SCHEDULER + "_get_new_batch_prefill_raw", "after", "scheduler.hooks:repair_parked",
-     "a restoring request that waits for loads keeps its place"),
-    ("restore", _SCHEDULER + "get_next_batch_to_run", "after", "scheduler.hooks:after_pass",
-     "what has to be put right once a batch was chosen"),
-    ("restore", _SCHEDULER + "_prefetch_after_device_hit_loss", "around", "scheduler.hooks:read_first",
-     "stored prefixes are read in the order of the queue"),
-    ("restore", _SCHEDULER + "run_batch", "around", "scheduler.hooks:time_batch", "how long chunks take"),
-    ("restore", _SCHEDULER + "process_batch_result", "after", "scheduler.hooks:time_result", "how long chunks take"),
-    ("restore", _SCHEDULER + "is_fully_idle", "around", "scheduler.hooks:is_fully_idle", "not idle while a load is under way"),
-    ("restore", _PARTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes", "after",
-     "scheduler.hooks:count_private", "private slots of restorations are known to SGLang's memory checks"),
-    ("control", _STATE + "set_internal_state", "around", "control:set_internal_state", "settings of a running server"),
-    ("hints", _STATE + "get_internal_state", "around", "hints.scheduler:get_internal_state", "clients' hints"),
-)  # fmt: skip
+    (
+        "storage",
+        _ROOT + "mem_cache.storage.backend_factory.StorageBackendFactory._create_builtin_backend",
+        "around",
+        "backend.hooks:create_backend",
+        "its list of names is closed",
+    ),
+    (
+        "storage",
+        _CONTROLLER + "attach_storage_backend",
+        "after",
+        "backend.hooks:use_zero_copy",
+        "zero copy for page-contiguous layouts",
+    ),
+    (
+        "storage",
+        _CONTROLLER + "_stop_storage_threads",
+        "around",
+        "backend.hooks:cut_reads_short",
+        "reads under way are cut short; with several ranks they come to rest first",
+    ),
+    (
+        "storage",
+        _CONTROLLER + "_page_transfer",
+        "around",
+        "backend.hooks:read_ahead",
+        "the next pages of a prefix are under way while SGLang waits for 128 of them",
+    ),
+    (
+        "storage",
+        _CONTROLLER + "_reduce_prefetch_ack",
+        "around",
+        "backend.hooks:note_reduction",
+        "notes that a reduction of the ranks is under way",
+    ),
+    (
+        "weights",
+        _UPDATER + "record_weight_version_after_update",
+        "after",
+        "backend.hooks:leave_old_weights",
+        _OLD_WEIGHTS,
+    ),
+    (
+        "weights",
+        _UPDATER + "begin_weight_update",
+        "after",
+        "backend.hooks:leave_old_weights",
+        _OLD_WEIGHTS,
+    ),
+    (
+        "weights",
+        _UPDATER + "end_weight_update",
+        "after",
+        "backend.hooks:leave_old_weights",
+        _OLD_WEIGHTS,
+    ),
+    (
+        "weights",
+        _UPDATER + "flush_cache_after_weight_update",
+        "after",
+        "backend.hooks:leave_old_weights",
+        _OLD_WEIGHTS,
+    ),
+    (
+        "restore",
+        _ROOT + "mem_cache.registry.create_unified_radix_cache",
+        "around",
+        "scheduler.hooks:build_tree",
+        "our radix cache, where a prefix can be restored or the server looks ahead",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "_process_hicache_events",
+        "after",
+        "scheduler.hooks:run_tick",
+        "the tick: what landed is agreed on, the planner is asked, its plan carried out",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "get_prefill_adder_class",
+        "after",
+        "scheduler.hooks:adder_class",
+        "our prefill adder",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "_get_new_batch_prefill_raw",
+        "after",
+        "scheduler.hooks:repair_parked",
+        "a restoring request that waits for loads keeps its place",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "get_next_batch_to_run",
+        "after",
+        "scheduler.hooks:after_pass",
+        "what has to be put right once a batch was chosen",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "_prefetch_after_device_hit_loss",
+        "around",
+        "scheduler.hooks:read_first",
+        "stored prefixes are read in the order of the queue",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "run_batch",
+        "around",
+        "scheduler.hooks:time_batch",
+        "how long chunks take",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "process_batch_result",
+        "after",
+        "scheduler.hooks:time_result",
+        "how long chunks take",
+    ),
+    (
+        "restore",
+        _SCHEDULER + "is_fully_idle",
+        "around",
+        "scheduler.hooks:is_fully_idle",
+        "not idle while a load is under way",
+    ),
+    (
+        "restore",
+        _PARTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
+        "after",
+        "scheduler.hooks:count_private",
+        "private slots of restorations are known to SGLang's memory checks",
+    ),
+    (
+        "control",
+        _STATE + "set_internal_state",
+        "around",
+        "control:set_internal_state",
+        "settings of a running server",
+    ),
+    (
+        "hints",
+        _STATE + "get_internal_state",
+        "around",
+        "hints.scheduler:get_internal_state",
+        "clients' hints",
+    ),
+)
 _IN_HTTP = (
-    ("hints", _ROOT + "managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators", "after",
-     "hints.route:add_route", "the route `POST /kvtier/hint`"),
-)  # fmt: skip
+    (
+        "hints",
+        _ROOT + "managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        "after",
+        "hints.route:add_route",
+        "the route `POST /kvtier/hint`",
+    ),
+)
 
 HOOKS = tuple(
     Hook(feature, target, kind, function, where, why)

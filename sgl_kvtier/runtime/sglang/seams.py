@@ -5,7 +5,8 @@ server behind. The manifest beside this file names each symbol with the feature 
 signature and a digest of its source, as found in the one SGLang release this package is written
 for. Checking reads source files only: nothing is imported.
 
-    python -m sgl_kvtier.runtime.sglang.seams --refresh     # after reading what changed in a new SGLang release
+python -m sgl_kvtier.runtime.sglang.seams --refresh # after reading what changed in a new SGLang
+release
 """
 
 from __future__ import annotations
@@ -58,9 +59,7 @@ class Seam:
 
 @dataclass(frozen=True)
 class SeamStatus:
-    """What became of one seam in the SGLang that is installed. `problem` is empty when it is as
-    expected.
-    """
+    """The state of one seam in the installed SGLang. `problem` is empty when it is as expected."""
 
     seam: Seam
     problem: str = ""
@@ -98,16 +97,17 @@ def require(*features: str) -> None:
     if version != SGLANG_VERSION:
         found = f"SGLang {version} is installed" if version else "SGLang is not installed"
         raise SeamError(
-            f"{found}, but sgl_kvtier is written for {SGLANG_VERSION} and its hooks reach into private code. "
-            f"Run: pip install 'sglang=={SGLANG_VERSION}' (or uninstall sgl-kvtier to run this SGLang without it)"
+            f"{found}, but sgl_kvtier is written for {SGLANG_VERSION} and its hooks reach into "
+            f"private code. Run: pip install 'sglang=={SGLANG_VERSION}' (or uninstall sgl-kvtier "
+            "to run this SGLang without it)"
         )
     broken = [status for status in check(features) if status.problem]
     if broken:
         lines = "\n".join(f"  {s.seam.symbol}: {s.problem} (needed: {s.seam.why})" for s in broken)
         raise SeamError(
-            f"this SGLang {version} differs from the released one in code that sgl_kvtier hooks:\n{lines}\n"
-            f"Reinstall it: pip install --force-reinstall --no-deps 'sglang=={SGLANG_VERSION}'. "
-            "See all seams with: kvtier doctor"
+            f"this SGLang {version} differs from the released one in code that sgl_kvtier "
+            f"hooks:\n{lines}\nReinstall it: pip install --force-reinstall --no-deps "
+            f"'sglang=={SGLANG_VERSION}'. See all seams with: kvtier doctor"
         )
 
 
@@ -122,14 +122,17 @@ def require_hooks(targets: Iterable[str]) -> None:
     ]
     if missing:
         raise SeamError(
-            f"the plugin of sgl_kvtier is not active in this process: no hook on {', '.join(missing)}. "
-            "If SGLANG_PLUGINS is set, add kvtier to it; if SGLANG_PLATFORM names another package's platform, SGLang "
-            "skips this plugin: use '--hicache-storage-backend dynamic' there (see docs/manual/store.md)"
+            "the plugin of sgl_kvtier is not active in this process: no hook on "
+            f"{', '.join(missing)}. If SGLANG_PLUGINS is set, add kvtier to it; if SGLANG_PLATFORM "
+            "names another package's platform, SGLang skips this plugin: use "
+            "'--hicache-storage-backend dynamic' there (see docs/manual/store.md)"
         )
 
 
 def refresh() -> None:
-    """Rewrites signatures and digests in the manifest from the installed SGLang. For maintainers."""
+    """Rewrites signatures and digests in the manifest from the installed SGLang. For
+    maintainers.
+    """
     entries = []
     for seam in load_manifest():
         found = _find(seam.symbol)

@@ -1,1 +1,1 @@
-"""What the parts of one scheduler step share."""
+"""State that the parts of one scheduler step share."""

@@ -31,7 +31,7 @@ class Chunk:
     seconds: float | None = None
 
     def fact(self, at: float, seconds: float) -> ChunkStarted | ChunkDone:
-        """What the planner is told, with the times all ranks agreed on."""
+        """The fact for the planner, with the times all ranks agreed on."""
         if self.seconds is None:
             return ChunkStarted(self.rid, self.tokens, at)
         return ChunkDone(self.rid, self.tokens, seconds, at, self.shared_tokens)
@@ -90,8 +90,8 @@ class ChunkClock:
         timed = self._under_way.pop(batch.forward_iter, None)
         if timed is not None and timed.events is not None:
             # A stage that does not wait for the result of a chunk in the middle has not waited for
-            # its forward either. The end is told all the same, since ranks tell equally much;
-            # nothing is learned of 0 seconds.
+            # its forward either. The end is reported all the same, since all ranks report equally
+            # much; nothing is learned of 0 seconds.
             begin, end = timed.events
             self._end(
                 timed, time.monotonic(), begin.elapsed_time(end) / 1e3 if end.query() else 0.0

@@ -1,7 +1,5 @@
-"""What everything that works in a scheduler's step shares: the tree, the step's clock, pages of
-ours, and what to tell the planner.
-
-One per scheduler process. Scheduler's thread.
+"""State shared by everything that works in a scheduler's step: the tree, the step's clock, our
+pages, and the facts for the planner. One per scheduler process. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class StepContext:
         self.page = int(tree.page_size)
         self.page_bytes = self.host.token_bytes * self.page
         self.agreed_page_bytes = self.page_bytes
-        """What the planner takes a page to have: pipeline stages with other numbers of layers have
+        """The planner's size of a page, in bytes: pipeline stages with other numbers of layers have
         other pages, and plan the same.
         """
         self.now = 0.0
@@ -59,7 +57,7 @@ class StepContext:
 
     @property
     def reads_hang(self) -> bool:
-        """Whether reads that were given up still go to host pages that nobody counts."""
+        """Whether reads that were given up still write to host pages that no count includes."""
         return any(not job.done for job in self.hung_reads)
 
     def waiting(self, handle: Handle) -> Req | None:
@@ -77,11 +75,11 @@ class Restored(Protocol):
 
     @property
     def sources(self) -> tuple[tuple[Span, Tier], ...]:
-        """Where its pages were when it was offered."""
+        """The tiers of its pages when it was offered."""
 
 
 class Restoring(Protocol):
-    """What others ask of whoever restores."""
+    """The part of a restoring engine that other modules use."""
 
     @property
     def taking(self) -> bool:

@@ -44,7 +44,7 @@ def from_hex(hashes: Any) -> tuple[PageKey, ...]:
 
 
 def page_key(name: str) -> PageKey:
-    """One page's name; what is no SHA-256 in hexadecimal text is hashed into one."""
+    """A page's key by its name. A name that is no SHA-256 in hexadecimal is hashed into one."""
     if len(name) == _DIGEST_HEX:
         try:
             return PageKey(bytes.fromhex(name))
@@ -64,11 +64,11 @@ def compact(tokens: Any) -> array[int]:
 
 
 class SessionNames:
-    """Which session a request belongs to: the one its client names, or the one whose last turn its
-    prompt begins with.
+    """The session of a request: the one its client names, or the one whose last turn its prompt
+    begins with.
 
-    Clients name sessions as `hints_session` says. Without a name, the last full page of each
-    finished request is remembered; a prompt that has that page goes on where the request ended.
+    Clients name sessions by the fields in `session_name`. Without a name, the last full page of
+    each finished request is remembered; a prompt that has that page continues that session.
     Bounded; scheduler's thread.
     """
 

@@ -24,7 +24,7 @@ class PrivateSlots:
         """Device tokens held or waiting to be freed."""
         self.host_tokens = 0
         self.claiming = False
-        """While true, an eviction is for a claim of ours: nobody else has to give anything up for
+        """While true, an eviction is for a claim of ours: no restoration has to give up slots for
         it.
         """
 
@@ -52,15 +52,17 @@ class PrivateSlots:
         return slots
 
     def give(self, tokens: int) -> None:
-        """So many device tokens belong to a request's row from now on."""
+        """This many device tokens belong to a request's row from now on."""
         self.tokens -= tokens
 
     def give_host(self, tokens: int) -> None:
-        """So many host tokens belong to the tree from now on."""
+        """This many host tokens belong to the tree from now on."""
         self.host_tokens -= tokens
 
     def put_back(self, slots: torch.Tensor) -> None:
-        """Whole device pages nobody needs and no I/O touches; freed by the next `free`."""
+        """Returns whole device pages that are not needed and that no I/O touches; freed by the next
+        `free`.
+        """
         self._returned.append(slots)
 
     def put_back_host(self, slots: torch.Tensor) -> None:

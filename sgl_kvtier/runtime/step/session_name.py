@@ -1,10 +1,10 @@
-"""Which session a request belongs to: the name its client gave it, by the fields SGLang has for
-that.
+"""The session of a request: the name its client gave it, by the fields SGLang has for that.
 
-    session_id          a field of /generate and of the OpenAI routes: "stable identity shared by requests in the same
-                        session"; it changes nothing else. The one to use.
+    session_id          a field of /generate and of the OpenAI routes: "stable identity shared by
+                        requests in the same session"; it changes nothing else. The one to use.
     session_params.id   of SGLang's own sessions, which build the prompt on the server
-    routing_key         the header x-smg-routing-key of the OpenAI routes, for clients that can only add a header
+    routing_key         the header x-smg-routing-key of the OpenAI routes, for clients that can
+                        only add a header
 
 The first that is there counts. A hint names its session by the same text.
 """

@@ -1,5 +1,5 @@
-"""What a folder's disk is and roughly how fast: filesystem, free bytes, direct I/O, a short
-sequential test.
+"""A folder's disk and roughly its speed: filesystem, free bytes, direct I/O, a short sequential
+test.
 """
 
 from __future__ import annotations

@@ -116,7 +116,10 @@ def _versions() -> Iterator[Finding]:
     if planner_build() == "compiled":
         yield Finding("planner", "ok", "compiled")
     else:
-        advice = "it plans the same, 1.5 to 4 times slower: pip install . (without -e) with a C compiler, or scripts/install"
+        advice = (
+            "it plans the same, 1.5 to 4 times slower: pip install . (without -e) with a C "
+            "compiler, or scripts/install"
+        )
         yield Finding("planner", "warn", "Python source", advice)
     if importlib.util.find_spec("sgl_kvtier.store._native") is not None:
         yield Finding("I/O threads", "ok", "compiled")
@@ -261,7 +264,10 @@ def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Find
         )
     if measure:
         speed = disk_probe.measure(folder, direct=probe.direct_io)
-        found = f"write {speed.write_mbps:,.0f} MB/s, read {speed.read_mbps:,.0f} MB/s ({format_bytes(speed.nbytes)}, one thread)"
+        found = (
+            f"write {speed.write_mbps:,.0f} MB/s, read {speed.read_mbps:,.0f} MB/s "
+            f"({format_bytes(speed.nbytes)}, one thread)"
+        )
         yield Finding("disk speed", "ok", found)
 
 
@@ -270,7 +276,10 @@ def _memory(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
     available = fields.get("MemAvailable", 0) << 10
     found = f"{format_bytes(available)} of {format_bytes(fields.get('MemTotal', 0) << 10)} free"
     if available < _HOST_RESERVE:
-        advice = "SGLang keeps 10 GiB free when it sizes host pools: give --hicache-ratio or --hicache-size"
+        advice = (
+            "SGLang keeps 10 GiB free when it sizes host pools: give --hicache-ratio or "
+            "--hicache-size"
+        )
         yield Finding("memory", "warn", found, advice)
     else:
         yield Finding("memory", "ok", found)
@@ -292,7 +301,10 @@ def _huge_pages(meminfo: Path = _MEMINFO) -> Iterator[Finding]:
     elif asked:
         yield Finding("huge pages", "warn", found, "SGLANG_HUGEPAGE_SIZE knows 2MB and 1GB")
     else:
-        advice = "a virtual disk reads faster into huge pages: sysctl vm.nr_hugepages=N and SGLANG_HUGEPAGE_SIZE=2MB"
+        advice = (
+            "a virtual disk reads faster into huge pages: sysctl vm.nr_hugepages=N and "
+            "SGLANG_HUGEPAGE_SIZE=2MB"
+        )
         yield Finding("huge pages", "ok", found, advice)
 
 
@@ -308,7 +320,9 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """The kernel's account of memory by name: KiB, or a count of pages. Empty where there is none."""
+    """The kernel's account of memory by name: KiB, or a count of pages. Empty where there is
+    none.
+    """
     lines = path.read_text().splitlines() if path.exists() else []
     return {
         name: int(value.split()[0])

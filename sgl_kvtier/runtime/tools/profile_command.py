@@ -1,7 +1,7 @@
-"""`kvtier profile`: what servers learned of their prefill and their links, and what it means for
-restoring prefixes.
+"""`kvtier profile`: the learned costs of prefill and links, and what they mean for restoring
+prefixes.
 
-A server learns while it serves, and keeps what it learned beside the store. With --measure a
+A server learns while it serves, and keeps the learned costs beside the store. With --measure a
 running server on this machine is sent prompts to learn from first.
 """
 
@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--measure",
         metavar="URL",
-        help="first send a running, idle server on this store prompts to learn from; its caches are emptied",
+        help="first send a running, idle server on this store prompts to learn from; its caches "
+        "are emptied",
     )
     parser.add_argument("--admin-api-key", metavar="KEY", help="of that server, where it has one")
     parser.add_argument(
@@ -79,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
     if not profiles:
         damaged = f" ({len(found)} files cannot be read)" if found else ""
         raise KVTierError(
-            f"nothing was learned in {args.store}{damaged}: start a server on it with policy.restore other than off (on an "
-            "accelerator or with several ranks also other than auto), send a few requests of more than one chunk, flush its caches and send some of them again; --measure URL does that"
+            f"nothing was learned in {args.store}{damaged}: start a server on it with "
+            "policy.restore other than off (on an accelerator or with several ranks also other "
+            "than auto), send a few requests of more than one chunk, flush its caches and send "
+            "some of them again; --measure URL does that"
         )
     rows = [described(name, profile, args.lengths) for name, profile in profiles.items()]
     if args.json:
@@ -109,7 +112,9 @@ def _measure(args: argparse.Namespace) -> None:
         answered = run.run(args.lengths, args.repeats)
         if not any(one.cached for one in answered):
             raise KVTierError(
-                "no prompt came back from storage: were its pages stored (kvtier stat), and is policy.restore other than off (and than auto, on an accelerator or with several ranks)?"
+                "no prompt came back from storage: were its pages stored (kvtier stat), and is "
+                "policy.restore other than off (and than auto, on an accelerator or with several "
+                "ranks)?"
             )
         shown.describe("waiting until the server has written it")
         time.sleep(PERIOD_S)
@@ -119,8 +124,10 @@ def _measure(args: argparse.Namespace) -> None:
         while _written(args.store) == before:
             if time.monotonic() > end:
                 raise KVTierError(
-                    f"the server at {args.measure} wrote nothing into {args.store}: is that its store, is policy.restore other than "
-                    "off there (and than auto, on an accelerator or with several ranks), and is its disk not slowed down on purpose?"
+                    f"the server at {args.measure} wrote nothing into {args.store}: is that its "
+                    "store, is policy.restore other than off there (and than auto, on an "
+                    "accelerator or with several ranks), and is its disk not slowed down on "
+                    "purpose?"
                 )
             time.sleep(0.2)
 
@@ -194,9 +201,10 @@ def _print(row: dict[str, Any]) -> None:
         Column("speedup_vs_best_single", "Faster than the better one", "factor", 2),
     ]
     notes = [
-        f"Learned from {row['chunks']} chunks and {sum(row['transfers'].values())} transfers on {conditions['device']}.",
-        f"A chunk: {1e3 * prefill['fixed_s']:.2f} ms, {1e6 * prefill['per_token_s']:.2f} us per token, and "
-        f"{1e9 * prefill['per_token_position_s']:.3f} ns per token and token before it.",
+        f"Learned from {row['chunks']} chunks and {sum(row['transfers'].values())} transfers on "
+        f"{conditions['device']}.",
+        f"A chunk: {1e3 * prefill['fixed_s']:.2f} ms, {1e6 * prefill['per_token_s']:.2f} us per "
+        f"token, and {1e9 * prefill['per_token_position_s']:.3f} ns per token and token before it.",
         f"Links: {rates or 'none measured yet'}.",
         "Predicted for an idle server by the fitted curves, not measured.",
     ]

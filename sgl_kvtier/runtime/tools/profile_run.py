@@ -1,8 +1,8 @@
-"""Prompts for a running server to learn from: what `kvtier profile --measure URL` sends. HTTP only.
+"""Prompts for a running server to learn from, for `kvtier profile --measure URL`. HTTP only.
 
 The server learns from the chunks and loads that these cause, exactly as from any others, and keeps
-what it learned beside its store. For each length a prompt nobody has seen is computed, alone; then
-the caches are emptied and it is sent again, so that its prefix comes back from storage.
+the learned costs beside its store. For each length a new prompt is computed, alone. Then the caches
+are emptied and it is sent again, so that its prefix comes back from storage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _STORED_S = 120.0
 
 @dataclass(frozen=True)
 class Answered:
-    """What the server said of one prompt: its tokens that came from storage or host memory."""
+    """The server's answer on one prompt: its number of tokens that came from storage or host
+    memory.
+    """
 
     tokens: int
     cached: int
@@ -47,8 +49,8 @@ class LearningRun:
         self._random = random.Random(seed)
 
     def run(self, lengths: Sequence[int], repeats: int) -> list[Answered]:
-        """Prompts of all lengths, each twice; what came of the second time. Raises KVTierError with
-        what to do.
+        """Sends prompts of all lengths, each twice; returns the answers of the second time. Raises
+        KVTierError, which says what to do.
         """
         found = []
         for tokens in [length for _ in range(repeats) for length in lengths]:
@@ -105,7 +107,8 @@ class LearningRun:
             values = []
         if not values or not all(map(is_number, values)):
             raise KVTierError(
-                f"{self._url}/metrics has no kvtier:store_pages: start the server with --hicache-storage-backend kvtier and --enable-metrics"
+                f"{self._url}/metrics has no kvtier:store_pages: start the server with "
+                "--hicache-storage-backend kvtier and --enable-metrics"
             )
         return sum(values)
 
