@@ -42,7 +42,7 @@ def device_flags(device: str) -> list[str]:
 
 
 def greedy_flags(device: str) -> list[str]:
-    """For a server that is only asked for the most likely token: on an accelerator torch samples,
+    """For a server that only returns the most likely token: on an accelerator torch samples,
     unless FlashInfer's sampling modules are compiled. Else the first request waits for nvcc.
     """
     return [] if device == "cpu" or _has_sampling() else ["--sampling-backend", "pytorch"]
