@@ -143,20 +143,21 @@ class StoreConfig:
     )
     io: str = setting(
         "auto",
-        "how the I/O threads in C read: threads = one read each, io_uring = many under way each, auto = io_uring where the "
-        "kernel allows it and the page cache is bypassed",
+        "how the I/O threads in C read: threads = one read each, io_uring = many under way each, "
+        "auto = io_uring where the kernel allows it and the page cache is bypassed",
         choices=("auto", "threads", "io_uring"),
     )
     verify_reads: bool = setting(True, "check the checksum of every page read")
     admission: str = setting(
         "all",
-        "which new pages are written: all, second-hit = those offered twice, or recompute-cost = those that take "
-        "store.admission_cost_s or longer to compute again (both spare flash)",
+        "which new pages are written: all, second-hit = those offered twice, or recompute-cost = "
+        "those that take store.admission_cost_s or longer to compute again (both spare flash)",
         choices=("all", "second-hit", "recompute-cost"),
     )
     admission_cost_s: float = setting(
         0.0,
-        "for recompute-cost: least seconds to compute a page again; pages of unknown cost are written",
+        "for recompute-cost: least seconds to compute a page again; pages of unknown cost are "
+        "written",
         low=0,
         high=1_000_000,
     )

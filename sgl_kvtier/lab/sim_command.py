@@ -331,7 +331,8 @@ def _replay(args: argparse.Namespace) -> int:
         print(f"{args.log}: {replayed.difference}", file=sys.stderr)
         return 1
     print(
-        f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} facts)"
+        f"{replayed.steps} plans with {replayed.commands} commands are identical ({replayed.facts} "
+        "facts)"
     )
     if replayed.failures:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         ),
         rows,
         notes=(
-            f"medians of {args.rounds} rounds, arms in turn; whole prompt {total['stock']:.0f} and {total['ours']:.0f} ms",
+            f"medians of {args.rounds} rounds, arms in turn; whole prompt {total['stock']:.0f} and "
+            f"{total['ours']:.0f} ms",
         ),
     )
     if args.json != "-":

@@ -65,8 +65,10 @@ time_t time(time_t *into) {
     return now.tv_sec;
 }
 
-/* A wait until a time of day that was computed from the moved one. Times of other clocks are far smaller. */
-int pthread_cond_timedwait(pthread_cond_t *restrict cond, pthread_mutex_t *restrict mutex, const struct timespec *restrict until) {
+/* A wait until a time of day that was computed from the moved one. Times of other clocks are far
+   smaller. */
+int pthread_cond_timedwait(pthread_cond_t *restrict cond, pthread_mutex_t *restrict mutex,
+                           const struct timespec *restrict until) {
     static int (*next)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
     struct timespec real = *until;
     if (!next) next = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");

@@ -61,7 +61,10 @@ _SHOWN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.epilog = "example: kvtier bench restore-fuzz --lookahead --scene storm,stop,restarts --scale 0.1 --json result.json"
+    parser.epilog = (
+        "example: kvtier bench restore-fuzz --lookahead --scene storm,stop,restarts "
+        "--scale 0.1 --json result.json"
+    )
     parser.add_argument(
         "--requests",
         type=positive,
@@ -75,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scene",
         metavar="A,B",
-        help=f"play scenes instead, load beside each: all, or of {'; '.join(f'{name} ({one.about})' for name, one in SCENES.items())}",
+        help="play scenes instead, load beside each: all, or of "
+        f"{'; '.join(f'{name} ({one.about})' for name, one in SCENES.items())}",
     )
     parser.add_argument(
         "--scale",
@@ -88,19 +92,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chaos",
         default="all",
         metavar="A,B",
-        help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, kill, switch, hint (default all)",
+        help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, "
+        "kill, switch, hint (default all)",
     )
     parser.add_argument(
         "--lookahead",
         action="store_true",
-        help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, hints are sent, its map is compared at the end",
+        help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, "
+        "hints are sent, its map is compared at the end",
     )
     parser.add_argument(
         "--fault-rank",
         type=int,
         choices=range(64),
         metavar="N",
-        help="the device of this tensor-parallel rank alone fails and stalls (default: of all alike)",
+        help="the device of this tensor-parallel rank alone fails and stalls (default: of all "
+        "alike)",
     )
     parser.add_argument(
         "--kill-every",
@@ -207,13 +214,15 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if missing_packages():
         raise BenchError(
-            f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'"
+            f"SGLang is not installed for {sys.executable}. Install it with: pip install "
+            "'sgl-kvtier[sglang]'"
         )
     chaos = Chaos(parse_kinds(args.chaos), seed=args.seed, kill_every=args.kill_every)
     scenes = None if args.scene is None else parse_scenes(args.scene)
     if scenes and (args.requests or args.restored or args.minutes):
         raise BenchError(
-            "--scene: scenes end by themselves; --scale says how long they are, not --requests, --restored or --minutes"
+            "--scene: scenes end by themselves; --scale says how long they are, not --requests, "
+            "--restored or --minutes"
         )
     model = write_named(fuzzed_model(args))
     wanted = load_options(args, _LOAD)
@@ -419,7 +428,8 @@ def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
     )
     events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
     print(
-        f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}",
+        f"Done to the server: {events or 'nothing'}. Restored by mode: "
+        f"{figures['restored_by_mode']}",
         file=shown,
     )
     print(

@@ -23,7 +23,8 @@ _LEAK = re.compile(
     r"memory leak detected|\bleak(ed|s)?\b|invariant|double free|refcount", re.IGNORECASE
 )
 _CRASH = re.compile(
-    r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault|Fatal Python error"
+    r"Traceback \(most recent call last\)|Scheduler hit an exception|Segmentation fault"
+    r"|Fatal Python error"
 )
 
 

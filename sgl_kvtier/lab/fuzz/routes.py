@@ -1,4 +1,6 @@
-"""Requests that no sane client sends, to the routes of kvtier and to those of SGLang that reach it."""
+"""Requests that no sane client sends, to the routes of kvtier and to those of SGLang that reach
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,32 @@ def hint_requests() -> list[Request]:
     """Hints that are no hints, or of nobody."""
     tokens = json.dumps([20 + i % 200 for i in range(600)])
     bodies = [
-        "", "null", "[]", '"x"', "[" * _LONG, '{"a":' * _LONG, "{" * _LONG, '{"session":1}', '{"session":"fuzz-1"}',
-        '{"session":"fuzz-1","expected_delay_s":NaN}', '{"session":"fuzz-1","expected_delay_s":1e999}',
-        '{"session":"fuzz-1","expected_delay_s":-1}', '{"session":"fuzz-1","expected_delay_s":true}',
-        '{"session":"fuzz-1","expected_delay_s":' + "9" * _LONG + "}", '{"session":"fuzz-1","priority":1' + "0" * 30 + "}",
-        '{"session":"\\ud800","priority":1}', '{"\\ud800":1,"session":"fuzz-1","priority":1}',
-        '{"session":"fuzz-1","tool":"\\udfff"}', '{"text":"\\ud800 hello","priority":1}',
-        '{"tokens":' + tokens + ',"cache_salt":"\\ud800","priority":1}', '{"tokens":[2147483648,-1],"priority":1}',
-        '{"tokens":' + tokens + ',"priority":3,"ttl_s":0}', '{"tokens":[' + "1," * 200_000 + '1],"priority":1}',
-        '{"session":"' + "s" * 100_000 + '","priority":1}', '{"session":"fuzz-1","session":"fuzz-2","ttl_s":0}',
-    ]  # fmt: skip
+        "",
+        "null",
+        "[]",
+        '"x"',
+        "[" * _LONG,
+        '{"a":' * _LONG,
+        "{" * _LONG,
+        '{"session":1}',
+        '{"session":"fuzz-1"}',
+        '{"session":"fuzz-1","expected_delay_s":NaN}',
+        '{"session":"fuzz-1","expected_delay_s":1e999}',
+        '{"session":"fuzz-1","expected_delay_s":-1}',
+        '{"session":"fuzz-1","expected_delay_s":true}',
+        '{"session":"fuzz-1","expected_delay_s":' + "9" * _LONG + "}",
+        '{"session":"fuzz-1","priority":1' + "0" * 30 + "}",
+        '{"session":"\\ud800","priority":1}',
+        '{"\\ud800":1,"session":"fuzz-1","priority":1}',
+        '{"session":"fuzz-1","tool":"\\udfff"}',
+        '{"text":"\\ud800 hello","priority":1}',
+        '{"tokens":' + tokens + ',"cache_salt":"\\ud800","priority":1}',
+        '{"tokens":[2147483648,-1],"priority":1}',
+        '{"tokens":' + tokens + ',"priority":3,"ttl_s":0}',
+        '{"tokens":[' + "1," * 200_000 + '1],"priority":1}',
+        '{"session":"' + "s" * 100_000 + '","priority":1}',
+        '{"session":"fuzz-1","session":"fuzz-2","ttl_s":0}',
+    ]
     raw = [b"\xff\xfe\x00", b"\x00" * 64, *(body.encode() for body in bodies)]
     return [Request("POST", _HINT, body) for body in raw] + [
         Request("POST", _HINT, b'{"session":"a","ttl_s":1}', with_key=False)
@@ -91,16 +109,31 @@ def state_requests() -> list[Request]:
 def storage_requests() -> list[Request]:
     """Attaching what is attached or cannot be, detaching and clearing while requests run."""
     bodies = [
-        {}, {"hicache_storage_backend": "nobody"}, {"hicache_storage_backend": "kvtier"},
+        {},
+        {"hicache_storage_backend": "nobody"},
+        {"hicache_storage_backend": "kvtier"},
         {"hicache_storage_backend": "kvtier", "hicache_storage_backend_extra_config_json": "{"},
-        {"hicache_storage_backend": "kvtier", "hicache_storage_backend_extra_config_json": '{"store": {"path": "/proc/1/mem"}}'},
-        {"hicache_storage_backend": "kvtier", "hicache_storage_backend_extra_config_json": '{"store": {"path": 7}, "nothing": 1}'},
-        {"hicache_storage_backend": "file"}, {"hicache_storage_backend": ["kvtier"]},
+        {
+            "hicache_storage_backend": "kvtier",
+            "hicache_storage_backend_extra_config_json": '{"store": {"path": "/proc/1/mem"}}',
+        },
+        {
+            "hicache_storage_backend": "kvtier",
+            "hicache_storage_backend_extra_config_json": '{"store": {"path": 7}, "nothing": 1}',
+        },
+        {"hicache_storage_backend": "file"},
+        {"hicache_storage_backend": ["kvtier"]},
         {"hicache_storage_backend": "kvtier", "hicache_storage_prefetch_policy": "never"},
-    ]  # fmt: skip
+    ]
     puts = [Request("PUT", _STORAGE, json.dumps(body).encode()) for body in bodies]
-    return [*puts, Request("PUT", _STORAGE, b"{"), Request("DELETE", _STORAGE, b""), Request("POST", _STORAGE + "/clear", b""),
-            Request("DELETE", _STORAGE, b"", with_key=False), Request("GET", _STORAGE, b"")]  # fmt: skip
+    return [
+        *puts,
+        Request("PUT", _STORAGE, b"{"),
+        Request("DELETE", _STORAGE, b""),
+        Request("POST", _STORAGE + "/clear", b""),
+        Request("DELETE", _STORAGE, b"", with_key=False),
+        Request("GET", _STORAGE, b""),
+    ]
 
 
 def extreme_settings(rng: random.Random) -> dict[str, float]:

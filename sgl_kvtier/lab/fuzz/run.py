@@ -42,9 +42,19 @@ _NO_PAGE = (5, 6, 7)
 
 _AHEAD = ("wasted_bytes", "victims", "host_victims", "drift", "failures")
 _ENDS = (
-    "met", "computed", "aborted", "flushed", "grown", "gave room", "in the way", "starved", "unaligned", "planner failed",
-    "mismatch", "unanswered",
-)  # fmt: skip
+    "met",
+    "computed",
+    "aborted",
+    "flushed",
+    "grown",
+    "gave room",
+    "in the way",
+    "starved",
+    "unaligned",
+    "planner failed",
+    "mismatch",
+    "unanswered",
+)
 """How a restoration can end (docs/manual/operate.md)."""
 
 _DEFECTS = ("planner failed", "mismatch", "unanswered")
@@ -112,7 +122,8 @@ async def take_references(
             done = await client.generate(asked.ids, asked.outputs, margins=True)
             if done.error is not None:
                 raise BenchError(
-                    f"a prompt of {len(asked.ids)} tokens failed on the server that computes: {done.error}"
+                    f"a prompt of {len(asked.ids)} tokens failed on the server that computes: "
+                    f"{done.error}"
                 )
             log.keep_reference(asked.name, Answer(done.output_ids, done.logprobs, done.margins))
         advance()
@@ -151,7 +162,9 @@ class FuzzRun:
         self._ended = True
 
     async def restart(self) -> None:
-        """Ends the server while requests are under way, with its next signal, and starts another."""
+        """Ends the server while requests are under way, with its next signal, and starts
+        another.
+        """
         await self._alone(self._kill, wait=False)
 
     async def run(self) -> None:
@@ -260,7 +273,9 @@ class FuzzRun:
     async def _meet(
         self, task: asyncio.Task[Completion], rid: str, accident: Accident
     ) -> Completion | None:
-        """Waits for the answer, or carries out the accident first. None: the connection was closed."""
+        """Waits for the answer, or carries out the accident first. None: the connection was
+        closed.
+        """
         if accident.fate is Fate.ANSWERED:
             return await task
         finished, _ = await asyncio.wait({task}, timeout=accident.after_s)
@@ -330,7 +345,9 @@ class FuzzRun:
             )
 
     async def _totals(self) -> tuple[Counter[str], Counter[str]]:
-        """What the server has counted since it started: ends of restorations, and of looking ahead."""
+        """What the server has counted since it started: ends of restorations, and of looking
+        ahead.
+        """
         metrics = await self._client.metrics()
         first = {"tp_rank": "0", "pp_rank": "0"}
         ends = {

@@ -83,7 +83,10 @@ async def stop(stage: Stage) -> str:
         await stage.pause()
     if not halted:
         stage.log.find("scene stop: there was no scheduler process to stop")
-    return f"{halted} stops of {_STOPS_S[0] * stage.options.scale:g} to {_STOPS_S[-1] * stage.options.scale:g} s"
+    return (
+        f"{halted} stops of {_STOPS_S[0] * stage.options.scale:g} to "
+        f"{_STOPS_S[-1] * stage.options.scale:g} s"
+    )
 
 
 async def slow_disk(stage: Stage) -> str:
@@ -156,7 +159,8 @@ async def routes(stage: Stage) -> str:
 
 SCENES: Mapping[str, Played] = {
     "storm": Played(
-        "every request is given up, about a hundred a second for 60 s, then 30 s more while prefixes are restored",
+        "every request is given up, about a hundred a second for 60 s, then 30 s more while "
+        "prefixes are restored",
         storm,
     ),
     "stop": Played("the scheduler is stopped for 1, 2, 5, 10 and 20 s", stop),
@@ -191,7 +195,8 @@ def parse_scenes(text: str) -> tuple[str, ...]:
     unknown = [name for name in wanted if name not in SCENES]
     if unknown or not wanted:
         raise BenchError(
-            f"--scene: no scene named {', '.join(unknown) or text!r}. There are: all, {', '.join(SCENES)}"
+            f"--scene: no scene named {', '.join(unknown) or text!r}. There are: all, "
+            f"{', '.join(SCENES)}"
         )
     return tuple(name for name in SCENES if name in wanted)
 

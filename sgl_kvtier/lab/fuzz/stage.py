@@ -184,11 +184,13 @@ class Stage:
             self.log.find(f"scene {name}: policy.restore auto restored nothing after it")
         if usage.processes != self._usage.processes:
             self.log.find(
-                f"scene {name}: {usage.processes} processes after it, {self._usage.processes} before"
+                f"scene {name}: {usage.processes} processes after it, {self._usage.processes} "
+                "before"
             )
         if usage.open_files > self._usage.open_files + _MORE_FILES:
             self.log.find(
-                f"scene {name}: {usage.open_files} open files after it, {self._usage.open_files} before"
+                f"scene {name}: {usage.open_files} open files after it, {self._usage.open_files} "
+                "before"
             )
 
 
@@ -203,7 +205,8 @@ def check_store(folder: Path, log: FuzzLog) -> dict[str, Any] | None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         log.find(
-            f"scene store: kvtier fsck ended with status {done.returncode}: {done.stderr.strip()[-300:]}"
+            f"scene store: kvtier fsck ended with status {done.returncode}: "
+            f"{done.stderr.strip()[-300:]}"
         )
     try:
         return dict(json.loads(done.stdout))

@@ -176,6 +176,7 @@ class Client:
         body |= {"top_logprobs_num": 2} if margins else {}
         reading = _Reading(time.monotonic(), max_new_tokens + _MORE_TOKENS)
         error: str | None
+        # what a wrong answer raises inside aiohttp is nobody's promise; a run must not end with it
         try:
             async with self._open().post(f"{self.url}/generate", json=body) as answer:
                 if answer.status != 200:
@@ -186,7 +187,7 @@ class Client:
                     error = reading.verdict()
         except asyncio.TimeoutError:
             error = f"no end after {self._timeout.total:g} s"
-        except Exception as problem:  # what a wrong answer raises inside aiohttp is nobody's promise; a run must not end with it
+        except Exception as problem:
             error = f"{type(problem).__name__}: {_short(str(problem))}"
         done = reading.completion(error)
         return done if self.dilation == 1.0 else done.undilated(self.dilation)
@@ -209,7 +210,8 @@ class Client:
                 return _object(await _text(answer))
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise BenchError(
-                f"no SGLang server answers at {self.url}: {_short(str(error))}. Start one: kvtier serve MODEL"
+                f"no SGLang server answers at {self.url}: {_short(str(error))}. Start one: kvtier "
+                "serve MODEL"
             ) from error
 
     async def flush(self) -> None:
@@ -237,7 +239,8 @@ class Client:
         )
         if "false" in answer:
             raise BenchError(
-                f"the server at {self.url} did not change {dict(values)}: see its log for the reason"
+                f"the server at {self.url} did not change {dict(values)}: see its log for the "
+                "reason"
             )
 
     async def hint(self, session: str, said: Mapping[str, Any]) -> str:
@@ -278,7 +281,9 @@ class Client:
 
 
 class Metrics:
-    """One reading of a server's Prometheus counters and gauges: values by metric name and labels."""
+    """One reading of a server's Prometheus counters and gauges: values by metric name and
+    labels.
+    """
 
     def __init__(self, values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]) -> None:
         self._values = dict(values)

@@ -34,8 +34,8 @@ VOCABULARY = 512
 BYTES = 256
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
+    "}}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 # Why these scales: attention scores with a standard deviation of about 4 pick out a few positions,
@@ -238,8 +238,8 @@ def check_heads(device: str, model: str) -> None:
     shape = shape_of(model)
     if device != "cpu" and shape is not None and shape.head_dim not in _FLASHINFER_HEADS:
         raise BenchError(
-            f"{model} has heads of {shape.head_dim}, and FlashInfer has kernels for {_FLASHINFER_HEADS}. "
-            f"On an accelerator take one of {', '.join([*DRAWN, *UNWEIGHTED])}"
+            f"{model} has heads of {shape.head_dim}, and FlashInfer has kernels for "
+            f"{_FLASHINFER_HEADS}. On an accelerator take one of {', '.join([*DRAWN, *UNWEIGHTED])}"
         )
 
 
@@ -318,7 +318,8 @@ def _write_once(target: Path, write: Callable[[Path], None]) -> Path:
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     except OSError as error:
         raise BenchError(
-            f"cannot write a model in {parent}: {error.strerror}. Set XDG_CACHE_HOME or name another folder"
+            f"cannot write a model in {parent}: {error.strerror}. Set XDG_CACHE_HOME or name "
+            "another folder"
         ) from error
     try:
         draft.chmod(0o755)

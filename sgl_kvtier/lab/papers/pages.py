@@ -129,7 +129,8 @@ def _pair_row(pair: Pair) -> Row:
         "column": pair.column,
         "paper": f"{pair.over_io:.2f} \\ {pair.over_compute:.2f}",
         "cake": f"{cake_io:.2f} \\ {cake_compute:.2f}",
-        "deviation": f"{_signed(cake_io / pair.over_io - 1)} \\ {_signed(cake_compute / pair.over_compute - 1)}",
+        "deviation": f"{_signed(cake_io / pair.over_io - 1)} \\ "
+        f"{_signed(cake_compute / pair.over_compute - 1)}",
         "kvtier": f"{ours.io_s / ours.kvtier_s:.2f} \\ {ours.compute_s / ours.kvtier_s:.2f}",
         "fitted": "ratio" if is_fitted(pair) else "",
     }

@@ -83,7 +83,9 @@ class Scene:
             self._arrive(rid)
 
     def step(self) -> tuple[float, float, float]:
-        """One step: microseconds of `step` alone, of CPU time for it, and with the facts before it."""
+        """One step: microseconds of `step` alone, of CPU time for it, and with the facts before
+        it.
+        """
         self._now += _STEP_S
         while self._landing and self._landing[0][0] <= self._now:
             self._landed(self._landing.pop(0)[1])

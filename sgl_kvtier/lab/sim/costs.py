@@ -72,7 +72,9 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class ConstantCost:
-    """A step that takes the same time whatever it holds, as TierKV's appendix A has it per model."""
+    """A step that takes the same time whatever it holds, as TierKV's appendix A has it per
+    model.
+    """
 
     step_s: float
 

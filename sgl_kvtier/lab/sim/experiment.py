@@ -71,7 +71,8 @@ class Machine:
         ]
         if (pages[0] or 0) < 1:
             raise ConfigError(
-                f"{self.model} leaves no HBM for KV on {self.hardware}: choose another machine or model"
+                f"{self.model} leaves no HBM for KV on {self.hardware}: choose another machine or "
+                "model"
             )
         spec = ServerSpec(
             page_tokens=self.page_tokens,

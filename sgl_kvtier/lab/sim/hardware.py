@@ -85,7 +85,9 @@ class ModelShape:
 
 
 def load_hardware(name: str) -> Hardware:
-    """The machine of this name in profiles/hardware.json. Raises ConfigError naming what there is."""
+    """The machine of this name in profiles/hardware.json. Raises ConfigError naming what there
+    is.
+    """
     machine = _pick(_profile("hardware.json")["machines"], name, "machine")
     pipes = {key: Pipe(**value) for key, value in machine["pipes"].items()}
     routes = {

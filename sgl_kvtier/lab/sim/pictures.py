@@ -32,8 +32,8 @@ def policies_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("wasted_up_bytes", "of it wasted", format=format_bytes),
     ]
     notes = (
-        "Moved up: SSD to DRAM, DRAM to HBM and SSD to HBM. Wasted: loaded and never used by the request it was for, or "
-        "prefetched and dropped or left without a hit.",
+        "Moved up: SSD to DRAM, DRAM to HBM and SSD to HBM. Wasted: loaded and never used by the "
+        "request it was for, or prefetched and dropped or left without a hit.",
     )
     return Table(title, columns, outcomes, notes)
 

@@ -62,7 +62,10 @@ class Difference:
             "no failure" if one is None else encode(one) for one in (self.logged, self.planned)
         )
         at = "at the beginning" if self.at is None else f"at {self.at.now:.6f} s"
-        return f"line {self.line}: {at} the log has\n  {logged}\nand the planner now decides\n  {planned}"
+        return (
+            f"line {self.line}: {at} the log has\n  {logged}\nand the planner now decides\n  "
+            f"{planned}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +134,8 @@ class _Run:
         """
         if isinstance(record, LinesDropped):
             raise TraceError(
-                f"line {number}: {record.count} lines were dropped here while the log was written, so what follows cannot be "
-                f"replayed; the {self._steps} plans before are identical"
+                f"line {number}: {record.count} lines were dropped here while the log was written, "
+                f"so what follows cannot be replayed; the {self._steps} plans before are identical"
             )
         if isinstance(record, PlannerFailed):
             return self._failed(number, record)
@@ -161,6 +164,7 @@ class _Run:
 
     def _give(self, record: Fact | StepView) -> None:
         self._at, self._planned = record, None
+        # a planner's defect is what is being looked for: it has to fail in the log as well
         try:
             if isinstance(record, StepView):
                 self._planned = self._planner.step(record)
@@ -168,7 +172,7 @@ class _Run:
                 self._facts += 1
                 self._changes += isinstance(record, PolicyChanged)
                 self._planner.observe(record)
-        except Exception as error:  # a planner's defect is what is being looked for: it has to fail in the log as well
+        except Exception as error:
             self._raised = PlannerFailed(repr(error))
 
     def _compare(self, number: int, plan: StepPlan) -> Difference | None:

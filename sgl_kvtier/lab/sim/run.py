@@ -100,8 +100,9 @@ def _check_fits(requests: Sequence[SimRequest], spec: ServerSpec) -> None:
     tokens = longest.prompt_tokens + longest.output_tokens
     if -(-tokens // spec.page_tokens) > spec.hbm_pages:
         raise ConfigError(
-            f"request {longest.rid} takes {tokens} tokens, but HBM holds {spec.hbm_pages * spec.page_tokens}: "
-            "give it more HBM, or cut sessions before prompts that long"
+            f"request {longest.rid} takes {tokens} tokens, but HBM holds "
+            f"{spec.hbm_pages * spec.page_tokens}: give it more HBM, or cut sessions before "
+            "prompts that long"
         )
 
 

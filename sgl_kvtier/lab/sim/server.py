@@ -149,7 +149,9 @@ class Server:
         )
 
     def _offer(self, live: Live) -> bool:
-        """Tells of what could be loaded for a request. False when that has to wait for room in HBM."""
+        """Tells of what could be loaded for a request. False when that has to wait for room in
+        HBM.
+        """
         resident, sources = self._hands.look_up(live)
         live.due_offer = False
         if not sources:

@@ -131,10 +131,15 @@ def tables(result: dict[str, Any]) -> list[Table]:
     ]
     each = [first[0], Column("pair", "pair", decimals=0), *ratios[2:]]
     pairs = [
-        {"page_bytes": cell["page_bytes"], "pair": pair + 1, **{name: value[pair] for name in _RATIOS if (value := cell[name + "_pairs"])}}
-        for cell in result["cells"] if cell["in_flight"] == _LANES
+        {
+            "page_bytes": cell["page_bytes"],
+            "pair": pair + 1,
+            **{name: value[pair] for name in _RATIOS if (value := cell[name + "_pairs"])},
+        }
+        for cell in result["cells"]
+        if cell["in_flight"] == _LANES
         for pair in range(cell["pairs"])
-    ]  # fmt: skip
+    ]
     rates = [
         *first,
         *(
@@ -143,7 +148,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ),
     ]
     return [
-        Table("Median ratio of interleaved pairs", ratios, result["cells"], notes=[f"reference: {result['reference']}"]),
+        Table("Median ratio of interleaved pairs", ratios, result["cells"], notes=["reference: "
+            f"{result['reference']}"]),
         Table("Ratio of each pair", each, pairs),
         Table("Median rates", rates, result["cells"]),
         Table("Fixed costs", [Column("what", "what"), Column("value", "value")],
@@ -166,9 +172,21 @@ _RATIOS = {
     "write_vs_nixl": ("write", "nixl_write"),
 }
 _RATES = (
-    "read", "prefix", "busy", "unverified", "threads", "write", "fio_read", "fio_write",
-    "hicache_file_cold", "hicache_file_warm", "hicache_file_write", "nixl_read", "nixl_prefix", "nixl_write",
-)  # fmt: skip
+    "read",
+    "prefix",
+    "busy",
+    "unverified",
+    "threads",
+    "write",
+    "fio_read",
+    "fio_write",
+    "hicache_file_cold",
+    "hicache_file_warm",
+    "hicache_file_write",
+    "nixl_read",
+    "nixl_prefix",
+    "nixl_write",
+)
 
 
 def _cells(

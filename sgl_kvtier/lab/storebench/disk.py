@@ -80,8 +80,9 @@ class Reference:
             else f"--time_based --ramp_time={self.runtime_s / 2} --runtime={self.runtime_s}"
         )
         command = (
-            f"fio --name=r --filename={self.path} --size={self.nbytes} --rw={kind} --bs={page_bytes} --direct=1 "
-            f"--randrepeat=0 --norandommap --output-format=json {length} {how}"
+            f"fio --name=r --filename={self.path} --size={self.nbytes} --rw={kind} "
+            f"--bs={page_bytes} --direct=1 --randrepeat=0 --norandommap --output-format=json "
+            f"{length} {how}"
         )
         done = subprocess.run(
             command.split(), capture_output=True, text=True, check=False, env=huge_pages()

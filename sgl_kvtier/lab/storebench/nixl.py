@@ -30,9 +30,11 @@ def move(kind, batch):
         used = 0
     into = start + used * page_bytes
     used += len(batch)
-    fds = [os.open(p, os.O_RDWR | os.O_DIRECT | (os.O_CREAT if kind == "WRITE" else 0), 0o600) for p in batch]
+    flags = os.O_RDWR | os.O_DIRECT | (os.O_CREAT if kind == "WRITE" else 0)
+    fds = [os.open(p, flags, 0o600) for p in batch]
     files = agent.register_memory([(0, page_bytes, fd, "") for fd in fds], "FILE")
-    ours = agent.get_xfer_descs([(into + i * page_bytes, page_bytes, 0) for i in range(len(fds))], "DRAM")
+    places = [(into + i * page_bytes, page_bytes, 0) for i in range(len(fds))]
+    ours = agent.get_xfer_descs(places, "DRAM")
     handle = agent.initialize_xfer(kind, ours, files.trim(), "bench")
     state = agent.transfer(handle)
     while state not in ("DONE", "ERR"):

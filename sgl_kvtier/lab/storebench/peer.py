@@ -18,7 +18,8 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 torch.set_num_threads(1)
 def store(**extra):
-    return HiCacheFile(HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "bench", extra_config=extra or None), folder)
+    shape = (0, 1, 0, 1, 0, 1, False, False, True, "bench")
+    return HiCacheFile(HiCacheStorageConfig(*shape, extra_config=extra or None), folder)
 def drop():
     os.sync()
     with open("/proc/sys/vm/drop_caches", "w") as f:

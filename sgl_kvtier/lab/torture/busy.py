@@ -43,7 +43,9 @@ class Busy:
 
 
 def busy(root: str, seconds: float, seed: int) -> Busy:
-    """Opens stores one after the other, each with another kind of I/O, and closes them under load."""
+    """Opens stores one after the other, each with another kind of I/O, and closes them under
+    load.
+    """
     result = Busy()
     until = time.monotonic() + seconds
     for life in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):

@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--points",
         metavar="NAMES",
-        help='of the kind "points" only these, as "pwritev before,rename after"; all: see the result',
+        help='of the kind "points" only these, as "pwritev before,rename after"; all: see '
+        "the result",
     )
     parser.add_argument(
         "--seed", type=arguments.seed, default=1, help="another seed, other accidents (default 1)"
@@ -287,10 +288,28 @@ def _advance(shown: Progress) -> Callable[[int], None]:
 
 
 _COUNTS = (
-    "kills", "failed_opens", "wrong_pages", "deletes", "resurrected", "pages_checked", "recent", "recent_found", "io_faults", "io_calls",
-    "exceptions", "power_loss_states", "synced", "synced_found", "corruptions", "undetected", "clean_reads",
-    "false_alarms", "crowd_operations", "over_cap_bytes", "canary_touched",
-)  # fmt: skip
+    "kills",
+    "failed_opens",
+    "wrong_pages",
+    "deletes",
+    "resurrected",
+    "pages_checked",
+    "recent",
+    "recent_found",
+    "io_faults",
+    "io_calls",
+    "exceptions",
+    "power_loss_states",
+    "synced",
+    "synced_found",
+    "corruptions",
+    "undetected",
+    "clean_reads",
+    "false_alarms",
+    "crowd_operations",
+    "over_cap_bytes",
+    "canary_touched",
+)
 _PARTS = {
     "kills": _kills,
     "points": _points,

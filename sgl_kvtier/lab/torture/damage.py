@@ -195,7 +195,9 @@ def torture_bytes(
     step: Callable[[int], None] = lambda _: None,
     io: str = "io_uring",
 ) -> Damage:
-    """Damages and reads until both counts are reached. `step` is called with the operations done."""
+    """Damages and reads until both counts are reached. `step` is called with the operations
+    done.
+    """
     bench = Bench(root, seed, io)
     try:
         while bench.result.corruptions < corruptions:

@@ -97,7 +97,9 @@ class Oracle(Plain):
 
 
 class TroubledEnv(Env):
-    """Pages are written slowly and sometimes not at all; now and then the log or a removal fails."""
+    """Pages are written slowly and sometimes not at all; now and then the log or a removal
+    fails.
+    """
 
     native = False
 

@@ -23,11 +23,25 @@ moment's.
 """
 
 POINTS = (
-    *((call, moment) for call in ("open", "pwritev", "allocate", "rename", "unlink", "sync", "list", "size", "lock", "preadv")
-      for moment in ("before", "after")),
+    *(
+        (call, moment)
+        for call in (
+            "open",
+            "pwritev",
+            "allocate",
+            "rename",
+            "unlink",
+            "sync",
+            "list",
+            "size",
+            "lock",
+            "preadv",
+        )
+        for moment in ("before", "after")
+    ),
     ("pwritev", "within"),
     ("pwritev", "within a sector"),
-)  # fmt: skip
+)
 """Every system call that changes or finds something, before and after it, and writes torn at two
 sizes.
 """

@@ -17,7 +17,9 @@ from sgl_kvtier.store.base import PageWrite, PutOutcome
 
 @dataclass(slots=True)
 class Sweep:
-    """What came of it: `io_faults` injected, `exceptions` that reached the caller, `wrong` pages."""
+    """What came of it: `io_faults` injected, `exceptions` that reached the caller, `wrong`
+    pages.
+    """
 
     io_faults: int = 0
     calls: int = 0

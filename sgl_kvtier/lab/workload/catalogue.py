@@ -14,7 +14,9 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".csv.gz")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a trace comes from: the repository that published it, its licence, and what it holds."""
+    """Where a trace comes from: the repository that published it, its licence, and what it
+    holds.
+    """
 
     source: str
     licence: str
@@ -29,7 +31,9 @@ def known_traces() -> dict[str, Origin]:
 
 
 def origin_of(path: Path) -> Origin:
-    """The origin of a known trace by its file's name; for any other file its name, and no licence."""
+    """The origin of a known trace by its file's name; for any other file its name, and no
+    licence.
+    """
     return known_traces().get(name_of(path), Origin(path.name, ""))
 
 

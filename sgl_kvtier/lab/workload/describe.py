@@ -50,7 +50,9 @@ class WorkloadStats:
 
     @property
     def session_reuse(self) -> float:
-        """Share of all prompt tokens that stood in the same session's previous prompt and output."""
+        """Share of all prompt tokens that stood in the same session's previous prompt and
+        output.
+        """
         return self.kept_tokens_total / max(1, self.prompt_tokens_total)
 
     @property

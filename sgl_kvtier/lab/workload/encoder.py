@@ -61,7 +61,8 @@ class ByteEncoder:
             raise ConfigError(f"divisor = {divisor}: must be a whole number of at least 1")
         if first_id < 0 or vocab_size - first_id < 64:
             raise ConfigError(
-                f"vocab_size = {vocab_size}: must leave 64 ids or more from first_id = {first_id} on"
+                f"vocab_size = {vocab_size}: must leave 64 ids or more from first_id = {first_id} "
+                "on"
             )
         self.vocab_size = vocab_size
         self._divisor = divisor
@@ -145,7 +146,9 @@ class TokenizerEncoder:
 
 
 class PromptTokens:
-    """The token ids of one session's prompts, call after call: only what changed is encoded again."""
+    """The token ids of one session's prompts, call after call: only what changed is encoded
+    again.
+    """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder

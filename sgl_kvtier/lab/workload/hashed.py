@@ -138,7 +138,8 @@ class MooncakeReader:
         tokens = count_of(record, "input_length")
         if not tokens or len(ids) != -(-tokens // _MOONCAKE_BLOCK):
             raise BadRecord(
-                f"{len(ids)} blocks of {_MOONCAKE_BLOCK} tokens do not hold 'input_length' = {tokens}"
+                f"{len(ids)} blocks of {_MOONCAKE_BLOCK} tokens do not hold 'input_length' = "
+                f"{tokens}"
             )
         blocks = Blocks(self._stem, _MOONCAKE_BLOCK, _runs(ids), tokens)
         call = Call(output_tokens=count_of(record, "output_length"), arrival_s=0.0)

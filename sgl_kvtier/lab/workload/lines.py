@@ -31,7 +31,9 @@ _MOST_SECONDS = 1e9
 
 
 class BadRecord(ValueError):
-    """One line is not what its format says. Caught where lines are read, and noted as a `BadLine`."""
+    """One line is not what its format says. Caught where lines are read, and noted as a
+    `BadLine`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,8 @@ def note(bad: list[BadLine], path: Path, number: int, reason: str) -> None:
     bad.append(BadLine(str(path), number, reason))
     if len(bad) > MOST_BAD_LINES:
         raise TraceError(
-            f"{path} has more than {MOST_BAD_LINES} bad lines, the first: {bad[0]}. It is no such trace, or damaged"
+            f"{path} has more than {MOST_BAD_LINES} bad lines, the first: {bad[0]}. It is no such "
+            "trace, or damaged"
         )
 
 

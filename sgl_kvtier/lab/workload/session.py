@@ -35,7 +35,8 @@ class Blocks:
     def __post_init__(self) -> None:
         if self.block_tokens < 1 or any(count < 1 for _, count in self.runs):
             raise ValueError(
-                f"blocks of {self.block_tokens} tokens in runs {self.runs[:4]}: sizes must be positive"
+                f"blocks of {self.block_tokens} tokens in runs {self.runs[:4]}: sizes must be "
+                "positive"
             )
         whole = len(self) * self.block_tokens
         if not max(0, whole - self.block_tokens) <= self.tokens <= whole:
@@ -250,8 +251,8 @@ class Context:
                 continue
             if part.stop > present:
                 raise TraceError(
-                    f"session {self.session.session_id}: an edit takes messages [{part.start}, {part.stop}) "
-                    f"of a context of {present}; the trace is damaged"
+                    f"session {self.session.session_id}: an edit takes messages [{part.start}, "
+                    f"{part.stop}) of a context of {present}; the trace is damaged"
                 )
             replaced += self._messages[self._first + part.start : self._first + part.stop]
         self._messages = replaced

@@ -82,7 +82,8 @@ def load_sessions(
         )
     if (limit is not None and limit < 1) or skip < 0 or (max_calls is not None and max_calls < 1):
         raise ConfigError(
-            f"limit = {limit}, skip = {skip}, max_calls = {max_calls}: limits are at least 1, skip at least 0"
+            f"limit = {limit}, skip = {skip}, max_calls = {max_calls}: limits are at least 1, skip "
+            "at least 0"
         )
     bad: list[BadLine] = []
     if source.startswith(GENERATED):
@@ -218,7 +219,8 @@ class _Chosen:
                 f"{name} = {value}" for name, value in limits.items() if value is not None
             )
             notes.append(
-                f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls in all ({given})."
+                f"{self.cut} sessions were cut and {self.dropped} dropped, {self.calls_cut} calls "
+                f"in all ({given})."
             )
         return " ".join(notes)
 
@@ -262,7 +264,8 @@ def _reader_for(path: Path, origin: Origin) -> Reader:
         if count == _SNIFFED_LINES:
             break
     raise TraceError(
-        f"{path} is in no format this reads: a line must have 'turns' (agent sessions), 'requests' and 'block_size' "
-        f"(Claude Code blocks), 'hash_ids' and 'input_length' (Mooncake), or the file the header of an Azure trace"
+        f"{path} is in no format this reads: a line must have 'turns' (agent sessions), 'requests' "
+        "and 'block_size' (Claude Code blocks), 'hash_ids' and 'input_length' (Mooncake), or the "
+        "file the header of an Azure trace"
         + (f". Its first bad line: {ignored[0]}" if ignored else "")
     )

@@ -92,7 +92,8 @@ class SweReader:
             schemas = json.dumps(self._schemas[reference], ensure_ascii=False)
             if not is_text(schemas, MOST_LINE_BYTES):
                 raise TraceError(
-                    f"{self._tools_path}: {shown(reference)} holds what UTF-8 cannot. Copy the file again"
+                    f"{self._tools_path}: {shown(reference)} holds what UTF-8 cannot. Copy the "
+                    "file again"
                 )
             self._tools[reference] = Message("tools", schemas)
         return self._tools[reference]
@@ -102,8 +103,9 @@ class SweReader:
             schemas = parse_json(read_bounded(self._tools_path, MOST_LINE_BYTES))
         except OSError as error:
             raise TraceError(
-                f"cannot read {self._tools_path}: {error.strerror}. Sessions with a tools_ref need {TOOLS_FILE} "
-                "in the trace's folder, since the tool schemas are the beginning of every prompt"
+                f"cannot read {self._tools_path}: {error.strerror}. Sessions with a tools_ref need "
+                f"{TOOLS_FILE} in the trace's folder, since the tool schemas are the beginning of "
+                "every prompt"
             ) from error
         except ValueError as error:
             raise TraceError(
@@ -157,7 +159,8 @@ class _Turns:
         gap_s = max(0.0, self._last_s - self._done_s) + self._tool_s
         latency_s = None if done_s is None else max(0.0, done_s - self._last_s)
         if not self._called and done_s == 0.0:
-            latency_s = None  # such a log begins with the first response, so how long that took is not known
+            # such a log begins with the first response, so how long that took is not known
+            latency_s = None
         call = Call(
             output=Message("assistant", message_text(turn)),
             output_tokens=count_of(usage, "out")

@@ -37,7 +37,9 @@ from sgl_kvtier.lab.sim.cells import Cell, Tables
 
 @cache
 def ttfts(place: Place, workload: str) -> Mapping[str, tuple[float, ...]]:
-    """Seconds to first token of every request per arm, over all seeds, requests arriving at random."""
+    """Seconds to first token of every request per arm, over all seeds, requests arriving at
+    random.
+    """
     rig_ = rig(place)
     runs = [poisson(workload, rig_, seed) for seed in SCENARIOS["arrivals"]["seeds"]]
     return {

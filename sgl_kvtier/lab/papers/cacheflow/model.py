@@ -74,7 +74,9 @@ def _recompute_seconds(place: Place, tokens: int, chunk_tokens: int | None = Non
 
 
 def equations() -> Sequence[Cell]:
-    """T* and T*/S, run: a model whose compute costs the same everywhere, as the equations assume."""
+    """T* and T*/S, run: a model whose compute costs the same everywhere, as the equations
+    assume.
+    """
     cells = []
     for name, ratio in SCENARIOS["eq"]["ratios"].items():
         seconds = _ideal_seconds(ratio, ONE)

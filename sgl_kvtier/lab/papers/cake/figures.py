@@ -198,7 +198,9 @@ def least_seconds(seed: int) -> float:
 
 
 def figure_5() -> Sequence[Cell]:
-    """Mean over the seeds: restoration time over the least possible one. The figure has no numbers."""
+    """Mean over the seeds: restoration time over the least possible one. The figure has no
+    numbers.
+    """
     seeds = SCENARIOS["fig5"]["seeds"]
     least = [least_seconds(seed) for seed in seeds]
     arms = {

@@ -23,7 +23,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A mixture of uniform ranges of tokens: (share, lowest, highest), the shares adding up to 1."""
+    """A mixture of uniform ranges of tokens: (share, lowest, highest), the shares adding up to
+    1.
+    """
 
     parts: tuple[tuple[float, int, int], ...]
 

@@ -77,7 +77,9 @@ def sweep(reading: str, policy: str, level: float) -> Measures:
 def column(
     policy: str, model: str, hbm_bytes: float | None = None, workload: str | None = None
 ) -> Measures:
-    """A cell of Table 4 or Fig. 5 in the reading "printed", with the column's own HBM or another."""
+    """A cell of Table 4 or Fig. 5 in the reading "printed", with the column's own HBM or
+    another.
+    """
     setup = load_setup()
     server = setup.column_server(model, hbm_bytes)
     run = column_run(setup, server, setup.column_load(workload), policy)
@@ -93,7 +95,9 @@ def column_run(
 
 @cache
 def column_honest(policy: str, model: str, hbm_bytes: float, lookahead_steps: int = 1) -> Measures:
-    """A cell of Table 4 in the reading "honest". Fewer requests: it takes longer, and varies less."""
+    """A cell of Table 4 in the reading "honest". Fewer requests: it takes longer, and varies
+    less.
+    """
     setup = load_setup()
     server = setup.column_server(model, hbm_bytes)
     load = replace(setup.column_load(), requests=setup.assumed["column_requests_honest"])

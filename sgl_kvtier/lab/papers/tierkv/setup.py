@@ -167,7 +167,9 @@ def lengths(parts: Any) -> Lengths:
 
 @cache
 def printed_table(table: str) -> dict[tuple[str, str], float]:
-    """Tables 4 to 7 as printed: (row, column) -> number. Rows of Tables 5 to 7 are levels, "1.5"."""
+    """Tables 4 to 7 as printed: (row, column) -> number. Rows of Tables 5 to 7 are levels,
+    "1.5".
+    """
     with (PUBLISHED / f"tierkv_table{table}.csv").open(newline="", encoding="utf-8") as file:
         header, *rows = list(csv.reader(file))
     return {
