@@ -21,7 +21,7 @@ ONCE, AGAIN = 0, 1
 
 
 class SegmentedLRU:
-    """Pages seen once go before pages that were used again; least recently used first among each."""
+    """Pages seen once go before pages used again; least recently used first among each."""
 
     def entered(self, group: int) -> int:
         return ONCE

@@ -1,11 +1,13 @@
 """Every error this package raises on purpose.
 
-KVTierError ├── ConfigError a setting has a wrong name, type or range ├── SeamError SGLang is
-missing, is another version, or a symbol we rely on has changed ├── StoreError the page store cannot
-be opened or used │ ├── StoreBusyError another process owns this directory │ └── StoreFormatError
-the directory was written by something else, or by a newer version ├── TraceError a trace file is
-missing or is not in the format named └── BenchError a benchmark failed (server did not start, port
-taken, no model)
+    KVTierError
+    ├── ConfigError         a setting has a wrong name, type or range
+    ├── SeamError           SGLang is missing, is another version, or a used symbol has changed
+    ├── StoreError          the page store cannot be opened or used
+    │   ├── StoreBusyError      another process owns this directory
+    │   └── StoreFormatError    something else, or a newer version, wrote the directory
+    ├── TraceError          a trace file is missing or is not in the format named
+    └── BenchError          a benchmark failed (server did not start, port taken, no model)
 
 None of these reaches SGLang's scheduler while a server is running: a failed read is a miss and a
 counter.

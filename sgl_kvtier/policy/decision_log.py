@@ -1,12 +1,14 @@
 """A run as lines of JSON: the facts and views a planner was given and the plans it made, to be
 replayed and compared.
 
-{"log": "kvtier.decisions", "version": 2, "config": {...}, "engine": {...}, "profile": null}
-{"type": "RequestArrived", "rid": "r0", "now": 0.0, ...} facts, in the order observed {"type":
-"StepView", ...} one step: the view, {"type": "StepPlan", "starts": [...], ...} and the plan for it
-{"type": "Query", "question": {"type": "LeftToEngine", ...}, "answer": "..."} a question between two
-steps {"type": "PlannerFailed", "error": "..."} the planner raised on the line before {"type":
-"LinesDropped", "count": 12} a hole: no replay behind it
+    {"log": "kvtier.decisions", "version": 2, "config": {...}, "engine": {...}, "profile": null}
+    {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}     facts, in the order observed
+    {"type": "StepView", ...}                                    one step: the view,
+    {"type": "StepPlan", "starts": [...], ...}                   and the plan for it
+    {"type": "Query", "question": {"type": "LeftToEngine", ...}, "answer": "..."}
+                                                                 a question between two steps
+    {"type": "PlannerFailed", "error": "..."}                    it raised on the line before
+    {"type": "LinesDropped", "count": 12}                        a hole: no replay behind it
 
 Spans are [start, stop], tiers their names, links and modes their values, page keys hexadecimal.
 Floats keep all digits, so decoding and encoding again gives the same line. Fields at their default

@@ -1,5 +1,5 @@
-"""The weights of a drawn model, made by torch on the card where there is one: a billion numbers take
-a second there, and most of a minute in numpy.
+"""The weights of a drawn model, made by torch on the card where there is one: a billion numbers
+take a second there, and most of a minute in numpy.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ is charged its chance of being wasted. While the balance is spent, nothing more 
 guess. Every page a request runs on earns a little, so that a server with a long run of wrong
 guesses tries again. So in every case, with s the share:
 
-wasted <= start + s / (1 - s) * used + tried * ran + pages waiting uncharged at the last `allows`
+    wasted <= start + s / (1 - s) * used + tried * ran + pages waiting uncharged at `allows`
 """
 
 from __future__ import annotations

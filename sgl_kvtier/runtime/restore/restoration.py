@@ -1,9 +1,13 @@
 """The executor's side of a restoration: one request's restoration, and the loads that serve it.
 
-Ownership of a load's device pages, page by page: open the store or the copier may write them: no
-other code touches them, even after a cancel landed they hold the page on every rank; `held` while
-they are the restoration's own given they were written into the request's row at a splice, or freed:
-no longer ours Scheduler thread, except for marks in `Load.poll`, which are the mover's thread's.
+Ownership of a load's device pages, page by page:
+
+    open     the store or the copier may write them: no other code touches them, even after a
+             cancel
+    landed   they hold the page on every rank; `held` while they are the restoration's own
+    given    they were written into the request's row at a splice, or freed: no longer ours
+
+Scheduler thread, except for marks in `Load.poll`, which are the mover's thread's.
 """
 
 from __future__ import annotations

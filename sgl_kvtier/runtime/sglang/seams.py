@@ -5,8 +5,8 @@ server behind. The manifest beside this file names each symbol with the feature 
 signature and a digest of its source, as found in the one SGLang release this package is written
 for. Checking reads source files only: nothing is imported.
 
-python -m sgl_kvtier.runtime.sglang.seams --refresh # after reading what changed in a new SGLang
-release
+    # After reading the changes in a new SGLang release:
+    python -m sgl_kvtier.runtime.sglang.seams --refresh
 """
 
 from __future__ import annotations

@@ -6,12 +6,14 @@ bytes/bandwidth + loads·f. A printed pair gives only their ratio; bandwidth and
 each pair is one linear equation in (fixed, a, b, f). Cake's own times are used nowhere: every
 speedup is a prediction, and of the fitted pairs only the ratio is not.
 
-Fitted (19 of the 172 pairs), in this order: 1. Table 5, rows at 100 %, columns 8k and 16k: cost per
-chunk and growth on A100 and 2xA100, f of LongAlpaca-13B. 2. Table 6, rows at 100 %, the three other
-models: cost per chunk and f. Their growth is LongAlpaca-13B's times the ratio of attention to
-matrix work (4·dim·layers over 2·parameters). 3. Table 3, H100 at 100 %, 32 Gbps: cost per chunk;
-growth as on A100. 4. Table 4, chunk sizes 128 and 1024: how much of a chunk's cost does not depend
-on its tokens.
+Fitted (19 of the 172 pairs), in this order:
+
+1. Table 5, rows at 100 %, columns 8k and 16k: cost per chunk and growth on A100 and 2xA100, f of
+   LongAlpaca-13B.
+2. Table 6, rows at 100 %, the three other models: cost per chunk and f. Their growth is
+   LongAlpaca-13B's times the ratio of attention to matrix work (4·dim·layers over 2·parameters).
+3. Table 3, H100 at 100 %, 32 Gbps: cost per chunk; growth as on A100.
+4. Table 4, chunk sizes 128 and 1024: how much of a chunk's cost does not depend on its tokens.
 """
 
 from __future__ import annotations

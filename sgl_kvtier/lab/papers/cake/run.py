@@ -1,11 +1,14 @@
 """One set-up of Cake's in the simulator: both baselines, the rule of the paper, and ours.
 
-How the paper is read: - Utilisation is a share of the token budget of a step; others fill the rest,
-as deep in their prompts as this request, so a step lasts as long as a full one (the baselines'
-ratio in Table 3 grows by 8 from 100 % to 12.5 %, hardly more). - Loads of 128 tokens go one after
-the other; each has a part that bandwidth does not explain (`load_fixed_s`). - What is timed is the
-restoration (section 5.1), of a prefix that is cached whole. - Compute-only computes it in whole
-chunks, I/O-only loads it; all three runs have the same costs.
+How the paper is read:
+
+- Utilisation is a share of the token budget of a step; others fill the rest, as deep in their
+  prompts as this request, so a step lasts as long as a full one (the baselines' ratio in Table 3
+  grows by 8 from 100 % to 12.5 %, hardly more).
+- Loads of 128 tokens go one after the other; each has a part that bandwidth does not explain
+  (`load_fixed_s`).
+- The restoration is timed (section 5.1), of a prefix that is cached whole.
+- Compute-only computes it in whole chunks, I/O-only loads it; all three runs have the same costs.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
 """The coefficients of the reading "printed", computed from the printed cells it names: `python -m
 ...tierkv_fit` prints them.
 
-Fitted, in this order; every other cell is a prediction: 1. Tables 5, 6 and 7 at 1.0x: compute time
-per step and per request in the batch, arrivals per second. 2. Table 6 at 2.0x, LRU, Freq and
-Attn-Pref. as ratios to Static: each policy's share of a fault's cost. Static's is 1. 3. Table 5,
-LRU and Static at 1.5x and 5.0x: how many requests a run has, and the longest generation, from a
-coarse grid. 4. Table 5 at 5.0x, Prefetch and Oracle: what they pay per fault. 5. Fig. 4, mean of
-Prefetch: the share of long generations. Table 4: Oracle of 13B and 70B (compute times that appendix
-A leaves out) and LRU of every column (its HBM; printed is 3.0x for all). Fig. 5: LRU of
-summarization and Prefetch of mixed (HBM again). Fig. 7: how strong the burst is, from the DRAM it
-fills.
+Fitted, in this order; every other cell is a prediction:
+
+1. Tables 5, 6 and 7 at 1.0x: compute time per step and per request in the batch, arrivals per
+   second.
+2. Table 6 at 2.0x, LRU, Freq and Attn-Pref. as ratios to Static: each policy's share of a fault's
+   cost. Static's is 1.
+3. Table 5, LRU and Static at 1.5x and 5.0x: the number of requests of a run, and the longest
+   generation, from a coarse grid.
+4. Table 5 at 5.0x, Prefetch and Oracle: their cost per fault.
+5. Fig. 4, mean of Prefetch: the share of long generations. Table 4: Oracle of 13B and 70B (compute
+   times that appendix A leaves out) and LRU of every column (its HBM; printed is 3.0x for all).
+   Fig. 5: LRU of summarization and Prefetch of mixed (HBM again). Fig. 7: the strength of the
+   burst, from the DRAM it fills.
 """
 
 from __future__ import annotations

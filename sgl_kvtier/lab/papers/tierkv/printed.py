@@ -1,12 +1,15 @@
 """Reading "printed": the accounting of page faults that gives TierKV's Tables 5 to 7.
 
-Inferred from the numbers, not stated in the paper: 1. A running request faults in a step with the
-probability that a block of the batch is not in HBM, 1 - HBM / footprint, whatever the policy keeps
-there. 2. A fault costs one block, not all blocks that are missing, at the contended rate BW /
-min(n, lanes) of appendix A, and faults are served one after the other: n faults cost n times the
-time of a stream that shares the link with n - 1 others. 3. A policy is a constant share of that
-cost. Prefetch and Oracle pay next to nothing whenever one single block passes Algorithm 1's
-condition; the bytes of all the other blocks are not charged to the link.
+Inferred from the numbers, not stated in the paper:
+
+1. A running request faults in a step with the probability that a block of the batch is not in HBM,
+   1 - HBM / footprint, whatever the policy keeps there.
+2. A fault costs one block, not all blocks that are missing, at the contended rate
+   `BW / min(n, lanes)` of appendix A. Faults are served one after the other: n faults cost n times
+   the time of a stream that shares the link with n - 1 others.
+3. A policy is a constant share of that cost. Prefetch and Oracle pay next to nothing whenever one
+   single block passes Algorithm 1's condition; the bytes of all the other blocks are not charged to
+   the link.
 """
 
 from __future__ import annotations

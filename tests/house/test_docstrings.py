@@ -1,0 +1,93 @@
+"""Docstrings and comments are short, and in words that a reader of SGLang and the papers knows."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+
+from test_documents import sentences, words
+
+PACKAGE = Path(__file__).parents[2] / "sgl_kvtier"
+PRODUCT = sorted(
+    path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "lab"
+)
+MEDIAN_WORDS, NINETIETH_PERCENTILE_WORDS, MOST_WORDS = 12, 20, 40
+
+PRIVATE = re.compile(
+    r"\b(lanes?|hands|stands? aside|asked back|mended|mends|nobody|somebody|anybody|everybody"
+    r"|whoever|so many|gives? way|is nothing that|worked out anew|come to nothing)\b",
+    re.I,
+)
+"""Words of this package's own for I/O threads, the executor of plans, falling back, cancelling,
+evicting, a request, and a number.
+"""
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """The docstrings of a module: of itself, its classes, functions and variables."""
+    for node in ast.walk(ast.parse(source)):
+        for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                if isinstance(statement.value.value, str):
+                    yield inspect.cleandoc(statement.value.value)
+
+
+def comments(source: str) -> Iterator[str]:
+    """The comments of a module, one line each."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def prose(docstring: str) -> str:
+    """A docstring without its indented examples and tables."""
+    return re.sub(r"^ {4}.*$", "", docstring, flags=re.M)
+
+
+def lengths(sources: list[str]) -> list[int]:
+    """Words of each sentence of the docstrings."""
+    found = (prose(docstring) for source in sources for docstring in docstrings(source))
+    return [words(sentence) for text in found for sentence in sentences(text)]
+
+
+def private(source: str) -> list[str]:
+    """Private words in docstrings and comments, code spans left out."""
+    texts = [*docstrings(source), *comments(source)]
+    return [word for text in texts for word in PRIVATE.findall(re.sub(r"`[^`]+`", "", text))]
+
+
+def test_sentences_of_docstrings_are_short():
+    found = lengths([path.read_text("utf-8") for path in PRODUCT])
+    assert len(found) > 2000
+    assert median(found) <= MEDIAN_WORDS
+    assert quantiles(found, n=10)[-1] <= NINETIETH_PERCENTILE_WORDS
+    assert max(found) <= MOST_WORDS
+
+
+def test_docstrings_and_comments_need_no_private_words():
+    named = {
+        str(path.relative_to(PACKAGE)): found
+        for path in PRODUCT
+        if (found := private(path.read_text("utf-8")))
+    }
+    assert named == {}
+
+
+def test_long_sentences_and_private_words_are_noticed():
+    source = '''"""One `two three`. Four\nfive.
+
+    an example: nobody counts this
+"""
+FAST = 1
+"""So many lanes."""
+def work():  # nobody waits
+    return "hands"
+'''
+    assert lengths([source]) == [2, 2, 3]
+    assert private(source) == ["nobody", "So many", "lanes", "nobody"]
