@@ -34,27 +34,32 @@ COMMANDS = {
         "/mnt/nvme/kvtier --print -- --tp 2",
     ),
     "compare": Command(
-        "sgl_kvtier.lab.experiment.compare_command",
+        "sgl_kvtier.lab.experiment.scenarios.compare",
         "replay agent sessions against stock HiCache and kvtier, side by side",
         "kvtier compare --quick\n  kvtier compare --trace swe_mini_deepseek --json out.json --html "
         "out.html",
     ),
     "compare restore": Command(
-        "sgl_kvtier.lab.experiment.restore.command",
+        "sgl_kvtier.lab.experiment.scenarios.restore",
         "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
         "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute "
         "1/4,1,4 --json out.json",
     ),
     "compare lookahead": Command(
-        "sgl_kvtier.lab.experiment.lookahead.command",
+        "sgl_kvtier.lab.experiment.scenarios.lookahead",
         "replay agent sessions with a device pool too small for them: stock, each part of looking "
         "ahead, and an oracle",
         "kvtier compare lookahead --quick\n"
         "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html "
         "out.html",
     ),
+    "report": Command(
+        "sgl_kvtier.lab.pages.report",
+        "draw the JSON result of a comparison again: tables, and a page with plots",
+        "kvtier report out.json --html out.html",
+    ),
     "replay": Command(
-        "sgl_kvtier.lab.experiment.replay_command",
+        "sgl_kvtier.lab.experiment.scenarios.replay",
         "replay sessions against a server that is already running",
         "kvtier replay http://127.0.0.1:30000 --trace generated:swe-mini --json -",
     ),

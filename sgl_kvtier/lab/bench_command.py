@@ -27,7 +27,7 @@ PARTS: dict[str, tuple[Any, str]] = {
         "restored answers against what stock's own differ by between two chunk sizes",
     ),
     "restore": (
-        "sgl_kvtier.lab.experiment.restore.command",
+        "sgl_kvtier.lab.experiment.scenarios.restore",
         "stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
     ),
     "restore-fuzz": (
@@ -35,11 +35,11 @@ PARTS: dict[str, tuple[Any, str]] = {
         "agent sessions against a server in trouble: nothing hangs, leaks or differs",
     ),
     "restore-timeline": (
-        "sgl_kvtier.lab.experiment.restore.timeline_command",
+        "sgl_kvtier.lab.pages.timeline",
         "restorations of a decision log, and their two pointers",
     ),
     "restore-overhead": (
-        "sgl_kvtier.lab.experiment.restore.overhead_command",
+        "sgl_kvtier.lab.experiment.scenarios.overhead",
         "decoding where nothing is restored, stock and ours in paired rounds",
     ),
     "store": (

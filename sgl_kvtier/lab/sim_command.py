@@ -26,7 +26,7 @@ from sgl_kvtier.console import (
     write_text,
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
-from sgl_kvtier.lab.pages.restore_timeline import log_lines
+from sgl_kvtier.lab.pages.timeline import log_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import Cell, Tables, agreement, agreement_by_reading, as_rows
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+from commands import Command, Done, environment, result_in, with_files
+from fake_arms import ThreadServer
 from fake_sglang import FakeServer
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.lab.experiment import frame, rounds
+from sgl_kvtier.lab.experiment.restore import server as restore_server
+from sgl_kvtier.lab.experiment.restore.trial import Trials
+from sgl_kvtier.lab.experiment.scenarios import restore as restore_scenario
+from sgl_kvtier.lab.fuzz import run as fuzz_run
+from sgl_kvtier.lab.fuzz import server as fuzz_server
 
 
 @pytest.fixture
 def fake_server() -> FakeServer:
     """A server that is not up yet: set it up, then `async with fake_server.up()`."""
     return FakeServer()
+
+
+@pytest.fixture(scope="module")
+def kvtier() -> Iterator[Command]:
+    """Commands in this process, their servers threads of it: nothing has to be started. Waits that
+    only real servers need are short.
+    """
+    patch = pytest.MonkeyPatch()
+    patch.setattr(frame, "missing_packages", lambda: [])
+    for module in (rounds, restore_server, fuzz_server):
+        patch.setattr(module, "Server", ThreadServer)
+    patch.setattr(rounds, "LOOK_S", 0.01)
+    quick = functools.partial(Trials, unwatched_s=0.0, pace=lambda: 1.0)
+    patch.setattr(restore_scenario, "Trials", quick)
+    for name in ("_IDLE_S", "_ROLL_S", "_PUBLISHED_S"):
+        patch.setattr(fuzz_run, name, 0.01)
+
+    def run(folder: Path, *words: str, task: str = "") -> Done:
+        for name, value in environment(folder, task).items():
+            if name != "PYTHONPATH":
+                patch.setenv(name, value)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                status = main(with_files(folder, words))
+            except SystemExit as end:
+                status = int(end.code or 0)
+        return Done(status, out.getvalue(), err.getvalue(), result_in(folder))
+
+    yield run
+    patch.undo()

@@ -1,9 +1,17 @@
-"""Arguments that several bench commands share, and what they were parsed to."""
+"""Options that several commands share, and what they were parsed to.
+
+Which kind of machine a server runs on, and with what page and chunk, is decided here for all
+commands (`shape_of`, `setup_of`); its command line is made in `arms.prepare`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sgl_kvtier.arguments import (
     above_nought,
@@ -15,65 +23,178 @@ from sgl_kvtier.arguments import (
     seed,
     size,
 )
-from sgl_kvtier.lab.experiment.load import LoadOptions
-from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.arms import Setup
+from sgl_kvtier.lab.experiment.load import Load, LoadOptions
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, serving_dtype, write_named
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse
+from sgl_kvtier.launch import detect_device, host_of
+
+_Options = Mapping[str, Mapping[str, Any]]
+
+RUN: _Options = {
+    "quick": {"action": "store_true", "help": "a small load and few rounds"},
+    "rounds": {"type": positive, "metavar": "N", "help": "rounds (default 3)"},
+    "json": {
+        "metavar": "FILE",
+        "help": "write the result with everything that was measured (- for standard output)",
+    },
+    "html": {"metavar": "FILE", "help": "write one self-contained page with tables and plots"},
+    "log": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "keep every trial in FILE, and go on from those that are in it: a comparison in pieces",
+    },
+    "minutes": {
+        "type": not_negative,
+        "metavar": "M",
+        "help": "begin no trial after so long; with --log the next run goes on",
+    },
+    "seed": {"type": seed, "default": 0, "help": "of prompts, sessions and weights (default 0)"},
+}
+"""Options of a run."""
+
+SERVER: _Options = {
+    "model-path": {
+        "metavar": "DIR",
+        "help": "a model's folder or name (default: a lab model is written)",
+    },
+    "lab-model": {
+        "choices": (*SHAPES, *DRAWN),
+        "default": "lab-mha",
+        "help": "which one (default %(default)s)",
+    },
+    "device": {
+        "type": device,
+        "metavar": "cpu|cuda|paced:PROFILE",
+        "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
+        "time of an accelerator (sgl_kvtier/lab/paced)",
+    },
+    "dilation": {
+        "type": above_nought,
+        "default": 1.0,
+        "metavar": "D",
+        "help": "of a paced device: everything takes D times as long, and results are divided by it "
+        "(default 1)",
+    },
+    "dtype": {
+        "help": "default: float32 on a CPU, bfloat16 for models of ours elsewhere, else the model's"
+    },
+    "threads": {
+        "type": positive,
+        "help": "torch threads per server on a CPU (default: half of the cores)",
+    },
+    "tp": {"type": positive, "default": 1, "help": "tensor-parallel size (default 1)"},
+    "page-size": {"type": positive, "help": "tokens per page (default 16 on a CPU, else 64)"},
+    "chunk": {"type": positive, "help": "chunked prefill size (default 512 on a CPU, else 4096)"},
+    "storage-size": {"type": size, "default": 4 << 30, "help": "storage per arm (default 4GiB)"},
+    "server-arg": {
+        "action": "append",
+        "default": [],
+        "metavar": "ARG",
+        "help": "one more argument for every server; repeat as needed, as in --server-arg=--pp-size --server-arg=2",
+    },
+    "folder": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "keep logs and storage in DIR/<arm> (default: a temporary folder, kept when something fails)",
+    },
+}
+"""Options of the servers that are started."""
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """What every server of a comparison is started with; returns the group, for what a command has
-    of its own.
+def add_options(
+    parser: argparse._ActionsContainer,
+    options: _Options,
+    names: str = "",
+    **changed: Mapping[str, Any],
+) -> None:
+    """Some of the shared options, by their names; without names all. `changed` says what is other
+    for this command: a help text, a default.
     """
-    group = parser.add_argument_group("servers")
-    group.add_argument(
-        "--model-path",
-        metavar="DIR",
-        help="a model's folder or name (default: a lab model is written)",
+    for name in names.split() or options:
+        own = changed.get(name.replace("-", "_"), {})
+        parser.add_argument(f"--{name}", **{**options[name], **own})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The kind of server that is started, in all commands alike. Sizes are in tokens."""
+
+    device: str
+    page: int
+    chunk: int
+    dtype: str
+
+
+def shape_of(args: argparse.Namespace, model: str | None = None) -> Shape:
+    """What was asked for, and where nothing was, what suits the machine and the model. Without
+    `model` that is the lab model of the options, if it is one of ours.
+    """
+    given = vars(args)
+    device = given.get("device") or detect_device()
+    page, chunk = (16, 512) if device == "cpu" else (64, CHUNK_TOKENS if is_paced(device) else 4096)
+    if model is None:
+        model = "" if given.get("model_path") else given.get("lab_model") or ""
+    return Shape(
+        device,
+        given.get("page_size") or page,
+        given.get("chunk") or chunk,
+        given.get("dtype") or serving_dtype(host_of(device), model),
     )
-    group.add_argument(
-        "--lab-model",
-        choices=(*SHAPES, *DRAWN),
-        default="lab-mha",
-        help="which one (default %(default)s)",
+
+
+def setup_of(args: argparse.Namespace, shape: Shape, model: str | Path, **more: Any) -> Setup:
+    """The servers' common settings; `more` are those that the command decides itself. Raises
+    BenchError where the storage is too small.
+    """
+    given = vars(args)
+    storage = more.pop("storage_bytes", None) or given.get("storage_size") or 4 << 30
+    if storage < 1 << 26:
+        raise BenchError(f"--storage-size {storage}: must be at least 64MiB")
+    return Setup(
+        model_path=str(model),
+        served_name=Path(model).name,
+        device=shape.device,
+        page_size=shape.page,
+        chunk_tokens=shape.chunk,
+        dtype=shape.dtype,
+        storage_bytes=storage,
+        seed=args.seed,
+        threads=given.get("threads") or max((os.cpu_count() or 2) // 2, 1),
+        tp=given.get("tp") or 1,
+        dilation=given.get("dilation") or 1.0,
+        **{"extra": tuple(given.get("server_arg") or ()), **more},
     )
-    group.add_argument(
-        "--device",
-        type=device,
-        metavar="cpu|cuda|paced:PROFILE",
-        help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the time of an accelerator "
-        "(sgl_kvtier/lab/paced)",
-    )
-    group.add_argument(
-        "--dilation",
-        type=above_nought,
-        default=1.0,
-        metavar="D",
-        help="of a paced device: everything takes D times as long, and results are divided by it (default 1)",
-    )
-    group.add_argument("--dtype", help="default: float32 on a CPU, else the model's")
-    group.add_argument(
-        "--threads",
-        type=positive,
-        help="torch threads per server on a CPU (default: half of the cores)",
-    )
-    group.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    group.add_argument(
-        "--page-size", type=positive, help="tokens per page (default 16 on a CPU, else 64)"
-    )
-    group.add_argument(
-        "--chunk", type=positive, help="chunked prefill size (default 512 on a CPU, else 4096)"
-    )
-    group.add_argument(
-        "--storage-size", type=size, default=4 << 30, help="storage per arm (default 4GiB)"
-    )
-    group.add_argument(
-        "--server-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="one more argument for every server; repeat as needed, as in --server-arg=--pp-size --server-arg=2",
-    )
-    return group
+
+
+def thresholds(chosen: Load, page: int) -> dict[str, Any]:
+    """From how many tokens on prefixes are read back, at the scale of the load.
+
+    SGLang asks storage only for 256 tokens or more, and restoration by default leaves shorter
+    prefixes to SGLang; at a reduced scale both would be shut out.
+    """
+    least = max(256 // chosen.encoder.divisor, page)
+    return {"prefetch_threshold": least, "sections": {"policy": {"min_restore_tokens": least}}}
+
+
+def model_of(args: argparse.Namespace, device: str = "") -> str:
+    """The model's folder or name; a lab model is written first. Raises BenchError where a paced
+    device is given another than its own.
+    """
+    if is_paced(device):
+        if args.model_path is not None:
+            raise BenchError(f"--model-path: {device} brings a model of its own")
+        return str(parse(device, args.dilation).model())
+    if args.model_path is not None:
+        return str(args.model_path)
+    return str(write_named(args.lab_model, seed=args.seed))
+
+
+def words(text: str) -> list[str]:
+    """Names with commas between."""
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -> None:
@@ -92,41 +213,30 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
         help="where traces are (default: ../shared/traces)",
     )
     group.add_argument(
-        "--sessions", type=positive, metavar="N", help=f"sessions (default {defaults.sessions})"
-    )
-    group.add_argument(
         "--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions"
     )
-    group.add_argument(
-        "--turns",
-        type=positive,
-        metavar="N",
-        help=f"cut sessions after N calls (default {defaults.turns or 'all'})",
-    )
+    for name, letter, about in (
+        ("sessions", "N", f"sessions (default {defaults.sessions})"),
+        ("turns", "N", f"cut sessions after N calls (default {defaults.turns or 'all'})"),
+        (
+            "divisor",
+            "D",
+            f"lab models: divide all token counts by D, keep the structure (default {defaults.divisor})",
+        ),
+        ("max-prompt-tokens", "N", "cut sessions before a longer prompt"),
+        (
+            "max-output-tokens",
+            "N",
+            f"generate at most N tokens a call (default {defaults.most_output_tokens or 'all'})",
+        ),
+    ):
+        group.add_argument(f"--{name}", type=positive, metavar=letter, help=about)
     group.add_argument(
         "--begin",
         type=number_from(0, 1),
         metavar="SHARE",
         help="enter sessions after this share of their calls: what came before is context of the first "
         f"(default {defaults.begin:g})",
-    )
-    group.add_argument(
-        "--divisor",
-        type=positive,
-        metavar="D",
-        help=f"lab models: divide all token counts by D, keep the structure (default {defaults.divisor})",
-    )
-    group.add_argument(
-        "--max-prompt-tokens",
-        type=positive,
-        metavar="N",
-        help="cut sessions before a longer prompt",
-    )
-    group.add_argument(
-        "--max-output-tokens",
-        type=positive,
-        metavar="N",
-        help=f"generate at most N tokens a call (default {defaults.most_output_tokens or 'all'})",
     )
 
 
@@ -178,9 +288,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
         help="no gap longer than S seconds (default: "
         + ("none)" if defaults.gap_cap_s is None else "%(default)s)"),
     )
-    group.add_argument(
-        "--seed", type=seed, default=0, help="for generated sessions and weights (default 0)"
-    )
+    add_options(group, RUN, "seed")
 
 
 def replay_options(

@@ -5,7 +5,7 @@ our recommended flags.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,17 @@ def has_storage(arm: str, setup: Setup) -> bool:
     return (arm if variant is None else variant.kind) in STORAGE_ARMS
 
 
-def check_arms(arms: Sequence[str], variants: Mapping[str, Variant] | None = None) -> None:
+def check_arms(arms: Sequence[str], more: Collection[str] = ()) -> None:
     """Raises BenchError, with the names there are, if one is unknown, given twice, or none is
-    given.
+    given. `more` are names beside those of `ARMS`.
     """
-    known = {**ARMS, **(variants or {})}
+    check_names(arms, [*ARMS, *more])
+
+
+def check_names(arms: Sequence[str], known: Sequence[str]) -> None:
+    """Raises BenchError, with the names there are, unless all are known, each once, and one at
+    least.
+    """
     unknown = [arm for arm in arms if arm not in known]
     if unknown or not arms or len(set(arms)) < len(arms):
         wrong = (

@@ -68,6 +68,13 @@ class Load:
         """
         return sum(row["longest_tokens"] for row in self.rows)
 
+    def describe(self, per: str) -> str:
+        """What is replayed, for people; `per` says how much of it `requests` are."""
+        return (
+            f"{self.description}\n{self.requests} requests a {per}, prompts up to {self.longest_tokens:,} tokens, "
+            f"all contexts together {self.context_tokens:,}"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """The `workload` part of a result."""
         return {

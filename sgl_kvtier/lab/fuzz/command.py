@@ -6,31 +6,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import shutil
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier import arguments
-from sgl_kvtier.arguments import above_nought, not_negative
-from sgl_kvtier.console import (
-    Column,
-    Table,
-    check_target,
-    envelope,
-    print_table,
-    progress,
-    write_json,
-)
+from sgl_kvtier.arguments import above_nought, not_negative, positive
+from sgl_kvtier.console import Column, Table, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.equal.command import read_floor
-from sgl_kvtier.lab.experiment.argtypes import add_load_arguments, load_options, positive
+from sgl_kvtier.lab.experiment.argtypes import (
+    RUN,
+    SERVER,
+    add_load_arguments,
+    add_options,
+    load_options,
+    setup_of,
+    shape_of,
+)
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup
-from sgl_kvtier.lab.experiment.compare_command import early_end, undisturbed
+from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
@@ -39,9 +35,7 @@ from sgl_kvtier.lab.fuzz.scenes import SCENES, parse_scenes, play, scenes_table
 from sgl_kvtier.lab.fuzz.server import FuzzServer
 from sgl_kvtier.lab.fuzz.stage import StageOptions
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, check_heads, serving_dtype, write_named
-from sgl_kvtier.lab.outside.server import end_on_signals
-from sgl_kvtier.launch import detect_device, missing_packages
+from sgl_kvtier.lab.outside.lab_model import check_heads, write_named
 
 SCHEMA = "kvtier.restore-fuzz/1"
 _LOAD = LoadOptions(sessions=16, turns=6, divisor=4, most_output_tokens=8)
@@ -130,11 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a request that takes longer hangs (default %(default)s)",
     )
-    parser.add_argument(
-        "--log",
-        type=Path,
-        metavar="FILE",
-        help="keep references and requests in FILE and add to what is in it",
+    add_options(
+        parser,
+        RUN,
+        "log json seed",
+        log={"help": "keep references and requests in FILE and add to what is in it"},
+        seed={"help": "of everything that is decided here (default 0)"},
     )
     parser.add_argument(
         "--floor",
@@ -142,42 +137,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="judge answers against the noise floor in this result of kvtier bench equal, as on a card",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
-    parser.add_argument(
-        "--seed",
-        type=arguments.seed,
-        default=0,
-        help="of everything that is decided here (default 0)",
-    )
     server = parser.add_argument_group("server")
-    server.add_argument(
-        "--lab-model",
-        choices=(*SHAPES, *DRAWN),
-        help="default tiny-qwen3 on a CPU, else lab-gpu-tiny",
-    )
-    server.add_argument("--dtype", help="default: float32 on a CPU, else bfloat16")
-    server.add_argument(
-        "--storage-size",
-        type=arguments.size,
-        default=1 << 30,
-        metavar="SIZE",
-        help="of the store (default 1GiB)",
-    )
-    server.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cuda where there is an NVIDIA device"
+    add_options(
+        server,
+        SERVER,
+        "lab-model device dtype threads tp chunk storage-size server-arg folder",
+        lab_model={"default": None, "help": "default tiny-qwen3 on a CPU, else lab-gpu-tiny"},
+        storage_size={"default": 1 << 30, "help": "of the store (default 1GiB)"},
+        threads={"default": 1, "help": "torch threads on a CPU (default 1)"},
+        chunk={"default": 256, "help": "chunked prefill size (default %(default)s)"},
     )
     server.add_argument(
         "--overlap",
         choices=("on", "off"),
         default="on",
         help="SGLang's overlap of scheduling and computing (default on)",
-    )
-    server.add_argument(
-        "--threads", type=positive, default=1, help="torch threads on a CPU (default 1)"
-    )
-    server.add_argument("--tp", type=positive, default=1, help="tensor-parallel size (default 1)")
-    server.add_argument(
-        "--chunk", type=positive, default=256, help="chunked prefill size (default %(default)s)"
     )
     server.add_argument(
         "--device-tokens",
@@ -190,19 +164,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="host pool as a multiple of it (default %(default)s)",
     )
-    server.add_argument(
-        "--server-arg",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="one more argument for the server; repeat as needed",
-    )
-    server.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="for logs and store (default: a temporary folder, kept when something was found)",
-    )
     add_load_arguments(parser, _LOAD)
 
 
@@ -210,15 +171,9 @@ def run(args: argparse.Namespace) -> int:
     """Fuzzes and reports. The exit status: 0, 1 when something was found, 130 after Ctrl-C. Raises
     KVTierError; where the bench could not go on, after what had been tried is reported.
     """
-    if args.json is not None:
-        check_target(args.json)
-    if missing_packages():
-        raise BenchError(
-            f"SGLang is not installed for {sys.executable}. Install it with: pip install "
-            "'sgl-kvtier[sglang]'"
-        )
+    check(args)
     chaos = Chaos(parse_kinds(args.chaos), seed=args.seed, kill_every=args.kill_every)
-    scenes = None if args.scene is None else parse_scenes(args.scene)
+    scenes = () if args.scene is None else parse_scenes(args.scene)
     if scenes and (args.requests or args.restored or args.minutes):
         raise BenchError(
             "--scene: scenes end by themselves; --scale says how long they are, not --requests, "
@@ -228,49 +183,25 @@ def run(args: argparse.Namespace) -> int:
     wanted = load_options(args, _LOAD)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
     sessions = calls_of(chosen, wanted.most_output_tokens or 8)
-    setup = make_setup(args, model, chosen)
-    log = FuzzLog.open(args.log)
+    log = FuzzLog.open(args.log, {})
     log.floor = None if args.floor is None else read_floor(args.floor)
-    interrupted = False
-    shown: list[dict[str, Any]] = []
-    failure: BenchError | None = None
-    with end_on_signals(), _folder(args.folder, log) as folder:
-        try:
-            _reference(setup, sessions, log, folder)
-            if scenes is None:
-                _fuzz(args, chaos, setup, sessions, log, folder)
-            else:
-                play(
-                    scenes,
-                    _stage_options(args),
-                    setup,
-                    _AHEAD if args.lookahead else {},
-                    sessions,
-                    log,
-                    folder,
-                    shown,
-                )
-        except KeyboardInterrupt:
-            interrupted = True
-        except BenchError as error:
-            if not log.attempts:
-                raise
-            failure = error
-        with undisturbed():
-            result = make_result(args, setup, chosen, chaos, log, interrupted, failure) | {
-                "scenes": shown
-            }
-            _report(args, result)
-    if failure is not None:
-        raise failure
-    if interrupted:
-        return 130
-    return 1 if any(result["counts"][name] for name in MUST_BE_ZERO) else 0
+    one = Fuzzing(args, chaos, make_setup(args, model, chosen), chosen, sessions, log, scenes)
+    with work_folder(args.folder, lambda: not one.is_sound()) as folder:
+        return Experiment(
+            args,
+            SCHEMA,
+            measure=lambda: one.measure(folder),
+            results=one.results,
+            tables=tables,
+            notes=one.notes,
+            measured=lambda: bool(log.attempts),
+            sound=lambda _: one.is_sound(),
+        ).run()
 
 
 def fuzzed_model(args: argparse.Namespace) -> str:
     """The name of the model that is fuzzed. Raises BenchError for one the device cannot serve."""
-    device = args.device or detect_device()
+    device = shape_of(args, "").device
     name: str = args.lab_model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
     check_heads(device, name)
     return name
@@ -280,7 +211,8 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     """Pools so small that the clients' prompts push each other out of the device, and the host pool
     into the store.
     """
-    page = 16
+    shape = replace(shape_of(args, fuzzed_model(args)), page=16)
+    page = shape.page
     longest = chosen.longest_tokens + _SETTLED_TOKENS
     at_once = sorted((row["longest_tokens"] for row in chosen.rows), reverse=True)[
         : args.concurrency
@@ -289,52 +221,95 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     tokens = -(-tokens // page) * page
     if tokens < longest:
         raise BenchError(f"--device-tokens {tokens}: the longest request alone needs {longest}")
-    device = args.device or detect_device()
     overlap = () if args.overlap == "on" else ("--disable-overlap-schedule",)
-    return Setup(
-        model_path=str(model),
-        served_name=model.name,
-        device=device,
-        dtype=args.dtype or serving_dtype(device, fuzzed_model(args)),
-        page_size=page,
-        chunk_tokens=args.chunk,
+    return setup_of(
+        args,
+        shape,
+        model,
         device_tokens=tokens,
         context_tokens=tokens,
         host_ratio=args.host_ratio,
-        storage_bytes=args.storage_size,
         prefetch_threshold=32,
         max_running=max(args.concurrency, 8),
-        threads=args.threads,
-        tp=args.tp,
         extra=(*overlap, *args.server_arg),
     )
 
 
-def make_result(
-    args: argparse.Namespace,
-    setup: Setup,
-    chosen: Load,
-    chaos: Chaos,
-    log: FuzzLog,
-    interrupted: bool,
-    failure: BenchError | None,
-) -> dict[str, Any]:
-    """The whole result, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
-    results = {
-        "workload": chosen.to_json(),
-        "settings": {
-            **asdict(setup),
-            "concurrency": args.concurrency,
-            "deadline_s": args.deadline,
-            "chaos": asdict(chaos),
-        },
-        "counts": counts(log),
-        "must_be_zero": list(MUST_BE_ZERO),
-        "findings": log.findings,
-        "interrupted": interrupted,
-        "notes": early_end(failure),
-    }
-    return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
+@dataclass
+class Fuzzing:
+    """What a run tries, and what came of it: in the log, and of scenes in `played`."""
+
+    args: argparse.Namespace
+    chaos: Chaos
+    setup: Setup
+    chosen: Load
+    sessions: Sequence[Sequence[Asked]]
+    log: FuzzLog
+    scenes: Sequence[str]
+    played: list[dict[str, Any]] = field(default_factory=list)
+
+    def measure(self, folder: Path) -> None:
+        """The answers to compare with, then the scenes, or sessions in trouble."""
+        args, log = self.args, self.log
+        _reference(self.setup, self.sessions, log, folder)
+        if not self.scenes:
+            _fuzz(args, self.chaos, self.setup, self.sessions, log, folder)
+            return
+        options = StageOptions(
+            args.scale, args.concurrency, args.deadline, args.lookahead, args.seed
+        )
+        ahead = _AHEAD if args.lookahead else {}
+        play(self.scenes, options, self.setup, ahead, self.sessions, log, folder, self.played)
+
+    def results(self) -> dict[str, Any]:
+        """What was tried and found, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
+        args = self.args
+        return {
+            "workload": self.chosen.to_json(),
+            "settings": {
+                **asdict(self.setup),
+                "concurrency": args.concurrency,
+                "deadline_s": args.deadline,
+                "chaos": asdict(self.chaos),
+            },
+            "counts": counts(self.log),
+            "must_be_zero": list(MUST_BE_ZERO),
+            "findings": self.log.findings,
+            "scenes": self.played,
+        }
+
+    def is_sound(self) -> bool:
+        """Whether everything that must be 0 is."""
+        figures = counts(self.log)
+        return not any(figures[name] for name in MUST_BE_ZERO)
+
+    def notes(self) -> list[str]:
+        """The counts that no table has, in words."""
+        figures = counts(self.log)
+        events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
+        ahead = f"Looking ahead, by the servers' counters: {figures['ahead']}"
+        return [
+            f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}",
+            f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}",
+            *([ahead] if figures["ahead"] else []),
+            *self.log.findings[:10],
+            *figures["error_messages"],
+        ]
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """What was tried, the scenes, and what must be 0."""
+    figures = result["counts"]
+
+    def counted(title: str, names: Sequence[str], more: dict[str, int]) -> Table:
+        found = {**{name: figures[name] for name in names}, **more}
+        rows = [{"what": name.replace("_", " "), "count": n} for name, n in found.items()]
+        return Table(title, (Column("what", "What"), Column("count", "Count")), rows)
+
+    ours = {"restored by kvtier": figures["restorations"].get("met", 0)}
+    tried = counted("What was tried", _SHOWN, ours)
+    scenes = [scenes_table(result["scenes"])] if result["scenes"] else []
+    return [tried, *scenes, counted("What must be 0", MUST_BE_ZERO, {})]
 
 
 def _reference(
@@ -356,10 +331,6 @@ def _reference(
         asyncio.run(take())
     finally:
         server.stop()
-
-
-def _stage_options(args: argparse.Namespace) -> StageOptions:
-    return StageOptions(args.scale, args.concurrency, args.deadline, args.lookahead, args.seed)
 
 
 def _fuzz(
@@ -410,52 +381,3 @@ def _sections(chaos: Chaos, rank: int | None, ahead: bool) -> dict[str, dict[str
     }
     policy |= _AHEAD if ahead else {}
     return {"policy": policy, "lab": {"throttle": {"read_gbps": 1.0}, "faults": faults}}
-
-
-def _report(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    shown = sys.stderr if args.json == "-" else sys.stdout
-    figures = result["counts"]
-    rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in _SHOWN]
-    rows.append({"what": "restored by kvtier", "count": figures["restorations"].get("met", 0)})
-    print_table(
-        Table("What was tried", (Column("what", "What"), Column("count", "Count")), rows), shown
-    )
-    rows = [{"what": name.replace("_", " "), "count": figures[name]} for name in MUST_BE_ZERO]
-    if result["scenes"]:
-        print_table(scenes_table(result["scenes"]), shown)
-    print_table(
-        Table("What must be 0", (Column("what", "What"), Column("count", "Count")), rows), shown
-    )
-    events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
-    print(
-        f"Done to the server: {events or 'nothing'}. Restored by mode: "
-        f"{figures['restored_by_mode']}",
-        file=shown,
-    )
-    print(
-        f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}",
-        file=shown,
-    )
-    if figures["ahead"]:
-        print(f"Looking ahead, by the servers' counters: {figures['ahead']}", file=shown)
-    for text in [*result["findings"][:10], *figures["error_messages"], *result["notes"]]:
-        print(text, file=shown)
-    if args.json is not None:
-        write_json(result, args.json)
-
-
-@contextlib.contextmanager
-def _folder(wanted: Path | None, log: FuzzLog) -> Iterator[Path]:
-    if wanted is not None:
-        wanted.mkdir(parents=True, exist_ok=True)
-        yield wanted.resolve()
-        return
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-fuzz-"))
-    try:
-        yield folder
-    finally:
-        figures = counts(log)
-        if any(figures[name] for name in MUST_BE_ZERO) and folder.is_dir():
-            print(f"The servers' logs are kept in {folder}", file=sys.stderr)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)

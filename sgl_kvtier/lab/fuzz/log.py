@@ -4,17 +4,16 @@ runs add to.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from sgl_kvtier.lab.equal import judge
-from sgl_kvtier.lab.experiment.json_lines import JsonLines
+from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, difference
 from sgl_kvtier.lab.fuzz.chaos import Fate
 from sgl_kvtier.lab.outside.client import ABORTED
@@ -79,86 +78,57 @@ class Attempt:
         return None if given_up else self.error
 
 
-@dataclass
-class FuzzLog:
-    """References by prompt, attempts, and what the servers' logs and pools showed."""
+class FuzzLog(Log):
+    """References by prompt, attempts, and what the servers' logs and pools showed. Runs with other
+    settings may add to it.
+    """
 
-    path: Path | None = None
-    references: dict[str, Answer] = field(default_factory=dict)
-    attempts: list[Attempt] = field(default_factory=list)
-    events: Counter[str] = field(default_factory=Counter)
-    findings: list[str] = field(default_factory=list)
-    ends: Counter[str] = field(default_factory=Counter)
-    """How restorations ended, by the servers' own counters."""
-    ahead: Counter[str] = field(default_factory=Counter)
-    """What servers that looked ahead counted."""
-    floor: judge.Floor | None = None
-    """What stock's own answers differ by, where they do."""
+    kinds: ClassVar = {
+        "reference": tuple[str, Answer],
+        "attempt": Attempt,
+        "event": str,
+        "ends": dict,
+        "ahead": dict,
+        "finding": str,
+    }
 
-    def __post_init__(self) -> None:
-        self._lines = JsonLines(self.path)
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self.references: dict[str, Answer] = {}
+        self.attempts: list[Attempt] = []
+        self.events: Counter[str] = Counter()
+        self.findings: list[str] = []
+        self.ends: Counter[str] = Counter()
+        """How restorations ended, by the servers' own counters."""
+        self.ahead: Counter[str] = Counter()
+        """What servers that looked ahead counted."""
+        self.floor: judge.Floor | None = None
+        """What stock's own answers differ by, where they do."""
 
-    @classmethod
-    def open(cls, path: Path | None) -> FuzzLog:
-        """The log in a file, or a new one. A torn last line is dropped. Raises BenchError on a file
-        of another kind.
-        """
-        log = cls(path)
-        log._lines.read(log._take)
-        return log
-
-    def _take(self, _number: int, data: dict[str, Any]) -> None:
-        if "reference" in data:
-            answer = Answer(
-                tuple(data["tokens"]), tuple(data["logprobs"]), tuple(data.get("margins", ()))
-            )
-            self.references[data["reference"]] = answer
-        elif "event" in data:
-            self.events[data["event"]] += 1
-        elif "ends" in data:
-            self.ends.update({how: int(count) for how, count in data["ends"].items()})
-        elif "ahead" in data:
-            self.ahead.update({name: int(count) for name, count in data["ahead"].items()})
-        elif "finding" in data:
-            self.findings.append(data["finding"])
+    def take(self, kind: str, record: Any) -> None:
+        """Adds a record: of an event one more of its kind, of counts their growth."""
+        if kind == "reference":
+            self.references[record[0]] = record[1]
+        elif kind == "attempt":
+            self.attempts.append(record)
+        elif kind == "finding":
+            self.findings.append(record)
+        elif kind == "event":
+            self.events[record] += 1
         else:
-            one = data["attempt"]
-            self.attempts.append(
-                Attempt(
-                    **{**one, "tokens": tuple(one["tokens"]), "logprobs": tuple(one["logprobs"])}
-                )
-            )
-
-    def keep_reference(self, prompt: str, answer: Answer) -> None:
-        """What recomputing answers to a prompt."""
-        self.references[prompt] = answer
-        self._lines.append({"reference": prompt, **dataclasses.asdict(answer)})
+            (self.ends if kind == "ends" else self.ahead).update(record)
 
     def keep(self, attempt: Attempt) -> None:
         """Adds a request."""
-        self.attempts.append(attempt)
-        self._lines.append({"attempt": dataclasses.asdict(attempt)})
+        self.add("attempt", attempt)
 
     def note(self, event: str) -> None:
         """Counts something that was done to the server."""
-        self.events[event] += 1
-        self._lines.append({"event": event})
-
-    def keep_ends(self, ends: Mapping[str, int]) -> None:
-        """Adds how the restorations of one server ended."""
-        ends = {how: count for how, count in ends.items() if count}
-        self.ends.update(ends)
-        self._lines.append({"ends": ends})
-
-    def keep_ahead(self, counted: Mapping[str, int]) -> None:
-        """Adds what one server counted of looking ahead."""
-        self.ahead.update(counted)
-        self._lines.append({"ahead": dict(counted)})
+        self.add("event", event)
 
     def find(self, text: str) -> None:
         """Adds something a server must not do."""
-        self.findings.append(text)
-        self._lines.append({"finding": text})
+        self.add("finding", text)
 
     def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
         """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted

@@ -125,7 +125,7 @@ async def take_references(
                     f"a prompt of {len(asked.ids)} tokens failed on the server that computes: "
                     f"{done.error}"
                 )
-            log.keep_reference(asked.name, Answer(done.output_ids, done.logprobs, done.margins))
+            log.add("reference", (asked.name, Answer(done.output_ids, done.logprobs, done.margins)))
         advance()
 
 
@@ -332,10 +332,10 @@ class FuzzRun:
         is not counted.
         """
         ends, ahead = await self._totals()
-        self._log.keep_ends(ends - self._before[0])
+        self._log.add("ends", dict(ends - self._before[0]))
         if self._options.ahead:
             counted = ahead - self._before[1]
-            self._log.keep_ahead({name: counted[name] for name in ahead})
+            self._log.add("ahead", {name: counted[name] for name in ahead})
             if counted["failures"]:
                 self._log.find("crash: looking ahead failed and was given up; see the server's log")
         defects = [how for how in _DEFECTS if ends[how] > self._before[0][how]]

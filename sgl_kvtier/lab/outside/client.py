@@ -310,14 +310,14 @@ class Metrics:
         """What `to_json` gave."""
         return cls({(name, frozenset(labels.items())): value for name, labels, value in rows})
 
-    def to_json(self, prefixes: tuple[str, ...]) -> list[list[Any]]:
-        """Name, labels and value of every metric whose name begins so, buckets of histograms left
+    def to_json(self) -> list[list[Any]]:
+        """Name, labels and value of every metric of SGLang's and ours, buckets of histograms left
         out.
         """
         kept = [
             key
             for key in self._values
-            if key[0].startswith(prefixes) and not key[0].endswith("_bucket")
+            if key[0].startswith(_KEPT) and not key[0].endswith("_bucket")
         ]
         return [[name, dict(sorted(labels)), self._values[name, labels]] for name, labels in kept]
 
@@ -340,6 +340,7 @@ class Metrics:
         return sum(found) if found else None
 
 
+_KEPT = ("sglang:", "kvtier:")
 _SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 

@@ -1,18 +1,24 @@
-"""The tables of a comparison, made from its JSON result (schema kvtier.compare/1,
+"""A comparison as tables and as one HTML page, made from its JSON result (schema kvtier.compare/1,
 docs/manual/json.md).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sgl_kvtier.console.table import Column, Table, format_share
+from sgl_kvtier.console.table import Column, Table, format_share, format_value
+from sgl_kvtier.lab.pages import html
+from sgl_kvtier.lab.pages.figure import colours
+from sgl_kvtier.lab.pages.plots import Series, cdf, intervals, lines, stacked_bars
 from sgl_kvtier.lab.pages.stats import percentile
 from sgl_kvtier.sizes import format_bytes
 
+SCHEMA = "kvtier.compare/1"
 OURS = "kvtier"
+MAIN_PAIR = (OURS, "hicache-file")
+"""The comparison the page opens with: the two arms that have a storage tier."""
 
 METRICS = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "end to end"}
 _RATIOS = {
@@ -167,6 +173,40 @@ def ratio_table(result: dict) -> Table:
     return Table("Paired ratios", columns, rows, notes=(note,))
 
 
+def overhead_tables(result: dict) -> list[Table]:
+    """What `kvtier bench restore-overhead` prints: times where nothing is restored, and ratios."""
+    columns = (
+        Column("arm", "Arm"),
+        Column("tpot_ms", "TPOT", "ms", decimals=2),
+        Column("ttft_ms", "TTFT", "ms", decimals=1),
+        Column("cached_tokens", "Cached", "tokens"),
+    )
+    return [Table("Nothing to restore", columns, arm_rows(result)), ratio_table(result)]
+
+
+def compare_page(result: dict) -> str:
+    """The whole page. Figures that the result does not have are left out or shown as missing, never
+    as zero.
+
+    Without matplotlib the page has everything but the plots, and a line that says how to get them.
+    """
+    found = [_main_ratio(result), _storage_share(result), html.equality(result), _failures(result)]
+    headline = html.statements_html([statement for statement in found if statement])
+    subtitle = f"{', '.join(result['arms'])} · {_plural(result.get('rounds'), 'round')}"
+    device = paced(result)
+    how = "" if device is None else f" (paced {device['profile']}, not computed)"
+    return html.result_page(
+        result,
+        "Comparison of KV-cache tiers" + how,
+        subtitle,
+        headline=headline + _tiles(result),
+        tables=compare_tables(result),
+        figures=_figures(result) if has_samples(result) else None,
+        losing=_losing(result),
+        configuration=_configuration(result),
+    )
+
+
 def losing_cells(result: dict) -> tuple[Table, int]:
     """Every cell in which kvtier does worse than another arm, worst first, and how many cells were
     compared.
@@ -296,3 +336,130 @@ def _rounds_lost(
     both = [number for number in mine if number in other]
     lost = sum((of(mine[number]) or 0) > (of(other[number]) or 0) for number in both)
     return f"{lost} of {len(both)}" if both else None
+
+
+def has_samples(result: dict) -> bool:
+    """Whether a request of some arm ended without an error."""
+    return any(good_samples(result, arm) for arm in result["arms"])
+
+
+def first_token_cdf(result: dict, over: str) -> tuple[str, str]:
+    """The distribution of times to first token, as a plot and its caption; `over` says of what."""
+    samples = {arm: [s.get("ttft_ms") for s in good_samples(result, arm)] for arm in result["arms"]}
+    caption = f"Share of all requests, over all {over}, whose first token came within the time. Further left is better."
+    return cdf(samples, "Time to first token, all requests", "TTFT (ms), logarithmic"), caption
+
+
+def _main_ratio(result: dict) -> tuple[str, bool] | None:
+    first, second = MAIN_PAIR
+    pair = (result.get("ratios") or {}).get(f"{first}/{second}", {})
+    ratio, mean = pair.get("ttft_ms") or {}, (pair.get("ttft_ms_mean") or {}).get("median")
+    if ratio.get("median") is None:
+        return None
+    low, high = ratio.get("p25"), ratio.get("p75")
+    n = ratio.get("n") or 0
+    text = f"Time to first token of {first} is {ratio['median']:.2f} times that of {second}"
+    if low is None or high is None or n < 2:
+        return f"{text}, from one round only: no statement about noise is possible.", False
+    text += f" (median of {_plural(n, 'paired round')}; middle half {low:.2f} to {high:.2f})"
+    text += "" if mean is None else f", its mean {mean:.2f} times"
+    if low <= 1 <= high:
+        return f"{text}: no difference beyond the noise between rounds.", False
+    return f"{text}: {first} is {'faster' if high < 1 else 'slower'}.", low > 1
+
+
+def _storage_share(result: dict) -> tuple[str, bool] | None:
+    shares = []
+    for arm in MAIN_PAIR:
+        parts = prompt_parts(result, arm) if arm in result["arms"] else {}
+        total = sum(value or 0 for value in parts.values())
+        if total and parts.get("storage") is not None:
+            shares.append(f"{arm} {format_share((parts['storage'] or 0) / total)}")
+    return (f"Prompt tokens restored from storage: {', '.join(shares)}.", False) if shares else None
+
+
+def _failures(result: dict) -> tuple[str, bool] | None:
+    errors = {name: arm["errors"] for name, arm in result["arms"].items() if arm.get("errors")}
+    if errors:
+        return "Requests failed: " + ", ".join(
+            f"{count:,} in {arm}" for arm, count in errors.items()
+        ) + ".", True
+    if all(arm.get("errors") == 0 for arm in result["arms"].values()):
+        total = sum(arm.get("requests") or 0 for arm in result["arms"].values())
+        return f"None of the {total:,} requests failed.", False
+    return None
+
+
+def _tiles(result: dict) -> str:
+    colour = colours(result["arms"])
+    tiles = []
+    for name, arm in result["arms"].items():
+        ttft = arm.get("ttft_ms") or {}
+        tiles.append(
+            f'<div class="tile"><div class="name">{html.swatch(colour[name])}{html.escape(name)}</div>'
+            f'<div class="value">{html.escape(format_value(ttft.get("p50"), 0))} <small>ms</small></div>'
+            f'<div class="under">median TTFT; p99 {html.escape(format_value(ttft.get("p99"), 0))} ms</div></div>'
+        )
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _configuration(result: dict) -> str:
+    workload = dict(result.get("workload") or {})
+    rows = workload.pop("rows", None)
+    body = f"<h3>Workload</h3>\n{html.definitions_html(workload)}"
+    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = [Column(name, name.replace("_", " ").capitalize()) for name in names]
+        body += html.table_html(Table("What is replayed", columns, rows))
+    elif rows not in (None, []):
+        body += html.definitions_html({"rows": rows})
+    return f"{body}<h3>Settings</h3>\n{html.definitions_html(result.get('settings') or {})}"
+
+
+def _losing(result: dict) -> str:
+    table, compared = losing_cells(result)
+    if not compared:
+        return html.paragraph_html(
+            f"Nothing to compare: there is no arm {OURS} beside another with measurements."
+        )
+    if not table.rows:
+        return html.paragraph_html(
+            f"None: {OURS} is at least as good as every other arm in everything compared ({_plural(compared, 'cell')})."
+        )
+    text = (
+        f"{OURS} does worse than another arm in {len(table.rows)} of the {compared} cells compared: each percentile of each "
+        "metric and the throughput against each other arm, and the median TTFT of each turn against the best arm there. "
+        "No margin for noise is taken off; the last column tells in how many rounds the cell was lost."
+    )
+    return html.paragraph_html(text) + "\n" + html.table_html(table, emphasise="")
+
+
+def _figures(result: dict) -> Iterator[tuple[str, str]]:
+    yield first_token_cdf(result, "rounds")
+    title, axis = "Time to first token by", "TTFT (ms)"
+    caption = "Median of each turn of the sessions; the band holds the middle half of the requests."
+    yield lines(_series(result, "turn"), f"{title} turn", "turn", axis, whole_x=True), caption
+    bars = {arm: prompt_parts(result, arm) for arm in result["arms"]}
+    caption = f"Prompt tokens of all requests: served from {', '.join(TIERS)}, or computed. Shares are of the arm's own total."
+    yield stacked_bars(bars, "Where the prompts' tokens came from", "prompt tokens"), caption
+    caption = (
+        "Median and middle half of each round: how much the machine's noise moves the figures."
+    )
+    yield intervals(_series(result, "round"), f"{title} round", "round", axis), caption
+
+
+def _series(result: dict, key: str) -> list[Series]:
+    series = []
+    for arm in result["arms"]:
+        groups = grouped(good_samples(result, arm), key, "ttft_ms")
+        low, middle, high = (
+            [percentile(values, q) for values in groups.values()] for q in (25, 50, 75)
+        )
+        series.append(Series(arm, list(groups), middle, low, high))
+    return series
+
+
+def _plural(count: int | None, noun: str) -> str:
+    if count is None:
+        return f"unknown number of {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -12,9 +12,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
-from sgl_kvtier.console.table import MISSING, Table, format_value, is_missing
-from sgl_kvtier.lab.pages.figure import HOW_TO_GET_PLOTS
+from sgl_kvtier.console.table import MISSING, Table, format_share, format_value, is_missing
+from sgl_kvtier.lab.pages.figure import HOW_TO_GET_PLOTS, colours, plots_available
 from sgl_kvtier.sizes import format_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -76,6 +77,54 @@ def page(title: str, subtitle: str, sections: Sequence[Section]) -> str:
 """
 
 
+def result_page(
+    result: dict[str, Any],
+    title: str,
+    subtitle: str,
+    *,
+    headline: str,
+    tables: Sequence[Table],
+    figures: Iterable[tuple[str, str]] | None,
+    losing: str,
+    configuration: str,
+) -> str:
+    """The page of an experiment: what came out, its tables, `figures` (a plot and its caption each;
+    None where no request ended without an error), where ours is worse, and how to repeat it.
+    """
+    environment = result.get("environment") or {}
+    date = str(environment.get("date", "date not recorded"))
+    date = date.replace("T", " ").replace("+00:00", " UTC")
+    colour = colours(result["arms"])
+    notes = "".join(map(paragraph_html, result.get("notes") or []))
+    command = code_html(shlex.join(map(str, result.get("command") or [])))
+    again = "The same command on a quiet machine of the same kind. All figures of this page are in the command's --json output."
+    sections = [
+        Section("headline", "Headline", headline),
+        Section("configuration", "Configuration", f"{configuration}\n<h3>Notes</h3>\n{notes}"),
+        Section("tables", "Tables", "\n".join(table_html(one, colour, "kvtier") for one in tables)),
+        Section("plots", "Plots", _plots(figures)),
+        Section("losing-cells", "Losing cells", losing),
+        Section("environment", "Environment", definitions_html(environment)),
+        Section("repeat", "How to repeat", command + paragraph_html(again)),
+    ]
+    return page(title, f"{subtitle} · {date}", sections)
+
+
+def equality(result: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """Whether all arms' answers are those of the arm recompute; True with what is wrong."""
+    shares = {
+        name: share
+        for name, arm in result["arms"].items()
+        if name != "recompute" and (share := arm.get("equal_tokens_fraction")) is not None
+    }
+    unequal = [f"{name} {format_share(share)}" for name, share in shares.items() if share < 1]
+    if unequal:
+        return f"Not all outputs equal those of recompute. Equal: {', '.join(unequal)}.", True
+    if shares:
+        return "Every compared output has the same tokens as recompute's, in all arms.", False
+    return None
+
+
 def table_html(table: Table, swatches: Mapping[str, str] | None = None, emphasise: str = "") -> str:
     """The table with its title and notes. `swatches` puts a colour before a first cell; `emphasise`
     names a row.
@@ -105,6 +154,14 @@ def table_html(table: Table, swatches: Mapping[str, str] | None = None, emphasis
 def figure_html(svg: str, caption: str) -> str:
     """A plot on its own light card, with a caption."""
     return f'<figure>\n<div class="plot">{svg}</div>\n<figcaption>{escape(caption)}</figcaption>\n</figure>'
+
+
+def _plots(figures: Iterable[tuple[str, str]] | None) -> str:
+    if figures is None:
+        return paragraph_html("There are no samples to plot: no request ended without an error.")
+    if not plots_available():
+        return no_plots_html()
+    return plots_html(figure_html(svg, caption) for svg, caption in figures)
 
 
 def plots_html(figures: Iterable[str]) -> str:

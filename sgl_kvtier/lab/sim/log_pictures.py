@@ -11,7 +11,7 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages import html as page
 from sgl_kvtier.lab.pages.figure import plots_available
 from sgl_kvtier.lab.pages.html import Section
-from sgl_kvtier.lab.pages.restore_timeline import Timeline, read_timelines, timeline_plot
+from sgl_kvtier.lab.pages.timeline import Timeline, read_timelines, timeline_plot
 
 SHOWN = 4
 """Restorations drawn when none is named."""

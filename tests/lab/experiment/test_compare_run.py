@@ -8,15 +8,15 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from commands import Command, Done, child, environment, run_child
 
-SITE = Path(__file__).parents[1] / "fake_site"
 SMALL = [
+    "compare",
     "--device",
     "cpu",
     "--lab-model",
@@ -27,42 +27,23 @@ SMALL = [
     "2",
     "--turns",
     "2",
+    "--divisor",
+    "16",
+    "--gap-scale",
+    "0",
+    "--servers",
+    "together",
 ]
-SMALL += ["--divisor", "16", "--gap-scale", "0", "--servers", "together"]
 
 
-def environment(tmp_path: Path, task: str = "") -> dict[str, str]:
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {
-        **os.environ,
-        "PYTHONPATH": path,
-        "FAKE_SGLANG": task,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
+@pytest.fixture
+def compare(kvtier: Command, tmp_path: Path) -> Command:
+    """kvtier compare on a small load, its files in the test's folder."""
 
+    def run(*extra: str, task: str = "") -> Done:
+        return kvtier(tmp_path, *SMALL, *extra, task=task)
 
-def command(tmp_path: Path, *extra: str) -> list[str]:
-    # A shell's background job ignores SIGINT and so would this child: Ctrl-C is put back to what it
-    # is at a terminal.
-    ctrl_c = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    start = f"{ctrl_c}; import sys; from sgl_kvtier.cli import main; sys.exit(main())"
-    folder = ["--folder", str(tmp_path / "work"), "--json", str(tmp_path / "out.json")]
-    return [sys.executable, "-c", start, "compare", *SMALL, *folder, *extra]
-
-
-def compare(
-    tmp_path: Path, *extra: str, task: str = ""
-) -> tuple[subprocess.CompletedProcess[str], dict]:
-    done = subprocess.run(
-        command(tmp_path, *extra),
-        env=environment(tmp_path, task),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    path = tmp_path / "out.json"
-    return done, json.loads(path.read_text()) if path.exists() else {}
+    return run
 
 
 def servers_left(tmp_path: Path) -> list[str]:
@@ -77,9 +58,10 @@ def servers_left(tmp_path: Path) -> list[str]:
     return left
 
 
-def test_every_arm_replays_every_request_in_every_round(tmp_path: Path) -> None:
-    done, result = compare(tmp_path, "--rounds", "2", "--html", str(tmp_path / "page.html"))
-    assert done.returncode == 0, done.stderr
+def test_every_arm_replays_every_request_in_every_round(compare: Command, tmp_path: Path) -> None:
+    done = compare("--rounds", "2", "--html", str(tmp_path / "page.html"))
+    assert done.status == 0, done.err
+    result = done.result
     assert result["schema"] == "kvtier.compare/1"
     assert list(result["arms"]) == ["recompute", "hicache", "hicache-file", "kvtier"]
     for arm in result["arms"].values():
@@ -92,13 +74,12 @@ def test_every_arm_replays_every_request_in_every_round(tmp_path: Path) -> None:
     assert not [
         note for note in result["notes"] if "not cold" in note or "did not come back" in note
     ]
-    assert "Time to first token" in done.stdout
+    assert "Time to first token" in done.out
     assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
-    assert servers_left(tmp_path) == []
 
 
-def test_the_order_of_arms_moves_on_from_round_to_round(tmp_path: Path) -> None:
-    _, result = compare(tmp_path, "--rounds", "2", "--arms", "recompute,hicache,kvtier")
+def test_the_order_of_arms_moves_on_from_round_to_round(compare: Command) -> None:
+    result = compare("--rounds", "2", "--arms", "recompute,hicache,kvtier").result
     order: list[tuple[int, str]] = []
     for sample in result["samples"]:
         if (sample["round"], sample["arm"]) not in order:
@@ -113,8 +94,10 @@ def test_the_order_of_arms_moves_on_from_round_to_round(tmp_path: Path) -> None:
     ]
 
 
-def test_every_request_of_every_arm_is_in_the_log_of_requests(tmp_path: Path) -> None:
-    _, result = compare(tmp_path, "--rounds", "1", "--arms", "recompute,kvtier")
+def test_every_request_of_every_arm_is_in_the_log_of_requests(
+    compare: Command, tmp_path: Path
+) -> None:
+    result = compare("--rounds", "1", "--arms", "recompute,kvtier").result
     lines = [
         json.loads(line) for line in (tmp_path / "work" / "requests.jsonl").read_text().splitlines()
     ]
@@ -122,33 +105,30 @@ def test_every_request_of_every_arm_is_in_the_log_of_requests(tmp_path: Path) ->
     assert {line["arm"] for line in lines} == {"recompute", "kvtier"}
 
 
-def test_other_tokens_than_recomputes_are_noticed(tmp_path: Path) -> None:
-    done, result = compare(
-        tmp_path, "--rounds", "1", "--arms", "recompute,kvtier", task="kvtier:wrong"
-    )
-    assert result["arms"]["kvtier"]["equal_tokens_fraction"] == 0.0
-    assert done.returncode == 0
+def test_other_tokens_than_recomputes_are_noticed(compare: Command) -> None:
+    done = compare("--rounds", "1", "--arms", "recompute,kvtier", task="kvtier:wrong")
+    assert done.result["arms"]["kvtier"]["equal_tokens_fraction"] == 0.0
+    assert done.status == 0
 
 
 def test_an_arm_that_does_not_start_is_shown_and_the_others_go_on(tmp_path: Path) -> None:
-    done, result = compare(
-        tmp_path, "--rounds", "1", "--arms", "recompute,hicache,kvtier", task="hicache:refuse"
-    )
-    assert done.returncode == 1
-    assert "no memory left for you" in done.stderr
-    assert "Going on without hicache" in done.stderr
+    arms = ("--arms", "recompute,hicache,kvtier")
+    done = run_child(tmp_path, *SMALL, "--rounds", "1", *arms, task="hicache:refuse")
+    result = done.result
+    assert done.status == 1
+    assert "no memory left for you" in done.err
+    assert "Going on without hicache" in done.err
     assert "ended with status 3" in result["arms"]["hicache"]["failure"]
     assert result["arms"]["hicache"]["requests"] == 0
     assert result["arms"]["kvtier"]["requests"] == 4
     assert servers_left(tmp_path) == []
 
 
-def test_an_arm_that_dies_in_a_round_keeps_what_it_measured(tmp_path: Path) -> None:
-    done, result = compare(
-        tmp_path, "--rounds", "2", "--arms", "recompute,kvtier", task="kvtier:die"
-    )
-    assert done.returncode == 1
-    assert "the end is near" in done.stderr
+def test_an_arm_that_dies_in_a_round_keeps_what_it_measured(compare: Command) -> None:
+    done = compare("--rounds", "2", "--arms", "recompute,kvtier", task="kvtier:die")
+    result = done.result
+    assert done.status == 1
+    assert "the end is near" in done.err
     assert "in round 1" in result["arms"]["kvtier"]["failure"]
     assert {sample["round"] for sample in result["samples"] if sample["arm"] == "kvtier"} == {1}
     assert [one["complete"] for one in result["arms"]["kvtier"]["rounds"]] == [False]
@@ -158,18 +138,33 @@ def test_an_arm_that_dies_in_a_round_keeps_what_it_measured(tmp_path: Path) -> N
     assert result["arms"]["recompute"]["requests"] == 8
 
 
-def test_when_every_arm_fails_the_command_says_so(tmp_path: Path) -> None:
-    done, _ = compare(tmp_path, "--arms", "recompute", task="recompute:refuse")
-    assert done.returncode == 1
-    assert "no arm could be measured" in done.stderr
-    assert "no memory left for you" in done.stderr
+def test_when_every_arm_fails_the_command_says_so(compare: Command) -> None:
+    done = compare("--arms", "recompute", task="recompute:refuse")
+    assert (done.status, done.result) == (1, {})
+    assert "no arm could be measured" in done.err
+    assert "no memory left for you" in done.err
 
 
-def test_fresh_servers_per_round_measure_the_same_requests(tmp_path: Path) -> None:
-    done, result = compare(
-        tmp_path, "--servers", "fresh", "--rounds", "2", "--arms", "recompute,kvtier"
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_comparison_goes_on_from_its_log_and_measures_nothing_twice(
+    compare: Command, tmp_path: Path
+) -> None:
+    log = ("--log", str(tmp_path / "log.jsonl"), "--arms", "recompute,kvtier")
+    first = compare("--rounds", "1", *log).result
+    second = compare("--rounds", "2", *log).result
+    assert [sample for sample in second["samples"] if sample["round"] == 1] == first["samples"]
+    assert [arm["requests"] for arm in second["arms"].values()] == [8, 8]
+    assert second["ratios"]["kvtier/recompute"]["ttft_ms"]["n"] == 2
+    requests = (tmp_path / "work" / "requests.jsonl").read_text().splitlines()
+    assert {json.loads(line)["round"] for line in requests} == {2}
+    refused = compare("--rounds", "2", *log, "--chunk", "128")
+    assert refused.status == 1
+    assert "Name another --log" in refused.err
+
+
+def test_fresh_servers_per_round_measure_the_same_requests(compare: Command) -> None:
+    done = compare("--servers", "fresh", "--rounds", "2", "--arms", "recompute,kvtier")
+    result = done.result
+    assert done.status == 0, done.err
     assert all(arm["requests"] == 8 for arm in result["arms"].values())
     assert not [note for note in result["notes"] if "not cold" in note]
 
@@ -190,8 +185,8 @@ def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(
         "recompute,kvtier",
     ]
     process = subprocess.Popen(
-        command(tmp_path, *extra),
-        env=environment(tmp_path),
+        child(tmp_path, *SMALL, *extra),
+        env={**os.environ, **environment(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -223,11 +218,11 @@ def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(
     ],
 )
 def test_a_mistake_is_told_before_any_server_starts(
-    tmp_path: Path, arguments: list[str], message: str
+    compare: Command, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    done, _ = compare(tmp_path, *arguments)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
+    done = compare(*arguments)
+    assert done.status in (1, 2)
+    assert message in done.err
     assert not (tmp_path / "work" / "recompute").exists()
 
 

@@ -17,16 +17,20 @@ import pytest
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.compare_command import early_end, undisturbed
-from sgl_kvtier.lab.experiment.restore import command as restore_command
-from sgl_kvtier.lab.experiment.restore import overhead_command as restore_overhead_command
+from sgl_kvtier.lab.experiment import frame
+from sgl_kvtier.lab.experiment.frame import early_end, undisturbed
+from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog, Scale
-from sgl_kvtier.lab.experiment.restore.overhead import OverheadRound
 from sgl_kvtier.lab.experiment.restore.server import Target
 from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
+from sgl_kvtier.lab.experiment.scenarios import overhead as overhead_scenario
+from sgl_kvtier.lab.experiment.scenarios import restore as restore_scenario
+from sgl_kvtier.lab.experiment.scenarios.restore import Restoring
 from sgl_kvtier.lab.fuzz import command as fuzz_command
 from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog
 from sgl_kvtier.lab.outside.client import Completion
+from sgl_kvtier.lab.outside.replay import Sample
 from sgl_kvtier.lab.outside.server import end_on_signals
 
 DEATH = "kvtier: the server was killed by signal 9 while it was measured. Last lines of /x/server.log:\n  the end"
@@ -36,13 +40,12 @@ NOTE = "Ended by a failure: kvtier: the server was killed by signal 9 while it w
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As where SGLang is installed, with models written into a folder of the test."""
-    for command in (restore_command, restore_overhead_command, fuzz_command):
-        monkeypatch.setattr(command, "missing_packages", lambda: [])
+    monkeypatch.setattr(frame, "missing_packages", lambda: [])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def restore_trials(log: RestoreLog, logprobs: tuple[float, ...] = (-0.5,)) -> None:
-    log.keep_scale(Scale("tiny-qwen3", 512, 16, 32768, 1.0))
+    log.add("scale", Scale("tiny-qwen3", 512, 16, 32768, 1.0))
     log.keep(Trial("tiny-qwen3", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
     for arm, seconds in (("compute", 1.0), ("load", 1.0), ("kvtier", 0.6)):
         answer: dict[str, Any] = {"output_ids": (1,), "logprobs": logprobs}
@@ -56,8 +59,8 @@ def restore(
     def target(_: argparse.Namespace, model: str) -> Iterator[Target]:
         yield Target(model, "http://nowhere", None, None, 16, 512)
 
-    monkeypatch.setattr(restore_command, "_target", target)
-    monkeypatch.setattr(restore_command, "_measure", measure)
+    monkeypatch.setattr(restore_scenario, "_target", target)
+    monkeypatch.setattr(Restoring, "measure_on", lambda self, *_: measure(self.log))
     out = tmp_path / "out.json"
     command = [
         "compare",
@@ -75,7 +78,7 @@ def restore(
     return main(command), json.loads(out.read_text()) if out.exists() else {}
 
 
-def dying(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+def dying(log: RestoreLog) -> None:
     restore_trials(log)
     raise BenchError(DEATH)
 
@@ -93,7 +96,7 @@ def test_trials_are_reported_when_the_server_dies(
 def test_nothing_is_written_where_nothing_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refusing(*_: object) -> None:
+    def refusing(_: RestoreLog) -> None:
         raise BenchError(DEATH)
 
     assert restore(monkeypatch, tmp_path, refusing) == (1, {})
@@ -103,7 +106,7 @@ def test_nothing_is_written_where_nothing_was_measured(
 def test_log_probs_that_differ_end_with_status_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logprobs: tuple[float, ...], status: int
 ) -> None:
-    def measure(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+    def measure(log: RestoreLog) -> None:
         restore_trials(log, logprobs)
 
     found, result = restore(monkeypatch, tmp_path, measure)
@@ -119,7 +122,7 @@ def test_a_log_gets_more_of_the_same_and_nothing_else(
 ) -> None:
     log = ["--log", str(tmp_path / "log.jsonl")]
 
-    def measure(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+    def measure(log: RestoreLog) -> None:
         if not log.trials:
             restore_trials(log)
 
@@ -142,7 +145,7 @@ def test_a_log_gets_more_of_the_same_and_nothing_else(
 def test_a_server_whose_process_is_not_known_is_said_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pid: list[str], told: bool
 ) -> None:
-    def measure(_args: object, _target: object, log: RestoreLog, _counters: object) -> None:
+    def measure(log: RestoreLog) -> None:
         restore_trials(log)
 
     _, result = restore(monkeypatch, tmp_path, measure, "--url", "http://x", *pid)
@@ -153,24 +156,16 @@ def test_rounds_are_reported_when_a_server_dies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Dying:
-        def __init__(
-            self,
-            options: Any,
-            _setup: object,
-            _folder: Path,
-            rounds: list[OverheadRound],
-            *_: object,
-        ) -> None:
-            times = (0.1, 0.2, 0.3)
-            rounds += [
-                OverheadRound(arm, 1, [Completion(0.0, 0.3, (1, 2, 3), times)])
-                for arm in options.arms
+        def __init__(self, plan: Plan, _work: object, outcome: Outcome) -> None:
+            done = Completion(0.0, 0.3, (1, 2, 3), (0.1, 0.2, 0.3))
+            outcome.rounds += [
+                Round(arm, 1, [Sample("0", 1, done)], complete=True) for arm in plan.arms
             ]
 
         def run(self) -> None:
             raise BenchError(DEATH)
 
-    monkeypatch.setattr(restore_overhead_command, "Overhead", Dying)
+    monkeypatch.setattr(overhead_scenario, "Rounds", Dying)
     out = tmp_path / "out.json"
     assert main(["bench", "restore-overhead", "--lab-model", "tiny-qwen3", "--json", str(out)]) == 1
     result = json.loads(out.read_text())
@@ -191,7 +186,7 @@ def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
         _folder: Path,
     ) -> None:
         log.keep(Attempt("0", 0, "p", 100, "both", "answered", 1.0, tokens=(1,), complete=True))
-        log.keep_ends({"met": 3, "aborted": 1})
+        log.add("ends", {"met": 3, "aborted": 1})
         raise BenchError(DEATH)
 
     monkeypatch.setattr(fuzz_command, "_reference", lambda *_: None)
@@ -211,7 +206,7 @@ def test_requests_are_reported_when_the_server_cannot_be_fuzzed_on(
     ]
     assert main(["bench", "restore-fuzz", *small, "--json", str(out)]) == 1
     result = json.loads(out.read_text())
-    assert (result["counts"]["requests"], result["notes"]) == (1, [NOTE])
+    assert (result["counts"]["requests"], result["notes"][-1]) == (1, NOTE)
     printed = capsys.readouterr()
     assert "the end" in printed.err
     assert any(
@@ -229,7 +224,7 @@ def test_nothing_interrupts_a_report() -> None:
 
 
 def test_without_a_failure_there_is_nothing_to_say() -> None:
-    assert early_end(None) == []
-    assert early_end(BenchError("no server answers")) == [
+    assert early_end(False, None) == []
+    assert early_end(False, BenchError("no server answers")) == [
         "Ended by a failure: no server answers. Figures are from what had been measured."
     ]

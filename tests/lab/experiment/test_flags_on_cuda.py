@@ -13,9 +13,10 @@ import pytest
 
 from sgl_kvtier import launch
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
-from sgl_kvtier.lab.experiment.restore import command as restore
-from sgl_kvtier.lab.experiment.restore.server import LabServer
+from sgl_kvtier.lab.experiment.restore.server import setup_for, storage_bytes
+from sgl_kvtier.lab.experiment.scenarios import restore
 from sgl_kvtier.lab.fuzz import command as fuzz
 
 CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
@@ -75,32 +76,24 @@ def test_a_users_own_server_samples_as_sglang_chooses(no_sampling_modules: None)
 @pytest.mark.parametrize("model", ["shape-8b", "lab-gpu-1b"])
 def test_the_store_holds_every_prompt_of_a_model_of_ours(model: str) -> None:
     tokens, per_token = sum(LENGTHS), {"shape-8b": 131072, "lab-gpu-1b": 65536}[model]
-    assert restore.storage_bytes(None, model, "bfloat16", tokens) >= tokens * per_token
+    assert storage_bytes(None, model, "bfloat16", tokens) >= tokens * per_token
     with pytest.raises(BenchError, match="--storage-size"):
-        restore.storage_bytes(4 << 30, model, "bfloat16", tokens)
-    assert restore.storage_bytes(40 << 30, model, "bfloat16", tokens) == 40 << 30
+        storage_bytes(4 << 30, model, "bfloat16", tokens)
+    assert storage_bytes(40 << 30, model, "bfloat16", tokens) == 40 << 30
 
 
 def test_the_size_of_the_store_is_taken_at_its_word_for_a_model_that_is_not_known() -> None:
-    assert restore.storage_bytes(1 << 30, "/models/some", "auto", 65536) == 1 << 30
-    assert restore.storage_bytes(None, "/models/some", "auto", 65536) == 4 << 30
+    assert storage_bytes(1 << 30, "/models/some", "auto", 65536) == 1 << 30
+    assert storage_bytes(None, "/models/some", "auto", 65536) == 4 << 30
 
 
 def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    lab = LabServer(
-        model="shape-8b",
-        longest=65536,
-        device="cuda",
-        page=64,
-        chunk=4096,
-        threads=1,
-        dtype="bfloat16",
-        storage_bytes=30 << 30,
-    )
-    found = options(lab.prepare(tmp_path / "server", "key").arguments)
+    args = parsed(restore, "--device", "cuda", "--storage-size", "30GiB")
+    setup = setup_for(args, shape_of(args, "shape-8b"), "shape-8b", [65536], "", "key")
+    found = options(prepare(OURS, setup, tmp_path / "server").arguments)
     assert (found["--dtype"], found["--load-format"]) == ("bfloat16", "dummy")
     assert "--context-length" not in found  # the model's own, which is long enough
     config = json.loads((Path(found["--model-path"]) / "config.json").read_text())

@@ -8,14 +8,13 @@ import pytest
 
 from sgl_kvtier.console.table import to_markdown
 from sgl_kvtier.lab.experiment.arms import Setup
-from sgl_kvtier.lab.experiment.compare import CompareOptions, Outcome
 from sgl_kvtier.lab.experiment.lookahead.arms import Pools
-from sgl_kvtier.lab.experiment.lookahead.result import Cell, make_results
+from sgl_kvtier.lab.experiment.lookahead.result import Cell, make_results, notes_of
 from sgl_kvtier.lab.experiment.measures import Round
+from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
 from sgl_kvtier.lab.outside.client import Cached, Completion, Metrics
-from sgl_kvtier.lab.outside.replay import ReplayOptions, Sample
-from sgl_kvtier.lab.pages.lookahead_html import lookahead_html, losing, statements
-from sgl_kvtier.lab.pages.lookahead_tables import lookahead_tables
+from sgl_kvtier.lab.outside.replay import Sample
+from sgl_kvtier.lab.pages.lookahead import lookahead_page, lookahead_tables, losing, statements
 
 RANKS = 'tp_rank="{rank}",pp_rank="0",dp_rank="0"'
 BEFORE = "sglang:hicache_backup_tokens_total 0\nsglang:hicache_backup_bytes_total 0\n"
@@ -65,7 +64,7 @@ def round_of(arm: str, number: int, ttft_s: float, after: str, storage: int = 0)
 
 def result(after: str, *, kvtier_s: float = 0.2, storage: int = 20, oracle: str = BEFORE) -> dict:
     setup = Setup("model", "m", "cpu", 16, 512)
-    options = CompareOptions(ARMS, setup, ReplayOptions(), Path("folder"), rounds=1)
+    plan = Plan(ARMS, setup, Path("folder"), rounds=1)
     cells = []
     for number, gap_s in ((1, 0.0), (2, 0.5)):
         rounds = [
@@ -73,8 +72,8 @@ def result(after: str, *, kvtier_s: float = 0.2, storage: int = 20, oracle: str 
             round_of("kvtier", number, kvtier_s, after, storage),
         ]
         rounds.append(round_of("oracle", number, 0.1, oracle))
-        cells.append(Cell(3.0, gap_s, Pools(900, 300, 600, 1200), options, Outcome(rounds)))
-    found = make_results(cells, ARMS)
+        cells.append(Cell(3.0, gap_s, Pools(900, 300, 600, 1200), plan, Outcome(rounds)))
+    found = {**make_results(cells, ARMS), "notes": notes_of(cells, ARMS)}
     about = {"arms": {"oracle": {"about": "large", "policy": {}}}, "page_size": 16}
     return {**found, "settings": about, "rounds": 1, "command": ["kvtier"], "interrupted": False}
 
@@ -144,7 +143,7 @@ def test_the_page_says_what_missed_its_aim_and_where_others_are_faster() -> None
     assert any("25.0" in text and "never used" in text for text in bad)
     assert any("kvtier 4000.0 ms, recompute 2000.0 ms" in text for text, _ in losing(slow))
     assert losing(result(counted(1, 0, 0)))[0][1] is False
-    page = lookahead_html(slow)
+    page = lookahead_page(slow)
     assert "Losing cells" in page
     assert "kvtier 4000.0 ms" in page
 

@@ -5,19 +5,18 @@ servers, figures, files.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import Command, Done
 
 from sgl_kvtier.lab.experiment.lookahead.occupancy import occupancy
 from sgl_kvtier.lab.outside.client import Metrics
-from sgl_kvtier.lab.pages.lookahead_html import losing, statements
+from sgl_kvtier.lab.pages.lookahead import losing, statements
 
-SITE = Path(__file__).parents[1] / "fake_site"
 SMALL = [
+    "compare",
+    "lookahead",
     "--device",
     "cpu",
     "--lab-model",
@@ -33,43 +32,24 @@ SMALL = [
 ]
 
 
-def compare(
-    tmp_path: Path, *extra: str, task: str = ""
-) -> tuple[subprocess.CompletedProcess[str], dict]:
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "FAKE_SGLANG": task,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
-    target = tmp_path / "out.json"
-    command = [sys.executable, "-m", "sgl_kvtier.cli", "compare", "lookahead", *SMALL]
-    command += ["--folder", str(tmp_path / "work"), "--json", str(target), *extra]
-    start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
-    command[1:3] = ["-c", start]
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    return done, json.loads(target.read_text()) if target.exists() else {}
+@pytest.fixture
+def compare(kvtier: Command, tmp_path: Path) -> Command:
+    """kvtier compare lookahead on a small load, its files in the test's folder."""
+
+    def run(*extra: str, task: str = "") -> Done:
+        return kvtier(tmp_path, *SMALL, *extra, task=task)
+
+    return run
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str]:
+def measured(kvtier: Command, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, str]:
     folder = tmp_path_factory.mktemp("ahead")
-    extra = (
-        "--gaps",
-        "0,0.05",
-        "--oversubscription",
-        "1.5",
-        "--rounds",
-        "2",
-        "--html",
-        str(folder / "page.html"),
-    )
-    done, result = compare(folder, *extra, "--arms", "recompute,hicache-file,restore,kvtier,oracle")
-    assert done.returncode == 0, done.stderr
-    return result, folder, done.stdout
+    extra = ["--gaps", "0,0.05", "--oversubscription", "1.5", "--rounds", "2"]
+    arms = ("--arms", "recompute,hicache-file,restore,kvtier,oracle")
+    done = kvtier(folder, *SMALL, *extra, *arms, "--html", str(folder / "page.html"))
+    assert done.status == 0, done.err
+    return done.result, folder, done.out
 
 
 def test_every_arm_replays_every_request_in_every_cell_and_round(
@@ -150,29 +130,19 @@ def test_the_page_has_tables_losing_cells_and_every_arm(measured: tuple[dict, Pa
     assert readings[0]["t_s"] >= 0
 
 
-def test_a_failing_arm_spares_the_others(tmp_path: Path) -> None:
-    arms = "recompute,hicache-file,oracle"
-    done, result = compare(
-        tmp_path,
-        "--gaps",
-        "0",
-        "--rounds",
-        "1",
-        "--arms",
-        arms,
-        "--oversubscription",
-        "1.5",
-        task="hicache-file:refuse",
-    )
-    assert done.returncode == 1
+def test_a_failing_arm_spares_the_others(compare: Command) -> None:
+    extra = "--gaps 0 --rounds 1 --arms recompute,hicache-file,oracle --oversubscription 1.5"
+    done = compare(*extra.split(), task="hicache-file:refuse")
+    result = done.result
+    assert done.status == 1
     assert "no memory left for you" in result["arms"]["hicache-file"]["failure"]
     assert result["arms"]["oracle"]["requests"] == result["workload"]["requests"]
 
 
-def test_too_much_oversubscription_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    done, result = compare(tmp_path, "--oversubscription", "50")
-    assert (done.returncode, result) == (1, {})
-    assert "take more with --sessions" in done.stderr
+def test_too_much_oversubscription_is_refused_before_anything_starts(compare: Command) -> None:
+    done = compare("--oversubscription", "50")
+    assert (done.status, done.result) == (1, {})
+    assert "take more with --sessions" in done.err
 
 
 def test_tiers_are_read_from_what_a_server_counts() -> None:
@@ -193,17 +163,16 @@ def test_tiers_are_read_from_what_a_server_counts() -> None:
 
 
 def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_per_pause(
-    tmp_path: Path,
+    compare: Command, tmp_path: Path
 ) -> None:
     log = tmp_path / "log.jsonl"
     arms = ("--arms", "recompute,kvtier,oracle", "--gaps", "0", "--rounds", "1", "--log", str(log))
-    first, none = compare(tmp_path, *arms, "--oversubscription", "1.5", "--minutes", "0")
-    assert first.returncode == 0, first.stderr
-    assert len(none["samples"]) == 0 and any("Time is up" in note for note in none["notes"])
-    second, one = compare(tmp_path, *arms, "--oversubscription", "1.5")
-    assert second.returncode == 0, second.stderr
-    third, both = compare(tmp_path, *arms, "--oversubscription", "1.5,1.2")
-    assert third.returncode == 0, third.stderr
+    none = compare(*arms, "--oversubscription", "1.5", "--minutes", "0")
+    assert none.status == 0, none.err
+    assert not none.result["samples"]
+    assert any("Time is up" in note for note in none.result["notes"])
+    one = compare(*arms, "--oversubscription", "1.5").result
+    both = compare(*arms, "--oversubscription", "1.5,1.2").result
     requests = one["workload"]["requests"]
     assert [
         {arm: figures["requests"] for arm, figures in cell["arms"].items()}
@@ -214,10 +183,11 @@ def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_pe
         both["cells"][1]["arms"]["oracle"]["ttft_ms"]
         == one["cells"][0]["arms"]["oracle"]["ttft_ms"]
     )
-    made = [json.loads(line) for line in log.read_text().splitlines()][1:]
-    assert [(trial["cell"], trial["arm"]) for trial in made] == [
+    made = [json.loads(line)["round"] for line in log.read_text().splitlines()[1:]]
+    assert [(kept["place"], kept["arm"]) for kept in made] == [
         ("1.5x, pause 0 s", "recompute"), ("1.5x, pause 0 s", "kvtier"), ("pause 0 s", "oracle"),
         ("1.2x, pause 0 s", "recompute"), ("1.2x, pause 0 s", "kvtier"),
     ]  # fmt: skip
-    other, _ = compare(tmp_path, *arms, "--oversubscription", "1.5", "--lookahead", "2")
-    assert other.returncode != 0 and "lookahead" in other.stderr
+    other = compare(*arms, "--oversubscription", "1.5", "--lookahead", "2")
+    assert other.status == 1
+    assert "made with rules" in other.err

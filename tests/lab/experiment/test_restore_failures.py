@@ -14,10 +14,16 @@ import pytest
 from fake_restore import PAGE, RestoringServer
 from test_restore_grid import SMALL, measure
 
-from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.restore import trial as restore_trial
-from sgl_kvtier.lab.experiment.restore.cells import cells, curves
+from sgl_kvtier.lab.experiment.restore.cells import (
+    cells,
+    curves,
+    failures,
+    is_sound,
+    results_of,
+    summary_of,
+)
 from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
 from sgl_kvtier.lab.experiment.restore.log import (
     CURVE,
@@ -28,7 +34,6 @@ from sgl_kvtier.lab.experiment.restore.log import (
     RestoreLog,
     Scale,
 )
-from sgl_kvtier.lab.experiment.restore.result import is_sound, make_result, summary_of
 from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, UNWATCHED_S, ServerCpu, Trial, Trials
 from sgl_kvtier.lab.outside.client import Client
 
@@ -44,8 +49,8 @@ def failing(when: Callable[[RestoringServer], bool]) -> RestoringServer:
 
 
 def result_of(log: RestoreLog) -> dict[str, Any]:
-    extra = {"fluctuation": {"cells": log.fluctuations, "aim": 1.15}} if log.fluctuations else {}
-    return make_result(log, {}, interrupted=False, notes=[], extra=extra)
+    found = results_of(log)
+    return {**found, "notes": failures(log, found["summary"]["errors"])}
 
 
 def stock_in_the_round(server: RestoringServer) -> bool:
@@ -76,7 +81,7 @@ def test_a_request_that_fails_is_counted_and_is_no_equal_answer() -> None:
 
 def test_a_cell_in_which_everything_failed_is_a_cell() -> None:
     log = RestoreLog()
-    log.keep_scale(Scale("fake", 512, PAGE, 32768, 1.0))
+    log.add("scale", Scale("fake", 512, PAGE, 32768, 1.0))
     log.keep(Trial("fake", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
     log.keep(Trial("fake", 512, GRID, "load", 1, 0.5, 1.0, LONG, error="HTTP 500"))
     row = cells(log)[0]
@@ -203,7 +208,6 @@ def test_without_a_process_others_are_not_known_and_nothing_is_repeated_for_them
 ) -> None:
     kept, discarded = attempts(RestoringServer(), [5.0], ServerCpu(None), monkeypatch)
     assert (kept.foreign_cores, kept.repeats, discarded) == (None, 0, [])
-    assert Trial.from_json(kept.to_json()) == kept
 
 
 def test_a_server_that_cannot_be_watched_is_left_alone_for_a_fixed_time(
@@ -219,29 +223,14 @@ def test_a_server_that_cannot_be_watched_is_left_alone_for_a_fixed_time(
     assert waited == [UNWATCHED_S]
 
 
-def test_a_log_made_with_other_settings_is_refused_and_names_them(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    about = {"seed": 0, "threads": 1, "server_args": ("--x",)}
-    RestoreLog.open(path, about).keep(Trial("fake", 512, PRIME, "compute", 0, 0.0))
-    assert len(RestoreLog.open(path, about).trials) == 1
-    with pytest.raises(
-        BenchError, match=r"made with threads = 1, and now it is 2\. Name another --log"
-    ):
-        RestoreLog.open(path, {**about, "threads": 2})
-    path.write_text(path.read_text().split("\n", 1)[1])
-    with pytest.raises(
-        BenchError, match=r"does not say what its trials were made with\. Name another --log"
-    ):
-        RestoreLog.open(path, about)
-
-
 @pytest.mark.parametrize(
     ("changed", "known"),
     [({}, True), ({"seed": 1}, False), ({"rounds": 3}, False), ({"rounds": 1}, True)],
 )
 def test_a_trace_is_known_by_its_seed_and_its_rounds(changed: dict[str, int], known: bool) -> None:
     log, scale = RestoreLog(), Scale("fake", 512, PAGE, 32768, 1.0)
-    log.keep_fluctuation(
+    log.add(
+        "fluctuation",
         {
             "model": "fake",
             "length": 512,
@@ -251,7 +240,7 @@ def test_a_trace_is_known_by_its_seed_and_its_rounds(changed: dict[str, int], kn
             "rounds": 2,
             "over_fixed": 1.0,
             "errors": {"load": 0},
-        }
+        },
     )
     options = dataclasses.replace(FluctuationOptions(traces=1, rounds=2), **changed)  # type: ignore[arg-type]
     found = Fluctuation(options, Trials(Client("http://nowhere"), ServerCpu(None)), log, scale, [])

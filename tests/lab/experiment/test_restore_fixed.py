@@ -8,7 +8,7 @@ import asyncio
 
 import pytest
 
-from sgl_kvtier.lab.experiment.restore.fixed import measure_fixed
+from sgl_kvtier.lab.experiment.restore.fluctuate import measure_fixed
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 
 

@@ -12,7 +12,7 @@ import pytest
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.restore.cells import cells, curves
+from sgl_kvtier.lab.experiment.restore.cells import cells, curves, results_of, summary_of
 from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
 from sgl_kvtier.lab.experiment.restore.grid import (
     Grid,
@@ -22,12 +22,10 @@ from sgl_kvtier.lab.experiment.restore.grid import (
     planned,
     prompt,
 )
-from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME, RestoreLog
-from sgl_kvtier.lab.experiment.restore.result import make_result, summary_of
+from sgl_kvtier.lab.experiment.restore.log import GRID, RestoreLog
 from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trial, Trials
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.pages.restore_html import restore_html
-from sgl_kvtier.lab.pages.restore_tables import restore_tables
+from sgl_kvtier.lab.pages.restore import restore_page, restore_tables
 
 SMALL = GridOptions("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)
 
@@ -157,24 +155,12 @@ def test_a_run_is_continued_from_its_file(tmp_path: Path) -> None:
     first = RestoreLog.open(path, {})
     measure(RestoringServer(), dataclasses.replace(SMALL, rounds=1), first)
     continued = RestoreLog.open(path, {})
-    assert continued.continued == len(first.trials)
+    assert continued.continued == len(first.trials) + len(first.scales)
     assert continued.trials == first.trials
     measure(RestoringServer(), SMALL, continued)
     made = [(t.round, t.load_over_compute, t.arm) for t in continued.of("fake", 512, GRID)]
     assert sorted(made) == sorted((n, ratio, arm) for n in (1, 2) for ratio, arm in order(SMALL, n))
     assert len(continued.scales) == 1, "the bandwidths of a continued run are those it began with"
-
-
-def test_a_line_torn_by_a_kill_is_dropped_and_another_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    log = RestoreLog.open(path, {})
-    log.keep(Trial("fake", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
-    with path.open("a") as file:
-        file.write('{"trial": {"model": "fa')
-    assert RestoreLog.open(path, {}).trials == log.trials
-    path.write_text('{"something": "else"}\n{"scale": 1}\n')
-    with pytest.raises(BenchError, match="not a line of this bench"):
-        RestoreLog.open(path, {})
 
 
 def test_a_length_that_is_complete_is_not_measured_again() -> None:
@@ -270,8 +256,9 @@ def test_fluctuation_is_measured_against_the_best_fixed_split() -> None:
 def test_of_a_trace_measured_twice_the_log_gives_the_last(tmp_path: Path) -> None:
     log = RestoreLog.open(tmp_path / "log", {})
     for kind, ms in (("compute", 1.0), ("both", 2.0), ("compute", 3.0)):
-        log.keep_fluctuation(
-            {"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms}
+        log.add(
+            "fluctuation",
+            {"model": "m", "length": 512, "kind": kind, "trace": 0, "hindsight_ms": ms},
         )
     for one in (log, RestoreLog.open(log.path, {})):
         assert [(cell["kind"], cell["hindsight_ms"]) for cell in one.fluctuations] == [
@@ -280,42 +267,14 @@ def test_of_a_trace_measured_twice_the_log_gives_the_last(tmp_path: Path) -> Non
         ]
 
 
-def test_traces_of_an_earlier_version_are_measured_again_and_hide_nothing() -> None:
-    server, log = RestoringServer(), RestoreLog()
-    measure(server, SMALL, log, traces=1)
-    whole = log.fluctuations[1]
-    log.fluctuations[1] = {key: value for key, value in whole.items() if "fixed" not in key}
-    result = make_result(
-        log,
-        {},
-        interrupted=False,
-        notes=[],
-        extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}},
-    )
-    assert "in 2 of 3 traces" in restore_html(result)
-    measure(server, SMALL, log, traces=1)
-    assert [(c["kind"], "over_fixed" in c) for c in log.fluctuations] == [
-        ("bandwidth", True),
-        ("both", True),
-        ("compute", True),
-    ]
-
-
 def test_tables_and_page_are_made_from_the_result_alone() -> None:
     log = RestoreLog()
     measure(RestoringServer(), SMALL, log, traces=1)
-    result = make_result(
-        log,
-        {"slow_rounds": 2},
-        interrupted=False,
-        notes=["a note"],
-        extra={"fluctuation": {"cells": log.fluctuations, "aim": 1.15}},
-    )
-    assert result["schema"] == "kvtier.restore/1"
+    result = {**results_of(log), "settings": {"slow_rounds": 2}, "notes": ["a note"]}
     titles = [table.title for table in restore_tables(result)]
     assert len(titles) == 4
     assert len(restore_tables(result)[0].rows) == 2
-    page = restore_html(result)
+    page = restore_page(result)
     assert "<svg" in page or "need matplotlib" in page
     assert "a note" in page
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import Command
 
-from sgl_kvtier.lab.experiment.restore.overhead import (
+from sgl_kvtier.lab.experiment.scenarios.overhead import (
     AHEAD,
     OverheadOptions,
     new_prompts,
     overhead_figures,
 )
-
-SITE = Path(__file__).parents[1] / "fake_site"
 
 
 def test_prompts_are_the_same_for_all_arms_and_new_in_every_round() -> None:
@@ -57,38 +52,14 @@ def test_what_looks_ahead_is_compared_with_stock_and_with_what_only_restores() -
     }
 
 
-def test_the_command_measures_every_arm_in_every_round(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "FAKE_SGLANG": "",
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
-    start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
-    command = [
-        sys.executable,
-        "-c",
-        start,
-        "bench",
-        "restore-overhead",
-        "--lab-model",
-        "tiny-qwen3",
-        "--rounds",
-        "2",
-    ]
-    target = tmp_path / "out.json"
-    done = subprocess.run(
-        [*command, "--output-tokens", "8", "--json", str(target)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(target.read_text())
+def test_the_command_measures_every_arm_in_every_round(kvtier: Command, tmp_path: Path) -> None:
+    small = "bench restore-overhead --lab-model tiny-qwen3 --rounds 2 --output-tokens 8"
+    done = kvtier(tmp_path, *small.split())
+    result = done.result
+    assert done.status == 0, done.err
     assert result["schema"] == "kvtier.restore-overhead/1"
+    assert "Nothing to restore" in done.out
+    assert {row["errors"] for row in result["rounds"]} == {0}
     assert [(row["round"], row["arm"]) for row in result["rounds"]] == [
         (1, "hicache-file"), (1, "kvtier-off"), (1, "kvtier"), (2, "kvtier"), (2, "kvtier-off"), (2, "hicache-file"),
     ]  # fmt: skip

@@ -75,7 +75,7 @@ def test_kinds_are_named_on_the_command_line() -> None:
 
 def test_what_an_aborted_request_got_has_to_be_the_beginning_of_the_answer() -> None:
     log = FuzzLog()
-    log.keep_reference("p", Answer((1, 2, 3), (-0.5, -0.25, -1.0)))
+    log.add("reference", ("p", Answer((1, 2, 3), (-0.5, -0.25, -1.0))))
     log.keep(attempt(fate="aborted", complete=False, error="aborted by the server"))
     assert counts(log)["unequal_tokens"] == 0
     log.keep(attempt(fate="aborted", complete=False, tokens=(1, 9)))
@@ -84,14 +84,14 @@ def test_what_an_aborted_request_got_has_to_be_the_beginning_of_the_answer() -> 
 
 def test_a_whole_answer_has_to_be_as_long_as_the_reference() -> None:
     log = FuzzLog()
-    log.keep_reference("p", Answer((1, 2, 3), (-0.5, -0.25, -1.0)))
+    log.add("reference", ("p", Answer((1, 2, 3), (-0.5, -0.25, -1.0))))
     log.keep(attempt())
     assert (counts(log)["unequal_tokens"], counts(log)["unequal_logprobs"]) == (1, 1)
 
 
 def test_log_probs_that_moved_are_counted_apart_from_tokens() -> None:
     log = FuzzLog()
-    log.keep_reference("p", Answer((1, 2), (-0.5, -0.30)))
+    log.add("reference", ("p", Answer((1, 2), (-0.5, -0.30))))
     log.keep(attempt())
     assert (counts(log)["unequal_tokens"], counts(log)["unequal_logprobs"]) == (0, 1)
 
@@ -132,7 +132,7 @@ def test_of_a_request_that_is_given_up_any_error_but_its_abort_is_a_failure(
 
 def test_a_whole_answer_without_tokens_is_a_failure_and_one_without_log_probs_is_unequal() -> None:
     log = FuzzLog()
-    log.keep_reference("p", Answer((1, 2), (-0.5, -0.25)))
+    log.add("reference", ("p", Answer((1, 2), (-0.5, -0.25))))
     log.keep(attempt(tokens=(), logprobs=()))
     assert (counts(log)["failed"], counts(log)["error_messages"]) == (
         1,
@@ -150,16 +150,16 @@ def test_a_whole_answer_without_tokens_is_a_failure_and_one_without_log_probs_is
 
 def test_the_file_has_what_the_log_has(tmp_path: Path) -> None:
     path = tmp_path / "fuzz.jsonl"
-    log = FuzzLog.open(path)
-    log.keep_reference("p", Answer((1, 2), (-0.5, -0.25)))
+    log = FuzzLog.open(path, {})
+    log.add("reference", ("p", Answer((1, 2), (-0.5, -0.25))))
     log.keep(attempt(storage_tokens=64))
     log.note("flush")
     log.find("leak: 16 tokens")
-    log.keep_ends({"met": 3})
-    log.keep_ends({"met": 2, "aborted": 1})
+    log.add("ends", {"met": 3})
+    log.add("ends", {"met": 2, "aborted": 1})
     with path.open("a") as file:
         file.write('{"attempt": {"run"')
-    again = FuzzLog.open(path)
+    again = FuzzLog.open(path, {})
     assert (again.references, again.attempts, again.events, again.findings, again.ends) == (
         log.references, log.attempts, log.events, log.findings, log.ends,
     )  # fmt: skip

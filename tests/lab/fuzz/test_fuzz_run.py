@@ -5,15 +5,14 @@ find, and must not.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import Command, Done, run_child
 
-SITE = Path(__file__).parents[1] / "fake_site"
 SMALL = [
+    "bench",
+    "restore-fuzz",
     "--device",
     "cpu",
     "--trace",
@@ -24,46 +23,25 @@ SMALL = [
     "3",
     "--divisor",
     "16",
+    "--concurrency",
+    "3",
 ]
-SMALL += ["--concurrency", "3", "--deadline", "5"]
 
 
-def fuzz(
-    tmp_path: Path, *extra: str, task: str = ""
-) -> tuple[subprocess.CompletedProcess[str], dict]:
-    path = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "FAKE_SGLANG": task,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-    }
-    start = "import sys; from sgl_kvtier.cli import main; sys.exit(main())"
-    target = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-c",
-        start,
-        "bench",
-        "restore-fuzz",
-        *SMALL,
-        "--folder",
-        str(tmp_path / "work"),
-    ]
-    done = subprocess.run(
-        [*command, "--json", str(target), *extra],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return done, json.loads(target.read_text()) if target.exists() else {}
+@pytest.fixture
+def fuzz(kvtier: Command, tmp_path: Path) -> Command:
+    """kvtier bench restore-fuzz on a small load, its files in the test's folder."""
+
+    def run(*extra: str, task: str = "") -> Done:
+        return kvtier(tmp_path, *SMALL, "--deadline", "2", *extra, task=task)
+
+    return run
 
 
 def test_a_sound_server_is_found_sound_whatever_is_done_to_it(tmp_path: Path) -> None:
-    done, result = fuzz(tmp_path, "--requests", "60", "--kill-every", "25")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_child(tmp_path, *SMALL, "--requests", "60", "--kill-every", "25")
+    assert done.status == 0, done.out + done.err
+    result = done.result
     found = result["counts"]
     assert result["schema"] == "kvtier.restore-fuzz/1"
     assert found["requests"] >= 60
@@ -74,9 +52,10 @@ def test_a_sound_server_is_found_sound_whatever_is_done_to_it(tmp_path: Path) ->
     assert [found[name] for name in result["must_be_zero"]] == [0] * len(result["must_be_zero"])
 
 
-def test_answers_are_compared_with_those_of_a_server_that_computes(tmp_path: Path) -> None:
-    done, result = fuzz(tmp_path, "--requests", "90", "--chaos", "flush", task="kvtier:wrong")
-    assert done.returncode == 1
+def test_answers_are_compared_with_those_of_a_server_that_computes(fuzz: Command) -> None:
+    done = fuzz("--requests", "90", "--chaos", "flush", task="kvtier:wrong")
+    result = done.result
+    assert done.status == 1
     assert result["counts"]["unequal_tokens"] > 0
     assert result["counts"]["unequal"][0]["mode"] in ("both", "auto", "load")
 
@@ -84,18 +63,19 @@ def test_answers_are_compared_with_those_of_a_server_that_computes(tmp_path: Pat
 @pytest.mark.parametrize(
     ("task", "name"), [("hang", "hangs"), ("fail", "failed"), ("leak", "leaks")]
 )
-def test_what_a_server_must_not_do_is_counted(tmp_path: Path, task: str, name: str) -> None:
-    done, result = fuzz(tmp_path, "--requests", "20", "--chaos", "none", task=f"kvtier:{task}")
-    assert done.returncode == 1, done.stderr
+def test_what_a_server_must_not_do_is_counted(fuzz: Command, task: str, name: str) -> None:
+    done = fuzz("--requests", "20", "--chaos", "none", task=f"kvtier:{task}")
+    result = done.result
+    assert done.status == 1, done.err
     assert result["counts"][name] == 1
     others = [other for other in result["must_be_zero"] if other != name]
     assert [result["counts"][other] for other in others] == [0] * len(others)
 
 
-def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
+def test_a_second_run_adds_to_the_first(fuzz: Command, tmp_path: Path) -> None:
     log = ["--log", str(tmp_path / "log.jsonl"), "--chaos", "none"]
-    _, first = fuzz(tmp_path, "--requests", "10", *log)
-    _, second = fuzz(tmp_path, "--requests", "12", "--overlap", "off", "--fault-rank", "1", *log)
+    first = fuzz("--requests", "10", *log).result
+    second = fuzz("--requests", "12", "--overlap", "off", "--fault-rank", "1", *log).result
     assert second["counts"]["requests"] == first["counts"]["requests"] + 12
     assert "--disable-overlap-schedule" in second["settings"]["extra"]
     assert (
@@ -106,14 +86,13 @@ def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_ends_after_so_many_restored_requests(tmp_path: Path) -> None:
-    _, result = fuzz(tmp_path, "--restored", "5", "--chaos", "flush")
+def test_a_run_ends_after_so_many_restored_requests(fuzz: Command) -> None:
+    result = fuzz("--restored", "5", "--chaos", "flush").result
     assert result["counts"]["restored"] >= 5
 
 
-def test_host_memory_in_use_that_holds_no_page_is_a_leak(tmp_path: Path) -> None:
-    done, result = fuzz(
-        tmp_path, "--requests", "5", "--chaos", "none", "--lookahead", task="kvtier:hoard"
-    )
-    assert done.returncode == 1, done.stderr
+def test_host_memory_in_use_that_holds_no_page_is_a_leak(fuzz: Command) -> None:
+    done = fuzz("--requests", "5", "--chaos", "none", "--lookahead", task="kvtier:hoard")
+    result = done.result
+    assert done.status == 1, done.err
     assert result["findings"] == ["leak: 32 tokens of host memory are in use, and the map has 0"]

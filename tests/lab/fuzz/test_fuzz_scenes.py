@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from test_fuzz_run import fuzz
+from commands import Command, run_child
+from test_fuzz_run import SMALL
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.fuzz.scenes import SCENES, parse_scenes
@@ -17,11 +20,11 @@ def test_scenes_are_named_on_the_command_line_and_played_in_their_own_order() ->
             parse_scenes(text)
 
 
-def test_a_sound_server_is_found_sound_after_every_scene(tmp_path) -> None:
-    done, result = fuzz(
-        tmp_path, "--scene", "storm,slow-disk,restarts", "--scale", "0.02", "--concurrency", "2"
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_sound_server_is_found_sound_after_every_scene(tmp_path: Path) -> None:
+    scenes = ["--scene", "storm,slow-disk,restarts", "--scale", "0.02", "--concurrency", "2"]
+    done = run_child(tmp_path, *SMALL, *scenes)
+    result = done.result
+    assert done.status == 0, done.out + done.err
     assert [one["scene"] for one in result["scenes"]] == ["storm", "slow-disk", "restarts"]
     assert [result["counts"][name] for name in result["must_be_zero"]] == [0] * len(
         result["must_be_zero"]
@@ -41,16 +44,18 @@ def test_a_sound_server_is_found_sound_after_every_scene(tmp_path) -> None:
         ("", "routes", "was answered 500"),
     ],
 )
-def test_what_a_scene_finds_fails_the_run(tmp_path, task: str, scene: str, finding: str) -> None:
-    done, result = fuzz(
-        tmp_path, "--scene", scene, "--scale", "0.02", "--concurrency", "2", task=f"kvtier:{task}"
-    )
-    assert done.returncode == 1, done.stderr
+def test_what_a_scene_finds_fails_the_run(
+    kvtier: Command, tmp_path: Path, task: str, scene: str, finding: str
+) -> None:
+    small = ("--scale", "0.02", "--concurrency", "2")
+    done = kvtier(tmp_path, *SMALL, "--scene", scene, *small, task=f"kvtier:{task}")
+    result = done.result
+    assert done.status == 1, done.err
     assert result["counts"]["scenes"] > 0
     assert any(finding in text for text in result["scenes"][0]["findings"])
 
 
-def test_scenes_end_by_themselves(tmp_path) -> None:
-    done, _ = fuzz(tmp_path, "--scene", "storm", "--requests", "10")
-    assert done.returncode == 1
-    assert "--scale" in done.stderr
+def test_scenes_end_by_themselves(kvtier: Command, tmp_path: Path) -> None:
+    done = kvtier(tmp_path, *SMALL, "--scene", "storm", "--requests", "10")
+    assert done.status == 1
+    assert "--scale" in done.err

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.lab.pages.compare_html import compare_html
+from sgl_kvtier.lab.pages.compare import compare_page
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -92,7 +92,7 @@ def site(compare_result: dict) -> Iterator[Site]:
     pages = {f"/{width}.html": MEASURE.replace("WIDTH", str(width)) for width in (480, 768, 1200)}
     careless = '<!DOCTYPE html><link rel="icon" href="data:,"><img src="/picture.png">'
     site = Site(
-        {"/compare.html": compare_html(compare_result), "/careless.html": careless, **pages}
+        {"/compare.html": compare_page(compare_result), "/careless.html": careless, **pages}
     )
     yield site
     site.close()

@@ -12,8 +12,7 @@ import pytest
 
 from sgl_kvtier.console import MISSING, to_json
 from sgl_kvtier.console.table import format_share
-from sgl_kvtier.lab.pages.compare import compare_tables, losing_cells, prompt_parts
-from sgl_kvtier.lab.pages.compare_html import compare_html
+from sgl_kvtier.lab.pages.compare import compare_page, compare_tables, losing_cells, prompt_parts
 from sgl_kvtier.lab.pages.html import flatten
 from sgl_kvtier.sizes import format_bytes
 
@@ -68,7 +67,7 @@ def two_arms(ours: float, theirs: float, **more: object) -> dict:
 def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere(
     compare_result: dict,
 ) -> None:
-    page = Page(compare_html(compare_result))
+    page = Page(compare_page(compare_result))
     assert page.open == []
     ids = {attrs["id"] for tag, attrs in page.tags if tag == "section"}
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
@@ -87,7 +86,7 @@ def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere
 
 
 def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_result: dict) -> None:
-    text = compare_html(compare_result)
+    text = compare_page(compare_result)
     page = Page(text)
     for tag, attrs in page.tags:
         assert tag not in ("script", "iframe", "object", "embed", "img")
@@ -105,7 +104,7 @@ def test_text_from_outside_stays_text(compare_result: dict) -> None:
     }
     result["notes"].append("<img src=x onerror=alert(1)>")
     result["environment"]["cpu"]["model"] = "</dd><script>"
-    text = compare_html(result)
+    text = compare_page(result)
     page = Page(text)
     assert page.count("script") == page.count("img") == page.count("i") == 0
     assert not any(attrs.get("id") == "hostile" for _, attrs in page.tags)
@@ -114,7 +113,7 @@ def test_text_from_outside_stays_text(compare_result: dict) -> None:
 
 
 def test_the_page_has_the_tables_the_plots_and_the_command(compare_result: dict) -> None:
-    page = Page(compare_html(compare_result))
+    page = Page(compare_page(compare_result))
     assert page.count("svg") == page.count("figure") == 4
     assert page.count("table") == 1 + 4 + 1  # workload, the comparison's own, losing cells
     assert "kvtier compare --model-path '</script><b id=hostile>" in page.text
@@ -125,18 +124,18 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
     compare_result: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = Page(compare_html(compare_result))
+    page = Page(compare_page(compare_result))
     assert page.count("svg") == 0
     assert page.count("table") == 6
     assert "pip install 'sgl-kvtier[report]'" in page.text
 
 
 def test_the_page_is_made_from_what_the_json_file_holds(compare_result: dict) -> None:
-    assert compare_html(json.loads(to_json(compare_result))) == compare_html(compare_result)
+    assert compare_page(json.loads(to_json(compare_result))) == compare_page(compare_result)
 
 
 def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_result: dict) -> None:
-    page = Page(compare_html(compare_result))
+    page = Page(compare_page(compare_result))
     bad = [attrs for tag, attrs in page.tags if tag == "li" and attrs.get("class") == "bad"]
     assert len(bad) == 2
     assert "Not all outputs equal those of recompute. Equal: hicache 99.0 %." in page.text
@@ -155,19 +154,19 @@ def test_the_headline_claims_a_difference_only_beyond_the_noise(
     low: float, median: float, high: float, said: str
 ) -> None:
     ratio = {"ttft_ms": {"median": median, "p25": low, "p75": high, "n": 3}}
-    text = Page(compare_html(two_arms(1, 1, ratios={"kvtier/hicache-file": ratio}))).text
+    text = Page(compare_page(two_arms(1, 1, ratios={"kvtier/hicache-file": ratio}))).text
     assert said in text
 
 
 def test_one_round_allows_no_statement_about_noise() -> None:
     ratio = {"ttft_ms": {"median": 0.5, "p25": 0.5, "p75": 0.5, "n": 1}}
-    text = Page(compare_html(two_arms(1, 2, ratios={"kvtier/hicache-file": ratio}))).text
+    text = Page(compare_page(two_arms(1, 2, ratios={"kvtier/hicache-file": ratio}))).text
     assert "no statement about noise is possible" in text
     assert "kvtier is faster" not in text
 
 
 def test_a_result_with_hardly_anything_in_it_still_makes_a_page() -> None:
-    page = Page(compare_html({"arms": {"kvtier": {}}}))
+    page = Page(compare_page({"arms": {"kvtier": {}}}))
     assert page.open == []
     assert MISSING in page.text
     assert "There are no samples to plot" in page.text
@@ -227,7 +226,7 @@ def test_an_arm_that_wins_everywhere_has_no_losing_cell_and_the_page_says_how_ma
     result = two_arms(1, 2)
     table, compared = losing_cells(result)
     assert (list(table.rows), compared) == ([], 1)
-    text = Page(compare_html(result)).text
+    text = Page(compare_page(result)).text
     assert (
         "None: kvtier is at least as good as every other arm in everything compared (1 cell)."
         in text

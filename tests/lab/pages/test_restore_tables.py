@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvtier.console.table import Table
-from sgl_kvtier.lab.pages.restore_tables import restore_tables
+from sgl_kvtier.lab.pages.restore import restore_tables
 
 
 def cell(**more: object) -> dict:
@@ -25,6 +25,8 @@ def result(cells: list[dict], *arms: str, **summary: object) -> dict:
         "worst_speedup_vs_best_single": 1.6,
         "median_bound_fraction": 0.9,
         "worst_bound_fraction": 0.9,
+        "median_link_bound_fraction": 0.8,
+        "errors": 0,
         "missed": [],
     }
     return {
@@ -50,12 +52,6 @@ def test_shares_of_both_bounds_and_failures_stand_side_by_side() -> None:
     assert (column(detail, "T_link"), column(detail, "First after a change")) == (["480"], ["650"])
     assert "of T_link: median 80.0 %." in grid.notes[1]
     assert "Requests that failed: 2." in grid.notes
-
-
-def test_a_result_of_an_earlier_version_has_dashes_there() -> None:
-    old = {key: value for key, value in cell().items() if "link" not in key and key != "errors"}
-    grid = restore_tables(result([old]))[0]
-    assert (column(grid, "of T_link"), column(grid, "Failed")) == (["–"], ["–"])
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,7 @@ import pytest
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages.figure import plots_available
-from sgl_kvtier.lab.pages.restore_timeline import (
-    MOST_LINE,
-    log_lines,
-    read_timelines,
-    timeline_plot,
-)
+from sgl_kvtier.lab.pages.timeline import MOST_LINE, log_lines, read_timelines, timeline_plot
 
 HEAD = {"log": "kvtier.decisions", "version": 2, "config": {}, "engine": {"page_tokens": 16}}
 RUN = [

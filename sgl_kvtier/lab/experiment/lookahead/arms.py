@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, Variant
+from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, Variant, check_names
 from sgl_kvtier.lab.experiment.load import Load
 
 ORACLE = "oracle"
@@ -119,12 +119,7 @@ def arm_setup(setup: Setup, sizes: Pools, restore: str, lookahead: Sequence[int]
 def arm_names(wanted: Sequence[str] | None, lookahead: Sequence[int]) -> list[str]:
     """The arms to measure, in their order. Raises BenchError for a name that is none."""
     chosen = list(LOOKAHEAD_ARMS if wanted is None else wanted)
-    unknown = [arm for arm in chosen if arm not in LOOKAHEAD_ARMS]
-    if unknown or not chosen or len(set(chosen)) < len(chosen):
-        wrong = (
-            f"no arm named {', '.join(unknown)}" if unknown else "each arm once, and at least one"
-        )
-        raise BenchError(f"--arms: {wrong}. There are: {', '.join(LOOKAHEAD_ARMS)}")
+    check_names(chosen, LOOKAHEAD_ARMS)
     found: list[str] = []
     for arm in LOOKAHEAD_ARMS:
         if arm not in chosen:

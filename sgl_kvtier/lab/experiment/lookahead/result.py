@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sgl_kvtier.lab.experiment.compare import CompareOptions, Outcome
 from sgl_kvtier.lab.experiment.lookahead.arms import AHEAD, ORACLE, Pools
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, left_out, ratios, sample_rows
+from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
 from sgl_kvtier.lab.pages.stats import summary
 
 _UP = ("storage-host", "host-device", "storage-device")
@@ -26,7 +26,7 @@ class Cell:
     oversubscription: float
     gap_s: float
     sizes: Pools
-    options: CompareOptions
+    plan: Plan
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
@@ -37,7 +37,7 @@ class Cell:
 
 def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
     """Everything that follows from the cells' rounds: `cells`, `arms` over all cells, `ratios`,
-    `samples`, `notes`.
+    `samples`.
     """
     rounds = [one for cell in cells for one in cell.outcome.rounds]
     rows = sample_rows(rounds)
@@ -52,7 +52,6 @@ def make_results(cells: Sequence[Cell], arms: Sequence[str]) -> dict[str, Any]:
         "arms": {arm: figures(arm, rounds, rows, cells) for arm in arms},
         "ratios": ratios(rounds, rows, arms),
         "samples": rows,
-        "notes": _notes(cells, arms, rows),
     }
 
 
@@ -73,7 +72,7 @@ def figures(
     found["wasted_fraction"] = (
         found["wasted_bytes"] / moved if moved and found["wasted_bytes"] is not None else None
     )
-    found["storage_read_bytes"] = _read(found, cells[0].options.setup.page_size)
+    found["storage_read_bytes"] = _read(found, cells[0].plan.setup.page_size)
     found["surplus_read_bytes"] = _surplus(found)
     found["failure"] = next(
         (cell.outcome.failures[arm] for cell in cells if arm in cell.outcome.failures), None
@@ -130,28 +129,28 @@ def _over(mine: Mapping[str, Any], oracle: Mapping[str, Any]) -> dict[str, float
     }
 
 
-def _notes(
-    cells: Sequence[Cell], arms: Sequence[str], rows: Sequence[Mapping[str, Any]]
-) -> list[str]:
-    notes = list(
-        dict.fromkeys(f"{cell.name}: {note}" for cell in cells for note in cell.outcome.notes)
-    )
-    for cell in cells:
-        evicted = arm_figures(ORACLE, cell.outcome.rounds, rows)["evicted_tokens"]
-        if evicted:
-            notes.append(
-                f"{cell.name}: the oracle's device pool was too small after all: {evicted:.0f} tokens were evicted."
-            )
+def notes_of(cells: Sequence[Cell], arms: Sequence[str]) -> list[str]:
+    """What the rounds of these cells have to be read with."""
     rounds = [one for cell in cells for one in cell.outcome.rounds]
+    notes = [f"{cell.name}: {note}" for cell in cells for note in dict.fromkeys(cell.outcome.notes)]
+    for cell in cells:
+        evicted = [
+            one.counted("sglang:evicted_tokens_total")
+            for one in cell.outcome.rounds
+            if one.arm == ORACLE
+        ]
+        if tokens := sum(count or 0 for count in evicted):
+            notes.append(
+                f"{cell.name}: the oracle's device pool was too small after all: {tokens:.0f} tokens were evicted."
+            )
     notes += left_out(rounds)
     for arm in arms:
-        if not arm.startswith(AHEAD) or not any(one.arm == arm for one in rounds):
-            continue
-        found = arm_figures(arm, rounds, rows)
-        if found["hit_tokens_counted_by"] != "server":
-            notes.append(
-                f"{arm}: its server counts nothing of looking ahead, so nothing shows that it did."
-            )
-        elif not any(found["moved_bytes"].values()):
-            notes.append(f"{arm}: its server moved no page ahead.")
-    return notes
+        if arm.startswith(AHEAD) and any(one.arm == arm for one in rounds):
+            found = arm_figures(arm, rounds, [])
+            if found["hit_tokens_counted_by"] != "server":
+                notes.append(
+                    f"{arm}: its server counts nothing of looking ahead, so nothing shows that it did."
+                )
+            elif not any(found["moved_bytes"].values()):
+                notes.append(f"{arm}: its server moved no page ahead.")
+    return [*notes, *dict.fromkeys(text for cell in cells for text in cell.outcome.failed())]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.arms import check_names
 from sgl_kvtier.lab.outside.client import Client
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
@@ -67,10 +68,7 @@ def check_restore_arms(arms: Sequence[str]) -> None:
     """Raises BenchError unless the arms exist, once each, with the two that every figure is
     relative to.
     """
-    unknown = [arm for arm in arms if arm not in RESTORE_ARMS]
-    if unknown or len(set(arms)) < len(arms):
-        wrong = f"no arm named {', '.join(unknown)}" if unknown else "each arm once"
-        raise BenchError(f"--arms: {wrong}. There are: {', '.join(RESTORE_ARMS)}")
+    check_names(arms, list(RESTORE_ARMS))
     if COMPUTE not in arms or LOAD not in arms:
         raise BenchError(
             f"--arms: {COMPUTE} and {LOAD} are what the others are compared with; both must be among them"

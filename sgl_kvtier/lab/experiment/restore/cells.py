@@ -1,12 +1,15 @@
-"""From trials to cells: medians per arm, speedups, shares of the bound, equality with recomputing."""
+"""From trials to the result of a restoration's grid (schema kvtier.restore/1, docs/manual/json.md):
+medians per arm, speedups, shares of the bound, equality with recomputing, and which aims were met.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, LOAD, OURS, SINGLES
+from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, LOAD, OURS, RESTORE_ARMS, SINGLES
 from sgl_kvtier.lab.experiment.restore.bound import (
     ComputeCurve,
     optimal,
@@ -33,6 +36,31 @@ LOGPROB_TOLERANCE = 1e-3
 """Largest difference of log-probs called equal: float32 with other chunk borders moves them by less
 than 1e-4.
 """
+
+
+NEVER_SLOWER, OPTIMAL_MEDIAN, OPTIMAL_EACH = 0.97, 0.95, 0.90
+BALANCED, HALF = 1.85, 1.4
+"""Aims: against the better of one resource everywhere; share of T_opt, median and each cell with
+the ratio in [1/4, 4]; speedup over both resources at balance, and at half and double.
+"""
+
+
+AIM = 1.15
+"""Our time to first token over that of the best fixed split as measured, at most."""
+
+
+def results_of(log: RestoreLog) -> dict[str, Any]:
+    """Everything a table, a page or a reader needs, beside the settings."""
+    rows, measured = cells(log), curves(log)
+    found = {
+        "arms": {arm: RESTORE_ARMS[arm].about for row in rows for arm in row["ttft_ms"]},
+        "cells": rows,
+        "summary": summary_of(rows, log.fluctuations, measured),
+        "curves": measured,
+        "trials": [dataclasses.asdict(trial) for trial in log.trials],
+    }
+    fluctuation = {"cells": log.fluctuations, "aim": AIM}
+    return {**found, "fluctuation": fluctuation} if log.fluctuations else found
 
 
 def cells(log: RestoreLog) -> list[dict[str, Any]]:
@@ -93,6 +121,45 @@ def curves(log: RestoreLog) -> list[dict[str, Any]]:
     return rows
 
 
+def summary_of(
+    rows: Sequence[Mapping[str, Any]],
+    fluctuating: Sequence[Mapping[str, Any]] = (),
+    measured: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The figures of all cells together, and the cells that missed an aim. Failures and equality
+    are also those of the cells that fluctuated, and failures those of the `measured` curves.
+    """
+    middle = [row for row in rows if 0.25 <= row["load_over_compute"] <= 4]
+    every = [*rows, *fluctuating]
+    return {
+        "cells": len(rows),
+        "worst_speedup_vs_best_single": min(_known(rows, "speedup_vs_best_single"), default=None),
+        "median_bound_fraction": percentile(_known(middle, "bound_fraction"), 50),
+        "worst_bound_fraction": min(_known(middle, "bound_fraction"), default=None),
+        "median_link_bound_fraction": percentile(_known(middle, "link_bound_fraction"), 50),
+        "errors": sum(sum(row["errors"].values()) for row in every)
+        + sum(curve["errors"] for curve in measured),
+        "equal_tokens": all(row["equal_tokens_fraction"] == 1.0 for row in every)
+        if every
+        else None,
+        "equal_logprobs": all(row["equal_logprobs_fraction"] == 1.0 for row in every)
+        if every
+        else None,
+        "missed": [text for row in rows for text in _missed(row)],
+    }
+
+
+def is_sound(summary: Mapping[str, Any]) -> bool:
+    """Nothing failed, and every answer that was compared has the tokens and log-probs of the
+    computed one.
+    """
+    return (
+        not summary["errors"]
+        and summary["equal_tokens"] is not False
+        and summary["equal_logprobs"] is not False
+    )
+
+
 def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) -> dict[str, Any]:
     good = [t for t in trials if t.error is None]
     arms = list(dict.fromkeys(t.arm for t in trials))
@@ -135,6 +202,17 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
         "slowness": max((t.slowness for t in good), default=None),
         "repeated": sum(t.repeats for t in trials),
     }
+
+
+def failures(log: RestoreLog, count: int) -> list[str]:
+    """A note on the requests that failed."""
+    if not count:
+        return []
+    messages = sorted({trial.error for trial in log.trials if trial.error is not None})[:3]
+    return [
+        f"{count} requests failed; they count as answers that are not equal. Of one that was made again, by a run that went on from "
+        f"the log, only the last attempt counts. {'; '.join(messages)}"
+    ]
 
 
 def errors_by_arm(trials: Iterable[Trial]) -> dict[str, int]:
@@ -225,3 +303,32 @@ def _over(numerator: float | None, denominator: float | None) -> float | None:
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def _missed(row: Mapping[str, Any]) -> list[str]:
+    where = f"{row['model']} {row['length']} tokens, load/compute {row['load_over_compute']:g}"
+    single, bound = row["speedup_vs_best_single"], row["bound_fraction"]
+    both = min(
+        (
+            value
+            for key in ("speedup_vs_load", "speedup_vs_compute")
+            if (value := row[key]) is not None
+        ),
+        default=None,
+    )
+    aims = [(single, NEVER_SLOWER, "of the better of one resource")]
+    if 0.25 <= row["load_over_compute"] <= 4:
+        aims.append((bound, OPTIMAL_EACH, "of T_opt"))
+    if row["load_over_compute"] == 1:
+        aims.append((both, BALANCED, "times as fast as either resource alone"))
+    if row["load_over_compute"] in (0.5, 2):
+        aims.append((both, HALF, "times as fast as either resource alone"))
+    return [
+        f"{where}: {value:.3f} {what}, the aim is {aim:g}"
+        for value, aim, what in aims
+        if value is not None and value < aim
+    ]
+
+
+def _known(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [row[key] for row in rows if row[key] is not None]

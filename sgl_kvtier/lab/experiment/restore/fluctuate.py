@@ -3,14 +3,16 @@ Cake, section 5.7).
 
 The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one, changed in the running
 server while it restores; compute is disturbed by a seeded stream of other requests. The best fixed
-split is measured (`restore_fixed`), and predicted as well: with the changes as they were made, and
+split is found by measuring, the split fixed beforehand, so it has the chunks' fixed part and the
+other requests in it. It is predicted as well: with the changes as they were made, and
 the compute curve measured under the same disturbance, all splits are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,7 +24,6 @@ from sgl_kvtier.lab.experiment.restore.cells import (
     errors_by_arm,
     resident_seconds,
 )
-from sgl_kvtier.lab.experiment.restore.fixed import FixedSplits, measure_fixed
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog, Scale, seconds
 from sgl_kvtier.lab.experiment.restore.trace import (
     BandwidthDriver,
@@ -32,16 +33,68 @@ from sgl_kvtier.lab.experiment.restore.trace import (
     together,
 )
 from sgl_kvtier.lab.experiment.restore.trial import Beside, Trial, Trials
+from sgl_kvtier.lab.experiment.rounds import backwards
 from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.pages.stats import percentile
 
 BANDWIDTH, COMPUTING, BOTH = "bandwidth", "compute", "both"
 KINDS = (BANDWIDTH, COMPUTING, BOTH)
-AIM = 1.15
-"""Our time to first token over that of the best fixed split as measured, at most."""
-
 _PIECES = 8
 _POINTS = 4
+_COARSE, _FINE = 8, 16
+_LOOKS = 2
+
+Measure = Callable[[float | None], Awaitable[Trial]]
+"""One trial with so much of the prefix computed, decided beforehand; None: as our planner decides.
+"""
+
+
+@dataclass
+class FixedSplits:
+    """Trials by computed share, and those of our planner that were made in turns with the last of
+    them.
+    """
+
+    by_share: dict[float, list[Trial]] = field(default_factory=dict)
+    ours: list[Trial] = field(default_factory=list)
+    finalists: tuple[float, ...] = ()
+    """Shares measured in turns with our planner; before there are any, all of them."""
+    trials: list[Trial] = field(default_factory=list)
+    """Every one with a fixed split, also those before the finalists' turns."""
+
+    def middle(self, share: float) -> float | None:
+        """The median time to first token in seconds; None where every trial failed."""
+        return percentile(seconds(self.by_share[share]), 50)
+
+    @property
+    def best(self) -> float:
+        """The share with the least median, of the finalists."""
+        return min(
+            self.finalists or self.by_share,
+            key=lambda share: (self.middle(share) or math.inf, share),
+        )
+
+
+async def measure_fixed(measure: Measure, rounds: int) -> FixedSplits:
+    """Every eighth twice; then the best of these and the sixteenths beside it, in turns with our
+    planner, `rounds` times.
+    """
+    found = FixedSplits()
+    coarse = [part / _COARSE for part in range(_COARSE + 1)]
+    for look in range(_LOOKS):
+        for share in backwards(coarse, look + 1):
+            found.by_share.setdefault(share, []).append(await measure(share))
+    best = found.best
+    fine = [share for share in (best - 1 / _FINE, best, best + 1 / _FINE) if 0 <= share <= 1]
+    for number in range(rounds):
+        for each in backwards([*fine, None], number + 1):
+            same = found.ours if each is None else found.by_share.setdefault(each, [])
+            same.append(await measure(each))
+    found.finalists = tuple(fine)
+    found.trials = [trial for trials in found.by_share.values() for trial in trials]
+    for share in fine:
+        found.by_share[share] = found.by_share[share][-rounds:]
+    return found
 
 
 @dataclass(frozen=True)
@@ -80,19 +133,16 @@ class Fluctuation:
         for kind in self._options.kinds:
             for number in range(self._options.traces):
                 if not self._known(kind, number):
-                    self._log.keep_fluctuation(await self._trace(kind, number))
+                    self._log.add("fluctuation", await self._trace(kind, number))
                 self._advance()
 
     def _known(self, kind: str, number: int) -> bool:
         place = (self._scale.model, self._scale.length, kind, number, self._options.seed)
-        # An earlier version measured no fixed split, and did not say what its traces were made
-        # from.
-        cells = [c for c in self._log.fluctuations if "over_fixed" in c and "seed" in c]
         return any(
             (c["model"], c["length"], c["kind"], c["trace"], c["seed"]) == place
             and c["rounds"] >= self._options.rounds
             and not sum(c["errors"].values())
-            for c in cells
+            for c in self._log.fluctuations
         )
 
     async def _trace(self, kind: str, number: int) -> dict[str, Any]:

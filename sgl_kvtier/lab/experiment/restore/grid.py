@@ -33,6 +33,7 @@ from sgl_kvtier.lab.experiment.restore.log import (
     seconds,
 )
 from sgl_kvtier.lab.experiment.restore.trial import Trial, Trials
+from sgl_kvtier.lab.experiment.rounds import backwards
 from sgl_kvtier.lab.pages.stats import percentile
 
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -131,7 +132,7 @@ class Grid:
         scale = Scale(
             options.model, length, options.page, round(length // options.page * page_bytes), middle
         )
-        self.log.keep_scale(scale)
+        self.log.add("scale", scale)
         return scale
 
     async def _small(self, scale: Scale, ids: Sequence[int]) -> None:
@@ -242,8 +243,7 @@ class Grid:
 
 def order(options: GridOptions, number: int) -> list[tuple[float, str]]:
     """Bandwidths and arms of a round: every second one backwards."""
-    forwards = [(ratio, arm) for ratio in options.ratios for arm in options.arms]
-    return forwards if number % 2 else forwards[::-1]
+    return backwards([(ratio, arm) for ratio in options.ratios for arm in options.arms], number)
 
 
 def curve_rounds(rounds: int) -> list[int]:

@@ -4,14 +4,12 @@ continued from.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.json_lines import JsonLines, check_about
+from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 
 GRID, FIRST, CURVE, RESIDENT, PAGE, WARM, PRIME = (
@@ -53,75 +51,29 @@ class Scale:
         return self.prefix_bytes * 8e-9 / gbps
 
 
-@dataclass
-class RestoreLog:
+class RestoreLog(Log):
     """Trials and scales. With a path every one is on disk before the next begins."""
 
-    path: Path | None = None
-    trials: list[Trial] = field(default_factory=list)
-    scales: list[Scale] = field(default_factory=list)
-    fluctuations: list[dict[str, Any]] = field(default_factory=list)
-    """Finished cells of the fluctuation part."""
-    continued: int = 0
-    """Trials that were in the file already."""
+    kinds: ClassVar = {"trial": Trial, "scale": Scale, "fluctuation": dict}
 
-    def __post_init__(self) -> None:
-        self._lines = JsonLines(self.path)
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self.trials: list[Trial] = []
+        self.scales: list[Scale] = []
+        self.fluctuations: list[dict[str, Any]] = []
+        """Finished cells of the fluctuation part."""
 
-    @classmethod
-    def open(cls, path: Path | None, about: Mapping[str, Any]) -> RestoreLog:
-        """The log in a file, or a new one. `about` is what its trials have to have in common; the
-        first line keeps it. A torn last line is dropped. Raises BenchError on a file of another
-        kind, and on a log that was made with other settings.
-        """
-        log = cls(path)
-
-        def take(number: int, data: Any) -> None:
-            if number > 1:
-                log._take(data)
-            elif {"trial", "scale", "fluctuation"} & set(data):
-                raise BenchError(
-                    f"{path}: an earlier version's, it does not say what its trials were made with. Name another --log"
-                )
-            else:
-                check_about(path, data["about"], about)
-
-        if not log._lines.read(take):
-            log._lines.append({"about": dict(about)})
-        log.continued = len(log.trials)
-        return log
-
-    def _take(self, data: dict[str, Any]) -> None:
-        if "scale" in data:
-            self.scales.append(Scale(**data["scale"]))
-        elif "fluctuation" in data:
-            self._take_fluctuation(dict(data["fluctuation"]))
+    def take(self, kind: str, record: Any) -> None:
+        """Adds a record; a cell of the fluctuation part in place of an earlier one of its trace."""
+        if kind == "fluctuation":
+            others = [one for one in self.fluctuations if _trace_of(one) != _trace_of(record)]
+            self.fluctuations[:] = [*others, record]
         else:
-            self.trials.append(Trial.from_json(data["trial"]))
+            (self.trials if kind == "trial" else self.scales).append(record)
 
     def keep(self, trial: Trial) -> None:
         """Adds a trial."""
-        self.trials.append(trial)
-        self._lines.append({"trial": trial.to_json()})
-
-    def keep_scale(self, scale: Scale) -> None:
-        """Adds what a length is measured with."""
-        self.scales.append(scale)
-        self._lines.append({"scale": dataclasses.asdict(scale)})
-
-    def keep_fluctuation(self, cell: dict[str, Any]) -> None:
-        """Adds a finished cell of the fluctuation part, in place of an earlier one of the same
-        trace.
-        """
-        self._take_fluctuation(cell)
-        self._lines.append({"fluctuation": cell})
-
-    def _take_fluctuation(self, cell: dict[str, Any]) -> None:
-        place = _trace_of(cell)
-        self.fluctuations[:] = [
-            *(one for one in self.fluctuations if _trace_of(one) != place),
-            cell,
-        ]
+        self.add("trial", trial)
 
     def scale(self, model: str, length: int) -> Scale | None:
         """What this length was measured with; None when it was not yet."""

@@ -4,21 +4,27 @@ running already.
 
 from __future__ import annotations
 
+import argparse
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS
-from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, write_named
+from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, kv_bytes, write_named
 from sgl_kvtier.lab.outside.server import Launch, Server
+from sgl_kvtier.sizes import format_bytes
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 """SGLang checks its memory accounts in every step and ends the process when they are wrong."""
 
 _SPARE_TOKENS = 2048
+_LEAST_STORAGE = 4 << 30
+_START_S = 400.0
 
 
 @dataclass(frozen=True)
@@ -34,83 +40,82 @@ class Target:
     command: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class LabServer:
-    """What to start. `longest` is the longest prefix that will be restored; `strict` turns SGLang's
-    own checks on; `decision_log` is the file of that name in the server's settings, or empty;
-    `fixed_splits` lets the computed share of a prefix be fixed while it runs.
-    """
-
-    model: str
-    longest: int
-    device: str
-    page: int
-    chunk: int
-    threads: int
-    dtype: str
-    strict: bool = False
-    seed: int = 0
-    extra: tuple[str, ...] = ()
-    decision_log: str = ""
-    storage_bytes: int = 4 << 30
-    fixed_splits: bool = False
-
-    @property
-    def model_path(self) -> str:
-        """Its folder or name; one of ours is written first."""
-        if not is_ours(self.model):
-            return self.model
-        check_heads(self.device, self.model)
-        return str(write_named(self.model, seed=self.seed))
-
-    def setup(self, admin_key: str) -> Setup:
-        """The same settings as in a comparison, with a store whose bandwidth can be changed."""
-        tokens = -(-(self.longest * 5 // 4 + _SPARE_TOKENS) // self.page) * self.page
-        path = self.model_path
-        dummy = ("--load-format", "dummy") if self.model in UNWEIGHTED else ()
-        return Setup(
-            model_path=path,
-            served_name=Path(path).name,
-            device=self.device,
-            page_size=self.page,
-            chunk_tokens=self.chunk,
-            dtype=self.dtype,
-            device_tokens=tokens,
-            context_tokens=tokens if self.device == "cpu" else None,
-            host_ratio=2.0,
-            storage_bytes=self.storage_bytes,
-            max_running=8 if self.device == "cpu" else None,
-            seed=self.seed,
-            threads=self.threads,
-            # A throttle has to be there to be changed; so much is none. A mode named at the start
-            # is restored in anywhere.
-            sections={
-                "lab": {"throttle": {"read_gbps": 1000.0}},
-                "policy": {
-                    "restore": "both",
-                    "decision_log": self.decision_log,
-                    "rules": FIXED_SPLITS if self.fixed_splits else "",
-                },
-            },
-            extra=("--admin-api-key", admin_key, *dummy, *self.extra),
-        )
-
-    def prepare(self, folder: Path, admin_key: str) -> Launch:
-        """Its launch, the folder made and the settings file written."""
-        launch = prepare(OURS, self.setup(admin_key), folder)
-        return Launch(launch.arguments, {**launch.env, **(STRICT if self.strict else {})})
-
-
 @contextmanager
-def started(lab: LabServer, folder: Path, timeout_s: float = 400.0) -> Iterator[Target]:
-    """The server while the block runs. Raises BenchError, with the end of its log, when it does not
-    start.
+def started(
+    args: argparse.Namespace,
+    shape: Shape,
+    model: str,
+    lengths: Sequence[int],
+    decision_log: str,
+    folder: Path,
+) -> Iterator[Target]:
+    """The server while the block runs; `lengths` are the prefixes that will be restored, in
+    tokens. Raises BenchError, with the end of its log, when it does not start.
     """
     # It listens on this machine only; the key keeps other programs here from changing what is
     # measured.
     key = secrets.token_hex(8)
-    with Server(f"{lab.model} on kvtier", lab.prepare(folder, key), folder) as server:
-        server.wait_until_healthy(timeout_s)
+    launch = prepare(OURS, setup_for(args, shape, model, lengths, decision_log, key), folder)
+    launch = Launch(launch.arguments, {**launch.env, **(STRICT if args.strict else {})})
+    with Server(f"{model} on kvtier", launch, folder) as server:
+        server.wait_until_healthy(_START_S)
         shown = ["***" if word == key else word for word in server.command]
-        yield Target(lab.model, server.url, key, server.pid, lab.page, lab.chunk, shown)
+        yield Target(model, server.url, key, server.pid, shape.page, shape.chunk, shown)
         server.raise_if_ended("while it was measured")
+
+
+def setup_for(
+    args: argparse.Namespace,
+    shape: Shape,
+    model: str,
+    lengths: Sequence[int],
+    decision_log: str,
+    key: str,
+) -> Setup:
+    """The same settings as in a comparison, with a store whose bandwidth can be changed."""
+    stored = storage_bytes(args.storage_size, model, shape.dtype, sum(lengths))
+    tokens = -(-(max(lengths) * 5 // 4 + _SPARE_TOKENS) // shape.page) * shape.page
+    cpu = shape.device == "cpu"
+    dummy = ("--load-format", "dummy") if model in UNWEIGHTED else ()
+    return setup_of(
+        args,
+        shape,
+        _path_of(model, shape.device, args.seed),
+        storage_bytes=stored,
+        device_tokens=tokens,
+        context_tokens=tokens if cpu else None,
+        max_running=8 if cpu else None,
+        # A throttle has to be there to be changed; so much is none. A mode named at the start is
+        # restored in anywhere.
+        sections={
+            "lab": {"throttle": {"read_gbps": 1000.0}},
+            "policy": {
+                "restore": "both",
+                "decision_log": decision_log,
+                "rules": FIXED_SPLITS if args.fluctuate else "",
+            },
+        },
+        extra=("--admin-api-key", key, *dummy, *args.server_arg),
+    )
+
+
+def storage_bytes(wanted: int | None, model: str, dtype: str, tokens: int) -> int:
+    """The size of the store for prompts of so many tokens together. Raises BenchError where the one
+    asked for is known to be too small: loading would be measured on pages that are not there.
+    """
+    per_token = kv_bytes(model, dtype)
+    # A quarter more: headers, padding, and the pages behind a prompt that answers make.
+    need = 0 if per_token is None else tokens * per_token * 5 // 4
+    if wanted is not None and wanted < need:
+        raise BenchError(
+            f"--storage-size {format_bytes(wanted)}: {model} needs {format_bytes(need)} for prompts of {tokens:,} tokens together"
+        )
+    return wanted or max(_LEAST_STORAGE, need)
+
+
+def _path_of(model: str, device: str, seed: int) -> str:
+    """Its folder or name; one of ours is written first."""
+    if not is_ours(model):
+        return model
+    check_heads(device, model)
+    return str(write_named(model, seed=seed))

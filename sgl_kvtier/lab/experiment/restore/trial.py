@@ -74,23 +74,6 @@ class Trial:
     """The computed share of the prefix, where it was fixed beforehand."""
     error: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """One line of the log, from which `from_json` makes an equal trial."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Trial:
-        """Raises TypeError, KeyError or ValueError on something else."""
-        cached = data.get("cached")
-        return cls(
-            **{
-                **data,
-                "cached": None if cached is None else Cached(**cached),
-                "output_ids": tuple(data["output_ids"]),
-                "logprobs": tuple(data["logprobs"]),
-            }
-        )
-
 
 Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 """What else happens during a trial. It is started with the request, and told by the event that the

@@ -1,14 +1,17 @@
-"""The tables of a restoration bench, made from its JSON result (schema kvtier.restore/1,
-docs/manual/json.md).
+"""A grid of restorations as tables and as one HTML page, made from its JSON result (schema
+kvtier.restore/1, docs/manual/json.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sgl_kvtier.console.table import Column, Table, format_share, format_value
+from sgl_kvtier.lab.pages import html
+from sgl_kvtier.lab.pages.compare import OURS
+from sgl_kvtier.lab.pages.plots import Series, lines
 
-OURS = "kvtier"
+SCHEMA = "kvtier.restore/1"
 
 
 def restore_tables(result: dict) -> list[Table]:
@@ -94,7 +97,9 @@ def curve_table(result: dict) -> Table:
 
 def fluctuation_table(result: dict) -> Table:
     """Per trace: time to first token of the arms, and the best fixed split in hindsight."""
-    rows = [{**cell, "failed": _failed(cell)} for cell in result["fluctuation"]["cells"]]
+    rows = [
+        {**cell, "failed": sum(cell["errors"].values())} for cell in result["fluctuation"]["cells"]
+    ]
     arms = list(dict.fromkeys(arm for row in rows for arm in row["ttft_ms"]))
     columns = (
         Column("model", "Model"),
@@ -113,6 +118,62 @@ def fluctuation_table(result: dict) -> Table:
         Column("failed", "Failed"),
     )
     return Table("Fluctuating bandwidth and compute", columns, rows)
+
+
+def restore_page(result: dict) -> str:
+    """The whole page; figures the result does not have are left out."""
+    cells, settings = result.get("cells") or [], result.get("settings") or {}
+    arms = html.definitions_html(result.get("arms") or {})
+    return html.result_page(
+        result,
+        "Restoring a stored prompt",
+        f"{len(cells)} cells",
+        headline=html.statements_html(statements(result)),
+        tables=restore_tables(result),
+        figures=_figures(result) if cells else None,
+        losing=html.statements_html(losing(result)),
+        configuration=f"<h3>Arms</h3>\n{arms}\n<h3>Settings</h3>\n{html.definitions_html(settings)}",
+    )
+
+
+def statements(result: dict) -> list[tuple[str, bool]]:
+    """What came out, in sentences; True marks what is wrong."""
+    found: list[tuple[str, bool]] = []
+    if result.get("cells"):
+        best = max(result["cells"], key=lambda cell: cell["speedup_vs_best_single"] or 0)
+        if best["speedup_vs_best_single"]:
+            text = (
+                f"Up to {best['speedup_vs_best_single']:.2f} times as fast as the better of computing and loading "
+                f"({best['model']}, {best['length']:,} tokens, load over compute {best['load_over_compute']:g})."
+            )
+            found.append((text, False))
+        summary = result["summary"]
+        missed = [(f"Missed: {text}.", True) for text in summary["missed"]]
+        found += missed or [("Every cell met its aims.", False)]
+        every = "Every" if summary["equal_tokens"] else "Not every"
+        text = f"{every} restored answer has the tokens of the computed one."
+        found.append((text, not summary["equal_tokens"]))
+    if result.get("fluctuation"):
+        cells = result["fluctuation"]["cells"]
+        over = [cell["over_fixed"] for cell in cells if cell.get("over_fixed") is not None]
+        if over:
+            text = f"Fluctuation: at most {max(over):.2f} times the best fixed split in hindsight, in {len(over)} of {len(cells)} traces."
+            found.append((text, max(over) > result["fluctuation"]["aim"]))
+    if result.get("interrupted"):
+        found.append(("Interrupted: figures are from what had been measured.", True))
+    return found
+
+
+def losing(result: dict) -> list[tuple[str, bool]]:
+    """Every cell in which one resource alone, or SGLang's own way, is faster."""
+    found = []
+    for cell in result.get("cells") or []:
+        ours = cell["ttft_ms"].get(OURS)
+        for arm, theirs in cell["ttft_ms"].items():
+            if ours and theirs and ours > theirs:
+                where = f"{cell['model']}, {cell['length']:,} tokens, load over compute {_ratio(cell['load_over_compute'])}"
+                found.append((f"{where}: {OURS} {ours:.0f} ms, {arm} {theirs:.0f} ms.", True))
+    return found or [(f"None: in no cell is another arm faster than {OURS}.", False)]
 
 
 def _place() -> tuple[Column, ...]:
@@ -135,13 +196,15 @@ def _rows(result: dict) -> list[dict]:
         low, high = (cell[key].get(OURS) for key in ("ttft_ms_low", "ttft_ms_high"))
         spread = None if low is None else f"{low:,.0f} to {high:,.0f}"
         loaded = None if split is None else cell["length"] - split
-        rows.append({**cell, "best_loaded": loaded, "spread": spread, "failed": _failed(cell)})
+        rows.append(
+            {
+                **cell,
+                "best_loaded": loaded,
+                "spread": spread,
+                "failed": sum(cell["errors"].values()),
+            }
+        )
     return rows
-
-
-def _failed(cell: dict) -> int | None:
-    """Results of earlier versions do not say."""
-    return sum(cell["errors"].values()) if "errors" in cell else None
 
 
 def _verdict(result: dict) -> Sequence[str]:
@@ -149,12 +212,44 @@ def _verdict(result: dict) -> Sequence[str]:
     found = [
         f"Worst against the better of one resource: {format_value(summary['worst_speedup_vs_best_single'], 3)}. Share of T_opt for "
         f"ratios from 1/4 to 4: median {_percent(summary['median_bound_fraction'])}, worst {_percent(summary['worst_bound_fraction'])}; "
-        f"of T_link: median {_percent(summary.get('median_link_bound_fraction'))}."
+        f"of T_link: median {_percent(summary['median_link_bound_fraction'])}."
     ]
-    if summary.get("errors"):
+    if summary["errors"]:
         found.append(f"Requests that failed: {summary['errors']}.")
     return [*found, *(f"Missed: {text}" for text in summary["missed"])]
 
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else format_share(value)
+
+
+def _figures(result: dict) -> Iterator[tuple[str, str]]:
+    places = dict.fromkeys((cell["model"], cell["length"]) for cell in result["cells"])
+    for model, length in places:
+        cells = [one for one in result["cells"] if (one["model"], one["length"]) == (model, length)]
+        x = [cell["load_over_compute"] for cell in cells]
+        series = [_series(cells, arm) for arm in result["arms"]]
+        series.append(Series("T_opt", x, [cell["bound_ms"] for cell in cells]))
+        where, axis = f"{model}, {length:,} tokens", "loading over computing"
+        title = f"Time to first token, {where}"
+        yield (
+            lines(series, title, axis, "TTFT (ms)", log_x=True, log_y=True),
+            "Medians; the band is from the lowest to the highest round. T_opt is computed from the measured curve.",
+        )
+        keys = {
+            "speedup over the better": "speedup_vs_best_single",
+            "share of T_opt": "bound_fraction",
+        }
+        gains = [Series(name, x, [cell[key] for cell in cells]) for name, key in keys.items()]
+        yield (
+            lines(gains, f"Gain, {where}", axis, OURS, log_x=True),
+            "Over the better of computing alone and loading alone, and the share of the best possible split.",
+        )
+
+
+def _series(cells: list[dict], arm: str) -> Series:
+    x = [cell["load_over_compute"] for cell in cells]
+    middle, low, high = (
+        [cell[key].get(arm) for cell in cells] for key in ("ttft_ms", "ttft_ms_low", "ttft_ms_high")
+    )
+    return Series(arm, x, middle, low, high)

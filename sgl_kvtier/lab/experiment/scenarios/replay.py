@@ -9,30 +9,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.console import (
-    Column,
-    Table,
-    check_target,
-    envelope,
-    format_bytes,
-    print_table,
-    progress,
-    write_json,
-)
+from sgl_kvtier.arguments import not_negative
+from sgl_kvtier.console import Column, Table, format_bytes, progress
 from sgl_kvtier.errors import BenchError, KVTierError
 from sgl_kvtier.lab.experiment.argtypes import (
+    RUN,
     add_load_arguments,
+    add_options,
     add_replay_arguments,
     load_options,
-    not_negative,
     replay_options,
 )
+from sgl_kvtier.lab.experiment.frame import Experiment, check
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
-from sgl_kvtier.lab.outside.server import end_on_signals
 
 SCHEMA = "kvtier.replay/1"
 
@@ -62,15 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="give a request up after S seconds (default 600)",
     )
-    parser.add_argument(
-        "--log",
-        type=Path,
-        metavar="FILE",
-        help="append every finished request to this JSON Lines file",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the result with every request (- for standard output)"
-    )
+    every = "append every finished request to this JSON Lines file"
+    add_options(parser, RUN, "log json", log={"help": every})
     add_load_arguments(parser, _LOAD)
     add_replay_arguments(parser, _REPLAY)
 
@@ -79,27 +65,23 @@ def run(args: argparse.Namespace) -> int:
     """Replays and reports. The exit status: 0, 1 when requests failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
-    if args.json is not None:
-        check_target(args.json)
+    check(args, starts_servers=False)
     options = replay_options(args)
     one = Round(_ARM, 1)
-    with end_on_signals():
-        interrupted = False
-        model = args.tokenizer or Path(asyncio.run(_served_model(args.url)))
-        encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
-        chosen = load(load_options(args, _LOAD), encoder)
-        print(chosen.description, file=sys.stderr)
-        try:
-            asyncio.run(_measure(args, options, chosen, one))
-        except KeyboardInterrupt:
-            interrupted = True
-    result = _result(args, options, chosen, one, interrupted)
-    print_table(_table(result), sys.stderr if args.json == "-" else sys.stdout)
-    if args.json is not None:
-        write_json(result, args.json)
-    if interrupted:
-        return 130
-    return 1 if result["figures"]["errors"] else 0
+    model = args.tokenizer or Path(asyncio.run(_served_model(args.url)))
+    encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
+    chosen = load(load_options(args, _LOAD), encoder)
+    print(chosen.description, file=sys.stderr)
+    return Experiment(
+        args,
+        SCHEMA,
+        measure=lambda: asyncio.run(_measure(args, options, chosen, one)),
+        results=lambda: _results(args, options, chosen, one),
+        tables=lambda result: [_table(result)],
+        standing=chosen.notes,
+        measured=lambda: bool(one.samples),
+        sound=lambda result: not result["figures"]["errors"],
+    ).run()
 
 
 async def _served_model(url: str) -> str:
@@ -150,19 +132,16 @@ def _log_path(path: Path | None) -> Path | None:
         raise KVTierError(f"--log {path}: {error.strerror}") from error
 
 
-def _result(
-    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round, interrupted: bool
+def _results(
+    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round
 ) -> dict[str, Any]:
     rows = sample_rows([one])
-    results = {
+    return {
         "workload": chosen.to_json(),
         "settings": {"url": args.url, "flushed_first": args.flush, **asdict(options)},
         "figures": arm_figures(_ARM, [one], rows),
-        "interrupted": interrupted,
         "samples": rows,
-        "notes": list(chosen.notes),
     }
-    return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -1,5 +1,5 @@
-"""One restoration over time, from a server's decision log: the front that is computed and the back
-that is loaded.
+"""`kvtier bench restore-timeline`: restorations of a server's decision log as a table, and one of them
+drawn, the front that is computed and the back that is loaded.
 
 Reads the log's JSON lines (kvtier.decisions, version 2) by their names alone, so that a log can be
 drawn where nothing else of this package is at hand. As Cake's Figure 5: tokens against time, two
@@ -8,16 +8,21 @@ curves that meet.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TextIO
 
-from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.pages.plots import Series, lines
+from sgl_kvtier.arguments import positive
+from sgl_kvtier.console import Column, Table, check_target, print_table
+from sgl_kvtier.errors import BenchError, TraceError
+from sgl_kvtier.lab.pages.plots import Series, lines, save_plot
 from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal
 
 MOST_LINE = 64 << 20
 """Characters of a log's line: a step of a server with thousands of requests has under a million."""
+_SHOWN = 30
 COMPUTED, LOADED = "computed from the front", "loaded from the back"
 
 
@@ -46,6 +51,54 @@ class Timeline:
     def seconds(self) -> float:
         """From the offer to the last thing that happened."""
         return max(self.computed[-1][0], self.loaded[-1][0])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("log", type=Path, help="the file that policy.decision_log names")
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw one as SVG: the two pointers over time"
+    )
+    parser.add_argument(
+        "--number",
+        type=positive,
+        metavar="N",
+        help="which one (default: the longest of those that used both)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Lists and draws. Raises KVTierError."""
+    if args.plot is not None:
+        check_target(args.plot)
+    try:
+        with args.log.open(encoding="utf-8") as file:
+            found = read_timelines(log_lines(file))
+    except OSError as error:
+        raise BenchError(f"cannot read {args.log}: {error.strerror}") from error
+    if not found:
+        raise BenchError(f"{args.log} has no restoration")
+    rows = [
+        {"number": number, **vars(one), "ms": 1000 * one.seconds}
+        for number, one in enumerate(found, 1)
+    ]
+    columns = (
+        Column("number", "Number"),
+        Column("prompt_tokens", "Prompt", "tokens"),
+        Column("first", "In device", "tokens"),
+        Column("mode", "Mode"),
+        Column("reason", "Why"),
+        Column("computed_tokens", "Computed", "tokens"),
+        Column("loaded_tokens", "Loaded", "tokens"),
+        Column("lost_tokens", "Lost", "tokens"),
+        Column("ms", "Took", "ms", decimals=0),
+    )
+    left = len(rows) - _SHOWN
+    note = (f"The last {_SHOWN}; {left} before them are not shown.",) if left > 0 else ()
+    print_table(Table("Restorations", columns, rows[-_SHOWN:], notes=note))
+    if args.plot is not None:
+        save_plot(timeline_plot(_chosen(found, args.number)), args.plot)
+    return 0
 
 
 def log_lines(log: TextIO) -> Iterator[str]:
@@ -111,6 +164,14 @@ def timeline_plot(one: Timeline) -> str:
     ]
     title = f"{one.stop:,} tokens: {one.computed_tokens:,} computed, {one.loaded_tokens:,} loaded"
     return lines(curves, title, "ms since it was offered", "token of the prompt")
+
+
+def _chosen(found: list[Timeline], number: int | None) -> Timeline:
+    if number is not None:
+        if not 1 <= number <= len(found):
+            raise BenchError(f"--number {number}: there are 1 to {len(found)}")
+        return found[number - 1]
+    return max(found, key=lambda one: (min(one.computed_tokens, one.loaded_tokens), one.stop))
 
 
 def _take(data: dict[str, Any], page: int, found: dict[str, Timeline]) -> None:

@@ -1,0 +1,162 @@
+"""The frame of every command that measures: what is checked first, how a run may end, what is
+written then.
+
+A run that is stopped, or cannot go on, reports what it had measured before it ends so; and nothing
+interrupts a report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.console import Table, check_target, envelope, print_table, write_json, write_text
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside.server import end_on_signals
+from sgl_kvtier.lab.paced.launching import is_paced
+from sgl_kvtier.launch import missing_packages
+
+
+@dataclass
+class Experiment:
+    """One run of a command: what it does, and what follows from that.
+
+    `measured` says whether anything was; a failure before that writes nothing. `standing` are notes
+    of every such result: they are in the result and on its page, and not printed.
+    """
+
+    args: argparse.Namespace
+    schema: str
+    measure: Callable[[], None]
+    results: Callable[[], dict[str, Any]]
+    tables: Callable[[dict[str, Any]], Sequence[Table]]
+    page: Callable[[dict[str, Any]], str] | None = None
+    standing: Sequence[str] = ()
+    notes: Callable[[], Sequence[str]] = lambda: ()
+    measured: Callable[[], bool] = lambda: True
+    sound: Callable[[dict[str, Any]], bool] = lambda _: True
+
+    def run(self) -> int:
+        """Measures and reports. The exit status: 0, 1 where the result is not sound, 130 after
+        Ctrl-C. Raises BenchError when the run could not go on.
+        """
+        interrupted, failure = False, None
+        with end_on_signals():
+            try:
+                self.measure()
+            except KeyboardInterrupt:
+                interrupted = True
+            except BenchError as error:
+                if not self.measured():
+                    raise
+                failure = error
+            with undisturbed():
+                said = [*self.notes(), *early_end(interrupted, failure)]
+                notes = [*self.standing, *said]
+                found = {**self.results(), "interrupted": interrupted, "notes": notes}
+                result = envelope(self.schema, ["kvtier", *sys.argv[1:]], found)
+                self._report(result, said)
+        if failure is not None:
+            raise failure
+        if interrupted:
+            return 130
+        return 0 if self.sound(result) else 1
+
+    def _report(self, result: dict[str, Any], said: Sequence[str]) -> None:
+        page = getattr(self.args, "html", None)
+        shown = sys.stderr if "-" in (self.args.json, page) else sys.stdout
+        for table in self.tables(result):
+            print_table(table, shown)
+            print(file=shown)
+        for note in said:
+            print(note, file=shown)
+        if self.args.json is not None:
+            write_json(result, self.args.json)
+        if page is not None and self.page is not None:
+            write_text(self.page(result), page)
+        for what, target in (("result", self.args.json), ("page", page)):
+            if target not in (None, "-"):
+                print(f"The {what} is in {target}", file=shown)
+
+
+def check(
+    args: argparse.Namespace, *, starts_servers: bool = True, can_be_paced: bool = False
+) -> None:
+    """Before anything is done: raises KVTierError where a result could not be written, or a server
+    not be started on this device.
+    """
+    device = getattr(args, "device", None)
+    if is_paced(device) and not can_be_paced:
+        raise BenchError(f"--device {device}: so far kvtier compare and kvtier serve have it")
+    for target in (args.json, getattr(args, "html", None)):
+        if target is not None:
+            check_target(target)
+    if starts_servers and missing_packages():
+        raise BenchError(
+            f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]' "
+            "(about 10 GB), or run scripts/compare, which does that in an environment of its own"
+        )
+
+
+@contextlib.contextmanager
+def work_folder(wanted: Path | None, is_needed: Callable[[], bool]) -> Iterator[Path]:
+    """The given folder, or a temporary one; signals end the block as Ctrl-C does.
+
+    A temporary one is removed unless its logs are needed, or an error ends the block.
+    """
+    if wanted is not None:
+        try:
+            wanted.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"--folder {wanted}: {error.strerror}") from error
+        with end_on_signals():
+            yield wanted.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-lab-"))
+    failed = False
+    try:
+        with end_on_signals():
+            yield folder
+    except BenchError:
+        failed = True
+        raise
+    finally:
+        logs = list(folder.glob("**/server.log"))
+        if logs and (failed or is_needed()):
+            for storage in folder.glob("**/storage"):
+                shutil.rmtree(storage, ignore_errors=True)
+            print(f"The servers' logs are kept in {folder}", file=sys.stderr)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def early_end(interrupted: bool, failure: BenchError | None) -> list[str]:
+    """What a result says of an end before its time: without the end of a server's log."""
+    if interrupted:
+        return ["Interrupted: figures are from what had been measured."]
+    if failure is None:
+        return []
+    what = str(failure).splitlines()[0].split(" Last lines of ")[0].rstrip(".")
+    return [f"Ended by a failure: {what}. Figures are from what had been measured."]
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP do nothing inside: the results of many minutes are being written."""
+    before = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,392 @@
+"""Rounds of arms in turn: every arm a real server, the same work given to each.
+
+Cold means cold. Before every round an arm's device and host tiers are flushed and its storage is
+cleared, and the first answer must have no cached token. All servers are up at once where memory
+allows (starting one costs 40 processor seconds), the waiting ones asleep; else each round has a
+fresh server with an emptied storage folder. The order of arms changes from round to round. The
+operating system's page cache is left alone: both storage backends may read from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import psutil
+
+from sgl_kvtier.console import Progress, progress
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.arms import Setup, check_arms, has_storage, prepare, storage_folder
+from sgl_kvtier.lab.experiment.load import Load
+from sgl_kvtier.lab.experiment.log import Log
+from sgl_kvtier.lab.experiment.machine import CpuWatch
+from sgl_kvtier.lab.experiment.measures import Round
+from sgl_kvtier.lab.outside.client import Client, Metrics
+from sgl_kvtier.lab.outside.lab_model import BYTES
+from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
+from sgl_kvtier.lab.outside.server import Server, stop_servers
+from sgl_kvtier.lab.paced import launching, pace
+
+SERVER_BYTES = 7 << 29
+"""Memory one lab server needs: 3.4 GiB were measured (its three processes, shared pages counted
+once).
+"""
+
+SETTLE_S = 10.0
+"""How long storage writes may go on after the last answer before a round is closed without them."""
+
+LOOK_S = 0.5
+"""Between two looks whether they still go on."""
+
+_WARM_UP_TOKENS = 3
+_T = TypeVar("_T")
+
+
+def rotated(arms: Sequence[_T], number: int) -> list[_T]:
+    """The arms in round `number`, from 1: each round begins one further on."""
+    turn = (number - 1) % len(arms)
+    return [*arms[turn:], *arms[:turn]]
+
+
+def backwards(arms: Sequence[_T], number: int) -> list[_T]:
+    """The arms in round `number`, from 1: every second round goes backwards."""
+    return list(arms if number % 2 else reversed(arms))
+
+
+class Work(Protocol):
+    """What an arm is given in a round. `steps` is how many `unit` a round has."""
+
+    steps: int
+    unit: str
+
+    async def warm_up(self, client: Client, arm: str) -> list[str]:
+        """Before an arm's first round, not measured; notes for the result."""
+
+    async def measure(self, client: Client, one: Round, advance: Callable[[], None]) -> None:
+        """The requests of a round, put into `one.samples` as they end."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which arms, in what order, how often. `together` None: all servers at once if memory allows.
+    Rounds are numbered from `first_round`. No round begins after `until` on the monotonic clock.
+    """
+
+    arms: Sequence[str]
+    setup: Setup
+    folder: Path
+    rounds: int = 3
+    together: bool | None = None
+    order: Callable[[Sequence[str], int], list[str]] = rotated
+    start_timeout_s: float = 300.0
+    request_timeout_s: float = 300.0
+    first_round: int = 1
+    place: Callable[[str], str] = lambda _arm: ""
+    """Where the log keeps an arm's rounds: rounds of one place are the same for all plans."""
+    until: float | None = None
+
+
+@dataclass
+class Outcome:
+    """What rounds measured, filled while they run, so that an interruption loses nothing."""
+
+    rounds: list[Round] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    start_s: dict[str, float] = field(default_factory=dict)
+    commands: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def failed(self) -> list[str]:
+        """A note for every arm that failed."""
+        return [f"{arm} failed: {why.splitlines()[0]}" for arm, why in self.failures.items()]
+
+
+@dataclass(frozen=True)
+class KeptRound:
+    """A complete round as it is in the log. `number` counts from 1, `one.number` from
+    `first_round`.
+    """
+
+    place: str
+    arm: str
+    number: int
+    one: Round
+    start_s: float | None
+    command: tuple[str, ...]
+
+
+class RoundLog(Log):
+    """Complete rounds that a later run need not measure again."""
+
+    kinds: ClassVar = {"round": KeptRound}
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self.rounds: dict[tuple[str, str, int], KeptRound] = {}
+
+    def take(self, kind: str, record: KeptRound) -> None:
+        """Adds a round."""
+        assert kind in self.kinds, "there is one kind"
+        self.rounds[record.place, record.arm, record.number] = record
+
+
+class Rounds:
+    """One run. What it measures is in the `outcome` given to it, also when it is interrupted."""
+
+    def __init__(
+        self, plan: Plan, work: Work, outcome: Outcome, log: RoundLog | None = None
+    ) -> None:
+        check_arms(plan.arms, plan.setup.variants)
+        self._plan = plan
+        self._work = work
+        self._outcome = outcome
+        self._log = log or RoundLog()
+        self._servers: dict[str, Server] = {}
+        self._warm: set[str] = set()
+
+    def run(self) -> None:
+        """All rounds; no server is left. Raises BenchError when every arm failed."""
+        plan, outcome = self._plan, self._outcome
+        try:
+            if self._together():
+                self._start_all()
+            self._run_rounds()
+        finally:
+            stop_servers(list(self._servers.values()))
+        if len(outcome.failures) == len(plan.arms):
+            raise BenchError("no arm could be measured.\n" + "\n".join(outcome.failures.values()))
+
+    def _together(self) -> bool:
+        plan = self._plan
+        if plan.together is not None:
+            return plan.together
+        if plan.setup.host != "cpu":
+            return False  # each server takes most of the accelerator's memory
+        needed = SERVER_BYTES * len(plan.arms) + (1 << 30)
+        return psutil.virtual_memory().available >= needed
+
+    def _start_all(self) -> None:
+        arms = [arm for arm in self._plan.arms if self._is_left(arm)]
+        with progress("starting servers", len(arms), "ready") as shown:
+            shown.describe(", ".join(arms))
+            for arm in arms:
+                with self._carrying_on(arm, shown):
+                    self._start(arm)
+            for arm in list(self._servers):
+                with self._carrying_on(arm, shown):
+                    self._await(arm)
+                    shown.advance(note=f"{arm} ready")
+
+    def _is_left(self, arm: str) -> bool:
+        place, numbers = self._plan.place(arm), range(1, self._plan.rounds + 1)
+        return any((place, arm, number) not in self._log.rounds for number in numbers)
+
+    def _run_rounds(self) -> None:
+        plan, work, outcome = self._plan, self._work, self._outcome
+        total = plan.rounds * len(plan.arms) * work.steps
+        with progress("measuring", total, work.unit) as shown:
+            for number in range(1, plan.rounds + 1):
+                for arm in plan.order(plan.arms, number):
+                    if arm in outcome.failures:
+                        continue
+                    if self._take_over(arm, number):
+                        shown.expect((shown.total or 0) - work.steps)
+                        continue
+                    if plan.until is not None and time.monotonic() > plan.until:
+                        outcome.notes.append(
+                            f"Time is up: round {number} of {arm} and what follows was not measured."
+                        )
+                        return
+                    shown.describe(f"round {number} of {plan.rounds}, {arm}")
+                    with self._carrying_on(arm, shown):
+                        self._run_round(arm, number, shown)
+                    if arm in outcome.failures:
+                        left = plan.rounds - number
+                        shown.expect((shown.total or 0) - left * work.steps)
+
+    def _take_over(self, arm: str, number: int) -> bool:
+        kept = self._log.rounds.get((self._plan.place(arm), arm, number))
+        if kept is None:
+            return False
+        outcome = self._outcome
+        outcome.rounds.append(replace(kept.one, number=self._plan.first_round + number - 1))
+        outcome.commands.setdefault(arm, list(kept.command))
+        if kept.start_s is not None:
+            outcome.start_s.setdefault(arm, kept.start_s)
+        return True
+
+    @contextlib.contextmanager
+    def _carrying_on(self, arm: str, shown: Progress) -> Iterator[None]:
+        """A failure inside the block ends this arm, is shown with the end of the server's log, and
+        spares the others.
+        """
+        try:
+            yield
+        except BenchError as error:
+            self._outcome.failures[arm] = str(error)
+            shown.say(f"{error}\nGoing on without {arm}.")
+            server = self._servers.pop(arm, None)
+            if server is not None:
+                server.stop()
+
+    def _run_round(self, arm: str, number: int, shown: Progress) -> None:
+        plan, outcome = self._plan, self._outcome
+        fresh = arm not in self._servers
+        if fresh:
+            self._start(arm)
+            self._await(arm)
+        server = self._servers[arm]
+        one = Round(arm, plan.first_round + number - 1)
+        outcome.rounds.append(one)
+        try:
+            asyncio.run(self._measure(server, one, shown.advance))
+        finally:
+            server.raise_if_ended(f"in round {number}")
+        command, start_s = tuple(outcome.commands[arm]), outcome.start_s.get(arm)
+        kept = KeptRound(plan.place(arm), arm, number, one, start_s, command)
+        self._log.add("round", kept)
+        if fresh:
+            server.stop()
+            del self._servers[arm]
+            self._warm.discard(arm)
+
+    def _start(self, arm: str) -> None:
+        folder = self._plan.folder / arm
+        shutil.rmtree(storage_folder(folder), ignore_errors=True)
+        server = Server(arm, prepare(arm, self._plan.setup, folder), folder)
+        self._outcome.commands[arm] = server.command
+        self._servers[arm] = server
+        server.start()
+
+    def _await(self, arm: str) -> None:
+        seconds = self._servers[arm].wait_until_healthy(self._plan.start_timeout_s)
+        self._outcome.start_s.setdefault(arm, seconds)
+
+    async def _measure(self, server: Server, one: Round, advance: Callable[[], None]) -> None:
+        plan, notes = self._plan, self._outcome.notes
+        paced = plan.setup.paced
+        one.dilation = 1.0 if paced is None else paced.dilation
+        async with Client(
+            server.url, timeout_s=plan.request_timeout_s, dilation=one.dilation
+        ) as client:
+            if one.arm not in self._warm:
+                notes += await self._work.warm_up(client, one.arm)
+                self._warm.add(one.arm)
+            await client.flush()
+            if has_storage(one.arm, plan.setup):
+                await client.clear_storage()
+            one.before = await client.metrics()
+            disk = server.disk_bytes()
+            watch = CpuWatch(lambda: server.usage().cpu_s)
+            began = time.monotonic()
+            try:
+                await self._work.measure(client, one, advance)
+            finally:
+                one.cpu = watch.stop()
+                one.wall_s = one.cpu.wall_s / one.dilation
+                one.usage = server.usage()
+            one.after = await settled_metrics(client)
+            after = server.disk_bytes()
+            one.disk_bytes = (max(after[0] - disk[0], 0), max(after[1] - disk[1], 0))
+            # Without its server the work ends as well, every request that was left a failure.
+            server.raise_if_ended(f"in round {one.number}")
+            if paced is not None:
+                lines = pace.read(server.folder / launching.LOG)
+                one.steps = [line for line in lines if line["at"] >= began]
+            one.complete = True
+            notes += not_cold(one)
+
+
+@dataclass
+class Replaying:
+    """The work of replaying sessions; every request is appended to `log_path` as well.
+
+    `beside` runs while a round is measured, and is cancelled at its end.
+    """
+
+    load: Load
+    options: ReplayOptions
+    setup: Setup
+    log_path: Path
+    beside: Callable[[Client, Round], Coroutine[Any, Any, None]] | None = None
+    unit: str = "requests"
+
+    def __post_init__(self) -> None:
+        self.steps = self.load.requests
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path.unlink(missing_ok=True)
+
+    async def warm_up(self, client: Client, arm: str) -> list[str]:
+        """Two equal requests with a flush between: what a server does once at its first is not
+        measured, and a storage tier has to show that it gives back what it took.
+        """
+        setup = self.setup
+        tokens = min(setup.device_tokens or 8192, setup.context_tokens or 8192)
+        room = tokens - _WARM_UP_TOKENS - setup.page_size
+        ids = random.Random(setup.seed).choices(range(BYTES), k=min(2 * setup.chunk_tokens, room))
+        for attempt in ("first", "second"):
+            done = await client.generate(ids, _WARM_UP_TOKENS)
+            if done.error is not None:
+                raise BenchError(f"{arm}: the {attempt} warm-up request failed: {done.error}")
+            await settled_metrics(client)
+            await client.flush()
+        if has_storage(arm, setup) and (done.cached is None or not done.cached.storage):
+            return [
+                f"{arm}: the warm-up prompt did not come back from storage; see the server's log."
+            ]
+        return []
+
+    async def measure(self, client: Client, one: Round, advance: Callable[[], None]) -> None:
+        """All sessions."""
+        log = SampleLog(self.log_path, arm=one.arm, round=one.number)
+        beside = None if self.beside is None else asyncio.create_task(self.beside(client, one))
+        try:
+            await replay(
+                self.load.sessions,
+                client,
+                self.load.encoder,
+                self.options,
+                one.samples,
+                log=log,
+                on_done=lambda _: advance(),
+            )
+        finally:
+            if beside is not None:
+                beside.cancel()
+                await asyncio.gather(beside, return_exceptions=True)
+
+
+def not_cold(one: Round) -> list[str]:
+    """A note where the first answer of a round had cached tokens."""
+    begun = min(one.samples, key=lambda sample: sample.completion.sent_s, default=None)
+    cached = None if begun is None else begun.completion.cached
+    if cached is None or not cached.total:
+        return []
+    return [
+        f"{one.arm}, round {one.number}: the first request had {cached.total} cached tokens; the round was not cold."
+    ]
+
+
+async def settled_metrics(client: Client) -> Metrics:
+    """The metrics once the count of tokens written to storage stands still, so that writes belong
+    to their round.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SETTLE_S
+    metrics = await client.metrics()
+    written = metrics.total("sglang:backuped_tokens_total")
+    while written is not None and loop.time() < deadline:
+        await asyncio.sleep(LOOK_S)
+        metrics = await client.metrics()
+        now = metrics.total("sglang:backuped_tokens_total")
+        if now == written:
+            break
+        written = now
+    return metrics

@@ -1,0 +1,291 @@
+"""`kvtier compare`: stock HiCache and kvtier side by side, as a table, JSON and one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from sgl_kvtier.arguments import not_negative, positive
+from sgl_kvtier.console.environment import planner_build
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import (
+    RUN,
+    SERVER,
+    Shape,
+    add_load_arguments,
+    add_options,
+    add_replay_arguments,
+    load_options,
+    model_of,
+    replay_options,
+    setup_of,
+    shape_of,
+    thresholds,
+    words,
+)
+from sgl_kvtier.lab.experiment.arms import ARMS, DEFAULT_ARMS, Setup, check_arms
+from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
+from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
+from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
+from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
+from sgl_kvtier.lab.outside.replay import ReplayOptions
+from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
+from sgl_kvtier.lab.pages.compare import SCHEMA, compare_page, compare_tables
+from sgl_kvtier.launch import host_of
+
+_QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
+# One core computes about 1,800 prompt tokens a second of lab-mha: these loads keep the promised
+# times on two cores.
+_CPU = LoadOptions(turns=8, most_output_tokens=16)
+_QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=12)
+_GPU = LoadOptions(turns=40, divisor=1)
+# Nothing is computed there, so sessions have their full length; what came before they were entered
+# is one cold prompt each.
+_PACED = LoadOptions(turns=8, divisor=1, most_output_tokens=16, begin=0.6)
+_PACED_QUICK = LoadOptions(sessions=6, turns=5, divisor=1, most_output_tokens=16, begin=0.6)
+_PACED_ARMS = ("hicache-file", "kvtier")
+_LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
+"""kvtier.json's policy of the paced arm: both engines."""
+# Three to six agents worked at a time when the default trace was recorded.
+_REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
+
+_STANDING = (
+    "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
+    "The arm recompute has no host pool; the others have the same one.",
+    "equal_tokens_fraction of recompute compares its later rounds with its first: what repeating alone changes.",
+    "bytes: tokens that the server counts to and from storage, times its bytes per token. disk_bytes: block-device traffic "
+    "of the server's processes as the kernel counts it; reads served from the page cache are not in it.",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    quick = "a small load, two rounds, without the arm hicache: under 3 minutes"
+    rounds = "rounds, each with every arm (default 3)"
+    add_options(
+        parser,
+        RUN,
+        "quick rounds json html log minutes",
+        quick={"help": quick},
+        rounds={"help": rounds},
+    )
+    parser.add_argument(
+        "--arms",
+        metavar="A,B",
+        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off)",
+    )
+    servers = parser.add_argument_group("servers")
+    add_options(servers, SERVER)
+    servers.add_argument(
+        "--device-tokens",
+        type=positive,
+        help="tokens in the device pool (default: a fifth of all contexts, and at least the longest request)",
+    )
+    servers.add_argument(
+        "--host-ratio",
+        type=not_negative,
+        default=1.5,
+        help="host pool as a multiple of it (default %(default)s)",
+    )
+    servers.add_argument(
+        "--servers",
+        choices=("auto", "together", "fresh"),
+        default="auto",
+        help="all up at once and flushed between rounds, or a fresh one per arm and round",
+    )
+    add_load_arguments(parser, _CPU)
+    add_replay_arguments(parser, _REPLAY)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
+    KVTierError.
+    """
+    check(args, can_be_paced=True)
+    arms = _arms(args)
+    outcome = Outcome()
+    with work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
+        shape = shape_of(args)
+        model = model_of(args, shape.device)
+        wanted = load_options(args, _load_defaults(args, shape.device))
+        chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
+        setup = make_setup(args, shape, model, chosen)
+        plan = Plan(
+            arms=arms,
+            setup=setup,
+            folder=folder,
+            rounds=args.rounds or (2 if args.quick else 3),
+            together={"auto": None, "together": True, "fresh": False}[args.servers],
+            until=None if args.minutes is None else time.monotonic() + 60 * args.minutes,
+        )
+        replaying = replay_options(args, wanted.most_output_tokens)
+        log = RoundLog.open(args.log, about(setup, chosen, replaying))
+        print(_announcement(plan, chosen), file=sys.stderr)
+        work = Replaying(chosen, replaying, setup, folder / "requests.jsonl")
+        return Experiment(
+            args,
+            SCHEMA,
+            measure=Rounds(plan, work, outcome, log).run,
+            results=lambda: results(plan, work, outcome),
+            tables=compare_tables,
+            page=compare_page,
+            standing=[
+                *_paced_notes(setup.paced),
+                *chosen.notes,
+                *replay_notes(replaying),
+                *_STANDING,
+            ],
+            notes=lambda: [
+                *lost_pace(setup.paced, outcome),
+                *outcome.notes,
+                *left_out(outcome.rounds),
+                *outcome.failed(),
+            ],
+            measured=lambda: any(one.samples for one in outcome.rounds),
+            sound=lambda _: not outcome.failures,
+        ).run()
+
+
+def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load) -> Setup:
+    """The servers' common settings. The device pool holds the longest request and about a fifth of
+    all contexts.
+    """
+    paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
+    cpu, page = host_of(shape.device) == "cpu", shape.page
+    share = 5 if paced is None else 3
+    least = max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // share) + 2 * page
+    tokens = -(-(args.device_tokens or least) // page) * page
+    if tokens < chosen.longest_tokens + page:
+        raise BenchError(
+            f"--device-tokens {tokens} is less than the longest request needs ({chosen.longest_tokens} tokens and a page)"
+        )
+    return setup_of(
+        args,
+        shape,
+        model,
+        device_tokens=tokens,
+        host_ratio=args.host_ratio,
+        context_tokens=tokens if cpu else None,
+        max_running=max(args.concurrency, 8) if cpu else None,
+        **(thresholds(chosen, page) | _paced_sections(paced, chosen, page)),
+    )
+
+
+def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, Any]:
+    """What our arms on a paced device have in kvtier.json beside."""
+    if paced is None:
+        return {}
+    found = paced.sections()
+    found["policy"] |= {**thresholds(chosen, page)["sections"]["policy"], **_LOOKAHEAD}
+    return {"sections": found}
+
+
+def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any]:
+    """What rounds of one log have to have in common: the load and the servers. A model's folder may
+    be another.
+    """
+    work = {k: v for k, v in chosen.to_json().items() if k not in ("description", "rows")}
+    servers = {k: v for k, v in asdict(setup).items() if k not in ("model_path", "variants")}
+    return {"workload": work, **servers, **asdict(replaying)}
+
+
+def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
+    """What the rounds come to, schema kvtier.compare/1 (docs/manual/json.md)."""
+    rows = sample_rows(outcome.rounds)
+    figures = {
+        arm: {
+            **arm_figures(arm, outcome.rounds, rows),
+            "server_start_s": outcome.start_s.get(arm),
+            "failure": outcome.failures.get(arm),
+        }
+        for arm in plan.arms
+    }
+    settings = {
+        **asdict(plan.setup),
+        "host_tokens": plan.setup.host_tokens,
+        **asdict(work.options),
+        "commands": outcome.commands,
+    }
+    paced = plan.setup.paced
+    return {
+        **({} if paced is None else {"device": {"paced": paced.document()}}),
+        "workload": work.load.to_json(),
+        "settings": settings,
+        "rounds": plan.rounds,
+        "arms": figures,
+        "ratios": ratios(outcome.rounds, rows, plan.arms),
+        "samples": rows,
+    }
+
+
+def replay_notes(options: ReplayOptions) -> list[str]:
+    """How gaps, lengths and outputs of the trace are replayed."""
+    scale, cap, most = options.gap_scale, options.gap_cap_s, options.most_output_tokens
+    fed_back = {
+        "recorded": "The trace's own outputs are fed back, so all arms get the same prompts.",
+        "server": "The server's own outputs are fed back, so arms whose answers differ get different prompts.",
+    }
+    return [
+        f"Tool gaps are the trace's times {scale:g}"
+        + ("." if cap is None else f", at most {cap:g} s."),
+        "Outputs are as long as the trace's"
+        + ("." if most is None else f", at most {most} tokens."),
+        fed_back[options.feedback],
+    ]
+
+
+def _paced_notes(paced: Paced | None) -> list[str]:
+    if paced is None:
+        return []
+    return [
+        f"Paced, not computed: forwards, copies and the disk take the time of profile "
+        f"{paced.profile.name} ({paced.profile.source['database']}), dilation {paced.dilation:g}; "
+        "times are divided by it.",
+        "The arm kvtier looks ahead (policy: prefetch on, eviction next-use, sessions).",
+    ]
+
+
+def lost_pace(paced: Paced | None, outcome: Outcome) -> list[str]:
+    """A note for every arm that a paced device could not keep the pace of."""
+    if paced is None:
+        return []
+    rows, notes = sample_rows(outcome.rounds), []
+    for arm in dict.fromkeys(one.arm for one in outcome.rounds):
+        pace = arm_figures(arm, outcome.rounds, rows).get("pace")
+        if pace is not None and pace["valid"] is False:
+            notes.append(
+                f"INVALID: {arm} lost {pace['overrun']:.0%} of its steps' time (10 % are allowed), "
+                f"{pace['mismatches']} mismatches."
+            )
+    return notes
+
+
+def _load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
+    if is_paced(device):
+        return _PACED_QUICK if args.quick else _PACED
+    if args.quick:
+        return _QUICK
+    return _CPU if device == "cpu" else _GPU
+
+
+def _arms(args: argparse.Namespace) -> list[str]:
+    if args.arms is None and is_paced(args.device):
+        return list(_PACED_ARMS)
+    if args.arms is None:
+        return [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
+    arms = words(args.arms)
+    check_arms(arms)
+    return [arm for arm in ARMS if arm in arms]
+
+
+def _announcement(plan: Plan, chosen: Load) -> str:
+    setup = plan.setup
+    return (
+        f"{chosen.describe('round and arm')}; device pool {setup.device_tokens:,} tokens, "
+        f"host pool {setup.host_tokens:,}\n"
+        f"arms: {', '.join(plan.arms)}; {plan.rounds} rounds; planner {planner_build()}; logs in {plan.folder}"
+    )

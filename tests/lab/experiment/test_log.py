@@ -1,0 +1,164 @@
+"""Logs of trials: what a later run goes on from, what a kill leaves behind, and what is somebody
+else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from test_lookahead_result import BEFORE, counted, round_of
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.log import Log
+from sgl_kvtier.lab.experiment.machine import CpuShare
+from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
+from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
+from sgl_kvtier.lab.experiment.restore.trial import Trial
+from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
+from sgl_kvtier.lab.fuzz.log import FuzzLog
+from sgl_kvtier.lab.outside.server import Usage
+
+ABOUT = {
+    "workload": {"source": "generated:swe-mini", "requests": 3},
+    "page_size": 16,
+    "extra": ("--x",),
+}
+HEAD = '{"about": {}}\n'
+
+
+class Notes(Log):
+    """A log of texts."""
+
+    kinds: ClassVar = {"note": str}
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self.notes: list[str] = []
+
+    def take(self, kind: str, record: str) -> None:
+        assert kind == "note"
+        self.notes.append(record)
+
+
+def notes(path: Path) -> list[str]:
+    return Notes.open(path, {}).notes
+
+
+def kept(arm: str, number: int) -> KeptRound:
+    after = counted(1000, 100, 30) if arm == "kvtier" else BEFORE
+    one = round_of(arm, number, 0.2, after, storage=20)
+    one.cpu, one.usage = CpuShare(1.0, 0.5, 0.1, 0.0), Usage(1, 2, 3, 4.0, 5)
+    one.disk_bytes = (6, 7)
+    return KeptRound("3x, pause 0.5 s", arm, number, one, 30.0, ("python", "-m", "x"))
+
+
+def restore_log(path: Path) -> list[Trial]:
+    log = RestoreLog.open(path, {"seed": 0})
+    log.keep(Trial("fake", 512, PRIME, "compute", 0, 0.0))
+    return log.trials
+
+
+def round_log(path: Path) -> list[Any]:
+    log = RoundLog.open(path, ABOUT)
+    log.add("round", kept("kvtier", len(log.rounds) + 1))
+    return list(log.rounds)
+
+
+def fuzz_log(path: Path) -> list[str]:
+    log = FuzzLog.open(path, {})
+    log.find("leak: 16 tokens")
+    return log.findings
+
+
+@pytest.mark.parametrize("run", [restore_log, round_log, fuzz_log])
+def test_runs_go_on_behind_a_line_that_was_torn(
+    run: Callable[[Path], list[Any]], tmp_path: Path
+) -> None:
+    path = tmp_path / "log.jsonl"
+    run(path)
+    run(path)
+    for count in (3, 4):
+        with path.open("a") as file:
+            file.write('{"trial": {"mod')
+        assert len(run(path)) == count
+    assert len(run(path)) == 5
+
+
+def test_figures_of_a_log_are_those_of_its_rounds(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "log.jsonl"
+    made = [kept("recompute", 1), kept("kvtier", 1), kept("kvtier", 2)]
+    log = RoundLog.open(path, ABOUT)
+    for one in made:
+        log.add("round", one)
+    read = list(RoundLog.open(path, ABOUT).rounds.values())
+    assert [(one.arm, one.number, one.start_s, one.command) for one in read] == [
+        (one.arm, one.number, one.start_s, one.command) for one in made
+    ]
+    for arm in ("recompute", "kvtier"):
+        before, after = ([one.one for one in rounds] for rounds in (made, read))
+        assert arm_figures(arm, after, sample_rows(after)) == arm_figures(
+            arm, before, sample_rows(before)
+        )
+    assert read[1].one.samples == made[1].one.samples
+    assert read[1].one.occupancy == made[1].one.occupancy
+
+
+def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    RoundLog.open(path, ABOUT)
+    with pytest.raises(
+        BenchError, match=r"made with page_size = 16, and now it is 64\. Name another --log"
+    ):
+        RoundLog.open(path, {**ABOUT, "page_size": 64})
+
+
+def test_a_log_that_does_not_say_what_it_was_made_with_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"trial": {"model": "m"}}\n')
+    with pytest.raises(BenchError, match=r"does not say what its trials were made with.*another"):
+        RestoreLog.open(path, {})
+
+
+def test_a_torn_end_is_cut_off_only_when_something_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(HEAD + '{"note": "a"}\n{"no')
+    log = Notes.open(path, {})
+    assert log.notes == ["a"]
+    assert path.read_text() == HEAD + '{"note": "a"}\n{"no'
+    log.add("note", "c")
+    log.add("note", "d")
+    assert path.read_text() == HEAD + '{"note": "a"}\n{"note": "c"}\n{"note": "d"}\n'
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(HEAD + '{"note": "a"}')
+    Notes.open(path, {}).add("note", "c")
+    assert notes(path) == ["a", "c"]
+
+
+def test_what_is_not_known_is_refused_with_its_place_and_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("buy milk")
+    with pytest.raises(
+        BenchError, match=r"notes\.txt:1: not a line of this bench.*Name another --log"
+    ):
+        notes(path)
+    assert path.read_text() == "buy milk"
+    for damage in ("[" * 200_000, "1" * 5000, "buy milk", '{"fire": 1}', '{"note": "a", "b": 2}'):
+        path.write_text(f'{HEAD}{damage}\n{{"note": "c"}}\n')
+        with pytest.raises(BenchError, match=r"notes\.txt:2") as found:
+            notes(path)
+        assert len(str(found.value)) < 500
+
+
+def test_without_a_file_there_is_nothing_and_without_a_path_nothing_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "log.jsonl"
+    Notes.open(path, {}).add("note", "a")
+    assert notes(path) == ["a"]
+    log = Notes.open(None, {})
+    log.add("note", "a")
+    assert log.notes == ["a"]
