@@ -39,7 +39,9 @@ def test_at_balance_both_together_take_half_as_long(
     assert result["schema"] == "kvtier.profile/1"
     (profile,) = result["profiles"]
     (one,) = profile["predictions"]
-    assert (profile["name"], one["tokens"], one["link"]) == ("model-a", 4096, "ssd-hbm")
+    assert (profile["name"], one["tokens"], one["link"]) == ("model-a", 4096, "storage-device")
+    assert profile["links_bytes_per_s"] == {"storage-device": 1e6}
+    assert profile["transfers"] == {"storage-device": 9}
     assert one["compute_s"] == pytest.approx(4.096)
     assert one["load_s"] == pytest.approx(4.096)
     assert one["both_s"] == pytest.approx(2.048)

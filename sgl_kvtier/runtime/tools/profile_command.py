@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sgl_kvtier.console import (
     Column,
@@ -29,10 +30,11 @@ from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import NAME, PERIOD_S, Profile
 from sgl_kvtier.runtime.tools.profile_run import LearningRun
-from sgl_kvtier.types import Link
+from sgl_kvtier.types import ROUTES, Link
 
 SCHEMA = "kvtier.profile/1"
 _LENGTHS = (2048, 4096, 8192, 16384)
+_Number = TypeVar("_Number", int, float)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,9 +147,9 @@ def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str
         "name": name,
         "conditions": profile.conditions,
         "prefill": profile.prefill,
-        "links_bytes_per_s": profile.links,
+        "links_bytes_per_s": routed(profile.links),
         "chunks": profile.chunks,
-        "transfers": profile.transfers,
+        "transfers": routed(profile.transfers),
         "written_s": profile.written,
         "predictions": [
             predicted(cost, profile, link, tokens)
@@ -156,6 +158,12 @@ def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str
             for tokens in lengths
         ],
     }
+
+
+def routed(by_link: Mapping[str, _Number]) -> dict[str, _Number]:
+    """Figures by link, with the names that links have in every result."""
+    names = {link.value: route for link, route in ROUTES.items()}
+    return {names.get(name, name): value for name, value in by_link.items()}
 
 
 def predicted(cost: PrefillCost, profile: Profile, link: Link, tokens: int) -> dict[str, Any]:
@@ -175,7 +183,7 @@ def predicted(cost: PrefillCost, profile: Profile, link: Link, tokens: int) -> d
     meet = min(range(0, tokens + 1, page), key=seconds)
     best_s = min(compute_s, load_s)
     return {
-        "link": link.value,
+        "link": ROUTES[link],
         "tokens": tokens,
         "compute_s": compute_s,
         "load_s": load_s,
