@@ -1,0 +1,71 @@
+"""`kvtier report`: a result drawn again is what its command drew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Command
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.console import to_json
+
+LOAD = "--device cpu --lab-model tiny-qwen3 --trace generated:swe-mini --sessions 4 --turns 2 --divisor 16"
+RUNS = {
+    "compare": f"compare {LOAD} --gap-scale 0 --servers together --arms recompute,kvtier",
+    "restore": "compare restore --device cpu --models tiny-qwen3 --lengths 512 --foreign 99 --load-over-compute 1",
+    "lookahead": f"compare lookahead {LOAD} --gaps 0 --oversubscription 1.5 --arms recompute,kvtier",
+}
+
+
+@pytest.mark.parametrize("run", list(RUNS))
+def test_a_result_that_is_drawn_again_has_the_tables_and_the_page_of_its_run(
+    kvtier: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], run: str
+) -> None:
+    pages = [tmp_path / "first.html", tmp_path / "again.html"]
+    done = kvtier(tmp_path, *RUNS[run].split(), "--rounds", "1", "--html", str(pages[0]))
+    assert done.status == 0, done.err
+    assert main(["report", str(tmp_path / "out.json"), "--html", str(pages[1])]) == 0
+    first, again = (page.read_text() for page in pages)
+    assert first == again
+    assert 'id="losing-cells"' in first
+    tables = done.out.partition(done.result["notes"][-1])[0].partition("The result is in")[0]
+    assert tables.strip()[:2000] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("buy milk", "is not JSON"),
+        ("[1]", "no result that can be drawn"),
+        ('{"schema": "kvtier.stat/1"}', "no result that can be drawn"),
+        ('{"schema": "kvtier.restore/1", "cells": [{}]}', "not a whole kvtier.restore/1 result"),
+    ],
+)
+def test_another_file_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(text)
+    assert main(["report", str(path)]) == 1
+    found = capsys.readouterr().err
+    assert said in found and len(found.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "/nowhere/out.json"]) == 1
+    assert "cannot read /nowhere/out.json" in capsys.readouterr().err
+
+
+def test_the_page_goes_to_standard_output_and_the_tables_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compare_result: dict[str, Any]
+) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(to_json(compare_result))
+    assert json.loads(path.read_text())["schema"] == "kvtier.compare/1"
+    assert main(["report", str(path), "--html", "-"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("<!DOCTYPE html>")
+    assert "Time to first token" in shown.err
