@@ -39,6 +39,9 @@ SERVER_BYTES = 7 << 29
 once).
 """
 
+START_S = 900.0
+"""How long a server is waited for: a trial is long, and the machine may be busy with other things."""
+
 SETTLE_S = 10.0
 """How long storage writes may go on after the last answer before a round is closed without them."""
 
@@ -85,7 +88,6 @@ class Plan:
     rounds: int = 3
     together: bool | None = None
     order: Callable[[Sequence[str], int], list[str]] = rotated
-    start_timeout_s: float = 300.0
     request_timeout_s: float = 300.0
     first_round: int = 1
     place: Callable[[str], str] = lambda _arm: ""
@@ -266,7 +268,7 @@ class Rounds:
         server.start()
 
     def _await(self, arm: str) -> None:
-        seconds = self._servers[arm].wait_until_healthy(self._plan.start_timeout_s)
+        seconds = self._servers[arm].wait_until_healthy(START_S)
         self._outcome.start_s.setdefault(arm, seconds)
 
     async def _measure(self, server: Server, one: Round, advance: Callable[[], None]) -> None:

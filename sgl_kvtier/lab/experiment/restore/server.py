@@ -15,6 +15,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS
+from sgl_kvtier.lab.experiment.rounds import START_S
 from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, kv_bytes, write_named
 from sgl_kvtier.lab.outside.server import Launch, Server
 from sgl_kvtier.sizes import format_bytes
@@ -24,7 +25,6 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PA
 
 _SPARE_TOKENS = 2048
 _LEAST_STORAGE = 4 << 30
-_START_S = 400.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def started(
     launch = prepare(OURS, setup_for(args, shape, model, lengths, decision_log, key), folder)
     launch = Launch(launch.arguments, {**launch.env, **(STRICT if args.strict else {})})
     with Server(f"{model} on kvtier", launch, folder) as server:
-        server.wait_until_healthy(_START_S)
+        server.wait_until_healthy(START_S)
         shown = ["***" if word == key else word for word in server.command]
         yield Target(model, server.url, key, server.pid, shape.page, shape.chunk, shown)
         server.raise_if_ended("while it was measured")

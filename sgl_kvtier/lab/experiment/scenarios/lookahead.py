@@ -56,8 +56,6 @@ _QUICK_GAPS = (0.5,)
 _CPU = LoadOptions(sessions=8, turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=8)
 _GPU = LoadOptions(sessions=16, turns=40, divisor=1)
-_START_S = 900.0
-"""A trial is long, so a machine that is busy with other things is waited for."""
 
 
 _STANDING = (
@@ -189,7 +187,6 @@ class _Run:
                     folder=self.folder / f"{oversubscription:g}x-{gap_s:g}s",
                     rounds=rounds,
                     together=False,
-                    start_timeout_s=_START_S,
                     first_round=len(found) * rounds + 1,
                     place=partial(_place, oversubscription, gap_s),
                     until=until,

@@ -125,15 +125,7 @@ def run(args: argparse.Namespace) -> int:
     outcome = Outcome()
     with work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
         setup = make_setup(args)
-        plan = Plan(
-            options.arms,
-            setup,
-            folder,
-            options.rounds,
-            together=True,
-            order=backwards,
-            start_timeout_s=400.0,
-        )
+        plan = Plan(options.arms, setup, folder, options.rounds, together=True, order=backwards)
         return Experiment(
             args,
             SCHEMA,
