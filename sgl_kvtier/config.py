@@ -55,8 +55,10 @@ _OWN_RULES = "a class that policy.rules names has it as an attribute (sgl_kvtier
 _MOVED = {
     "throttle": "it is lab.throttle now",
     "faults": "it is lab.faults now",
-    "policy.rule": 'papers\' rules are classes now: policy.rules = "sgl_kvtier.lab.rules:Cake" or ":CacheFlow"',
-    "policy.io_order": 'orders are classes now: policy.rules = "sgl_kvtier.lab.rules:LongestFirst" or ":ShortestFirst"',
+    "policy.rule": "papers' rules are classes now: "
+    'policy.rules = "sgl_kvtier.lab.rules:Cake" or ":CacheFlow"',
+    "policy.io_order": "orders are classes now: "
+    'policy.rules = "sgl_kvtier.lab.rules:LongestFirst" or ":ShortestFirst"',
     "policy.fixed_split": 'it is a class now: policy.rules = "sgl_kvtier.lab.rules:FixedSplit"',
     "policy.lookahead": 'K is a class now: policy.rules = "sgl_kvtier.lab.rules:K2" for K = 2',
     'policy.prefetch = "kvtier"': "it is on now",
@@ -173,8 +175,10 @@ class PolicyConfig:
 
     restore: str = setting(
         "auto",
-        "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for each request, "
-        "both = compute its front while loading its back, load, compute, or off = SGLang's own way. auto is off on more than "
+        "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for "
+        "each request, "
+        "both = compute its front while loading its back, load, compute, or off = SGLang's own "
+        "way. auto is off on more than "
         "one rank and on a GPU, where it was not shown under stress yet",
         choices=("auto", "both", "load", "compute", "off"),
     )
@@ -183,7 +187,9 @@ class PolicyConfig:
     )
     load_tokens: int = setting(
         128,
-        "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting point if they take over 20 ms. On an accelerator loads far from that point have 16 MiB, where that is more",
+        "most tokens per load, the unit that is in flight, lands or fails; fewer near the meeting "
+        "point if they take over 20 ms. On an accelerator loads far from that point have 16 MiB, "
+        "where that is more",
         low=1,
         high=65536,
     )
@@ -195,18 +201,21 @@ class PolicyConfig:
     )
     max_yields: int = setting(
         4,
-        "scheduler steps in a row for which a restoring request may be held back so that others are prefilled",
+        "scheduler steps in a row for which a restoring request may be held back so that others "
+        "are prefilled",
         low=0,
         high=10_000,
     )
     rules: str = setting(
         "",
-        "a class of your own that decides instead (see sgl_kvtier/policy/rules.py); empty = kvtier's own",
+        "a class of your own that decides instead (see sgl_kvtier/policy/rules.py); empty = "
+        "kvtier's own",
         is_class=True,
     )
     prefetch: str = setting(
         "off",
-        "on: pages of waiting requests and of sessions expected back are prefetched before their turn, as far as links have time",
+        "on: pages of waiting requests and of sessions expected back are prefetched before their "
+        "turn, as far as links have time",
         choices=("on", "off"),
     )
     prefetch_share: float = setting(
@@ -220,7 +229,8 @@ class PolicyConfig:
     )
     eviction: str = setting(
         "lru",
-        "which pages leave device and host memory first: lru = least recently used, next-use = those needed last, or a class of "
+        "which pages leave device and host memory first: lru = least recently used, next-use = "
+        "those needed last, or a class of "
         "your own (examples/own_eviction.py)",
         choices=("lru", "next-use"),
         is_class=True,
@@ -239,7 +249,8 @@ class PolicyConfig:
     )
     decision_log: str = setting(
         "",
-        "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim replay-log); empty = none",
+        "file for every fact, view and plan as lines of JSON, to be replayed (kvtier sim "
+        "replay-log); empty = none",
     )
 
 

@@ -135,7 +135,9 @@ def config_file(folder: Path, **sections: Any) -> Path:
         "segment_bytes": "8MiB",
     }
     store.update(sections.pop("store", {}))
-    lab = {name: sections.pop(name) for name in ("throttle", "faults") if name in sections}
+    lab = sections.pop("lab", {}) | {
+        name: sections.pop(name) for name in ("throttle", "faults") if name in sections
+    }
     path = folder / "kvtier.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(

@@ -133,8 +133,7 @@ def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
         extra=tuple(args.server_arg),
         sections={
             "policy": {"restore": "both", "min_restore_tokens": page},
-            "lab": {"audit": True},
-            **throttle,
+            "lab": {"audit": True, **throttle},
         },
     )
     return setup, chunks

@@ -147,7 +147,7 @@ class Paced:
             "read_gbps": self.disk_read_gbytes_per_s * 8 / slower,
             "write_gbps": self.disk_write_gbytes_per_s * 8 / slower,
         }
-        return {"throttle": throttle, "policy": {"load_deadline_s": 2.0 * self.dilation}}
+        return {"lab": {"throttle": throttle}, "policy": {"load_deadline_s": 2.0 * self.dilation}}
 
     def model(self) -> Path:
         """The folder of a model with this kind of cache, written if it is not there yet."""

@@ -8,9 +8,11 @@ from sgl_kvtier.config import KVTierConfig, describe_config
 
 _HEAD = """# Settings
 
-All settings of `kvtier.json`. A test compares this page with the code. `kvtier doctor --settings` prints the same rows.
-The simulator reads the same file. A section `lab` slows the store or makes it fail on purpose: only the laboratory
-writes it ([its README](../../sgl_kvtier/lab/README.md)). A setting there was is refused with a line that says where it went.
+All settings of `kvtier.json`. A test compares this page with the code, and
+`kvtier doctor --settings` prints the same rows. The simulator reads the same file.
+A section `lab` slows the store or makes it fail on purpose: only the laboratory writes it
+([its README](../../sgl_kvtier/lab/README.md)). A setting there was is refused with a line that
+says where it went.
 """
 _COLUMNS = "| Setting | Default | Allowed | Meaning |\n| :--- | :--- | :--- | :--- |\n"
 

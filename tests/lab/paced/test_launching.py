@@ -40,7 +40,7 @@ def test_bytes_are_scaled_to_the_models_own_pool(name):
 
 
 def test_the_disk_is_as_much_slower_as_bytes_are_fewer_and_times_longer():
-    throttle = launching.parse("paced:h100-llama8b", 2.0).sections()["throttle"]
+    throttle = launching.parse("paced:h100-llama8b", 2.0).sections()["lab"]["throttle"]
     assert throttle["read_gbps"] == pytest.approx(6.4 * 8 / 512 / 2)
 
 
@@ -75,7 +75,7 @@ def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys)
     assert serve_command.run(args) == 0
     written = capsys.readouterr().out.splitlines()[0].split(" would be written: ")[1]
     (tmp_path / "kvtier.json").write_text(written)
-    assert load_config(tmp_path / "kvtier.json").throttle.read_gbps == pytest.approx(0.1)
+    assert load_config(tmp_path / "kvtier.json").lab.throttle.read_gbps == pytest.approx(0.1)
 
 
 def test_a_paced_server_takes_no_other_model(tmp_path):
