@@ -90,8 +90,8 @@ class TierCheck:
         """Number of pages that differ, by kind. For an idle server that has reported all its facts;
         O(pages).
 
-        hbm: device pages of the tree against the map's, by count. leaves: pages of all evictable
-        paths that the map places elsewhere, by name. dram, ssd: by name.
+        device: device pages of the tree against the map's, by count. leaves: pages of all evictable
+        paths that the map places elsewhere, by name. host, storage: by name.
         """
         nodes, page = self._nodes, self._facts._page
         known = {
@@ -109,9 +109,9 @@ class TierCheck:
         store = self._store()
         stored = list(islice(known[Tier.SSD], None))
         return {
-            "hbm_number": abs(nodes.device_tokens() // page - len(known[Tier.HBM])),
-            "hbm_names": sum(key not in known[Tier.HBM] for key in paths),
-            "dram_names": len(host.keys() ^ known[Tier.DRAM].keys())
+            "device_number": abs(nodes.device_tokens() // page - len(known[Tier.HBM])),
+            "device_names": sum(key not in known[Tier.HBM] for key in paths),
+            "host_names": len(host.keys() ^ known[Tier.DRAM].keys())
             + sum(key not in known[Tier.DRAM] for key in hosted),
-            "ssd_names": len(self._not_stored(store, stored)),
+            "storage_names": len(self._not_stored(store, stored)),
         }
