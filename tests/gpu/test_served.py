@@ -20,6 +20,9 @@ GBPS = 2.0
 """Of the throttled store: computing and loading take times of the same order."""
 
 
+AHEAD = {"prefetch": "on", "eviction": "next-use"}
+
+
 def card_flags(**more: Any) -> list[str]:
     """Launch arguments of a small server on a card."""
     return [
@@ -90,8 +93,7 @@ def test_no_page_of_a_restoration_fails_on_its_way_to_the_device(served: Served)
 def test_a_server_that_looks_ahead_on_a_card_answers_and_its_pages_are_the_stores(
     tmp_path: Path,
 ) -> None:
-    ahead = {"prefetch": "on", "eviction": "next-use"}
-    with serving(tmp_path, card_flags(), settings(tmp_path, **ahead)) as server:
+    with serving(tmp_path, card_flags(), settings(tmp_path, **AHEAD)) as server:
         asked = prompts(6, LONG, seed=3)
         first = [server.ask(ids) for ids in asked]
         server.flush()

@@ -23,6 +23,7 @@ from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
+from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.types import Link, PageKey, Span, Tier
@@ -59,7 +60,7 @@ class HostPages:
     def __init__(self, host: Any) -> None:
         self.size_per_token = 4
         self.anchor_entry = SimpleNamespace(host_pool=host)
-        self._host, self._next = host, host.size
+        self._next = self.size = host.size
         self.freed = 0
 
     def alloc(self, tokens: int, **how: Any) -> torch.Tensor:
@@ -113,7 +114,9 @@ class Scene:
             ongoing_prefetch={},
             tp_world_size=1,
         )
-        self.engine = RestoreEngine(StepContext(tree), PageMover(self.place.copies, 16), 0)
+        self.engine = RestoreEngine(
+            StepContext(tree), PageMover(self.place.copies, self.place.page), 0, lambda _: None
+        )
         keys = tuple(PageKey(bytes([n]) * 32) for n in range(PAGES))
         prompt = (PAGES + 1) * self.place.page
         self.r = Restoration(
@@ -124,7 +127,14 @@ class Scene:
         self.told: list[Any] = []
         self.plan = StepPlan()
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: self.plan)
-        self.tick = RestoreTick(self.engine, planner, Agreement(tree, 1, first=True), 256)  # type: ignore[arg-type]
+        turns = SimpleNamespace(look=lambda scheduler: None)
+        self.tick = RestoreTick(
+            self.engine,
+            planner,
+            Agreement(tree, 1, first=True),
+            turns,
+            Views(self.engine, 256, host.size),  # type: ignore[arg-type]
+        )
         self.scheduler = SimpleNamespace(
             chunked_req=None, waiting_queue=[], last_batch=None, running_batch=SimpleNamespace(reqs=[], batch_is_full=False)
         )  # fmt: skip

@@ -117,6 +117,7 @@ def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
         raise BenchError(f"--chunks: must be whole pages of {page} tokens")
     tokens = -(-(args.tokens * 5 // 4 + 2048) // page) * page
     throttle = {} if args.gbps is None else {"throttle": {"read_gbps": float(args.gbps)}}
+    lab = {"audit": True, **throttle}
     setup = Setup(
         model_path=path,
         served_name=Path(path).name,
@@ -131,10 +132,7 @@ def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
         max_running=8 if cpu else None,
         seed=args.seed,
         extra=tuple(args.server_arg),
-        sections={
-            "policy": {"restore": "both", "min_restore_tokens": page},
-            "lab": {"audit": True, **throttle},
-        },
+        sections={"policy": {"restore": "both", "min_restore_tokens": page}, "lab": lab},
     )
     return setup, chunks
 

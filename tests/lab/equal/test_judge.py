@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from dataclasses import replace
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.equal import command
 from sgl_kvtier.lab.equal.judge import LEAST, SPARE, Answer, Floor, Verdict, floor_of, judge
-from sgl_kvtier.lab.experiment.arms import Setup
+from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.fuzz.log import Answer as FuzzAnswer
 from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog, counts
 
@@ -101,6 +103,25 @@ def test_a_result_is_sound_only_if_something_was_restored_and_every_page_was_equ
     assert not sound(second, [128, 0], {"equal": 0.0})
     assert not sound(second, [128, 0], {"equal": 2.0, "differs": 1.0})
     assert not sound([moved(0.2)] * 2, [128, 0], {"equal": 2.0})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_settings_of_its_servers_are_settings_that_a_server_takes(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "write_named", lambda name, seed: tmp_path / name)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    words = ["--device", device, "--tokens", "2k", "--gbps", "2"]
+    setup, chunks = command.make_setup(parser.parse_args(words))
+    assert all(chunk % setup.page_size == 0 for chunk in chunks)
+    prepare(OURS, setup, tmp_path)
+    found = load_config(tmp_path / "storage.json")
+    assert (found.policy.restore, found.lab.audit, found.lab.throttle.read_gbps) == (
+        "both",
+        True,
+        2,
+    )
 
 
 def test_the_floor_of_a_result_is_read_back(tmp_path: Path) -> None:

@@ -228,3 +228,23 @@ def test_a_host_without_a_card_is_told_what_is_missing(capsys: pytest.CaptureFix
     assert [line.split(":")[0].split(maxsplit=1)[1] for line in said.splitlines()] == [
         name for name, _ in host_check.PARTS
     ]
+
+
+def test_the_settings_of_served_tests_on_a_card_are_settings_that_a_server_takes(
+    tmp_path: Path,
+) -> None:
+    """They are read on a card alone, and a renamed setting must show here."""
+    pytest.importorskip("sglang", reason="SGLang is not installed")
+    import importlib.util
+
+    from sgl_kvtier.config import load_config
+
+    spec = importlib.util.spec_from_file_location(
+        "served_on_a_card", ROOT / "tests/gpu/test_served.py"
+    )
+    assert spec is not None and spec.loader is not None
+    served = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(served)
+    found = load_config(served.settings(tmp_path, **served.AHEAD))
+    assert (found.policy.restore, found.lab.audit) == ("both", True)
+    assert found.lab.throttle.read_gbps == served.GBPS
