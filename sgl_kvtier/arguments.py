@@ -11,9 +11,7 @@ from collections.abc import Callable
 
 from sgl_kvtier.outside import MOST_WHOLE, is_number, is_whole, shown
 from sgl_kvtier.sizes import parse_bytes
-
-PACED = "paced:"
-"""Begins the name of a device that computes nothing and takes an accelerator's time."""
+from sgl_kvtier.types import PACED
 
 
 def whole_from(low: int, high: int = MOST_WHOLE) -> Callable[[str], int]:

@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import PACED
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.types import PACED
 
 HOST = "127.0.0.1"
 GPU_PAGE = 64

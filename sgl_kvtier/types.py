@@ -12,6 +12,10 @@ page's last.
 """
 
 
+PACED = "paced:"
+"""Begins the name of a device that computes nothing and takes an accelerator's time."""
+
+
 class Lookup(enum.Enum):
     """The answer to a look-up of a page."""
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import PACED
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.lab_model import VOCABULARY, models_dir, write_model
 from sgl_kvtier.lab.paced import profile
+from sgl_kvtier.types import PACED
 
 PAGE_TOKENS = 64
 CHUNK_TOKENS = 8192
