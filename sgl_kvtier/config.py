@@ -55,10 +55,10 @@ _OWN_RULES = "a class that policy.rules names has it as an attribute (sgl_kvtier
 _MOVED = {
     "throttle": "it is lab.throttle now",
     "faults": "it is lab.faults now",
-    "policy.rule": "papers' rules are classes now: "
-    'policy.rules = "sgl_kvtier.lab.rules:Cake" or ":CacheFlow"',
-    "policy.io_order": "orders are classes now: "
-    'policy.rules = "sgl_kvtier.lab.rules:LongestFirst" or ":ShortestFirst"',
+    "policy.rule": 'papers\' rules are classes now: policy.rules = "sgl_kvtier.lab.rules:Cake" or '
+    '":CacheFlow"',
+    "policy.io_order": 'orders are classes now: policy.rules = "sgl_kvtier.lab.rules:LongestFirst" '
+    'or ":ShortestFirst"',
     "policy.fixed_split": 'it is a class now: policy.rules = "sgl_kvtier.lab.rules:FixedSplit"',
     "policy.lookahead": 'K is a class now: policy.rules = "sgl_kvtier.lab.rules:K2" for K = 2',
     'policy.prefetch = "kvtier"': "it is on now",
@@ -176,10 +176,9 @@ class PolicyConfig:
     restore: str = setting(
         "auto",
         "how a prefix found in a lower tier comes back: auto = whatever is predicted fastest for "
-        "each request, "
-        "both = compute its front while loading its back, load, compute, or off = SGLang's own "
-        "way. auto is off on more than "
-        "one rank and on a GPU, where it was not shown under stress yet",
+        "each request, both = compute its front while loading its back, load, compute, or off = "
+        "SGLang's own way. auto is off on more than one rank and on a GPU, where it was not shown "
+        "under stress yet",
         choices=("auto", "both", "load", "compute", "off"),
     )
     min_restore_tokens: int = setting(
@@ -230,8 +229,7 @@ class PolicyConfig:
     eviction: str = setting(
         "lru",
         "which pages leave device and host memory first: lru = least recently used, next-use = "
-        "those needed last, or a class of "
-        "your own (examples/own_eviction.py)",
+        "those needed last, or a class of your own (examples/own_eviction.py)",
         choices=("lru", "next-use"),
         is_class=True,
     )

@@ -117,8 +117,8 @@ def paced_device(device: str, dilation: float) -> Any:
         launching = importlib.import_module("sgl_kvtier.lab.paced.launching")
     except ImportError as error:
         raise BenchError(
-            f"--device {device} is part of the laboratory, which needs {error.name}. Install it with: "
-            "pip install 'sgl-kvtier[lab]'"
+            f"--device {device} is part of the laboratory, which needs {error.name}. Install it "
+            "with: pip install 'sgl-kvtier[lab]'"
         ) from error
     return launching.parse(device, dilation)
 

@@ -26,7 +26,8 @@ def load_class(key: str, name: str, unfit: Callable[[Any], str | None]) -> Calla
         raise _refused(
             key,
             name,
-            f"{module} cannot be imported: {_said(error)}. Install it where the server runs, or put its folder into PYTHONPATH",
+            f"{module} cannot be imported: {_said(error)}. Install it where the server runs, or "
+            "put its folder into PYTHONPATH",
         ) from error
     if not isinstance(found, type):
         raise _refused(key, name, f"{module} has no class {wanted}")

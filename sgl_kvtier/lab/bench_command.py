@@ -20,7 +20,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     ),
     "copy-table": (
         "sgl_kvtier.lab.gpu.copy_table_command",
-        "every way to bring host pages to the device: bandwidth, time to begin, what a GEMM beside it loses",
+        "every way to bring host pages to the device: bandwidth, time to begin, what a GEMM beside "
+        "it loses",
     ),
     "equal": (
         "sgl_kvtier.lab.equal.command",

@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     running.add_argument(
         "--config",
         metavar="FILE",
-        help="kvtier.json; its policy section steers kvtier, and other planners but for what their names fix (default: prefetch on, eviction next-use)",
+        help="kvtier.json; its policy section steers kvtier, and other planners but for what their "
+        "names fix (default: prefetch on, eviction next-use)",
     )
     running.add_argument(
         "--sessions",

@@ -112,7 +112,9 @@ class Desk(Protocol):
         """Seconds of one iteration, as of late."""
 
     def lacks(self, turn: ToCome) -> Sequence[tuple[Span, Tier | None]]:
-        """Runs of its pages that are not in device memory, with the tier each is found in, if any."""
+        """Runs of its pages that are not in device memory, with the tier each is found in, if
+        any.
+        """
 
     def paused(self, turn: ToCome) -> bool:
         """Whether nothing is moved for it because a move has failed a moment ago."""
@@ -121,7 +123,9 @@ class Desk(Protocol):
         """Seconds that one page takes over an idle link."""
 
     def judge(self, turn: ToCome, pages: int, transfer_s: float, window_s: float) -> None:
-        """Notes a prediction: so many pages take `transfer_s`, and are hidden within `window_s`."""
+        """Notes a prediction: `pages` pages take `transfer_s` seconds, and are hidden within
+        `window_s` seconds.
+        """
 
     def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
         """Moves as many of these pages to device memory as find room, from the first on."""
@@ -134,14 +138,14 @@ class Rules:
 
     balanced_chunks: bool = True
     """Chunks are cut so that compute and loads meet together, and loads that compute would reach
-    first are asked back; False: whole chunks, as long as the next page is not taken by a load.
+    first are cancelled. False: whole chunks, until the next page is taken by a load.
     """
     split_margin: float = 0.02
     """Computing and loading together must be predicted to save this share of the faster of the two:
     less is within the predictions' error.
     """
     split_gain_s: float = 0.005
-    """And at least so many seconds: what splitting costs by itself."""
+    """And at least this many seconds: the cost of splitting itself."""
     engine_load_s: float = 0.02
     """A restoration has to save this much over an engine's own load: in a server on a CPU it ended
     20 ms or more above the best split (docs/results/restore.md), and with less than this it lost at
@@ -154,11 +158,11 @@ class Rules:
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""
     load_horizon_s: float = 0.3
-    """Loads and prefetches are asked for so many seconds of a link's time ahead: longer than a step
-    mostly takes, and short enough that what is known by then decides.
+    """Loads and prefetches cover this many seconds of a link's time: longer than most steps, and
+    short enough that later ones are decided with newer facts.
     """
     load_patience: float = 2.0
-    """A load may take so many times as long as its link is predicted to need for what is before it
+    """A load may take this many times as long as its link is predicted to need for earlier loads
     and for itself, before `policy.load_deadline_s` more.
     """
     yields_to_fresh: bool = True
@@ -224,11 +228,11 @@ class Rules:
         """Why a prefix is left to an engine that can load by itself, where `policy.restore` is
         auto, or None.
 
-        Such an engine copies what lies in DRAM in the step that admits the request, and reads the
-        rest ahead into DRAM: where all is to be loaded anyway, it needs no HBM before the request's
-        turn, and no step to splice pages in. What has to be won against is loading; computing all
-        of it is no alternative for pages that lie in DRAM. Where HBM is crowded, loads into it
-        would only push out what others are about to use.
+        Such an engine copies pages from DRAM in the step that admits the request, and reads the
+        rest ahead into DRAM. So where all pages are to be loaded anyway, it needs no HBM before the
+        request's turn, and no step to splice pages in. Restoring has to beat loading; computing
+        everything is no alternative for pages that lie in DRAM. Where HBM is crowded, loads into it
+        would only evict pages that are about to be used.
         """
         if ways.crowded:
             return "no room"

@@ -19,6 +19,6 @@ class EngineShape:
     layers: int = 1
     staged: bool = False
     whole_load_pages: int = 1
-    """Far from the meeting a load has so many pages where `load_tokens` are fewer: a copy of a few
-    pages costs an accelerator's host as much as one of many.
+    """Pages of a load far from the meeting where `load_tokens` are fewer: a copy of a few pages
+    costs an accelerator's host as much as one of many.
     """

@@ -91,8 +91,8 @@ def check_arguments(result: None, server_args: Any) -> None:
 
 
 def choose_page_size(result: dict[str, Any], view: Any) -> dict[str, Any] | None:
-    """After SGLang chose a page size because nobody had: one that can be stored and restored,
-    where one token was chosen.
+    """Hook after SGLang chose a page size because the user had not: one that can be stored and
+    restored, where one token was chosen.
     """
     from sgl_kvtier.runtime import settings
 

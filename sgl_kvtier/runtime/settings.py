@@ -89,8 +89,8 @@ def uses_backend(args: Any) -> bool:
 def wants_larger_pages(args: Any) -> bool:
     """Whether a server whose page size was left away is better off with pages of GPU_PAGE tokens.
 
-    Not where restoring is refused anyway and larger pages could be refused as well: drafts of
-    several branches and states of linear layers may need pages of one token, prefill and decode
+    Not where restoring is refused anyway and larger pages could be refused as well. Drafts of
+    several branches and states of linear layers may need pages of one token. Prefill and decode
     must agree on a size, and a chunk has to be whole pages.
     """
     return (

@@ -33,9 +33,9 @@ def docstrings(source: str) -> Iterator[str]:
     """The docstrings of a module: of itself, its classes, functions and variables."""
     for node in ast.walk(ast.parse(source)):
         for statement in node.body if isinstance(getattr(node, "body", None), list) else ():
-            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                if isinstance(statement.value.value, str):
-                    yield inspect.cleandoc(statement.value.value)
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield inspect.cleandoc(value.value)
 
 
 def comments(source: str) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""How long a load keeps the interpreter until it is under way: SGLang's kernels, a launch per layer,
-and staging with one launch, in turn.
+"""How long a load keeps the interpreter until it is under way: SGLang's kernels, a launch per
+layer, and staging with one launch, in turn.
 
 CPU seconds of the calling thread, on a card whose driver does nothing (`null_card`). So the real
 driver's share is missing on both sides: a call per layer, or a copy per run of pages and a launch.
@@ -135,11 +135,21 @@ def _controller(layers: int, heads: int, page: int) -> Any:
     )
     pool: Any = MHATokenToKVPoolHost.__new__(MHATokenToKVPoolHost)
     pool.__dict__.update(
-        layout="page_first", page_size=page, layer_num=layers, target_layer_num=layers, head_num=heads, head_dim=_DIM,
-        v_head_dim=_DIM, dtype=torch.bfloat16, element_dim=heads * _DIM, can_use_jit=True, pin_memory=True,
-        device_k_buffers=k, device_v_buffers=v,
+        layout="page_first",
+        page_size=page,
+        layer_num=layers,
+        target_layer_num=layers,
+        head_num=heads,
+        head_dim=_DIM,
+        v_head_dim=_DIM,
+        dtype=torch.bfloat16,
+        element_dim=heads * _DIM,
+        can_use_jit=True,
+        pin_memory=True,
+        device_k_buffers=k,
+        device_v_buffers=v,
         kv_buffer=torch.empty(2, _SLOTS, layers, heads, _DIM, dtype=torch.bfloat16),
-    )  # fmt: skip
+    )
     for name, half in (("k", pool.kv_buffer[0]), ("v", pool.kv_buffer[1])):
         pool.__dict__[f"{name}_data_refs"] = list(half.transpose(0, 1))
     return SimpleNamespace(

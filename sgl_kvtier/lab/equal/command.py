@@ -1,5 +1,5 @@
-"""`kvtier bench equal`: the noise floor of stock between two chunk sizes, and restored answers against
-it, with every loaded page compared bit for bit.
+"""`kvtier bench equal`: the noise floor of stock between two chunk sizes, and restored answers
+against it, with every loaded page compared bit for bit.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        help="a model that is written here, a folder or a name (default lab-mha on a CPU, else lab-gpu-1b)",
+        help="a model that is written here, a folder or a name (default lab-mha on a CPU, else "
+        "lab-gpu-1b)",
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: cuda where there is one"
@@ -60,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunks",
         type=_two_chunks,
         metavar="A,B",
-        help="chunk sizes of stock, whole pages; ours has the first (default 4096,960, on a CPU 512,208)",
+        help="chunk sizes of stock, whole pages; ours has the first (default 4096,960, on a CPU "
+        "512,208)",
     )
     parser.add_argument(
         "--gbps", type=positive, help="of the throttled store (default: as fast as the disk)"
@@ -82,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.json)
     if missing_packages():
         raise BenchError(
-            f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]'"
+            f"SGLang is not installed for {sys.executable}. Install it with: pip install "
+            "'sgl-kvtier[sglang]'"
         )
     setup, chunks = make_setup(args)
     asked = prompts(args.prompts, args.tokens, args.seed)
@@ -195,7 +198,9 @@ def _computed(setup: Setup, asked: Sequence[Sequence[int]], folder: Path) -> lis
 def _restored(
     setup: Setup, asked: Sequence[Sequence[int]], folder: Path
 ) -> tuple[list[Answer], list[int], dict[str, float]]:
-    """Answers from stored prefixes, the tokens of each that were loaded, and what the audit found."""
+    """Answers from stored prefixes, the tokens of each that were loaded, and what the audit
+    found.
+    """
 
     async def play(server: Server, key: str) -> tuple[list[Answer], list[int], dict[str, float]]:
         async with Client(server.url, admin_key=key) as client:

@@ -5,8 +5,9 @@ chunk sizes differ a little, at every temperature. That is the noise floor. An a
 against it:
 
 - its log-probs may differ from the reference's by `SPARE` times the floor's largest difference;
-- its tokens must be the reference's, up to the first place where the reference's best two tokens are
-  so close that both may have moved past each other. Behind such a place nothing can be compared.
+- its tokens must be the reference's, up to the first place where the reference's best two
+  tokens are so close that both may have moved past each other. Behind such a place nothing
+  can be compared.
 
 Pure; no server, no clock.
 """
@@ -18,15 +19,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 SPARE = 1.5
-"""So many times the largest difference that was seen in stock: a floor is measured on few prompts."""
+"""So many times the largest difference that was seen in stock: a floor is measured on few
+prompts.
+"""
 LEAST = 1e-5
 """What float32 may differ by where no chunk border moves anything."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Output tokens, their log-probs, and by how much each was ahead of the next best token. Without
-    `margins` no other token is excused.
+    """Output tokens, their log-probs, and by how much each was ahead of the next best token.
+    Without `margins` no other token is excused.
     """
 
     tokens: tuple[int, ...]

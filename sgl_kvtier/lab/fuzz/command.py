@@ -135,7 +135,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--floor",
         type=Path,
         metavar="FILE",
-        help="judge answers against the noise floor in this result of kvtier bench equal, as on a card",
+        help="judge answers against the noise floor in this result of kvtier bench equal, as on a "
+        "card",
     )
     server = parser.add_argument_group("server")
     add_options(

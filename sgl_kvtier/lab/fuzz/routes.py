@@ -86,8 +86,21 @@ def state_requests() -> list[Request]:
         "1" + "0" * 400,
         "0.5",
     ]
-    names = ["policy.restore", "policy.load_deadline_s", "policy.load_tokens", "policy.prefetch", "rules.share", "rules.", "throttle.read_gbps",
-             "lookahead.check", "policy.", "", "policy.restore.x", "store.path", "lab.faults.stall_ms"]  # fmt: skip
+    names = [
+        "policy.restore",
+        "policy.load_deadline_s",
+        "policy.load_tokens",
+        "policy.prefetch",
+        "rules.share",
+        "rules.",
+        "throttle.read_gbps",
+        "lookahead.check",
+        "policy.",
+        "",
+        "policy.restore.x",
+        "store.path",
+        "lab.faults.stall_ms",
+    ]
     bodies = [
         f'{{"server_args":{{"kvtier.{name}":{value}}}}}' for name in names for value in values
     ]

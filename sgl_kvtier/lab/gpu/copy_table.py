@@ -2,8 +2,8 @@
 and what a GEMM beside it loses.
 
 A way is whatever has the interface of `CopyDevice`. The bytes on the device are compared with the
-host's before a way is timed: one that copies wrongly has `wrong` in its row and no figures. A row is
-appended to the log at once.
+host's before a way is timed: one that copies wrongly has `wrong` in its row and no figures. A row
+is appended to the log at once.
 """
 
 from __future__ import annotations

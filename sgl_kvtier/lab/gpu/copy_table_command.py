@@ -51,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Imports torch and SGLang and measures; 1 where a way copied wrongly or failed. Raises BenchError
-    where they are not installed, or there is no card.
+    """Imports torch and SGLang and measures; 1 where a way copied wrongly or failed. Raises
+    BenchError where they are not installed, or there is no card.
     """
     try:
         from sgl_kvtier.lab.gpu import copy_table

@@ -48,9 +48,16 @@ def pools(
         device=device, enable_memory_saver=False,
     )  # fmt: skip
     host = MHATokenToKVPoolHost(
-        on_device.get_device_pool_infos()[0].buffer_info, 2.0, 0, page, layout,
-        device_capacity_tokens=tokens, start_layer=0, end_layer=layers, host_token_capacity=2 * tokens,
-    )  # fmt: skip
+        on_device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        page,
+        layout,
+        device_capacity_tokens=tokens,
+        start_layer=0,
+        end_layer=layers,
+        host_token_capacity=2 * tokens,
+    )
     random_bytes(host.kv_buffer)
     return on_device, host
 
@@ -77,9 +84,14 @@ def latent_pools(
 def controller(device: Any, host: Any, io: str, fence_stream: Any = None) -> Any:
     """As much of SGLang's controller as copies ask for, with its own methods."""
     found = SimpleNamespace(
-        device=str(device.device), io_backend=io, load_fence_stream=fence_stream,
-        transfer_layer_id_max=device.layer_num, mem_pool_host=host, mem_pool_device=device, storage_backend=None,
-    )  # fmt: skip
+        device=str(device.device),
+        io_backend=io,
+        load_fence_stream=fence_stream,
+        transfer_layer_id_max=device.layer_num,
+        mem_pool_host=host,
+        mem_pool_device=device,
+        storage_backend=None,
+    )
     for name in ("move_indices", "_l2_transfers", "_l2_load_transfers"):
         setattr(found, name, getattr(HiCacheController, name).__get__(found))
     return found

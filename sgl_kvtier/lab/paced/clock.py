@@ -30,7 +30,9 @@ now = time.monotonic
 _SOON_S = 0.0005
 """What a thread would have to wait less than this, it does not: waking up takes as long."""
 _CATCH_UP_S = 0.002
-"""So far behind a disk's queue may be filled: a thread that woke late loses none of its bandwidth."""
+"""So far behind a disk's queue may be filled: a thread that woke late loses none of its
+bandwidth.
+"""
 _lock = threading.RLock()
 _local = threading.local()
 
@@ -201,7 +203,9 @@ class Link:
 
 
 class Disk:
-    """One direction of a disk: threads that read or write wait in its queue until they are served."""
+    """One direction of a disk: threads that read or write wait in its queue until they are
+    served.
+    """
 
     def __init__(self, gbytes_per_s: float) -> None:
         self._bytes_per_s = gbytes_per_s * 1e9

@@ -109,16 +109,27 @@ class Device:
             size = {"tokens": sum(n for n, _ in spans), "context": sum(p for _, p in spans)}
         begin, end, load_wait_s = self._launch(pool, seconds * self._settings.dilation, called)
         self._log.step(
-            kind=kind, rids=[req.rid for req in requests], waiting=self._restoring(), called=called, begin=begin,
-            end=end - load_wait_s, returned=clock.now(), load_wait_s=load_wait_s, scheduler_s=spent_s - self._spent_s,
-            checking_s=time.thread_time() - spent_s, checked=signer.checked_tokens - checked, **size,
-        )  # fmt: skip
+            kind=kind,
+            rids=[req.rid for req in requests],
+            waiting=self._restoring(),
+            called=called,
+            begin=begin,
+            end=end - load_wait_s,
+            returned=clock.now(),
+            load_wait_s=load_wait_s,
+            scheduler_s=spent_s - self._spent_s,
+            checking_s=time.thread_time() - spent_s,
+            checked=signer.checked_tokens - checked,
+            **size,
+        )
         self._spent_s = time.thread_time()
         self._tell(signer, called)
         return tokens
 
     def _launch(self, pool: Any, seconds: float, called: float) -> tuple[float, float, float]:
-        """Begin and end of a step, and how much of that it waits for pages loaded layer by layer."""
+        """Begin and end of a step, and how much of that it waits for pages loaded layer by
+        layer.
+        """
         stream = clock.current_stream()
         begin, end = stream.launch(seconds, at=called)
         counter = getattr(pool, "layer_transfer_counter", None)
@@ -137,7 +148,8 @@ class Device:
             wanted = self._profile.kv_bytes_per_token / self._settings.bytes_scale
             if abs(self._signer.bytes_per_token - wanted) > 0.5:
                 raise BenchError(
-                    f"the pool keeps {self._signer.bytes_per_token} bytes a token, and the paced device was told {wanted:g}"
+                    f"the pool keeps {self._signer.bytes_per_token} bytes a token, and the paced "
+                    f"device was told {wanted:g}"
                 )
         return self._signer
 

@@ -41,27 +41,59 @@ _WRITER = 1
 """Of model folders: another content is another folder."""
 
 _BASE = {
-    "vocab_size": VOCABULARY, "max_position_embeddings": MOST_CONTEXT, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False, "torch_dtype": "float32",
-    "eos_token_id": 256, "bos_token_id": None, "pad_token_id": 259, "rope_theta": 1e6, "hidden_size": 64,
-    "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": MOST_CONTEXT,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 256,
+    "bos_token_id": None,
+    "pad_token_id": 259,
+    "rope_theta": 1e6,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
     "mha": (
-        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 1, "head_dim": 8},
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+        },
         2 * 8 * 4 * 4,
     ),
     "mla": (
         {
-            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
-            "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-            "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "moe_layer_freq": 1,
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "moe_layer_freq": 1,
         },
         (8 + 8) * 4 * 4,
     ),
-}  # fmt: skip
+}
 """What a model's configuration says of each kind of cache, and the bytes a token has there."""
 
 

@@ -1,15 +1,15 @@
 """Keys and values that can be checked: every row says which tokens stand before it.
 
-The row of a token holds C + a constant of the buffer and lane in every 8 bytes, where C is the chain
-of the tokens up to it and of their positions. A forward reads the chain of a new token from the row
-before it. Every extend compares all rows of its prefix, in all buffers, with the chain of the
-request's own tokens, and every decode step compares a sample. What differs goes into the chain of
-the tokens that follow, and so into the next token: a wrong byte changes the answer, and whatever is
-computed behind it. With nothing wrong the next token depends on the tokens alone, so neither chunks
-nor batches change it.
+The row of a token holds C + a constant of the buffer and lane in every 8 bytes, where C is the
+chain of the tokens up to it and of their positions. A forward reads the chain of a new token from
+the row before it. Every extend compares all rows of its prefix, in all buffers, with the chain of
+the request's own tokens, and every decode step compares a sample. What differs goes into the chain
+of the tokens that follow, and so into the next token: a wrong byte changes the answer, and whatever
+is computed behind it. With nothing wrong the next token depends on the tokens alone, so neither
+chunks nor batches change it.
 
-Any pool fits whose rows are token slots of whole 8 bytes: keys and values, latents, FP8. Tensors are
-on the host; the scheduler's thread.
+Any pool fits whose rows are token slots of whole 8 bytes: keys and values, latents, FP8. Tensors
+are on the host; the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Mismatch:
     def __str__(self) -> str:
         where = f"page {self.page} (slot {self.slot}), which came from {self.tier}"
         return (
-            f"{self.tokens} of {self.checked} tokens checked of request {self.rid} are wrong: the first at position "
-            f"{self.first}, in {where}, in {', '.join(self.buffers)}"
+            f"{self.tokens} of {self.checked} tokens checked of request {self.rid} are wrong: the "
+            f"first at position {self.first}, in {where}, in {', '.join(self.buffers)}"
         )
 
 

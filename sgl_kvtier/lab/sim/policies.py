@@ -25,7 +25,9 @@ from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 
 AHEAD = PolicyConfig(prefetch="on", eviction="next-use")
-"""What is simulated where no kvtier.json says otherwise: a server looks ahead only when asked to."""
+"""What is simulated where no kvtier.json says otherwise: a server looks ahead only when asked
+to.
+"""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ POLICIES: Mapping[str, Policy] = {
         _rule(**_ON_DEMAND, eviction=_named(LFU)),
     ),
     "attn-prefetch": Policy(
-        "TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched beside this one",
+        "TierKV's Attn-Prefetch by requests: LRU, and what runs in the next iteration is fetched "
+        "beside this one",
         _rule(**{**_ON_DEMAND, "prefetch": "on"}, rules=_named(TierKV), eviction="lru"),
     ),
     "static-tiering": Policy(

@@ -319,7 +319,7 @@ class Prefetcher:
         }
 
     def emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
-        """Hands out a move of pages that have room in `target`."""
+        """Adds a move of pages that have room in `target` to the step."""
         keys = self._flights.others(self._map.keys_of(turn.owner, span))
         if not keys:
             return
@@ -343,7 +343,7 @@ class Prefetcher:
         if self.overlaps.tested(test):
             step.tests.append(test)
 
-    # --- by deadline ------------------------------------------------------------------------------------------------
+    # --- by deadline ------------------------------------------------------------------------------
 
     def _by_deadline(self, step: Step, turns: Sequence[Turn]) -> None:
         horizon_s = self._horizon(step.iteration_s)

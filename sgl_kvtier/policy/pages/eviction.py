@@ -1,12 +1,12 @@
-"""Which page of a tier gives way first: LRU, NextUse, and the shelves they are kept on.
+"""Which page of a tier is evicted first: LRU, NextUse, and the shelves they are kept on.
 
 A rule puts each page on a numbered shelf and orders the shelves; on a shelf the least recently used
 page goes first. Nothing is sorted or searched per page, so a victim costs the same among a thousand
 pages and a million.
 
     LRU       one shelf
-    NextUse   one shelf per group of owners; the shelf whose owners run latest goes first (TierKV section 3.4;
-              CachedAttention and KVFlow evict in the same order)
+    NextUse   one shelf per group of owners; the shelf whose owners run latest goes first (TierKV
+              section 3.4; CachedAttention and KVFlow evict in the same order)
 
 How to write another, and use it in a server: examples/own_eviction.py.
 """

@@ -105,8 +105,8 @@ class Chunks:
         if item.fixed_meet >= 0:
             return Compute(item.rid, run, self._up_to_fixed(item, view, run.stop, barrier)), []
         if not barrier:
-            # Compute stands before a page that is being loaded: there is nothing to decide but
-            # whether it is to be asked back.
+            # The page at the front is being loaded: the only decision is whether to cancel that
+            # load.
             recalls = rules.balanced_chunks and run.stop >= item.copied
             return Compute(item.rid, run, 0), self._recall(
                 item, view, 0, 0, run.stop
@@ -220,7 +220,7 @@ class Chunks:
 
 
 def step_cover(under_way: UnderWay) -> float:
-    """How many times the time until the next step a link should have work for."""
+    """A link should have work for this many times the time until the next step."""
     alone = under_way.rules.balanced_chunks and len(under_way.items) == 1
     return _STEP_COVER_ALONE if alone else _STEP_COVER
 

@@ -25,7 +25,7 @@ _NEAR: Final = 4
 that their latency is rarely paid.
 """
 _PROBES: Final = 2
-"""Transfers handed out on a link that was never measured."""
+"""Transfers begun on a link that was never measured."""
 _UNBOUNDED: Final = 1 << 40
 """Pages of a tier that the view does not count."""
 

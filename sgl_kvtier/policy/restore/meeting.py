@@ -52,10 +52,10 @@ class Open(NamedTuple):
     wherever they meet.
 
     `runs` are the open pages; `stuck` counts those that can only be computed. `roads` has one entry
-    per link: the open pages it could bring, the seconds until it is free for them, its latency in
-    seconds, its bytes per second, and the seconds until this request's own pages in flight have
-    come (0 without any: it does not wait for loads of other requests). `top`: above this page
-    nothing changes with the meeting page.
+    per link. It holds the open pages the link could bring, the seconds until it is free for them,
+    its latency in seconds, and its bytes per second. Its last value is the seconds until this
+    request's own pages in flight have come: 0 without any, since it does not wait for loads of
+    other requests. `top`: above this page nothing changes with the meeting page.
     """
 
     runs: Runs

@@ -273,7 +273,9 @@ def choose_mode(rules: Rules, ways: Ways, config: PolicyConfig) -> tuple[Mode, s
 
 
 def leave(rules: Rules, ways: Ways, config: PolicyConfig) -> str | None:
-    """Why this prefix is not to be restored but left to an engine that can load by itself, or None."""
+    """Why this prefix is not to be restored but left to an engine that can load by itself, or
+    None.
+    """
     return rules.leave(ways) if config.restore == "auto" else None
 
 

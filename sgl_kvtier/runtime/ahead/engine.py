@@ -142,7 +142,9 @@ class LookaheadEngine:
         self.facts.placed(known.keys[before // page : after // page], Tier.HBM)
 
     def released(self, req: Req) -> None:
-        """A request gives its row back; one that was retracted comes again and is still the same."""
+        """A request gives its row back; one that was retracted comes again and is still the
+        same.
+        """
         known = self._requests.get(req.rid)
         if known is None or not req.finished():
             return

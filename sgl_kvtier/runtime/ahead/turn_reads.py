@@ -85,8 +85,8 @@ class TurnReads:
         return [rid for rid, stored in self._stored.items() if stored.kept_back]
 
     def declines(self, handle: Handle, tokens: int, start: int) -> bool:
-        """Storage is about to be asked for `tokens` of a request from `start` on. True: not now,
-        SGLang reads enough already.
+        """Called before SGLang asks storage for `tokens` of a request from `start` on. True: not
+        now, SGLang reads enough already.
         """
         if (
             not self.active
@@ -162,8 +162,8 @@ class TurnReads:
         return False if stored is not None and stored.kept_back and self.active else None
 
     def at_turn(self, scheduler: Scheduler, req: Req) -> bool:
-        """Right before a request may be admitted, and after a fresh match: whether it has to wait
-        because pages that were read for it, or found in storage, are not there any more.
+        """Called right before a request may be admitted, and after a fresh match. Returns whether
+        it has to wait, because pages that were read for it, or found in storage, are gone.
         """
         stored = self._stored.get(req.rid)
         if stored is None or req.rid in self._restoring.restorations or not self.active:

@@ -21,7 +21,7 @@ from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
 
 _SLACK_PAGES = 512
-"""So many victims more than needed are asked for: some are of nodes in use."""
+"""This many victims more than needed are requested from the map: some are of nodes in use."""
 
 
 class Victims:

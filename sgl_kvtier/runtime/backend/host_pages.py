@@ -48,7 +48,9 @@ def _plain(pool: Any, name: str) -> Any:
 
 
 def says_where_pages_lie(pool: Any) -> bool:
-    """Whether all bytes of a page can be had from this host pool: it may keep scales beside them."""
+    """Whether all bytes of a page can be had from this host pool: it may keep scales beside
+    them.
+    """
     if not hasattr(pool, "get_page_buffer_meta"):
         return True
     try:

@@ -115,8 +115,9 @@ class KVTierStorage(HiCacheStorage):
             )
         if not says_where_pages_lie(mem_pool_host):
             raise ConfigError(
-                f"SGLang keeps a part of this KV pool's pages ({type(mem_pool_host).__name__}) apart and does not say "
-                "where, as it does for MXFP8. Choose another --kv-cache-dtype, such as fp8_e4m3 or bfloat16, or leave "
+                f"SGLang keeps a part of this KV pool's pages ({type(mem_pool_host).__name__}) "
+                "apart and does not say where, as it does for MXFP8. Choose another "
+                "--kv-cache-dtype, such as fp8_e4m3 or bfloat16, or leave "
                 "--hicache-storage-backend away"
             )
         super().register_mem_pool_host(mem_pool_host)
@@ -340,8 +341,8 @@ class KVTierStorage(HiCacheStorage):
     def begin_read_into(
         self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
     ) -> ReadJob | None:
-        """Begins reading pages into memory of the caller's own, which belongs to the store until the
-        job is done; None while no store is open.
+        """Begins reading pages into memory of the caller's own, which belongs to the store until
+        the job is done; None while no store is open.
         """
         store = self._store
         return None if store is None else store.read(self._reads(keys, parts))
@@ -386,7 +387,8 @@ class KVTierStorage(HiCacheStorage):
         """
         if not isinstance(self._store, Throttled):
             raise ValueError(
-                "the store was not started with a lab.throttle section, so it has no bandwidth to change"
+                "the store was not started with a lab.throttle section, so it has no bandwidth to "
+                "change"
             )
         self._store.set_read_gbps(read_gbps)
 

@@ -57,7 +57,8 @@ def stand_in() -> None:
         install = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{STAND_IN}={named}: there is no such function ({error}). Unset it, or name one as module:name"
+            f"{STAND_IN}={named}: there is no such function ({error}). Unset it, or name one as "
+            "module:name"
         ) from error
     install()
 

@@ -12,11 +12,11 @@ class CardMemory:
         self._device = torch.device("cuda", index)
 
     def pinned(self, numel: int) -> torch.Tensor:
-        """Host memory for so many indices (int64) that the copy engine can read."""
+        """Host memory for `numel` indices (int64) that the copy engine can read."""
         return torch.empty(numel, dtype=torch.int64, pin_memory=True)
 
     def indices(self, numel: int) -> torch.Tensor:
-        """Device memory for so many indices (int64), of the current stream."""
+        """Device memory for `numel` indices (int64), of the current stream."""
         return torch.empty(numel, dtype=torch.int64, device=self._device)
 
     def raw(self, nbytes: int) -> torch.Tensor:

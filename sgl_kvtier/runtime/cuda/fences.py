@@ -7,9 +7,9 @@ from typing import Any
 
 def fence(module: Any, controller: Any) -> Any:
     """An event behind every forward launched so far, and behind the allocation of the slots.
+    Scheduler's thread.
 
-    Scheduler's thread. Fences come in the order in which they were asked for: all are recorded on
-    one stream.
+    Fences come in the order in which they were requested: all are recorded on one stream.
     """
     event, stream = sleeping_event(module), controller.load_fence_stream
     if stream is None:

@@ -62,7 +62,8 @@ class FlashInferScatter:
 
 
 def _append() -> Callable[..., None]:
-    from flashinfer.page import append_paged_kv_cache  # whoever compares it has it
+    # A caller that compares it has it.
+    from flashinfer.page import append_paged_kv_cache
 
     found: Callable[..., None] = append_paged_kv_cache
     return found

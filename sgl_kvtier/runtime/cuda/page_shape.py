@@ -54,7 +54,9 @@ def shape_of(pool: Any) -> PageShape:
 
 
 def unfit(controller: Any) -> str | None:
-    """Why pages of this server cannot be staged, and what mends it where something does; or None."""
+    """Why pages of this server cannot be staged, and how to correct it where that is possible; or
+    None.
+    """
     pool = host_pool_of(controller)
     if torch.device(controller.device).type != "cuda":
         return f"the device is {controller.device}"

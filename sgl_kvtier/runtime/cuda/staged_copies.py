@@ -1,6 +1,6 @@
 """Copies in two steps: over the bus into staging at once, then into slots once these are free.
 
-The first step is the long one. It needs no fence, since nobody else has the staging, and no
+The first step is the long one. It needs no fence, since no other copy uses this staging, and no
 multiprocessor: the copy engine does it beside a running forward. The second is one launch for all
 layers, at the speed of the card's own memory.
 """

@@ -30,7 +30,7 @@ class Room:
     """The event behind the last scatter from here; who fills it again waits for that."""
 
     def piece(self, half: int, page: int, pages: int) -> torch.Tensor:
-        """K (0) or V (1) of so many pages from `page` on."""
+        """K (0) or V (1) of `pages` pages from `page` on."""
         first = (half * self.pages + page) * self.half_bytes
         return self.memory[first : first + pages * self.half_bytes]
 
@@ -54,7 +54,7 @@ class Staging:
         return self._free.popleft()
 
     def give(self, room: Room, left: Any) -> None:
-        """Nobody fills it before the event `left` has come."""
+        """It is not filled before the event `left` has come."""
         room.left = left
         self._free.append(room)
 

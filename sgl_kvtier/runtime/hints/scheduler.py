@@ -60,9 +60,15 @@ def unable(tree: Any, parts: Any) -> str | None:
             return (
                 "this server has no kvtier backend: start it with --hicache-storage-backend kvtier"
             )
-        return "this server restores prefixes SGLang's own way, so nothing is planned ahead: see policy.restore and its log"
+        return (
+            "this server restores prefixes SGLang's own way, so nothing is planned ahead: see "
+            "policy.restore and its log"
+        )
     if parts.ahead is None:
-        return "this server does not look ahead: name policy.prefetch or policy.eviction in kvtier.json, or see its log for why not"
+        return (
+            "this server does not look ahead: name policy.prefetch or policy.eviction in "
+            "kvtier.json, or see its log for why not"
+        )
     if not parts.notes.config.sessions:
         return "policy.sessions is off, so no session is known: set it to true in kvtier.json"
     return None

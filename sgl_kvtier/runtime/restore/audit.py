@@ -1,11 +1,11 @@
-"""Whether loaded pages are what they were loaded from, bit for bit: for tests on a device whose
-copies nobody has seen yet (`lab.audit`).
+"""Whether loaded pages equal their sources, bit for bit: for tests on a device whose copies were
+never checked (`lab.audit`).
 
 At a splice the pages are read back from the device, waiting for it. Pages of storage are compared
 with what the store has under their keys, read once more and checked by its own checksum; so a page
 that went to another page's slots is found too. Pages of host memory are compared with the tree's
-host pages, which stay pinned until then. This slows a server down, and a throttled store is charged.
-Nothing here raises into the scheduler: what cannot be compared is counted as that.
+host pages, which stay pinned until then. This slows a server down, and a throttled store is
+charged. Nothing here raises into the scheduler: what cannot be compared is counted as that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Audit:
         if len(transfers) != 1 or not _is_known(transfers[0]):
             kinds = ", ".join(type(transfer.host_pool).__name__ for transfer in transfers)
             raise ConfigError(
-                f"lab.audit: pages of {kinds or 'these pools'} cannot be read back. Leave lab.audit away"
+                f"lab.audit: pages of {kinds or 'these pools'} cannot be read back. Leave "
+                "lab.audit away"
             )
         self._controller = controller
         self._host, self._device = transfers[0].host_pool, transfers[0].device_pool

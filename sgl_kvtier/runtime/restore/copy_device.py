@@ -1,12 +1,12 @@
-"""Copies from host pages into device slots, apart from those that HiCache does for the tree: which
-of the ways there are, chosen here.
+"""Copies from host pages into device slots, apart from those that HiCache does for the tree. The
+way is chosen here:
 
     a CPU                     `CpuCopies`: a copy is done when it is placed
     a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch
     any other accelerator     `StreamCopies`: SGLang's own kernels, a launch per layer
 
-A slot that was just freed may still be read or written by a forward that runs. So whoever claims
-slots takes a fence, and nothing is placed in them before it has come.
+A slot that was just freed may still be read or written by a forward that runs. So the code
+that claims slots takes a fence, and no page is placed in them before it has come.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def _staged(controller: Any, module: Any, memory: CardMemory) -> StagedCopies | 
     needed, (free, _) = staging_bytes(shape), module.mem_get_info()
     if free < 2 * needed:  # what is taken here is missing at the next long prefill
         return (
-            f"{free >> 20} MiB of device memory are free, and staging takes {needed >> 20} and leaves as much "
-            "(a lower --mem-fraction-static)"
+            f"{free >> 20} MiB of device memory are free, and staging takes {needed >> 20} and "
+            "leaves as much (a lower --mem-fraction-static)"
         )
     buffers = [*pool.device_k_buffers, *pool.device_v_buffers]
     try:

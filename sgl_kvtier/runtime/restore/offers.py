@@ -13,8 +13,8 @@ from sgl_kvtier.types import PageKey, Span, Tier
 
 
 def refusal(req: Req) -> str | None:
-    """Why this request is left to SGLang, or None. What needs the outputs of prefix tokens cannot
-    skip them.
+    """Why this request is left to SGLang, or None. Requests that need the outputs of prefix tokens
+    cannot skip them.
     """
     if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
         return "input log-probs"
@@ -51,7 +51,8 @@ def find(
     if len(host) != req.host_hit_length:
         return "host pages in use"
     if in_tree > resident and context.host.write_back:
-        return "write-back"  # SGLang frees host copies of pages that are on the device too, pinned or not
+        # SGLang frees host copies of pages that are on the device too, pinned or not
+        return "write-back"
     if storage_start is None:
         storage_start = in_tree
     if storage_start > in_tree:

@@ -60,7 +60,7 @@ class Copy(Protocol):
 
     @property
     def seconds(self) -> float | None:
-        """How long the link had to do with it, once done; None where nobody measured."""
+        """Seconds that the link was busy with it, once done; None where it was not measured."""
 
 
 class CopyDevice(Protocol):
@@ -331,7 +331,7 @@ class _Come:
 
 
 def _runs(offsets: list[int], most: int | None) -> list[tuple[int, int]]:
-    """Pages as runs [first, stop) of neighbours, of at most so many, ascending."""
+    """Pages as runs [first, stop) of neighbours, of at most `most` pages, ascending."""
     runs: list[tuple[int, int]] = []
     for offset in sorted(offsets):
         if runs and runs[-1][1] == offset and (most is None or offset - runs[-1][0] < most):

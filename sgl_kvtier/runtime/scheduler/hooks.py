@@ -77,8 +77,8 @@ def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) 
 
 
 def read_first(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
-    """Around SGLang's look at whether a request has lost pages since it was queued: what was read
-    for it since counts too.
+    """Hook around SGLang's check whether a request has lost pages since it was queued: pages read
+    for it since then count too.
     """
     parts = parts_of(scheduler.tree_cache)
     waits = parts is not None and parts.turns.at_turn(scheduler, req)
@@ -86,7 +86,7 @@ def read_first(original: Callable[..., bool], scheduler: Scheduler, req: Req) ->
 
 
 def after_pass(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    """With nothing to run and pages under way it waits until one lands, so that the threads that
+    """With nothing to run and pages in flight it waits until one lands, so that the threads that
     land it get the interpreter.
     """
     del args, kwargs
@@ -114,8 +114,8 @@ def time_batch(
 
 
 def _forward_stream(scheduler: Scheduler) -> Any:
-    """Where SGLang runs forwards: beside its own work, or with the overlap loop off in the same
-    stream.
+    """The stream of SGLang's forwards: one beside its own work, or with the overlap loop off the
+    same stream.
     """
     apart = scheduler.enable_overlap or scheduler.tree_cache.pp_size > 1
     return scheduler.forward_stream if apart else scheduler.schedule_stream
@@ -131,8 +131,8 @@ def time_result(result: None, scheduler: Scheduler, batch: Any, *args: Any, **kw
 def is_fully_idle(
     original: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
 ) -> bool:
-    """A server is not idle while transfers or slots of ours are in its pools; a paused one ends
-    them for a flush.
+    """A server is not idle while its pools have transfers or slots of ours. A paused server runs no
+    step that could end them, so they are ended here, for a flush.
     """
     idle = original(scheduler, *args, **kwargs)
     parts = parts_of(scheduler.tree_cache)

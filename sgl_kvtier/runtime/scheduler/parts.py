@@ -128,7 +128,7 @@ class Parts:
         return not self.engine.holds_memory and not hangs
 
     def tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
-        """Tells whoever looks ahead. Should that fail it costs the looking ahead, not the server."""
+        """Reports to lookahead. If that fails, lookahead ends, not the server."""
         if self.ahead is None:
             return
         try:
@@ -151,8 +151,8 @@ class Parts:
     # --- what is left to SGLang -------------------------------------------------------------------
 
     def _why_left(self, offer: RestoreOffered) -> str | None:
-        """The planner's word on whether a prefix is better left to SGLang, at this moment or, with
-        several ranks, at the last one they agreed on.
+        """The planner's answer on whether a prefix is better left to SGLang, at this moment or,
+        with several ranks, at the last one they agreed on.
         """
         context = self.context
         try:

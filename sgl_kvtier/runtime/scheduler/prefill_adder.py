@@ -67,8 +67,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return left
 
     def _add_what_fits(self, req: Req) -> Any:
-        """The next chunk. SGLang takes room for it for granted; what restorations hold can make
-        that untrue, for a while.
+        """Adds the next chunk. SGLang assumes that there is room for it; slots of restorations can
+        make that untrue for a while.
         """
         engine, most = (
             self.tree_cache.kvtier.engine,
@@ -122,8 +122,8 @@ class KVTierPrefillAdder(PrefillAdder):
         self._count_cached(req, r, tiers)
 
     def _count_cached(self, req: Req, r: Restoration, before: dict[Tier, int]) -> None:
-        """SGLang splits a prompt's cached tokens by tier once, at the first chunk: what is spliced
-        later is added here.
+        """SGLang splits a prompt's cached tokens by tier once, at the first chunk: tokens spliced
+        later are added here.
         """
         host, storage = (
             (r.spliced.get(tier, 0) - before.get(tier, 0)) * self.page_size
@@ -142,8 +142,8 @@ class KVTierPrefillAdder(PrefillAdder):
         return req
 
     def _reserve(self, r: Restoration, req: Req, end: int) -> None:
-        """Others are admitted beside a small chunk, or none: what this request still needs behind
-        `end` is not theirs.
+        """Reserves the tokens that this request still needs behind `end`: other requests are
+        admitted beside a small chunk, or beside none.
         """
         held = len(r.owner) * self.page_size
         left = len(req.full_untruncated_fill_ids) - end

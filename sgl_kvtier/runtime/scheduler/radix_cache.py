@@ -61,7 +61,9 @@ class KVTierRadixCache(UnifiedRadixCache):
                 self.storage_prefetch_retries.cancel(rid)
 
     def _sync_hicache_ready_counts(self) -> Any:
-        """SGLang's reduction of a tick: what ranks that look ahead have to agree on goes with it."""
+        """SGLang's reduction of a tick: values that ranks that look ahead have to agree on go with
+        it.
+        """
         self._riding = self.kvtier is not None and self.kvtier.tick.rides
         try:
             return super()._sync_hicache_ready_counts()
@@ -126,7 +128,9 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.kvtier.engine.look_at(request)
 
     def _handle_prefetch_result(self, operation: Operation) -> None:
-        """SGLang has read pages of a waiting request into host memory, and puts them into the tree."""
+        """SGLang has read pages of a waiting request into host memory, and puts them into the
+        tree.
+        """
         super()._handle_prefetch_result(operation)
         if self.kvtier is not None:
             self.kvtier.turns.landed(operation)
@@ -304,7 +308,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         return None if self.kvtier is None else self.kvtier.ahead
 
     def _tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
-        """Whoever looks ahead is told."""
+        """Reports to lookahead."""
         if self.kvtier is not None:
             self.kvtier.tell_ahead(tell)
 

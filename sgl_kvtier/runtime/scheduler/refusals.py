@@ -97,7 +97,8 @@ OF_ARGUMENTS = (
         lambda args: args.speculative_algorithm is not None,
     ),
     Refusal(
-        "deterministic inference with FlashInfer: prefills are cut on its tiles, and restoring cuts them elsewhere",
+        "deterministic inference with FlashInfer: prefills are cut on its tiles, and restoring "
+        "cuts them elsewhere",
         "--prefill-attention-backend triton, or leave --enable-deterministic-inference away",
         _prefill_is_tiled,
     ),

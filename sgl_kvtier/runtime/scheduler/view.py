@@ -91,7 +91,9 @@ class Views:
 
 
 def _decoding(scheduler: Scheduler) -> list[Any]:
-    """Requests that decode, and those whose prompt was in the last batch: they join in this step."""
+    """Requests that decode, and those whose prompt was in the last batch: they join in this
+    step.
+    """
     running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
     if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
         running += [req for req in last.reqs if req is not scheduler.chunked_req]

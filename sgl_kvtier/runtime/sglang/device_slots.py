@@ -1,4 +1,5 @@
-"""Port to SGLang's device slots: what may be claimed, and copies that SGLang itself makes into them.
+"""Port to SGLang's device slots: what may be claimed, and copies that SGLang itself makes into
+them.
 
 A slot holds one token; pages are claimed whole. Scheduler's thread.
 """
@@ -30,11 +31,11 @@ class DeviceSlots:
         return int(self._allocator.available_size())
 
     def claimable(self) -> int:
-        """Those, and slots of the tree that nobody uses."""
+        """Those, and slots of the tree that no request uses."""
         return self.available() + int(self._tree.evictable_size())
 
     def claim(self, tokens: int) -> torch.Tensor | None:
-        """Whole pages, evicting what nobody uses; None when there is no room."""
+        """Claims whole pages, evicting unused ones; None when there is no room."""
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
         if self._allocator.available_size() < tokens:

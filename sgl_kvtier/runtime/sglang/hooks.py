@@ -54,13 +54,29 @@ _STATE = _PARTS + "internal_state.SchedulerInternalStateController."
 _OLD_WEIGHTS = "pages of old weights are left behind"
 
 _EVERYWHERE = (
-    ("arguments", _ROOT + "server_args.ServerArgs.add_cli_args", "after", "plugin:widen_command_line",
-     "`kvtier` among the choices of `--hicache-storage-backend`"),
-    ("arguments", _ROOT + "arg_groups.hicache_hook.handle_hicache", "after", "plugin:check_arguments",
-     "settings and seams are checked before a model is loaded"),
-    ("arguments", _ROOT + "arg_groups.pipeline._page_size_default", "after", "plugin:choose_page_size",
-     "pages of 64 tokens on a GPU where `--page-size` was left away: with SGLang's one token nothing is restored"),
-)  # fmt: skip
+    (
+        "arguments",
+        _ROOT + "server_args.ServerArgs.add_cli_args",
+        "after",
+        "plugin:widen_command_line",
+        "`kvtier` among the choices of `--hicache-storage-backend`",
+    ),
+    (
+        "arguments",
+        _ROOT + "arg_groups.hicache_hook.handle_hicache",
+        "after",
+        "plugin:check_arguments",
+        "settings and seams are checked before a model is loaded",
+    ),
+    (
+        "arguments",
+        _ROOT + "arg_groups.pipeline._page_size_default",
+        "after",
+        "plugin:choose_page_size",
+        "pages of 64 tokens on a GPU where `--page-size` was left away: with SGLang's one token "
+        "nothing is restored",
+    ),
+)
 _IN_SCHEDULERS = (
     (
         "storage",
@@ -249,7 +265,8 @@ def table() -> str:
     """The hooks as a table in markdown, each with its port in the manifest."""
     ports = {seam.symbol: seam.port for seam in load_manifest()}
     rows = (
-        f"| `{h.target.removeprefix(_ROOT)}` | {ports[h.target]} | {h.kind} | {h.why} | {h.where.value} |"
+        f"| `{h.target.removeprefix(_ROOT)}` | {ports[h.target]} | {h.kind} | {h.why} | "
+        f"{h.where.value} |"
         for h in HOOKS
     )
     head = ("| hook on | port | kind | what for | process |", "|---|---|---|---|---|")

@@ -1,7 +1,8 @@
 """Port to SGLang's host tier: its pool, and the copies that its tree keeps there.
 
 A slot holds one token; pages are claimed whole. What SGLang owns here another release, or another
-owner of host memory, may keep elsewhere: nothing else of the runtime touches it. Scheduler's thread.
+owner of host memory, may keep elsewhere: nothing else of the runtime touches it. Scheduler's
+thread.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class HostTier:
         return slots
 
     def graft(self, anchor: int, key: Any, slots: torch.Tensor, names: list[str]) -> Grafted | None:
-        """Hands filled pages to the tree, behind `anchor`; None where it takes none."""
+        """Gives filled pages to the tree, behind `anchor`; None where it takes none."""
         try:
             result = self._tree.tree_core.insert_host(anchor, key, slots, names)
         except KeyError:

@@ -34,7 +34,7 @@ class PrivateSlots:
         return bool(self._returned)
 
     def claim_device(self, tokens: int) -> torch.Tensor | None:
-        """Whole pages, evicting what nobody uses; None when there is no room."""
+        """Claims whole pages, evicting unused ones; None when there is no room."""
         self.claiming = True
         try:
             slots = self._device.claim(tokens)

@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        help="a model's folder or name; `kvtier model NAME` writes a small one and prints its folder. A paced device "
-        "brings its own",
+        help="a model's folder or name; `kvtier model NAME` writes a small one and prints its "
+        "folder. A paced device brings its own",
     )
     parser.add_argument(
         "--store",
@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         type=device,
         metavar="cpu|cuda|paced:PROFILE",
-        help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the time of an accelerator, "
-        "to see what a server would do there (sgl_kvtier/lab/paced)",
+        help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
+        "time of an accelerator, to see what a server would do there (sgl_kvtier/lab/paced)",
     )
     parser.add_argument(
         "--dilation",
@@ -68,7 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a paced device: everything takes D times as long (default 1)",
     )
     parser.add_argument("--port", type=port, default=_DEFAULT_PORT, help="default %(default)s")
-    parser.usage = "%(prog)s (MODEL | --device paced:PROFILE) (--store DIR | --config FILE) [options] [-- SGLANG ARGUMENTS, which win over ours]"
+    parser.usage = (
+        "%(prog)s (MODEL | --device paced:PROFILE) (--store DIR | --config FILE) "
+        "[options] [-- SGLANG ARGUMENTS, which win over ours]"
+    )
     parser.add_argument(
         "--print",
         dest="only_print",

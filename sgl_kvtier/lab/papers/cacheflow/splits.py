@@ -23,8 +23,8 @@ def layer_split(cost: PrefillCost, tokens: int, load_s: float, layers: int) -> t
 def token_split(
     cost: PrefillCost, tokens: int, load_s: float, chunk: int, unit: int
 ) -> tuple[int, float]:
-    """Token-wise restoration in units of `unit` tokens: how many tokens to compute, and the seconds
-    it takes.
+    """Token-wise restoration in units of `unit` tokens: the number of tokens to compute, and the
+    seconds it takes.
     """
 
     def seconds(computed: int) -> float:
@@ -38,8 +38,8 @@ def token_split(
 def crossover_tokens(
     cost: PrefillCost, seconds_per_token: float, layers: int, chunk: int, unit: int, longest: int
 ) -> int | None:
-    """CacheFlow's L_delta: the shortest prefix, in steps of `unit`, from which splitting by tokens
-    is no slower than by layers. None when there is none up to `longest`.
+    """CacheFlow's L_delta: the shortest prefix, in steps of `unit` tokens, from which splitting by
+    tokens is no slower than by layers. None when there is none up to `longest`.
     """
     for tokens in range(unit, longest + 1, unit):
         load_s = tokens * seconds_per_token
