@@ -233,8 +233,7 @@ class StepView:
     owed_pages: int = 0
 
 
-# --- the plan: what to do next
-# ----------------------------------------------------------------------------------------
+# --- the plan: what to do next --------------------------------------------------------------------
 
 
 @message
@@ -316,8 +315,7 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
 
 
-# --- questions: asked between two steps
-# ------------------------------------------------------------------------------
+# --- questions: asked between two steps -----------------------------------------------------------
 
 _A = TypeVar("_A")
 
