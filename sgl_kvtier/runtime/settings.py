@@ -111,8 +111,8 @@ def off_on_a_card(policy: PolicyConfig) -> str | None:
     if policy.restore != "auto":
         return None
     return (
-        "on a GPU restoration is off while policy.restore is auto: prefixes come back SGLang's own way. "
-        '{"policy": {"restore": "both"}} in kvtier.json turns it on'
+        "on a GPU restoration is off while policy.restore is auto: prefixes come back SGLang's own "
+        'way. {"policy": {"restore": "both"}} in kvtier.json turns it on'
     )
 
 

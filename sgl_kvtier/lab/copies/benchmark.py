@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         ),
         rows,
         notes=(
-            f"medians of {args.rounds} rounds of {_BURST} loads, in turn; a driver that does nothing",
+            f"medians of {args.rounds} rounds of {_BURST} loads, in turn; a driver that does "
+            "nothing",
         ),
     )
     if args.json != "-":

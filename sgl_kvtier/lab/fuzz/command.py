@@ -290,8 +290,10 @@ class Fuzzing:
         events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
         ahead = f"Looking ahead, by the servers' counters: {figures['ahead']}"
         return [
-            f"Done to the server: {events or 'nothing'}. Restored by mode: {figures['restored_by_mode']}",
-            f"How restorations ended, by the servers' counters: {figures['restorations'] or 'none'}",
+            f"Done to the server: {events or 'nothing'}. Restored by mode: "
+            f"{figures['restored_by_mode']}",
+            "How restorations ended, by the servers' counters: "
+            f"{figures['restorations'] or 'none'}",
             *([ahead] if figures["ahead"] else []),
             *self.log.findings[:10],
             *figures["error_messages"],

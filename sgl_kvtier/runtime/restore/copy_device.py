@@ -30,7 +30,7 @@ from sgl_kvtier.runtime.restore.page_mover import Copy, CopyDevice
 logger = logging.getLogger(__name__)
 
 SCATTER: Callable[[PageShape, int, list[torch.Tensor]], Scatter] = TritonScatter
-"""Of shape, pages of a room, and buffers. `FlashInferScatter` is the other one: one launch per layer.
+"""Made of shape, pages of a room, and buffers. `FlashInferScatter` needs one launch per layer.
 Which is faster is to be measured on a card.
 """
 

@@ -30,7 +30,7 @@ class KeptPages:
         return len(self._kept) * self._page
 
     def keep(self, rid: str, keys: Iterable[PageKey], slots: torch.Tensor) -> None:
-        """These pages are nobody else's from now on. A page that is kept already is freed."""
+        """Takes these pages over from the caller. A page that is kept already is freed."""
         twice = []
         for key, page in zip(keys, slots.view(-1, self._page), strict=True):
             if key in self._kept:
@@ -40,7 +40,7 @@ class KeptPages:
         self._free(twice)
 
     def take(self, keys: Sequence[PageKey]) -> dict[int, tuple[str, torch.Tensor]]:
-        """Those of these pages that are kept, by their place among them: the caller's from now on."""
+        """Removes and returns those of these pages that are kept, by their place among them."""
         return {place: self._kept.pop(key) for place, key in enumerate(keys) if key in self._kept}
 
     def put_back(self, keys: Sequence[PageKey], taken: dict[int, tuple[str, torch.Tensor]]) -> None:
@@ -57,7 +57,7 @@ class KeptPages:
         self._drop([key for key in keys if key in self._kept])
 
     def give_room(self, tokens: int) -> int:
-        """Frees the oldest, for so many tokens or all there are; the tokens freed."""
+        """Frees the oldest pages, until `tokens` are free or none is kept; returns tokens freed."""
         oldest = list(self._kept)[: -(-tokens // self._page)] if tokens > 0 else []
         self._drop(oldest)
         return len(oldest) * self._page

@@ -71,7 +71,7 @@ class CopyDevice(Protocol):
         """Of one copy; None for any number."""
 
     def enter(self) -> None:
-        """Each of the mover's threads, before anything else: a new thread is on the first device."""
+        """Each of the mover's threads calls it first: a new thread is on the first device."""
 
     def fence(self) -> Fence | None:
         """Scheduler's thread, after slots were allocated: a mark behind everything that may still
