@@ -40,7 +40,8 @@ class TritonScatter:
             [buffer.data_ptr() for buffer in buffers], dtype=torch.int64, device=buffers[0].device
         )
         self._keep = buffers
-        self._constants = constants(shape, room_pages)
+        aligned = all(buffer.data_ptr() % 16 == 0 for buffer in buffers)
+        self._constants = constants(shape, room_pages, aligned)
         self._compiled: Any = None
 
     def prepare(self) -> Any:
@@ -48,8 +49,12 @@ class TritonScatter:
         launch. Raises what Triton raises. Returns Triton's compiled kernel.
         """
         pointers = (torch.uint8, torch.int64, torch.int64)
-        self._compiled = self._kernel.warmup(*pointers, 1, grid=(1, 1, 1), **self._constants)
-        return self._compiled
+        compiled = self._kernel.warmup(*pointers, 1, grid=(1, 1, 1), **self._constants)
+        # A launch of nothing: another Triton that takes other arguments says so now.
+        nothing = (self._tables, self._tables, self._tables, 0)
+        compiled[(0, self._layers, 2)](*nothing, *self._constants.values())
+        self._compiled = compiled
+        return compiled
 
     def launch(self, room: Room, slots: torch.Tensor) -> None:
         """On the current stream. `slots` begin at 16 bytes, as those of whole pages do."""
@@ -62,7 +67,7 @@ class TritonScatter:
             self._compiled[grid](room.memory, self._tables, slots, tokens, *known)
 
 
-def constants(shape: PageShape, room_pages: int) -> dict[str, Any]:
+def constants(shape: PageShape, room_pages: int, aligned: bool) -> dict[str, Any]:
     """What the kernel is compiled for, in its order; steps in words, of 4 bytes where rows are made
     of such.
     """
@@ -77,7 +82,7 @@ def constants(shape: PageShape, room_pages: int) -> dict[str, Any]:
         "TOKEN_STEP": shape.token_step // word,
         "PAGE_STEP": shape.half_bytes // word,
         "HALF_STEP": room_pages * shape.half_bytes // word,
-        "WIDE": shape.row_bytes % 16 == 0,
+        "WIDE": aligned and shape.row_bytes % 16 == 0,
         "COLUMNS": min(_COLUMNS, 1 << (words - 1).bit_length()),
         "ROWS": _ROWS,
     }

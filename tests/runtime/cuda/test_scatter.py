@@ -16,6 +16,7 @@ from sglang_pools import staged_room
 
 from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
 from sgl_kvtier.runtime.cuda.page_shape import PageShape
+from sgl_kvtier.runtime.cuda.scatter import constants
 
 HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(
@@ -95,3 +96,9 @@ def test_flashinfers_append_still_has_the_arguments_that_are_given() -> None:
         "append_key", "append_value", "batch_indices", "positions", "paged_kv_cache", "kv_indices", "kv_indptr",
         "kv_last_page_len", "kv_layout",
     ]  # fmt: skip
+
+
+def test_buffers_that_begin_elsewhere_than_at_16_bytes_are_not_written_16_at_a_time() -> None:
+    shape = PageShape(tokens=4, layers=2, row_bytes=64, layer_major=False)
+    assert constants(shape, 3, aligned=True)["WIDE"]
+    assert not constants(shape, 3, aligned=False)["WIDE"]
