@@ -105,7 +105,8 @@ class EngineLab:
             unlock=lambda lock: None,
             is_chunk_cache=lambda: True,
         )
-        self.engine = RestoreEngine(StepContext(tree), PageMover(rig.copies, PAGE), 0)
+        mover = PageMover(rig.copies, PAGE)
+        self.engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)
         self.rows: list[tuple[torch.Tensor, list[int]]] = []
         self.begun = self.spliced = self.given_up = self.written_off = 0
 

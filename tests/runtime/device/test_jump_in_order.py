@@ -51,7 +51,7 @@ class Jump:
         self.lab.engine.computes = {r.rid: Compute(r.rid, Span(FRONT, r.pages), None)}
         self.adder = KVTierPrefillAdder.__new__(KVTierPrefillAdder)
         self.adder.tree_cache = SimpleNamespace(
-            engine=self.lab.engine,
+            kvtier=SimpleNamespace(engine=self.lab.engine),
             req_to_token_pool=SimpleNamespace(write=self.write, req_to_token=self.row),
         )
         budget = SimpleNamespace(
