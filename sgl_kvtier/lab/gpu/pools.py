@@ -44,9 +44,15 @@ def pools(
     if device == "cpu":
         hicache.install()
     on_device = MHATokenToKVPool(
-        size=tokens, page_size=page, dtype=dtype, head_num=heads, head_dim=dim, layer_num=layers,
-        device=device, enable_memory_saver=False,
-    )  # fmt: skip
+        size=tokens,
+        page_size=page,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=dim,
+        layer_num=layers,
+        device=device,
+        enable_memory_saver=False,
+    )
     host = MHATokenToKVPoolHost(
         on_device.get_device_pool_infos()[0].buffer_info,
         2.0,
@@ -69,14 +75,27 @@ def latent_pools(
     if device == "cpu":
         hicache.install()
     on_device = MLATokenToKVPool(
-        size=tokens, page_size=page, dtype=torch.bfloat16, kv_lora_rank=512, qk_rope_head_dim=64,
-        layer_num=LAYERS, device=device, enable_memory_saver=False,
-    )  # fmt: skip
+        size=tokens,
+        page_size=page,
+        dtype=torch.bfloat16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        layer_num=LAYERS,
+        device=device,
+        enable_memory_saver=False,
+    )
     host = MLATokenToKVPoolHost(
-        on_device.get_device_pool_infos()[0].buffer_info, 2.0, 0, page, layout,
-        device_capacity_tokens=tokens, start_layer=0, end_layer=LAYERS, target_layer_num=LAYERS,
+        on_device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        page,
+        layout,
+        device_capacity_tokens=tokens,
+        start_layer=0,
+        end_layer=LAYERS,
+        target_layer_num=LAYERS,
         host_token_capacity=2 * tokens,
-    )  # fmt: skip
+    )
     random_bytes(host.kv_buffer)
     return on_device, host
 

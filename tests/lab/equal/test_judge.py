@@ -142,7 +142,8 @@ def attempt(answer: Answer, *, complete: bool = True) -> Attempt:
 
 
 def test_a_fuzz_run_with_a_floor_excuses_noise_and_ties_and_nothing_else() -> None:
-    log = FuzzLog(floor=FLOOR)
+    log = FuzzLog()
+    log.floor = FLOOR
     log.references["p"] = FuzzAnswer(REFERENCE.tokens, REFERENCE.logprobs, REFERENCE.margins)
     excused = [moved(0.02), Answer((5, 8, 0, 0), (-0.1, -0.4, -3.0, -3.0))]
     log.attempts = [attempt(one) for one in excused]
