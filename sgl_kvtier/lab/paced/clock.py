@@ -23,6 +23,7 @@ from __future__ import annotations
 import bisect
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,10 @@ now = time.monotonic
 _SOON_S = 0.0005
 """What a thread would have to wait less than this, it does not: waking up takes as long."""
 _CATCH_UP_S = 0.002
-"""So far behind a disk's queue may be filled: a thread that woke late loses none of its
-bandwidth.
-"""
+"""So far behind a disk's queue may be filled: a thread that woke late loses none of it."""
 _lock = threading.RLock()
 _local = threading.local()
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 def sleep_until(at: float) -> None:
@@ -51,6 +51,8 @@ class Stream:
     def __init__(self, *_: Any, priority: int = 0, **__: Any) -> None:
         self.priority = priority
         self.tail = 0.0
+        with _lock:
+            _streams.add(self)
 
     def launch(self, seconds: float, at: float | None = None) -> tuple[float, float]:
         """Begin and end of work launched now, or at a time `at` before now."""
@@ -144,9 +146,11 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def synchronize(device: Any = None) -> None:
-    """Sleeps until the current stream is over. Other streams are not known to it."""
+    """Sleeps until all streams of this process are over."""
     del device
-    current_stream().synchronize()
+    with _lock:
+        last = max(stream.tail for stream in _streams)
+    sleep_until(last)
 
 
 def stand_in(module: Any) -> None:
@@ -203,9 +207,7 @@ class Link:
 
 
 class Disk:
-    """One direction of a disk: threads that read or write wait in its queue until they are
-    served.
-    """
+    """One direction of a disk: threads that read or write wait in its queue until their turn."""
 
     def __init__(self, gbytes_per_s: float) -> None:
         self._bytes_per_s = gbytes_per_s * 1e9

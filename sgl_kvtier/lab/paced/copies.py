@@ -1,5 +1,5 @@
-"""HiCache's copies on the links of a paced device, the disk of SGLang's file backend, and where
-each page came from.
+"""HiCache's copies on the links of a paced device, the disk of SGLang's file backend, and the tier
+that each page came from.
 
 Bytes are really moved, at the scale of the pools at hand; links and disk are charged those of the
 model that is modelled. SGLang's threads.
@@ -69,9 +69,7 @@ def _room(marks: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 
 class Damage:
-    """One bit of one page changed on purpose, in `tier` (device, host or none), at the `nth`
-    copy.
-    """
+    """One bit of a page changed on purpose, in `tier` (device, host or none), at the `nth` copy."""
 
     def __init__(self, tier: str = "", nth: int = 1, seed: int = 0) -> None:
         self._tier = tier

@@ -127,9 +127,7 @@ class Device:
         return tokens
 
     def _launch(self, pool: Any, seconds: float, called: float) -> tuple[float, float, float]:
-        """Begin and end of a step, and how much of that it waits for pages loaded layer by
-        layer.
-        """
+        """Begin and end of a step, and how long of that it waits for pages, layer by layer."""
         stream = clock.current_stream()
         begin, end = stream.launch(seconds, at=called)
         counter = getattr(pool, "layer_transfer_counter", None)
@@ -154,9 +152,13 @@ class Device:
         return self._signer
 
     def _extend(
-        self, signer: Signer, rows: torch.Tensor, fb: Any, requests: list[Any],
+        self,
+        signer: Signer,
+        rows: torch.Tensor,
+        fb: Any,
+        requests: list[Any],
         spans: list[tuple[int, int]],
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         batch, at = [], 0
         own = fb.out_cache_loc.to(torch.int64)
         for number, (tokens, prefix) in enumerate(spans):
@@ -241,8 +243,9 @@ def install() -> None:
     _hook_storage(settings, device.pages)
     logger.warning(
         "paced: %s, dilation %g: nothing is computed, steps and copies take the profile's time",
-        settings.profile, settings.dilation,
-    )  # fmt: skip
+        settings.profile,
+        settings.dilation,
+    )
 
 
 def _hook_storage(settings: Settings, pages: Pages) -> None:

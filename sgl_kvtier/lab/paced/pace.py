@@ -26,9 +26,17 @@ class PaceLog:
         self._went_on: tuple[str, ...] = ()
 
     def step(
-        self, *, kind: str, rids: Sequence[str], waiting: set[str], called: float, begin: float,
-        end: float, returned: float, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        kind: str,
+        rids: Sequence[str],
+        waiting: set[str],
+        called: float,
+        begin: float,
+        end: float,
+        returned: float,
+        **more: Any,
+    ) -> None:
         """A step called for at `called`, that the device computes from `begin` to `end`; the call
         ended at `returned`. A gap before it counts if it goes on with a request of the step before
         that did not wait for pages.

@@ -45,9 +45,7 @@ def _place(axis: Sequence[float], value: float) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Profile:
-    """One model on one accelerator, or on several as one. Bytes and links are those of all of
-    it.
-    """
+    """One model on an accelerator, or on several as one. Bytes and links are those of all of it."""
 
     name: str
     source: dict[str, str]

@@ -64,8 +64,8 @@ class Mismatch:
     def __str__(self) -> str:
         where = f"page {self.page} (slot {self.slot}), which came from {self.tier}"
         return (
-            f"{self.tokens} of {self.checked} tokens checked of request {self.rid} are wrong: the "
-            f"first at position {self.first}, in {where}, in {', '.join(self.buffers)}"
+            f"{self.tokens} of {self.checked} tokens checked of request {self.rid} are wrong: "
+            f"the first at position {self.first}, in {where}, in {', '.join(self.buffers)}"
         )
 
 

@@ -110,6 +110,14 @@ def test_only_synchronizing_waits_and_it_sleeps(time):
     assert (time.now, time.sleeps) == (103.0, 1)
 
 
+def test_synchronizing_the_device_waits_for_all_streams(time):
+    one, other = Stream(), Stream()
+    one.launch(1.0)
+    other.launch(5.0)
+    clock.synchronize()
+    assert time.now == 105.0
+
+
 def test_the_current_stream_is_the_threads_own(time):
     mine, seen = Stream(), []
     with StreamContext(mine):

@@ -27,15 +27,23 @@ class Pools:
 
     def save(self, slots: torch.Tensor, host: torch.Tensor) -> None:
         self._save(
-            src_ptrs=self.device, dst_ptrs=self.host, src_indices=slots, dst_indices=host, page_size=PAGE
-        )  # fmt: skip
+            src_ptrs=self.device,
+            dst_ptrs=self.host,
+            src_indices=slots,
+            dst_indices=host,
+            page_size=PAGE,
+        )
 
     def load(self, host: torch.Tensor, slots: torch.Tensor) -> None:
         for layer in range(LAYERS):
             self._load(
-                src_ptrs=self.host, dst_ptrs=[self.device[layer], self.device[LAYERS + layer]], src_indices=host,
-                dst_indices=slots, layer_id=layer, page_size=PAGE,
-            )  # fmt: skip
+                src_ptrs=self.host,
+                dst_ptrs=[self.device[layer], self.device[LAYERS + layer]],
+                src_indices=host,
+                dst_indices=slots,
+                layer_id=layer,
+                page_size=PAGE,
+            )
 
 
 def slots(*pages: int) -> torch.Tensor:

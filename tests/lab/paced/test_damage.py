@@ -30,9 +30,17 @@ class Tiers:
         }
         self.signer = Signer(named, PAGE, self.pages)
         config = HiCacheStorageConfig(
-            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-            enable_storage_metrics=False, is_page_first_layout=True, model_name="m",
-        )  # fmt: skip
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name="m",
+        )
         self.folder = folder
         self.files = HiCacheFile(config, file_path=str(folder))
         self.prompt = torch.randint(16, 256, (TOKENS,), generator=torch.Generator().manual_seed(1))
@@ -76,9 +84,13 @@ class Tiers:
         host = torch.arange(PREFIX)
         for layer in range(LAYERS):
             self._load(
-                src_ptrs=self.host, dst_ptrs=[self.device[layer], self.device[LAYERS + layer]], src_indices=host,
-                dst_indices=host + 32 * PAGE, layer_id=layer, page_size=PAGE,
-            )  # fmt: skip
+                src_ptrs=self.host,
+                dst_ptrs=[self.device[layer], self.device[LAYERS + layer]],
+                src_indices=host,
+                dst_indices=host + 32 * PAGE,
+                layer_id=layer,
+                page_size=PAGE,
+            )
 
 
 def through_all_tiers(tiers: Tiers, *, hurt_a_file: bool = False) -> int:

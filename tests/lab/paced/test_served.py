@@ -22,10 +22,18 @@ LONG, DEVICE = 6000, 8192
 def test_pages_come_back_right_from_every_tier_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     paced = launching.parse("paced:h100x8-deepseek-v3")
     setup = Setup(
-        model_path=str(paced.model()), served_name="paced", device="paced:h100x8-deepseek-v3", page_size=64,
-        chunk_tokens=2048, dtype="float32", device_tokens=DEVICE, host_ratio=3.0, storage_bytes=1 << 28,
-        context_tokens=DEVICE, max_running=4,
-    )  # fmt: skip
+        model_path=str(paced.model()),
+        served_name="paced",
+        device="paced:h100x8-deepseek-v3",
+        page_size=64,
+        chunk_tokens=2048,
+        dtype="float32",
+        device_tokens=DEVICE,
+        host_ratio=3.0,
+        storage_bytes=1 << 28,
+        context_tokens=DEVICE,
+        max_running=4,
+    )
     server = Server("stock", prepare("hicache-file", setup, tmp_path), tmp_path)
     with end_on_signals(), server:
         server.wait_until_healthy(1500)

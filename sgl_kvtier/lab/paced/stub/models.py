@@ -1,5 +1,5 @@
-"""One class per architecture, for SGLang's variable SGLANG_EXTERNAL_MODEL_PACKAGE. Its pools are
-made from the model's configuration alone.
+"""One class per architecture, for SGLang's variable SGLANG_EXTERNAL_MODEL_PACKAGE. Pools are made
+from the model's configuration alone.
 """
 
 from __future__ import annotations
