@@ -84,7 +84,7 @@ def test_far_from_the_meeting_loads_are_as_long_as_a_device_takes_at_once(monkey
     rate = balance(8192)
     lengths = [len(span) for span in restore(8192, rate, profile=profile_of(COST, rate)).loads]
     assert max(lengths) == 32 and lengths[-1] <= 8
-    papers = restore(8192, rate, profile=profile_of(COST, rate), config=PolicyConfig(rule="cake"))
+    papers = restore(8192, rate, profile=profile_of(COST, rate), rules=Cake())
     assert max(len(span) for span in papers.loads) == 8, "the papers' units are their own"
 
 

@@ -226,10 +226,13 @@ def test_a_mistake_is_told_before_any_server_starts(
     assert not (tmp_path / "work" / "recompute").exists()
 
 
-def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(tmp_path: Path) -> None:
+def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
+    compare: Command, tmp_path: Path
+) -> None:
     paced = ["--device", "paced:h100-llama8b", "--dilation", "2", "--rounds", "1"]
-    done, result = compare(tmp_path, *paced, "--html", str(tmp_path / "out.html"))
-    assert done.returncode == 0, done.stderr
+    done = compare(*paced, "--html", str(tmp_path / "out.html"))
+    assert done.status == 0, done.err
+    result = done.result
     device = result["device"]["paced"]
     assert (device["profile"], device["dilation"], device["bytes_scale"]) == (
         "h100-llama8b",
@@ -241,12 +244,12 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(tmp_path: P
     assert result["arms"]["kvtier"]["ttft_later_ms"]["n"] == 2
     assert result["settings"]["page_size"] == 64
     assert result["settings"]["chunk_tokens"] == 8192
-    titles = [line for line in done.stdout.splitlines() if "not computed" in line]
+    titles = [line for line in done.out.splitlines() if "not computed" in line]
     assert len(titles) >= 5
     assert "paced h100-llama8b, not computed" in (tmp_path / "out.html").read_text()
 
 
-def test_another_model_on_a_paced_device_is_refused(tmp_path: Path) -> None:
-    done, _ = compare(tmp_path, "--device", "paced:h100-llama8b", "--model-path", "/some/model")
-    assert done.returncode == 1
-    assert "brings a model of its own" in done.stderr
+def test_another_model_on_a_paced_device_is_refused(compare: Command) -> None:
+    done = compare("--device", "paced:h100-llama8b", "--model-path", "/some/model")
+    assert done.status == 1
+    assert "brings a model of its own" in done.err

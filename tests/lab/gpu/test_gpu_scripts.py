@@ -240,7 +240,7 @@ def test_the_settings_of_served_tests_on_a_card_are_settings_that_a_server_takes
     from sgl_kvtier.config import load_config
 
     spec = importlib.util.spec_from_file_location(
-        "served_on_a_card", ROOT / "tests/gpu/test_served.py"
+        "served_on_a_card", ROOT / "tests/gpu/test_served_on_card.py"
     )
     assert spec is not None and spec.loader is not None
     served = importlib.util.module_from_spec(spec)

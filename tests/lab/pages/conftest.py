@@ -118,6 +118,7 @@ def _arm(name: str, samples: list[dict]) -> dict:
     stored = name in ("hicache-file", "kvtier")
     return {
         **{metric: summary(s[metric] for s in good) for metric in METRICS},
+        "ttft_later_ms": summary(s["ttft_ms"] for s in good if s["turn"] > 0),
         "equal_tokens_fraction": sum(known) / len(known) if known else None,
         "cached_tokens": {
             tier: sum(s["cached"][tier] for s in good) for tier in ("device", "host", "storage")

@@ -114,14 +114,14 @@ def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(
 ) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra [report]")
     dom = open_in_browser(f"{site.address}/compare.html", tmp_path)
-    assert dom.count("<table>") == 6
+    assert dom.count("<table>") == 7
     assert dom.count("<svg") == 4
     assert len(re.findall(r"<section id=", dom)) == 7
     assert "<b id=" not in dom
     rows = re.findall(
         r'<span class="swatch"[^>]*></span>(recompute|hicache|hicache-file|kvtier)</td>', dom
     )
-    assert rows == ["recompute", "hicache", "hicache-file", "kvtier"] * 3
+    assert rows == ["recompute", "hicache", "hicache-file", "kvtier"] * 4
 
 
 def test_the_page_fetches_nothing(site: Site, tmp_path: Path) -> None:

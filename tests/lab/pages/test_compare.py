@@ -115,7 +115,7 @@ def test_text_from_outside_stays_text(compare_result: dict) -> None:
 def test_the_page_has_the_tables_the_plots_and_the_command(compare_result: dict) -> None:
     page = Page(compare_page(compare_result))
     assert page.count("svg") == page.count("figure") == 4
-    assert page.count("table") == 1 + 4 + 1  # workload, the comparison's own, losing cells
+    assert page.count("table") == 1 + 5 + 1  # workload, the comparison's own, losing cells
     assert "kvtier compare --model-path '</script><b id=hostile>" in page.text
     assert compare_result["environment"]["platform"] in page.text
 
@@ -126,7 +126,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     page = Page(compare_page(compare_result))
     assert page.count("svg") == 0
-    assert page.count("table") == 6
+    assert page.count("table") == 7
     assert "pip install 'sgl-kvtier[report]'" in page.text
 
 
@@ -174,7 +174,7 @@ def test_a_result_with_hardly_anything_in_it_still_makes_a_page() -> None:
 
 
 def test_arms_keep_their_order_and_missing_figures_are_dashes(compare_result: dict) -> None:
-    first, _, tokens, ratios = compare_tables(compare_result)
+    first, _, _, tokens, ratios = compare_tables(compare_result)
     assert [row[0] for row in first.cells()] == ["recompute", "hicache", "hicache-file", "kvtier"]
     assert first.cells()[0][-1] == MISSING  # recompute is what the others are compared with
     assert tokens.cells()[0][-2:] == ["0 B", MISSING]
