@@ -283,7 +283,8 @@ def write_drawn(name: str, *, seed: int = 0, folder: Path | None = None) -> Path
     target = parent / f"{name}-{device}-{model_digest(shape, seed)}"
 
     def write(draft: Path) -> None:
-        drawn.save(draft / "model.safetensors", shape, seed, device)
+        weights = ((weight, stream_of(seed, weight)) for weight in weights_of(shape))
+        drawn.save(draft / "model.safetensors", weights, device)
         _finish(draft, shape, seed, "bfloat16")
 
     return _write_once(target, write)
