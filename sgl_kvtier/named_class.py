@@ -22,7 +22,7 @@ def load_class(key: str, name: str, unfit: Callable[[Any], str | None]) -> Calla
     module, _, wanted = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), wanted, None)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise _refused(
             key,
             name,
@@ -44,5 +44,5 @@ def _refused(key: str, name: str, why: str) -> ConfigError:
     return ConfigError(f'{key} = "{name}": {why}')
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MOST_SAID]}"

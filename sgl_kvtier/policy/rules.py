@@ -209,6 +209,11 @@ class Rules:
 
     def tune(self, name: str, value: float) -> None:
         """Changes one of `tuned` in a running server. Raises ValueError to refuse the value."""
+        old = getattr(self, name)
+        if isinstance(old, int):
+            if value != int(value):
+                raise ValueError(f"{name} is a whole number, not {value}")
+            value = type(old)(value)
         setattr(self, name, value)
 
     # --- restoring: decisions ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from sgl_kvtier.policy import messages
@@ -383,6 +384,7 @@ def test_a_chunk_without_a_time_is_counted():
 
 def kept_by(engine: RestoreEngine) -> KeptPages:
     """The pages kept by an engine whose server writes new pages through."""
+    engine.context.tree.cache_controller.write_policy = "write_through"
     engine.kept = KeptPages(engine.context.tree.cache_controller.mem_pool_host, PAGE)
     return engine.kept
 
@@ -431,3 +433,35 @@ def test_a_page_that_two_requests_have_read_is_kept_once():
         slots = host.alloc(PAGE)
         kept.keep("r", r.keys[:1], slots)
     assert kept.tokens == PAGE and host.available_size() == (PAGES - 1) * PAGE
+
+
+def test_an_end_that_raises_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = engine_of_keys(8)
+    kept = kept_by(engine)
+    loads = [load(engine, Span(0, 4)), load(engine, Span(4, 8))]
+    for one in loads:
+        for offset in range(4):
+            one.poll.mark(offset, LANDED, 0.5)
+    ended: list[Span] = []
+    leave = engine._leave_host
+
+    def fails_once(one: Any) -> None:
+        ended.append(one.span)
+        if len(ended) == 2:
+            raise AssertionError("the pool finds a page freed twice")
+        leave(one)
+
+    monkeypatch.setattr(engine, "_leave_host", fails_once)
+    with pytest.raises(AssertionError):
+        settle(engine, 0.5)
+    settle(engine, 0.6)
+    assert ended == [Span(0, 4), Span(4, 8)] and engine.loads == []
+    assert kept.tokens == 4 * PAGE
+
+
+def test_a_request_that_ends_leaves_pages_that_another_one_brought() -> None:
+    engine, r, host = engine_of_keys(2)
+    kept = kept_by(engine)
+    kept.keep("another", r.keys[:2], host.alloc(2 * PAGE))
+    kept.drop_keys("r", r.keys)
+    assert kept.tokens == 2 * PAGE

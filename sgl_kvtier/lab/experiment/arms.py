@@ -208,5 +208,6 @@ def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
         settings |= setup.sections
     if arm == NOT_RESTORED:
-        settings["policy"] = {**setup.sections.get("policy", {}), "restore": "off"}
+        own = {"restore": "off", "prefetch": "off", "eviction": "lru"}
+        settings["policy"] = {**setup.sections.get("policy", {}), **own}
     return settings

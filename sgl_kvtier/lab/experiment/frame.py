@@ -96,6 +96,8 @@ def check(
     device = getattr(args, "device", None)
     if is_paced(device) and not can_be_paced:
         raise BenchError(f"--device {device}: so far kvtier compare and kvtier serve have it")
+    if getattr(args, "dilation", 1.0) != 1.0 and not is_paced(device):
+        raise BenchError("--dilation: only a paced device has it (--device paced:PROFILE)")
     for target in (args.json, getattr(args, "html", None)):
         if target is not None:
             check_target(target)

@@ -352,6 +352,10 @@ def first_token_cdf(result: dict, over: str) -> tuple[str, str]:
 
 def _main_ratio(result: dict) -> tuple[str, bool] | None:
     first, second = MAIN_PAIR
+    if paced(result) is not None and any(
+        (arm.get("pace") or {}).get("valid") is not True for arm in result["arms"].values()
+    ):
+        return "The paced device did not keep pace: nothing can be said (see the notes).", True
     pair = (result.get("ratios") or {}).get(f"{first}/{second}", {})
     ratio, mean = pair.get("ttft_ms") or {}, (pair.get("ttft_ms_mean") or {}).get("median")
     if ratio.get("median") is None:

@@ -26,7 +26,7 @@ class StagedCopies:
         pool = host_pool_of(controller)
         self._controller, self._scatter, self._memory = controller, scatter, memory
         self._page, self._half_bytes = int(pool.page_size), shape_of(pool).half_bytes
-        self._host = [half.reshape(-1).view(torch.uint8) for half in pool.kv_buffer]
+        self._host = [half.view(-1).view(torch.uint8) for half in pool.kv_buffer]
         self._staging = Staging(memory, shape_of(pool))
         self.most_tokens = self._staging.pages * self._page
         """One copy has no more."""

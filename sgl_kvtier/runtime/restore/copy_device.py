@@ -166,14 +166,18 @@ def lacking(controller: Any) -> str | None:
     return f"this torch ({torch.__version__}) has no streams on {kind} (another build of torch)"
 
 
-def copies_for(controller: Any) -> CopyDevice:
-    """The copies of the device that this HiCache controller serves. Scheduler's thread."""
+def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
+    """The copies of the device that this HiCache controller serves. A server that restores nothing
+    gets no staging, which takes device memory. Scheduler's thread.
+    """
     if works_at_once(controller.device):
         return CpuCopies(controller)
     if torch.device(controller.device).type != "cuda":
         return StreamCopies(controller)
     module = torch.get_device_module(controller.device)
     memory = CardMemory(module.current_device())
+    if not restores:
+        return StreamCopies(controller, memory)
     reason = unfit(controller)
     if reason is None:
         staged = _staged(controller, module, memory)

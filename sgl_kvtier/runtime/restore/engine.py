@@ -426,18 +426,15 @@ class RestoreEngine:
         """Takes the agreed states of `loads`, in their order: notes what landed and what was lost,
         ends what has ended.
         """
-        under_way = []
-        for load, state, ended in zip(self.loads, states, ended_at, strict=True):
+        for load, state, ended in zip(list(self.loads), states, ended_at, strict=True):
             if OPEN in state and self.context.now > load.due and not load.written_off:
                 self._write_off(load, state)
             for first, stop in fresh_runs(load.poll.seen, state):
                 load.poll.seen[first:stop] = state[first:stop]
                 self._settled(load, first, stop, ended)
             if load.ended:
+                self.loads.remove(load)  # first: an end that raises is not repeated
                 self._ended(load)
-            else:
-                under_way.append(load)
-        self.loads = under_way
 
     def _settled(self, load: Load, first: int, stop: int, ended: float) -> None:
         r, span = load.restoration, Span(load.span.start + first, load.span.start + stop)
@@ -494,17 +491,16 @@ class RestoreEngine:
     def _leave_host(self, load: Load) -> None:
         """Its bounce pages: those that landed are kept for the tree, others are free."""
         r, kept, page = load.restoration, self.kept, self.context.page
-        if kept is None or r.closed or load.written_off:
+        if kept is None or r.closed or load.written_off or not self.context.host.write_through:
             self.context.slots.put_back_host(load.host_slots)
             return
-        for offset, state in enumerate(load.poll.seen):
-            slots = load.host_slots[offset * page : (offset + 1) * page]
-            if state == LANDED:
-                number = load.span.start + offset
-                self.context.slots.give_host(page)
-                kept.keep(r.rid, r.keys_of(Span(number, number + 1)), slots)
-            else:
-                self.context.slots.put_back_host(slots)
+        pages, states = load.host_slots.view(-1, page), load.poll.seen
+        landed = [place for place, state in enumerate(states) if state == LANDED]
+        lost = [place for place, state in enumerate(states) if state != LANDED]
+        keys = r.keys_of(load.span)[::-1]  # they come with the highest page first
+        self.context.slots.give_host(len(landed) * page)
+        kept.keep(r.rid, [keys[place] for place in landed], pages[landed].flatten())
+        self.context.slots.put_back_host(pages[lost].flatten())
 
     def _lose(self, r: Restoration, span: Span, reason: str) -> None:
         self.counters.lost_pages[reason] += len(span)
@@ -545,7 +541,7 @@ class RestoreEngine:
                 self._drop(load, first, stop)
         if self.kept is not None and r.keys and r.front < r.pages:
             first = r.pages - len(r.keys)
-            self.kept.drop_keys(r.keys[max(0, r.front - first) :])
+            self.kept.drop_keys(r.rid, r.keys[max(0, r.front - first) :])
         self._unlock(r)
         self._unpin(r)
         self.counters.note_end(r, how)

@@ -52,9 +52,9 @@ class KeptPages:
         """A request is over: nothing of it will be inserted any more."""
         self._drop([key for key, (owner, _) in self._kept.items() if owner == rid])
 
-    def drop_keys(self, keys: Iterable[PageKey]) -> None:
-        """These pages will not be used."""
-        self._drop([key for key in keys if key in self._kept])
+    def drop_keys(self, rid: str, keys: Iterable[PageKey]) -> None:
+        """A request will not use these pages. Those that another one brought stay."""
+        self._drop([key for key in keys if key in self._kept and self._kept[key][0] == rid])
 
     def give_room(self, tokens: int) -> int:
         """Frees the oldest pages, until `tokens` are free or none is kept; returns tokens freed."""

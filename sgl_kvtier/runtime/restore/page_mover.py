@@ -31,6 +31,7 @@ from sgl_kvtier.store.base import ReadOutcome
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.01
+_CLOSE_S = 30.0
 """Longest that a page which was read waits for the others of its load."""
 
 
@@ -166,11 +167,13 @@ class PageMover:
         self._news.clear()
 
     def close(self) -> None:
-        """Ends the threads after what is under way. Idempotent."""
+        """Ends the threads after what is under way. After a device error that may never end: then
+        they are left behind. Idempotent.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
         self._fences.close()
         self._copying.close()
 

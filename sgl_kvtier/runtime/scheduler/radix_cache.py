@@ -199,6 +199,10 @@ class KVTierRadixCache(UnifiedRadixCache):
         """A request's tokens become the tree's."""
         before = int(req.kv.cache_protected_len)
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        kept = None if self.kvtier is None else self.kvtier.engine.kept
+        prompt = len(req.origin_input_ids) // self.page_size * self.page_size
+        if kept is not None and req.kv.cache_protected_len >= prompt:
+            kept.drop(req.rid)  # its whole prompt is in the tree: nothing is left to take
         self._tell_ahead(lambda ahead: ahead.checkpointed(req, before))
 
     def _evict_components(
@@ -239,7 +243,9 @@ class KVTierRadixCache(UnifiedRadixCache):
         kept = None if self.kvtier is None else self.kvtier.engine.kept
         if component_type != BASE_COMPONENT_TYPE or kept is None:
             return self._evict_host(num_tokens, component_type)
-        freed = self._evict_host(num_tokens, component_type)
+        freed, ahead = self._evict_host(num_tokens, component_type), self._ahead
+        if ahead is not None and ahead.promotions.claiming_for is not None:
+            return freed  # a prefetch takes nothing from requests that run
         return freed + (kept.give_room(num_tokens - freed) if freed < num_tokens else 0)
 
     def _evict_host(self, num_tokens: int, component_type: Any) -> int:

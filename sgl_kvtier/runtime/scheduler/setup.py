@@ -144,7 +144,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
         if works_at_once(controller.device)
         else max(1, LOAD_BYTES // context.agreed_page_bytes),
     )
-    unlike = looks_ahead(policy) and not agreement.same(context.host.tokens)
+    same = agreement.same(context.host.tokens)
+    unlike = looks_ahead(policy) and not same
     if unlike:
         policy = replace(policy, prefetch="off", eviction="lru")
     replica = get_parallel().dp_rank or 0
@@ -162,7 +163,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
     look = partial(_look_ahead, planner, policy, agreement.alone) if looks_ahead(policy) else None
     parts = Parts(
         context,
-        PageMover(copy_device.copies_for(controller), tree.page_size),
+        PageMover(
+            copy_device.copies_for(controller, restores=policy.restore != "off"), tree.page_size
+        ),
         learning,
         agreement,
         policy,
@@ -170,7 +173,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
         log=log,
         look_ahead=look,
     )
-    if context.host.write_through:
+    # Ranks with unequal host pools would keep unequal pages, and acknowledge unequal backups.
+    if context.host.write_through and same:
         parts.engine.kept = KeptPages(context.host, context.page)
     if config.lab.audit:
         parts.engine.audit = Audit(controller, context.page, parts.engine.counters)

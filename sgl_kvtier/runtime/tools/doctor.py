@@ -27,6 +27,8 @@ from sgl_kvtier.console import (
 )
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import KVTierError, StoreError
+from sgl_kvtier.policy.pages.eviction import eviction_of
+from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
 from sgl_kvtier.runtime.settings import off_on_a_card
 from sgl_kvtier.runtime.sglang import seams
@@ -208,6 +210,8 @@ def _settings(args: argparse.Namespace) -> Iterator[Finding]:
     if args.config:
         try:
             config = load_config(args.config)
+            rules_of(config.policy.rules)
+            eviction_of(config.policy.eviction)
         except KVTierError as error:
             yield Finding("settings", "fail", args.config, str(error))
             return

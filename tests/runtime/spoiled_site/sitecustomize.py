@@ -34,8 +34,8 @@ def _spoil(module):
 
     made = module.copies_for
 
-    def copies_for(controller):
-        copies = made(controller)
+    def copies_for(controller, **choices):
+        copies = made(controller, **choices)
         begin = copies.begin
 
         def begin_and_spoil(host_slots, device_slots, fence):

@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
                 *outcome.failed(),
             ],
             measured=lambda: any(one.samples for one in outcome.rounds),
-            sound=lambda _: not outcome.failures,
+            sound=lambda _: not outcome.failures and not lost_pace(setup.paced, outcome),
         ).run()
 
 
@@ -256,7 +256,9 @@ def lost_pace(paced: Paced | None, outcome: Outcome) -> list[str]:
     rows, notes = sample_rows(outcome.rounds), []
     for arm in dict.fromkeys(one.arm for one in outcome.rounds):
         pace = arm_figures(arm, outcome.rounds, rows).get("pace")
-        if pace is not None and pace["valid"] is False:
+        if pace is None:
+            notes.append(f"INVALID: {arm}: the paced device wrote no step.")
+        elif pace["valid"] is not True:
             notes.append(
                 f"INVALID: {arm} lost {pace['overrun']:.0%} of its steps' time (10 % are allowed), "
                 f"{pace['mismatches']} mismatches."
