@@ -1,7 +1,7 @@
-"""Options that several commands share, and what they were parsed to.
+"""Options that several commands share, and the objects they are parsed to.
 
-Which kind of machine a server runs on, and with what page and chunk, is decided here for all
-commands (`shape_of`, `setup_of`); its command line is made in `arms.prepare`.
+This module decides the device, page and chunk of a server for all commands (`shape_of`,
+`setup_of`). `arms.prepare` makes the server's command line.
 """
 
 from __future__ import annotations
@@ -129,8 +129,9 @@ class Shape:
 
 
 def shape_of(args: argparse.Namespace, model: str | None = None) -> Shape:
-    """What was asked for, and where nothing was, what suits the machine and the model. Without
-    `model` that is the lab model of the options, if it is one of ours.
+    """The shape given by the options; an option not given follows the machine and the model.
+
+    Without `model` that is the lab model of the options, if it is one of ours.
     """
     given = vars(args)
     device = given.get("device") or detect_device()
@@ -170,10 +171,10 @@ def setup_of(args: argparse.Namespace, shape: Shape, model: str | Path, **more: 
 
 
 def thresholds(chosen: Load, page: int) -> dict[str, Any]:
-    """From how many tokens on prefixes are read back, at the scale of the load.
+    """The least tokens of a prefix that is read back, at the scale of the load.
 
-    SGLang asks storage only for 256 tokens or more, and restoration by default leaves shorter
-    prefixes to SGLang; at a reduced scale both would be shut out.
+    SGLang asks storage only for 256 tokens or more. Restoration by default leaves shorter prefixes
+    to SGLang. At a reduced scale both would be shut out.
     """
     least = max(256 // chosen.encoder.divisor, page)
     return {"prefetch_threshold": least, "sections": {"policy": {"min_restore_tokens": least}}}
@@ -241,7 +242,7 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
 
 
 def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:
-    """What `add_load_arguments` parsed; `defaults` fill what was not given."""
+    """The options that `add_load_arguments` parsed; `defaults` fill those not given."""
     return LoadOptions(
         source=args.trace,
         traces_dir=args.traces_dir,
@@ -294,7 +295,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
 def replay_options(
     args: argparse.Namespace, most_output_tokens: int | None = None
 ) -> ReplayOptions:
-    """What `add_replay_arguments` parsed."""
+    """The options that `add_replay_arguments` parsed."""
     return ReplayOptions(
         concurrency=args.concurrency,
         feedback=args.feedback,

@@ -1,5 +1,6 @@
-"""What is compared: each arm as launch flags for the same model, pools, chunk and page size, and
-our recommended flags.
+"""The arms of a comparison as launch flags for the same model, pools, chunk and page size.
+
+The flags we recommend are here as well.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all arms have in common. None leaves a choice to SGLang. `sections` are more of
-    kvtier.json, for our arms; `dilation` is a paced device's; `variants` are arms beside those of `ARMS`.
+    """Settings that all arms have in common. None leaves a choice to SGLang. `sections` are more of
+    kvtier.json, for our arms; `dilation` is a paced device's; `variants` are arms beside those of
+    `ARMS`.
     """
 
     model_path: str

@@ -1,5 +1,4 @@
-"""The frame of every command that measures: what is checked first, how a run may end, what is
-written then.
+"""The frame of every command that measures: its checks, the ways a run ends, its output.
 
 A run that is stopped, or cannot go on, reports what it had measured before it ends so; and nothing
 interrupts a report.
@@ -90,8 +89,10 @@ class Experiment:
 def check(
     args: argparse.Namespace, *, starts_servers: bool = True, can_be_paced: bool = False
 ) -> None:
-    """Before anything is done: raises KVTierError where a result could not be written, or a server
-    not be started on this device.
+    """Checks a command before anything is done.
+
+    Raises KVTierError where a result cannot be written, or a server cannot be started on this
+    device.
     """
     device = getattr(args, "device", None)
     if is_paced(device) and not can_be_paced:
@@ -141,7 +142,7 @@ def work_folder(wanted: Path | None, is_needed: Callable[[], bool]) -> Iterator[
 
 
 def early_end(interrupted: bool, failure: BenchError | None) -> list[str]:
-    """What a result says of an end before its time: without the end of a server's log."""
+    """Notes of a result on a run that ended early, without the end of a server's log."""
     if interrupted:
         return ["Interrupted: figures are from what had been measured."]
     if failure is None:

@@ -1,5 +1,5 @@
-"""The sessions a benchmark replays: a trace where there is one, else generated ones, at the scale
-the model can bear.
+"""The sessions a benchmark replays, at the scale the model can bear: those of a trace, or generated
+ones without a trace.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Load:
 
     @property
     def context_tokens(self) -> int:
-        """The contexts of all sessions at their ends, added up: what a cache would have to hold for
-        all of them.
+        """The contexts of all sessions at their ends, added up, in tokens. A cache for all of them
+        would have to hold that.
         """
         return sum(row["longest_tokens"] for row in self.rows)
 
     def describe(self, per: str) -> str:
-        """What is replayed, for people; `per` says how much of it `requests` are."""
+        """The replayed sessions as text for people; `per` says how much of it `requests` are."""
         return (
             f"{self.description}\n{self.requests} requests a {per}, prompts up to {self.longest_tokens:,} tokens, "
             f"all contexts together {self.context_tokens:,}"

@@ -1,4 +1,4 @@
-"""What an experiment has measured so far, a line of JSON each, and what a later run goes on from.
+"""The records of an experiment, one line of JSON each; a later run goes on from them.
 
 The first line says what all records have in common; a run with other settings is refused. A run
 that is killed while it writes leaves a torn last line. It is passed over when the file is read, and
@@ -41,7 +41,8 @@ class Log:
         """The log in a file, or a new one; `about` is what its records have to have in common.
 
         Raises BenchError when the file cannot be read, is no log of this kind, or was made with
-        other settings. A first line is never taken for torn: the file may be somebody else's.
+        other settings. A first line is never taken for torn: the file may have been written by
+        another program.
         """
         log = cls(path)
         lines = log._lines()
@@ -132,7 +133,9 @@ def _plain(record: Any) -> Any:
 
 
 def _revived(kind: Any, value: Any) -> Any:
-    """What `_plain` was given. Raises TypeError, KeyError or ValueError where it does not fit."""
+    """The value that `_plain` was given. Raises TypeError, KeyError or ValueError where it does not
+    fit.
+    """
     origin, inside = get_origin(kind), get_args(kind)
     if value is None or kind is Any:
         return value

@@ -1,4 +1,4 @@
-"""Who used the processor while a round was measured: our server and client, or others on the same
+"""Processor use while a round was measured: by our server and client, and by others on the same
 machine.
 """
 
@@ -60,11 +60,11 @@ _PROBE = bytes(4 << 20)
 
 
 def pace_seconds() -> float:
-    """What a fixed piece of computing takes on one core now: the median of three, about 40 ms
-    together.
+    """The seconds a fixed piece of computing takes on one core now: the median of three, about 40
+    ms together.
 
-    It shows neighbours that no counter of this machine does: on the other half of a physical core,
-    or taking its clock down.
+    It shows neighbours that no counter of this machine does. They run on the other half of a
+    physical core, or take its clock down.
     """
     times = []
     for _ in range(3):

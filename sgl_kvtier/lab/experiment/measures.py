@@ -40,9 +40,9 @@ class Round:
     occupancy: list[dict[str, float]] = field(default_factory=list)
     """Tokens in each tier over time, where that was watched."""
     dilation: float = 1.0
-    """Of a paced device: its server's seconds are so many times as long."""
+    """Factor by which seconds of a paced device's server are longer."""
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """What a paced device wrote of this round (`lab.paced.pace`)."""
+    """The steps that a paced device wrote of this round (`lab.paced.pace`)."""
 
     def counted(self, name: str, **labels: str) -> float | None:
         """By how much a counter of the server grew in this round. A counter that is not there yet
@@ -58,8 +58,10 @@ Reference = dict[tuple[str, int], tuple[int, ...]]
 
 
 def reference_arm(rounds: Sequence[Round]) -> str:
-    """The arm whose first answers the others are compared with: recompute, or the first one of a
-    paced device, where answers follow from tokens alone.
+    """The arm whose first answers the others are compared with: recompute.
+
+    On a paced device without recompute it is the first arm, because answers follow from tokens
+    alone.
     """
     if any(one.steps for one in rounds) and all(one.arm != BASELINE for one in rounds):
         return rounds[0].arm
@@ -67,7 +69,7 @@ def reference_arm(rounds: Sequence[Round]) -> str:
 
 
 def reference_outputs(rounds: Sequence[Round]) -> Reference:
-    """What the arm of `reference_arm` answered first, by session and turn."""
+    """The first answers of the arm of `reference_arm`, by session and turn."""
     found: Reference = {}
     arm = reference_arm(rounds)
     for one in rounds:
@@ -136,10 +138,11 @@ def arm_figures(
 def ratios(
     rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]
 ) -> dict[str, Any]:
-    """Our arm's rounds over each other arm's, round by round, so that what slows a whole round
-    cancels out: their medians, under the metric's name, and beside them means and the 90th
-    percentile of the time to first token. A round that is not complete has other requests in it
-    than its partner, so it makes no pair.
+    """Our arm's rounds over each other arm's, round by round, so that a slow round cancels out.
+
+    Medians of the ratios are under the metric's name. Beside them are means and the 90th percentile
+    of the time to first token. A round that is not complete has other requests in it than its
+    partner, so it makes no pair.
     """
     if OURS not in arms:
         return {}
@@ -205,8 +208,8 @@ def _check_tiers(rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
-    """Bytes that went to and came from storage: the server's token counters times its own bytes per
-    token, and beside them what restorations read.
+    """Bytes written to storage and read from it: the server's token counters times its own bytes
+    per token. Bytes that restorations read are beside them.
     """
     restored = round(
         _total(
@@ -260,7 +263,7 @@ _RESTORE = {
 
 
 def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
-    """What the server's own counters say about restorations; None for a server that exports none."""
+    """The server's own counters of restorations; None for a server that exports none."""
     if _total(rounds, "kvtier:restore_computed_tokens_total") is None:
         return None
     # Every rank does the same restorations, so one is asked.
@@ -277,9 +280,7 @@ def _restorations(rounds: Sequence[Round]) -> dict[str, float | None] | None:
 
 
 def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the server counts of looking ahead; where it counts nothing, hits are those of the
-    responses.
-    """
+    """The server's counters of lookahead. Where it counts nothing, hits are those of the responses."""
     first = {"tp_rank": "0", "pp_rank": "0"}
     moved = {
         link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link)

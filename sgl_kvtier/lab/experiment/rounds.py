@@ -2,7 +2,7 @@
 
 Cold means cold. Before every round an arm's device and host tiers are flushed and its storage is
 cleared, and the first answer must have no cached token. All servers are up at once where memory
-allows (starting one costs 40 processor seconds), the waiting ones asleep; else each round has a
+allows, the waiting ones asleep: starting one costs 40 processor seconds. Else each round has a
 fresh server with an emptied storage folder. The order of arms changes from round to round. The
 operating system's page cache is left alone: both storage backends may read from it.
 """
@@ -64,7 +64,7 @@ def backwards(arms: Sequence[_T], number: int) -> list[_T]:
 
 
 class Work(Protocol):
-    """What an arm is given in a round. `steps` is how many `unit` a round has."""
+    """The work an arm is given in a round. `steps` is how many `unit` a round has."""
 
     steps: int
     unit: str
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What rounds measured, filled while they run, so that an interruption loses nothing."""
+    """The measurements of rounds, filled while they run, so that an interruption loses nothing."""
 
     rounds: list[Round] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
@@ -226,8 +226,8 @@ class Rounds:
 
     @contextlib.contextmanager
     def _carrying_on(self, arm: str, shown: Progress) -> Iterator[None]:
-        """A failure inside the block ends this arm, is shown with the end of the server's log, and
-        spares the others.
+        """A failure inside the block ends this arm and spares the others. It is shown with the end
+        of the server's log.
         """
         try:
             yield
@@ -326,8 +326,8 @@ class Replaying:
         self.log_path.unlink(missing_ok=True)
 
     async def warm_up(self, client: Client, arm: str) -> list[str]:
-        """Two equal requests with a flush between: what a server does once at its first is not
-        measured, and a storage tier has to show that it gives back what it took.
+        """Two equal requests with a flush between. So what a server does once, at its first
+        request, is not measured. A storage tier has to show that it gives back what it took.
         """
         setup = self.setup
         tokens = min(setup.device_tokens or 8192, setup.context_tokens or 8192)

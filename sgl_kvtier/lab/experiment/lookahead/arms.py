@@ -17,7 +17,7 @@ from sgl_kvtier.lab.experiment.load import Load
 
 ORACLE = "oracle"
 AUTO = -1
-"""So many iterations as measured speeds ask for."""
+"""As many iterations as measured speeds ask for."""
 _OFF: Mapping[str, Any] = {"prefetch": "off", "eviction": "lru", "sessions": False}
 _STEPS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     (

@@ -1,5 +1,5 @@
-"""The result of `kvtier compare lookahead`: figures per cell and over all of them, and how far each
-arm is from the oracle.
+"""The result of `kvtier compare lookahead`: figures per cell and over all cells, and the distance
+of each arm from the oracle.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def figures(
 
 
 def _read(found: Mapping[str, Any], page_tokens: int) -> float | None:
-    """Bytes of KV cache read from storage, for whatever reason: by the store's own count where it
-    has one, else by SGLang's.
+    """Bytes of KV cache read from storage, for whatever reason. The store's own count is used where
+    it has one, else SGLang's.
     """
     per_token, pages = found["bytes_per_token"], found["store_pages_read"]
     if pages is None or not per_token:
@@ -93,9 +93,7 @@ def _read(found: Mapping[str, Any], page_tokens: int) -> float | None:
 
 
 def _surplus(found: Mapping[str, Any]) -> float | None:
-    """Bytes read from storage less those some request had a use for: read twice, too late, or for
-    nobody.
-    """
+    """Bytes read from storage that no request used: read twice, too late, or for no request."""
     per_token, read = found["bytes_per_token"], found["storage_read_bytes"]
     if not per_token or read is None:
         return None
@@ -130,7 +128,7 @@ def _over(mine: Mapping[str, Any], oracle: Mapping[str, Any]) -> dict[str, float
 
 
 def notes_of(cells: Sequence[Cell], arms: Sequence[str]) -> list[str]:
-    """What the rounds of these cells have to be read with."""
+    """Notes that the rounds of these cells have to be read with."""
     rounds = [one for cell in cells for one in cell.outcome.rounds]
     notes = [f"{cell.name}: {note}" for cell in cells for note in dict.fromkeys(cell.outcome.notes)]
     for cell in cells:

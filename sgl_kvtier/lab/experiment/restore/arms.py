@@ -1,8 +1,8 @@
-"""The arms of the restoration bench: ways to bring a stored prefix back, all of them in one running
-server.
+"""The arms of the restoration bench: ways to restore a stored prefix, all in one running server.
 
-An arm is two settings of that server, changed between two requests: `policy.restore` of
-kvtier.json, and how long SGLang itself waits for its storage (--hicache-storage-prefetch-policy).
+An arm is two settings of that server, changed between two requests. One is `policy.restore` of
+kvtier.json. The other is how long SGLang itself waits for its storage
+(--hicache-storage-prefetch-policy).
 """
 
 from __future__ import annotations
@@ -92,8 +92,11 @@ class ArmSwitch:
         self._fixed_split: float | None = None
 
     async def use(self, arm: str, read_gbps: float, fixed_split: float | None = None) -> None:
-        """From the next request on; `fixed_split` is the computed share of a prefix, where it is
-        not decided on the way: of a server started with the rules `FIXED_SPLITS`. Raises BenchError when the server refuses.
+        """Switches the server to an arm, from the next request on.
+
+        `fixed_split` is the computed share of a prefix, for a server started with the rules
+        `FIXED_SPLITS`. None: the share is decided on the way. Raises BenchError when the server
+        refuses.
         """
         wanted = RESTORE_ARMS[arm]
         if wanted.restore != self._restore:

@@ -2,7 +2,7 @@
 run.
 
 T* = Tc Tl / (Tc + Tl) (CacheFlow, section 3) takes every token to cost the same. Front tokens are
-cheaper, because attention grows with the position, so the best split of a measured compute curve,
+cheaper, because attention grows with the position. So the best split of a measured compute curve,
 T_opt, lies below T*: more than 100 % of T* is possible.
 """
 
@@ -54,11 +54,11 @@ def best_split(
     load: Callable[[int], float],
     rest_s: float,
 ) -> Best:
-    """The best of all splits of `prefix` tokens: compute [0, n), load the others at the same time,
-    then the rest.
+    """The best of all splits of `prefix` tokens: compute [0, n), load the others meanwhile, then
+    the rest.
 
-    `compute(n)` and `load(n)` are seconds for n tokens; `rest_s` is what comes after the prefix is
-    there, in any split.
+    `compute(n)` and `load(n)` are seconds for n tokens. `rest_s` are the seconds after the prefix
+    is there, in any split.
     """
     splits = [*range(0, prefix, page), prefix]
     return min(
@@ -72,9 +72,9 @@ def optimal(
 ) -> Best:
     """T_opt: both resources at full speed and not disturbing each other, met to the page.
 
-    `load_only_s` is the time to first token when all of the prefix is loaded, `resident_s` when all
-    of it is in device memory: the difference is the loading, taken as linear, and the latter what
-    remains after it.
+    `load_only_s` is the time to first token when all of the prefix is loaded. `resident_s` is that
+    time when all of it is in device memory. Their difference is the loading, taken as linear;
+    `resident_s` is what remains after it.
     """
     whole_s = max(load_only_s - resident_s, 0.0)
     return best_split(
@@ -90,12 +90,11 @@ def optimal_of_link(
     resident_s: float,
     link_s: float,
 ) -> Best:
-    """T_link: as T_opt, with a loading that takes what the link itself takes at the bandwidth it
-    was set to, `link_s`.
+    """T_link: T_opt with the loading time of the link itself at the bandwidth that was set,
+    `link_s`.
 
-    The measured loading has in it what SGLang does beside, as copies in host memory and looking
-    whether they are done: an engine that does without that has only the link. It is never above
-    T_opt.
+    The measured loading includes SGLang's other work, such as copies in host memory and polling
+    them. An engine that does without that has only the link. T_link is never above T_opt.
     """
     loading_s = min(max(load_only_s - resident_s, 0.0), link_s)
     rest_s = min(resident_s, max(load_only_s - link_s, 0.0))
@@ -110,8 +109,10 @@ def t_star(compute_s: float, load_s: float) -> float:
 
 
 def request_seconds(one_page_s: Sequence[float], per_output_s: Sequence[float]) -> float:
-    """What a request costs beside computing: a prompt of one page less one decoding step, which is
-    as small a forward pass as there is. At least 0.
+    """The seconds a request costs beside computing, at least 0.
+
+    That is a prompt of one page less one decoding step, which is as small a forward pass as there
+    is.
     """
     page, step = percentile(one_page_s, 50), percentile(per_output_s, 50)
     return max((page or 0.0) - (step or 0.0), 0.0)

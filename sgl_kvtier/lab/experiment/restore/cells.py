@@ -1,5 +1,7 @@
-"""From trials to the result of a restoration's grid (schema kvtier.restore/1, docs/manual/json.md):
-medians per arm, speedups, shares of the bound, equality with recomputing, and which aims were met.
+"""From trials to the result of a restoration's grid (schema kvtier.restore/1, docs/manual/json.md).
+
+It has medians per arm, speedups, shares of the bound, equality with recomputing, and which aims
+were met.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ than 1e-4.
 
 NEVER_SLOWER, OPTIMAL_MEDIAN, OPTIMAL_EACH = 0.97, 0.95, 0.90
 BALANCED, HALF = 1.85, 1.4
-"""Aims: against the better of one resource everywhere; share of T_opt, median and each cell with
-the ratio in [1/4, 4]; speedup over both resources at balance, and at half and double.
+"""The aims. First, against the better of one resource everywhere. Then the share of T_opt: the
+median, and each cell with the ratio in [1/4, 4]. Then the speedup over both resources at balance,
+and at half and double.
 """
 
 

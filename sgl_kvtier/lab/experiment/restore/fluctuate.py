@@ -1,11 +1,11 @@
 """Restoration while bandwidth and compute change, against the best fixed split in hindsight (as
 Cake, section 5.7).
 
-The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one, changed in the running
-server while it restores; compute is disturbed by a seeded stream of other requests. The best fixed
-split is found by measuring, the split fixed beforehand, so it has the chunks' fixed part and the
-other requests in it. It is predicted as well: with the changes as they were made, and
-the compute curve measured under the same disturbance, all splits are tried.
+The bandwidth follows a seeded trace from 1/4 to 4 times the balanced one. It is changed in the
+running server while it restores. Compute is disturbed by a seeded stream of other requests. The
+best fixed split is found by measuring, with the split fixed beforehand. So it includes the chunks'
+fixed cost and the other requests. It is predicted as well. For that, all splits are tried with the
+changes as they were made, and the compute curve measured under the same disturbance.
 """
 
 from __future__ import annotations

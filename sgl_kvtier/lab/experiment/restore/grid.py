@@ -1,13 +1,13 @@
 """The grid: every arm restores the same stored prompts at every bandwidth, all in one server
 process.
 
-Per length: prime a prompt, measure what computing it takes, derive the bandwidths from that, let
-every arm run once unmeasured, then rounds. A round goes through all bandwidths and arms, the next
-one backwards. The compute curve is measured between rounds, at the beginning, in the middle and at
-the end.
+Per length: prime a prompt, measure what computing it takes, and derive the bandwidths from that.
+Then every arm runs once unmeasured, and rounds follow. A round goes through all bandwidths and
+arms, the next one backwards. The compute curve is measured between rounds, at the beginning, in the
+middle and at the end.
 
-An arm that estimates the bandwidth restores once before it is measured in a cell: that first
-restoration, which still expects the bandwidth of the cell before, is kept apart.
+An arm that estimates the bandwidth restores once before it is measured in a cell. That first
+restoration still expects the bandwidth of the cell before, so it is kept apart.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class GridOptions:
-    """What is measured. `slow_rounds`: slow arms are measured in the first so many rounds only;
-    None: in all.
+    """Options of a grid. `slow_rounds` is the number of first rounds that measure slow arms; None:
+    all.
 
     `ratios` are loading over computing. `page` and `chunk` are the server's.
     """
@@ -136,8 +136,8 @@ class Grid:
         return scale
 
     async def _small(self, scale: Scale, ids: Sequence[int]) -> None:
-        """What a request costs without its prefix: a prompt of one page, and the prompt while it is
-        still in the device.
+        """Measures a request without its prefix: a prompt of one page, and the prompt while it is
+        still in device memory.
         """
         for number in range(_CALIBRATIONS):
             base = Trial(
@@ -273,8 +273,8 @@ def planned(options: GridOptions, length: int) -> Iterator[Trial]:
 
 
 def prompt(options: GridOptions, length: int) -> list[int]:
-    """The prompt of a length: a prefix that can be restored and one page more, whose last token has
-    to be computed.
+    """The prompt of a length: a prefix that can be restored and one page more. The page's last
+    token has to be computed.
     """
     seed = zlib.crc32(f"{options.seed}:{options.model}:{length}".encode())
     return random.Random(seed).choices(range(_BYTES), k=length + options.page)

@@ -1,5 +1,5 @@
-"""What a restoration bench has measured so far, in memory and in a file of JSON lines it can be
-continued from.
+"""The trials of a restoration bench so far, in memory and in a file of JSON lines. A run can be
+continued from that file.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ GRID, FIRST, CURVE, RESIDENT, PAGE, WARM, PRIME = (
     "warm",
     "prime",
 )
-"""What a trial is for: a cell, the first restoration after the bandwidth was changed, the compute
-curve, a prompt still in device memory, a prompt of one page, nothing, storing.
+"""Purposes of trials. `grid`: a cell. `first`: the first restoration after the bandwidth was
+changed. `curve`: the compute curve. `resident`: a prompt still in device memory. `page`: a prompt
+of one page. `warm`: nothing. `prime`: storing.
 """
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What one model's prompts of one length were measured with: fixed when they are first
-    measured.
+    """The quantities that one model's prompts of one length are measured with, fixed when they are
+    first measured.
 
-    `compute_s`: time to first token when the prompt is computed; `prefix_bytes`: what loading it
-    moves. From the two follows the bandwidth of every cell, so that a continued run has the same
-    cells.
+    `compute_s` is the time to first token when the prompt is computed; `prefix_bytes` are the bytes
+    that loading it moves. The bandwidth of every cell follows from the two, so a continued run has
+    the same cells.
     """
 
     model: str
@@ -43,11 +44,11 @@ class Scale:
     compute_s: float
 
     def gbps(self, load_over_compute: float) -> float:
-        """The bandwidth at which loading the prefix takes so many times as long as computing it."""
+        """The bandwidth, in gigabits per second, for that ratio of loading time to computing time."""
         return self.prefix_bytes * 8e-9 / (load_over_compute * self.compute_s)
 
     def link_s(self, gbps: float) -> float:
-        """What a link of that bandwidth alone takes for the prefix."""
+        """The seconds a link of that bandwidth alone takes for the prefix."""
         return self.prefix_bytes * 8e-9 / gbps
 
 
@@ -76,7 +77,7 @@ class RestoreLog(Log):
         self.add("trial", trial)
 
     def scale(self, model: str, length: int) -> Scale | None:
-        """What this length was measured with; None when it was not yet."""
+        """The scale this length was measured with; None when it was not measured yet."""
         return next((s for s in self.scales if (s.model, s.length) == (model, length)), None)
 
     def of(self, model: str, length: int, kind: str) -> list[Trial]:
@@ -88,8 +89,10 @@ class RestoreLog(Log):
         ]
 
     def failed(self, model: str, length: int, kind: str) -> list[Trial]:
-        """Those that failed and were not made again since: a run that goes on from the log makes
-        failed trials again, and then only the last attempt counts.
+        """Trials that failed and were not made again since.
+
+        A run that goes on from the log makes failed trials again, and then only the last attempt
+        counts.
         """
         last = {
             _key(t): t for t in self.trials if (t.model, t.length, t.kind) == (model, length, kind)

@@ -100,8 +100,10 @@ def setup_for(
 
 
 def storage_bytes(wanted: int | None, model: str, dtype: str, tokens: int) -> int:
-    """The size of the store for prompts of so many tokens together. Raises BenchError where the one
-    asked for is known to be too small: loading would be measured on pages that are not there.
+    """The size of the store in bytes, for prompts of `tokens` tokens together.
+
+    Raises BenchError where the size asked for is known to be too small. Loading would then be
+    measured on pages that are not there.
     """
     per_token = kv_bytes(model, dtype)
     # A quarter more: headers, padding, and the pages behind a prompt that answers make.

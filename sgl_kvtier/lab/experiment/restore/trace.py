@@ -76,7 +76,9 @@ class BandwidthDriver:
 
 @dataclass(frozen=True)
 class OtherRequests:
-    """A stream of requests nobody has seen before: seconds from the beginning, and prompt tokens."""
+    """A stream of requests that no server has seen before: seconds from the beginning, and prompt
+    tokens.
+    """
 
     arrivals: tuple[tuple[float, int], ...]
     seed: int

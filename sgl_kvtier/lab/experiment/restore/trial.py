@@ -26,7 +26,7 @@ QUIET_CORES = 0.15
 """A server that uses less than this has done with writing pages back."""
 
 UNWATCHED_S = 1.0
-"""How long a server is left alone before a trial where its processor use cannot be read: whether it
+"""Seconds a server is left alone before a trial where its processor use cannot be read. Whether it
 still writes pages back is not seen then.
 """
 
@@ -66,8 +66,8 @@ class Trial:
     """None where the server's own use is not known, and so not told from that of others."""
     stolen_cores: float = 0.0
     slowness: float = 1.0
-    """Of the machine, around the trial: what a fixed piece of computing took, over the least it has
-    taken in this run.
+    """The machine's slowness around the trial: seconds of a fixed piece of computing, over the
+    least of this run.
     """
     repeats: int = 0
     fixed_split: float | None = None
@@ -76,8 +76,8 @@ class Trial:
 
 
 Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-"""What else happens during a trial. It is started with the request, and told by the event that the
-answer is complete.
+"""Other work during a trial. It is started with the request, and told by the event that the answer
+is complete.
 """
 
 
@@ -111,9 +111,10 @@ class ServerCpu:
 
 
 class Trials:
-    """Makes trials against one server. `quiet_foreign` is how many cores others may use, and
-    `slowest` how slow the machine may be beside its best, before a trial is repeated. `discard`
-    takes the attempts that do not count, as such.
+    """Makes trials against one server.
+
+    A trial is repeated when others use more than `quiet_foreign` cores, or when the machine's
+    slowness is above `slowest`. `discard` takes the attempts that do not count, as such.
     """
 
     def __init__(
@@ -203,10 +204,10 @@ class Trials:
         )
 
     async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
-        """Computes a prompt and waits until the store has all its whole pages: the trial, and the
-        bytes of one page.
+        """Computes a prompt and waits until the store has all its whole pages.
 
-        Raises BenchError when they do not get there.
+        Returns the trial, and the bytes of one page. Raises BenchError when the pages do not get
+        there.
         """
         await self.settle()
         await self.client.flush()

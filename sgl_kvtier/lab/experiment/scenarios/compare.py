@@ -176,7 +176,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load)
 
 
 def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, Any]:
-    """What our arms on a paced device have in kvtier.json beside."""
+    """The further sections that our arms have in kvtier.json on a paced device."""
     if paced is None:
         return {}
     found = paced.sections()
@@ -185,8 +185,8 @@ def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, A
 
 
 def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any]:
-    """What rounds of one log have to have in common: the load and the servers. A model's folder may
-    be another.
+    """The settings that rounds of one log have in common: the load and the servers. A model's
+    folder may differ.
     """
     work = {k: v for k, v in chosen.to_json().items() if k not in ("description", "rows")}
     servers = {k: v for k, v in asdict(setup).items() if k not in ("model_path", "variants")}
@@ -194,7 +194,7 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
 
 
 def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
-    """What the rounds come to, schema kvtier.compare/1 (docs/manual/json.md)."""
+    """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md)."""
     rows = sample_rows(outcome.rounds)
     figures = {
         arm: {

@@ -195,15 +195,15 @@ class _Run:
         return found
 
     def about(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """What trials of one log have to have in common, but for the pools and the pauses. Of a
-        sweep the arm with K from measured speeds counts; the others are named by theirs.
+        """The settings that trials of one log have in common, but for the pools and the pauses. Of
+        a sweep the arm with K from measured speeds counts; the others are named by theirs.
         """
         ours = cells[0].plan.setup.variants[OURS].policy
         same = {name: ours[name] for name in ("restore", "rules")}
         return {**about(self.setup, self.chosen, self.replaying), **same}
 
     def announcement(self, cells: Sequence[Cell]) -> str:
-        """What is about to be done, for people."""
+        """The plan of the run as text for people."""
         trials = sum(cell.plan.rounds * len(self.arms) for cell in cells)
         return (
             f"{self.chosen.describe('trial')}\n"
@@ -235,7 +235,7 @@ class _Run:
                     shutil.rmtree(storage, ignore_errors=True)
 
     def results(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """What the cells come to, schema kvtier.compare.lookahead/1 (docs/manual/json.md)."""
+        """The result of the cells, schema kvtier.compare.lookahead/1 (docs/manual/json.md)."""
         first = cells[0].plan
         settings = {
             **asdict(replace(first.setup, variants={})),

@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def results(options: OverheadOptions, setup: Setup, rounds: Sequence[Round]) -> dict[str, Any]:
-    """What the rounds come to, schema kvtier.restore-overhead/1 (docs/manual/json.md)."""
+    """The result of the rounds, schema kvtier.restore-overhead/1 (docs/manual/json.md)."""
     rows = [round_row(one) for one in rounds if one.complete]
     settings = {**asdict(options), **asdict(setup)}
     return {"settings": settings, **overhead_figures(rows, options.arms), "rounds": rows}
@@ -182,8 +182,8 @@ def round_row(one: Round) -> dict[str, Any]:
 
 
 def overhead_figures(rounds: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
-    """Per arm the median time per output token, and ours over the others' round by round: `kvtier`,
-    and with it what looks ahead.
+    """The median time per output token of each arm, and ours over the others' round by round. Ours
+    are `kvtier`, and the arm that looks ahead.
     """
     by_arm = {arm: {row["round"]: row for row in rounds if row["arm"] == arm} for arm in arms}
     whole = sorted(set.intersection(*(set(found) for found in by_arm.values()))) if by_arm else []

@@ -52,7 +52,7 @@ from sgl_kvtier.lab.pages.restore import SCHEMA, restore_page, restore_tables
 from sgl_kvtier.outside import is_number, is_whole, shown
 
 _COUNTED = "kvtier:restore_"
-"""What the server counts of restorations: its growth over a run is in the result."""
+"""Prefix of the server's counters of restorations. Their growth over a run is in the result."""
 
 _QUICK_LENGTHS, _QUICK_RATIOS, _QUICK_ROUNDS = (2048,), (0.25, 0.5, 1.0, 2.0, 4.0), 2
 
@@ -254,7 +254,7 @@ class Restoring:
             await Fluctuation(wanted, trials, log, scale, ids, shown.advance).run()
 
     def results(self) -> dict[str, Any]:
-        """What the trials come to, schema kvtier.restore/1 (docs/manual/json.md)."""
+        """The result of the trials, schema kvtier.restore/1 (docs/manual/json.md)."""
         args = self.args
         settings = {
             "threads": args.threads,
@@ -268,7 +268,7 @@ class Restoring:
         return {"settings": settings, **results_of(self.log), "counters": self.counters}
 
     def notes(self) -> list[str]:
-        """What this run has to be read with."""
+        """Notes that this run has to be read with."""
         log, args = self.log, self.args
         found = results_of(log)
         notes = failures(log, found["summary"]["errors"])
@@ -285,7 +285,7 @@ class Restoring:
 
 
 def standing(slow_rounds: int | None) -> list[str]:
-    """What has to be known of every such result."""
+    """Notes that belong to every such result."""
     if slow_rounds is None:
         return [*STANDING]
     slow = (
@@ -374,8 +374,8 @@ def _decision_log(args: argparse.Namespace, model: str) -> str:
 
 
 def _about(args: argparse.Namespace) -> dict[str, Any]:
-    """What trials of one log have to have in common. Models, lengths, ratios, arms and rounds are
-    not in it: a log may get more.
+    """The settings that trials of one log have in common. Models, lengths, ratios, arms and rounds
+    are not in it: a log may get more.
     """
     shape = shape_of(args, "")
     return {
