@@ -1,8 +1,8 @@
-"""What goes wrong in a fuzz run, and when: decided by a seed, request by request.
+"""The accidents of a fuzz run and their times, decided by a seed, request by request.
 
-Faults of the device (failed reads, flipped bits, stalls) are settings of the store; here are the
-accidents that clients and operators make: requests given up, caches flushed, ways of restoring and
-bandwidths changed, the server killed.
+Faults of the device (failed reads, flipped bits, stalls) are settings of the store. This module has
+the accidents that clients and operators make. Requests are given up, caches flushed, ways of
+restoring and bandwidths changed, and the server is killed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 
 KINDS = ("errors", "corrupt", "stall", "abort", "disconnect", "flush", "kill", "switch", "hint")
-"""Failed reads and writes; flipped bits; reads that come after their deadline; requests ended over
-HTTP, or by hanging up; caches emptied; SIGKILL and restart; ways of restoring and bandwidths
-changed; hints, true or not, to a server that looks ahead.
+"""Kinds of accidents, in order. Failed reads and writes; flipped bits; reads that come after their
+deadline. Requests ended over HTTP, or by hanging up; caches emptied; SIGKILL and restart. Ways of
+restoring and bandwidths changed; hints, true or not, to a server that looks ahead.
 """
 
 MODES = ("both", "auto", "load", "both", "auto", "both")
-"""What policy.restore is switched to: mostly what uses both resources."""
+"""Values that policy.restore is switched to: mostly ones that use both resources."""
 
 
 class Fate(enum.Enum):
-    """What happens to one request: nothing, an abort over HTTP, or its connection is closed."""
+    """The fate of one request: nothing, an abort over HTTP, or its connection is closed."""
 
     ANSWERED = "answered"
     ABORTED = "aborted"
@@ -35,7 +35,7 @@ class Fate(enum.Enum):
 
 @dataclass(frozen=True)
 class Accident:
-    """One request's fate, and so many seconds after it was sent."""
+    """One request's fate, and the seconds from its sending to that fate."""
 
     fate: Fate
     after_s: float = 0.0
@@ -79,7 +79,7 @@ class Chaos:
         return found
 
     def accident(self, number: int) -> Accident:
-        """What happens to the run's request `number`."""
+        """The accident of the run's request `number`."""
         rng = self._random("accident", number)
         fates = [
             fate
@@ -109,8 +109,8 @@ class Chaos:
         return "kill" in self.kinds and number > 0 and number % self.kill_every == 0
 
     def switch_at(self, number: int) -> tuple[str, float | None] | None:
-        """What policy.restore and the bandwidth (gigabits per second) become before request
-        `number`; None: no change.
+        """The policy.restore and the bandwidth (gigabits per second) set before request `number`;
+        None: no change.
         """
         rng = self._random("switch", number)
         if not number and self.start is not None:

@@ -1,8 +1,8 @@
-"""A time of day of a server's own: what its processes read of it can be moved while they run.
+"""A server's own time of day, which can be moved while its processes run.
 
-A library of a few functions is preloaded into the server. Only the time of day is moved; clocks
-that count from the start of the machine, sleeps and file times are left alone, as when an operator
-or NTP sets a machine's clock.
+A library of a few functions is preloaded into the server. Only the time of day is moved, as when an
+operator or NTP sets a machine's clock. Clocks that count from the start of the machine, sleeps and
+file times are left alone.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class OwnClock:
         self.env = {"LD_PRELOAD": str(library.resolve()), _VARIABLE: str(self._path.resolve())}
 
     def move(self, seconds: int) -> None:
-        """From now on the server's time of day is so many seconds ahead of the machine's."""
+        """From now on the server's time of day is `seconds` ahead of the machine's."""
         with self._path.open("r+b") as file:
             file.write(struct.pack("=q", seconds))
 

@@ -209,8 +209,8 @@ def fuzzed_model(args: argparse.Namespace) -> str:
 
 
 def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
-    """Pools so small that the clients' prompts push each other out of the device, and the host pool
-    into the store.
+    """The server's setup, with small pools. The clients' prompts evict each other from the device,
+    and from the host pool into the store.
     """
     shape = replace(shape_of(args, fuzzed_model(args)), page=16)
     page = shape.page
@@ -238,7 +238,7 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
 
 @dataclass
 class Fuzzing:
-    """What a run tries, and what came of it: in the log, and of scenes in `played`."""
+    """A run's load and its results: in the log, and those of scenes in `played`."""
 
     args: argparse.Namespace
     chaos: Chaos
@@ -263,7 +263,7 @@ class Fuzzing:
         play(self.scenes, options, self.setup, ahead, self.sessions, log, folder, self.played)
 
     def results(self) -> dict[str, Any]:
-        """What was tried and found, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
+        """The trials and findings, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
         args = self.args
         return {
             "workload": self.chosen.to_json(),
@@ -301,7 +301,7 @@ class Fuzzing:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What was tried, the scenes, and what must be 0."""
+    """Tables of the trials, the scenes, and the counts that must be 0."""
     figures = result["counts"]
 
     def counted(title: str, names: Sequence[str], more: dict[str, int]) -> Table:

@@ -1,5 +1,5 @@
-"""What came of a fuzz run's requests and servers, in memory and in a file of JSON lines that later
-runs add to.
+"""The outcomes of a fuzz run's requests and servers, in memory and in a file of JSON lines. Later
+runs add to that file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def failure(self) -> str | None:
-        """Why it had no answer although no server was killed; None for one that had, that was given
+        """Why it had no answer although no server was killed. None for one that had, that was given
         up, or that hung.
         """
         if self.killed or self.hung:
@@ -101,9 +101,9 @@ class FuzzLog(Log):
         self.ends: Counter[str] = Counter()
         """How restorations ended, by the servers' own counters."""
         self.ahead: Counter[str] = Counter()
-        """What servers that looked ahead counted."""
+        """Counts of servers that looked ahead."""
         self.floor: judge.Floor | None = None
-        """What stock's own answers differ by, where they do."""
+        """The noise floor of stock's own answers, where they differ."""
 
     def take(self, kind: str, record: Any) -> None:
         """Adds a record: of an event one more of its kind, of counts their growth."""
@@ -131,8 +131,9 @@ class FuzzLog(Log):
         self.add("finding", text)
 
     def verdict(self, attempt: Attempt) -> tuple[bool, bool] | None:
-        """Whether an attempt's tokens, and log-probs, are those of its reference; what an aborted
-        one got has to be its beginning. None where there is nothing to compare.
+        """Whether an attempt's tokens, and its log-probs, are those of its reference. Those of an
+        aborted attempt have to be the reference's beginning. None where there is nothing to
+        compare.
         """
         wanted = self.references.get(attempt.prompt)
         if wanted is None or not attempt.tokens:
@@ -223,8 +224,8 @@ MUST_BE_ZERO = (
 
 
 def suspicious(text: str) -> list[str]:
-    """Lines of a server's log that speak of lost memory ("leak: ...") or of an exception nobody
-    caught ("crash: ...").
+    """Lines of a server's log that speak of lost memory ("leak: ...") or of an uncaught exception
+    ("crash: ...").
     """
     found = []
     for line in text.splitlines():

@@ -35,7 +35,7 @@ class Request:
 
 
 def hint_requests() -> list[Request]:
-    """Hints that are no hints, or of nobody."""
+    """Hints that are no hints, or hints of no request."""
     tokens = json.dumps([20 + i % 200 for i in range(600)])
     bodies = [
         "",
@@ -165,8 +165,8 @@ def extreme_settings(rng: random.Random) -> dict[str, float]:
 
 
 def default_settings() -> list[dict[str, float]]:
-    """What `extreme_settings` may have changed, as it was, one at a time: some are fixed and
-    refuse.
+    """The defaults of the settings that `extreme_settings` may have changed, one at a time. Some
+    settings are fixed, and the server refuses those.
     """
     fields = [f for f in dataclasses.fields(PolicyConfig) if f.metadata["low"] is not None]
     return [{f"kvtier.policy.{f.name}": float(getattr(PolicyConfig(), f.name))} for f in fields]
@@ -212,8 +212,8 @@ async def hostile_requests(stage: Stage, seconds: float) -> int:
 
 
 async def detach_and_attach(stage: Stage) -> None:
-    """The store goes, requests are answered without it, and it comes back: SGLang agrees to both on
-    an idle server only.
+    """Detaches the store, sends requests that are answered without it, and attaches it again.
+    SGLang agrees to both on an idle server only.
     """
     settings = stage.server.settings.read_text()
     body = {

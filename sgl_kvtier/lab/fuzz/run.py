@@ -1,9 +1,9 @@
-"""A fuzz run: sessions replayed by many clients at once against a server in trouble, every answer
+"""A fuzz run: many clients at once replay sessions against a server in trouble, and every answer is
 compared.
 
-The clients' prompts are the calls of agent sessions, in order within a session. Everything that is
-done to the server is decided by the seed and the number of the request; when it happens within a
-request depends on the machine.
+The clients' prompts are the calls of agent sessions, in order within a session. The seed and the
+number of the request decide everything that is done to the server. When it happens within a request
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sgl_kvtier.lab.workload.encoder import PromptTokens, output_tokens
 from sgl_kvtier.lab.workload.session import Context
 
 _IDLE_S = 0.3
-"""How long nothing is sent after a flush: an idle server checks that no memory is missing, and ends
-itself if some is.
+"""Seconds without requests after a flush. An idle server then checks that no memory is missing, and
+ends itself if some is.
 """
 
 _ROLL_S = 2.5
@@ -114,8 +114,8 @@ def calls_of(load: Load, most_outputs: int) -> list[list[Asked]]:
 async def take_references(
     client: Client, sessions: Sequence[Sequence[Asked]], log: FuzzLog, advance: Callable[[], None]
 ) -> None:
-    """What a server that only computes answers to every prompt. Raises BenchError when it fails
-    one.
+    """Records the answers of a server that only computes, to every prompt. Raises BenchError when
+    it fails one.
     """
     for asked in itertools.chain.from_iterable(sessions):
         if asked.name not in log.references:
@@ -345,9 +345,7 @@ class FuzzRun:
             )
 
     async def _totals(self) -> tuple[Counter[str], Counter[str]]:
-        """What the server has counted since it started: ends of restorations, and of looking
-        ahead.
-        """
+        """The server's counts since it started: ends of restorations, and of lookahead."""
         metrics = await self._client.metrics()
         first = {"tp_rank": "0", "pp_rank": "0"}
         ends = {
@@ -365,8 +363,8 @@ class FuzzRun:
         return Counter(ends), Counter(ahead)
 
     async def _count_host(self) -> None:
-        """Once nothing runs, before a flush makes all host memory free: is as much of it in use as
-        the map's pages take?
+        """Compares the host memory in use with the memory of the map's pages. It is called once
+        nothing runs, before a flush frees all host memory.
         """
         used = known = 0.0
         for _ in range(_COUNTS):
@@ -386,8 +384,8 @@ class FuzzRun:
         )
 
     async def _compare_map(self) -> None:
-        """On the idle server, once pages the store has lost are off the map: is every page where
-        the map has it?
+        """Checks that every page is where the map has it. The server is idle, and pages the store
+        has lost are off the map.
         """
         if not self._server.alive:
             return

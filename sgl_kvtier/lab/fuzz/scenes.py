@@ -40,8 +40,8 @@ _MANY_CLIENTS = 32
 
 @dataclass(frozen=True)
 class Played:
-    """A scene, what it is, and the server it needs: a host pool of its own size, another clock,
-    what it is ended with.
+    """A scene, its description, and the server it needs: its own host pool size, another clock, the
+    signals that end it.
     """
 
     about: str
@@ -57,8 +57,10 @@ class Played:
 
 
 async def storm(stage: Stage) -> str:
-    """All requests are given up, over HTTP and by hanging up: so many clients that most wait, then
-    few, whose prefixes are being restored (while device memory is short nothing is).
+    """All requests are given up, over HTTP and by hanging up.
+
+    First there are more clients than can run, so most requests wait. Then there are few, whose
+    prefixes are being restored: while device memory is short, none is.
     """
     given_up = 0
     for chaos, clients in ((_CROWD, _CROWD_CLIENTS), (_RESTORING, _RESTORING_CLIENTS)):
@@ -104,8 +106,8 @@ async def slow_disk(stage: Stage) -> str:
 
 
 async def clock(stage: Stage) -> str:
-    """The time of day jumps by an hour, back, and by a day; what counts seconds from the start is
-    left alone.
+    """The time of day jumps by an hour, back, and by a day. Clocks that count seconds from the
+    start are left alone.
     """
     assert stage.clock is not None, "its server has one"
     async with stage.load():
@@ -117,7 +119,7 @@ async def clock(stage: Stage) -> str:
 
 
 async def full_host(stage: Stage) -> str:
-    """Many long prompts at a time, in a host pool that holds few of them: write-back, reads and
+    """Many long prompts at a time, in a host pool that holds few of them. Write-back, reads and
     restorations want it at once.
     """
     for mode in ("auto", "both"):
@@ -149,7 +151,7 @@ async def restarts(stage: Stage) -> str:
 
 async def routes(stage: Stage) -> str:
     """Requests that no sane client sends, to the routes of this package and to those of SGLang that
-    reach it; then the store is detached and attached again.
+    reach it. Then the store is detached and attached again.
     """
     async with stage.load():
         sent = await hostile_requests(stage, 30 * stage.options.scale)
@@ -211,8 +213,8 @@ def play(
     folder: Path,
     played: list[dict[str, Any]],
 ) -> None:
-    """The scenes, each on a server as it needs it; what came of them is added to `played` one by
-    one. Behind each server its store is checked. Raises BenchError when a server does not start.
+    """Plays the scenes, each on a server as it needs it; their outcomes are added to `played` one
+    by one. Behind each server its store is checked. Raises BenchError when a server does not start.
     """
     with progress("scenes", len(names), "scenes") as shown:
         for _needs, group in itertools.groupby(names, key=lambda name: SCENES[name].needs):

@@ -104,9 +104,10 @@ class FuzzServer:
         self._server.wait_until_healthy(_START_S)
 
     def kill_and_start(self) -> None:
-        """Ends it with the next signal and starts a new one: SIGKILL to the whole process group, so
-        that nothing of it runs any code after that, or SIGTERM to the launcher, which then answers
-        what is under way.
+        """Ends the server with the next signal and starts a new one.
+
+        SIGKILL goes to the whole process group, so that none of its processes runs any code after
+        that. SIGTERM goes to the launcher, which then answers the requests under way.
         """
         self.look()
         server = self._server

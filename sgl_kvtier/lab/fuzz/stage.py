@@ -51,8 +51,8 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a round of questions found: how many had part of their prompt restored, and how often
-    front and loads met.
+    """The outcome of a round of questions. It counts those that had part of their prompt restored,
+    and those whose front and loads met.
     """
 
     asked: int
@@ -148,7 +148,7 @@ class Stage:
         )
 
     async def wait(self, seconds: float) -> None:
-        """So many seconds of a full scene."""
+        """Waits that many seconds of a full scene."""
         await asyncio.sleep(seconds * self.options.scale)
 
     async def pause(self) -> None:

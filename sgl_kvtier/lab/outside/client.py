@@ -1,8 +1,8 @@
 """One SGLang server seen through HTTP: streamed generation with times per token, cache details,
 metrics, flushing.
 
-A request that fails becomes a `Completion` with `error` set: a run of hundreds of requests is never
-lost to one of them. All methods belong to one asyncio event loop.
+A request that fails becomes a `Completion` with `error` set, so one failure never loses a run of
+hundreds of requests. All methods belong to one asyncio event loop.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MOST_ANSWER_BYTES = 64 << 20
 """Of any other answer: the metrics of a large server have a few MB."""
 _MOST_SAID_BYTES = 64 << 10
 _MORE_TOKENS = 1024
-"""So many output tokens more than were asked for are more than a miscount."""
+"""Output tokens beyond those asked for that are more than a miscount."""
 
 KEEP_OPEN_S = 2.0
-"""How long an idle connection is used again: SGLang's server closes it after 5 s, and a request
-sent at that moment would fail.
+"""Seconds an idle connection is used again. SGLang's server closes it after 5 s, and a request sent
+at that moment would fail.
 """
 
 
@@ -72,8 +72,8 @@ class Completion:
     logprobs: tuple[float, ...] = ()
     """Of the output tokens, where they were asked for."""
     margins: tuple[float, ...] = ()
-    """By how much the log-prob of each output token is above that of the next best one, where that
-    was asked for.
+    """The lead of each output token's log-prob over that of the next best token, where that was
+    asked for.
     """
 
     def undilated(self, dilation: float) -> Completion:
@@ -105,9 +105,9 @@ class Completion:
 class Client:
     """Talks to one server. Use as an async context manager; safe for many concurrent requests.
 
-    `admin_key` is what the server was given as --admin-api-key, if it was. With a `dilation` the
-    server takes that many times as long for everything on purpose: completions are those of one
-    that does not, and `timeout_s` and a replay's gaps are made as much longer.
+    `admin_key` is the server's --admin-api-key, if it has one. With a `dilation` the server takes
+    that many times as long for everything on purpose. Completions are then those of a server that
+    does not. `timeout_s` and a replay's gaps are made as much longer.
     """
 
     def __init__(
@@ -155,11 +155,11 @@ class Client:
         logprobs: bool = False,
         margins: bool = False,
     ) -> Completion:
-        """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for what a
-        server or network does.
+        """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for a
+        server's or network's failures.
 
-        `rid` names the request for `abort`, `session_id` the session it is of; `logprobs` asks for
-        those of the output tokens, `margins` for their lead as well.
+        `rid` names the request for `abort`, `session_id` its session. `logprobs` asks for those of
+        the output tokens, `margins` for their lead as well.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -176,7 +176,7 @@ class Client:
         body |= {"top_logprobs_num": 2} if margins else {}
         reading = _Reading(time.monotonic(), max_new_tokens + _MORE_TOKENS)
         error: str | None
-        # what a wrong answer raises inside aiohttp is nobody's promise; a run must not end with it
+        # aiohttp does not say what it raises for a wrong answer; a run must not end with it
         try:
             async with self._open().post(f"{self.url}/generate", json=body) as answer:
                 if answer.status != 200:
@@ -203,7 +203,7 @@ class Client:
             return Metrics({})
 
     async def model_info(self) -> dict[str, Any]:
-        """What the server says about its model. Raises BenchError when nothing usable answers."""
+        """The server's description of its model. Raises BenchError when nothing usable answers."""
         try:
             async with self._open().get(f"{self.url}/model_info") as answer:
                 answer.raise_for_status()
@@ -307,7 +307,7 @@ class Metrics:
 
     @classmethod
     def from_json(cls, rows: Sequence[Sequence[Any]]) -> Metrics:
-        """What `to_json` gave."""
+        """The metrics that `to_json` was called on."""
         return cls({(name, frozenset(labels.items())): value for name, labels, value in rows})
 
     def to_json(self) -> list[list[Any]]:
@@ -346,12 +346,12 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 class BadAnswer(ValueError):
-    """What a server sent is no answer of its route. Becomes the error of that request."""
+    """A server sent no answer of its route. Becomes the error of that request."""
 
 
 class _Reading:
-    """What has arrived of one streamed answer. Everything in it was checked: a server may send
-    anything.
+    """The part of one streamed answer that has arrived. Everything in it was checked: a server may
+    send anything.
     """
 
     def __init__(self, sent_s: float, most_tokens: int) -> None:
@@ -493,13 +493,13 @@ async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[Any]:
 
 
 def _data(line: bytearray) -> bytes | None:
-    """What an event's line holds, or None when it is another line."""
+    """The data of an event's line, or None when it is another line."""
     text = bytes(line[5:]).strip() if line.startswith(b"data:") else b""
     return None if text in (b"", b"[DONE]") else text
 
 
 async def _text(answer: aiohttp.ClientResponse, most: int = _MOST_ANSWER_BYTES) -> str:
-    """The answer's text, cut after so many bytes; what is not UTF-8 in it is replaced."""
+    """The answer's text, cut after `most` bytes; bytes that are not UTF-8 are replaced."""
     read = bytearray()
     async for piece in answer.content.iter_any():
         read += piece

@@ -1,10 +1,10 @@
-"""Small random-weight models with a byte-level tokenizer, written from numpy so that nothing has to
-be downloaded; and larger ones for an accelerator.
+"""Small random-weight models with a byte-level tokenizer, and larger ones for an accelerator.
 
-A lab model is a complete Hugging Face folder: config, generation config, float32 safetensors,
-tokenizer with a ChatML template. Its answers mean nothing; its attention, KV cache and cost per
-token are those of a real Qwen3 or Llama. Token id n below 256 is the byte n; the ids from 256 on
-are special tokens, and no lab model ever generates one.
+The small ones are written from numpy so that nothing has to be downloaded. A lab model is a
+complete Hugging Face folder: config, generation config, float32 safetensors, tokenizer with a
+ChatML template. Its answers mean nothing; its attention, KV cache and cost per token are those of a
+real Qwen3 or Llama. Token id n below 256 is the byte n. The ids from 256 on are special tokens, and
+no lab model ever generates one.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a model: drawn from a normal distribution of standard deviation
-    `scale / columns ** 0.5`, or, where `columns` is None, `rows` numbers that are all `scale`.
+    """One tensor of a model: drawn from a normal distribution of standard deviation `scale /
+    columns ** 0.5`. Where `columns` is None it is `rows` numbers that are all `scale`.
     """
 
     name: str
@@ -197,8 +197,10 @@ DRAWN = {
         ),
     )
 }
-"""Models for an accelerator whose answers show a wrong KV page: bfloat16 weights of the same scales
-as the lab models', drawn by torch (`lab/gpu/drawn.py`). The tiny one has the same heads.
+"""Models for an accelerator whose answers show a wrong KV page.
+
+Their bfloat16 weights have the same scales as the lab models' and are drawn by torch
+(`lab/gpu/drawn.py`). The tiny one has the same heads.
 """
 
 _FLASHINFER_HEADS = (64, 128, 256)
@@ -252,8 +254,10 @@ def kv_bytes(model: str, dtype: str) -> int | None:
 
 
 def drawn_dir(nbytes: int) -> Path:
-    """Where a drawn model of so many bytes is kept: in /dev/shm where it has twice the room, since
-    such hosts have memory and often a slow disk; else with the others.
+    """The folder where a drawn model of `nbytes` bytes is kept.
+
+    That is in /dev/shm where it has twice the room, since such hosts have memory and often a slow
+    disk. Else it is with the others.
     """
     try:
         if shutil.disk_usage(_SHARED_MEMORY).free >= 2 * nbytes:
@@ -265,7 +269,7 @@ def drawn_dir(nbytes: int) -> Path:
 
 def write_drawn(name: str, *, seed: int = 0, folder: Path | None = None) -> Path:
     """The folder of a model of `DRAWN`, written if it is not there yet: on the card where there is
-    one. Which device drew the weights is part of its name, since their generators differ.
+    one. The device that drew the weights is part of its name, since their generators differ.
 
     Raises BenchError for an unknown name, without torch, or for a folder that cannot be written.
     """

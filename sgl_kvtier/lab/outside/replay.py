@@ -1,11 +1,11 @@
 """Closed-loop replay: N sessions at a time, each waiting for its answer and its tool before it asks
 again.
 
-Outputs fed back. With "recorded" (the default) the next prompt continues with the trace's own
-output, so that every server gets exactly the same prompts and arms can be compared request by
-request; the server's answer is only measured. With "server" its own tokens are put into the
-context, as a real agent would; two servers that answer differently then drift apart. Generated
-tokens are the same number in both.
+Outputs are fed back. With "recorded" (the default) the next prompt continues with the trace's own
+output. So every server gets exactly the same prompts and arms can be compared request by request;
+the server's answer is only measured. With "server" its own tokens are put into the context, as a
+real agent would. Two servers that answer differently then drift apart. Generated tokens are the
+same number in both.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FEEDBACK = ("recorded", "server")
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How sessions are replayed. Gaps are the recorded waits between a response and the next
-    request; with `pause_s` each is that long instead, and a session's first request does not wait.
-    `named`: requests say which session they are of.
+    """Options of a replay. Gaps are the recorded waits between a response and the next request.
+    With `pause_s` each is that long instead, and a session's first request does not wait. `named`:
+    requests say which session they are of.
     """
 
     concurrency: int = 8
@@ -178,8 +178,8 @@ def milliseconds(seconds: float | None) -> float | None:
 def prompt_sizes(
     sessions: Sequence[Session], encoder: Encoder, most_output: int | None = None
 ) -> list[Mapping[str, Any]]:
-    """One row per session: its calls, first, last and longest prompt, all prompt and output tokens,
-    as they will be sent.
+    """One row per session: its calls, its first, last and longest prompt, and its prompt and output
+    tokens. Tokens are counted as they will be sent.
     """
     rows: list[Mapping[str, Any]] = []
     for session in sessions:

@@ -1,8 +1,9 @@
-"""A real SGLang server as a child: its own process group, port, folder and log; started, watched
-and always stopped.
+"""A real SGLang server as a child process: its own process group, port, folder and log; always
+stopped.
 
-Whatever ends the caller (a return, an exception, Ctrl-C, SIGTERM through `end_on_signals`) ends the
-server: every started server is registered, and what is left is stopped when the interpreter exits.
+Whatever ends the caller ends the server: a return, an exception, Ctrl-C, SIGTERM through
+`end_on_signals`. Every started server is registered, and those left are stopped when the
+interpreter exits.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ TERMINATE_S = 10.0
 
 @dataclass(frozen=True)
 class Usage:
-    """What a server's whole process tree has in use at one moment. `rss_bytes` counts shared pages
+    """Resources of a server's whole process tree at one moment. `rss_bytes` counts shared pages
     once per process.
     """
 
@@ -48,8 +49,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: the arguments behind `python -m sglang.launch_server`, without host and port,
-    and added variables.
+    """A server to start: the arguments behind `python -m sglang.launch_server`, without host and
+    port, and added variables.
     """
 
     arguments: tuple[str, ...]
