@@ -1,1 +1,1 @@
-"""What "equal" means where two chunk sizes of one server do not give equal numbers."""
+"""The meaning of "equal" where two chunk sizes of one server do not give equal numbers."""

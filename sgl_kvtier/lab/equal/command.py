@@ -1,5 +1,5 @@
 """`kvtier bench equal`: the noise floor of stock between two chunk sizes, and restored answers
-against it, with every loaded page compared bit for bit.
+against it. Every loaded page is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_setup(args: argparse.Namespace) -> tuple[Setup, tuple[int, int]]:
-    """What the servers have in common, and the two chunk sizes. Raises BenchError."""
+    """The servers' common setup, and the two chunk sizes. Raises BenchError."""
     device = args.device or detect_device()
     cpu = device == "cpu"
     model = args.model or ("lab-mha" if cpu else "lab-gpu-1b")
@@ -155,8 +155,10 @@ def make_result(
     restored_tokens: Sequence[int],
     audited: dict[str, float],
 ) -> dict[str, Any]:
-    """The whole result, schema kvtier.equal/1. It is sound if every answer is excused or equal, at
-    least one prompt was restored, and the audit found pages and none that differs.
+    """The whole result, schema kvtier.equal/1.
+
+    It is sound on three conditions. Every answer is excused or equal. At least one prompt was
+    restored. The audit found pages and none that differs.
     """
     floor = floor_of(zip(first, second, strict=True))
     verdicts = [judge(a, b, floor) for a, b in zip(first, restored, strict=True)]
@@ -238,7 +240,7 @@ async def _ask(client: Client, ids: Sequence[int]) -> tuple[Answer, int]:
 
 
 async def _stored(client: Client, pages: int) -> None:
-    """Waits until the store has so many pages. Raises BenchError when it does not get there."""
+    """Waits until the store has that many pages. Raises BenchError when it does not get there."""
     until, have = asyncio.get_running_loop().time() + _STORED_S, 0.0
     while asyncio.get_running_loop().time() < until:
         have = (await client.metrics()).total("kvtier:store_pages") or 0.0

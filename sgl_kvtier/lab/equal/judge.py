@@ -1,13 +1,12 @@
 """Whether an answer is equal to another as far as the arithmetic allows.
 
-On a card numbers are bfloat16, and the borders of chunks move them: two runs of one server with two
-chunk sizes differ a little, at every temperature. That is the noise floor. An answer is judged
+On a card numbers are bfloat16, and the borders of chunks move them. So two runs of one server with
+two chunk sizes differ a little, at every temperature. That is the noise floor. An answer is judged
 against it:
 
 - its log-probs may differ from the reference's by `SPARE` times the floor's largest difference;
-- its tokens must be the reference's, up to the first place where the reference's best two
-  tokens are so close that both may have moved past each other. Behind such a place nothing
-  can be compared.
+- its tokens must be the reference's, up to the first tie. There the reference's best two tokens
+  are so close that both may have moved past each other. Behind a tie nothing can be compared.
 
 Pure; no server, no clock.
 """
@@ -19,11 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 SPARE = 1.5
-"""So many times the largest difference that was seen in stock: a floor is measured on few
-prompts.
-"""
+"""Factor on the largest difference that was seen in stock: a floor is measured on few prompts."""
 LEAST = 1e-5
-"""What float32 may differ by where no chunk border moves anything."""
+"""The difference float32 may have where no chunk border moves anything."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Floor:
-    """What stock's own answers differ by. `logprob` is the largest difference seen."""
+    """The noise floor of stock's own answers. `logprob` is the largest difference seen."""
 
     logprob: float
     answers: int
@@ -53,7 +50,7 @@ class Floor:
 
 
 class Verdict(Enum):
-    """What an answer is, beside its reference."""
+    """The kinds of answers, beside their references."""
 
     EQUAL = "equal"
     FORKED = "forked at a tie"

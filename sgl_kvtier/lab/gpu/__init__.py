@@ -1,1 +1,1 @@
-"""What is measured on a card alone. Imports torch."""
+"""Measurements that need a card alone. Imports torch."""

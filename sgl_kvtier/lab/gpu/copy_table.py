@@ -1,9 +1,9 @@
-"""The table of ways to bring host pages into device slots: bytes per second, time to begin a load,
-and what a GEMM beside it loses.
+"""The table of ways to copy host pages into device slots.
 
-A way is whatever has the interface of `CopyDevice`. The bytes on the device are compared with the
-host's before a way is timed: one that copies wrongly has `wrong` in its row and no figures. A row
-is appended to the log at once.
+It has bytes per second, time to begin a load, and what a GEMM beside it loses. A way is anything
+that has the interface of `CopyDevice`. The bytes on the device are compared with the host's before
+a way is timed. One that copies wrongly has `wrong` in its row and no figures. A row is appended to
+the log at once.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Bench:
         self._order = order.tolist()
 
     def row(self, mib: int) -> dict[str, Any]:
-        """Figures of loads of so many MiB."""
+        """Figures of loads of `mib` MiB."""
         count = max(1, (mib << 20) // self._per_token // self._page)
         host = self._slots(range(count))
         device = self._slots(self._order[:count])

@@ -1,4 +1,4 @@
-"""The weights of a drawn model, made by torch on the card where there is one: a billion numbers
+"""The weights of a drawn model, made by torch on the card where there is one. A billion numbers
 take a second there, and most of a minute in numpy.
 """
 

@@ -1,7 +1,7 @@
 """Whether a GPU host can serve, part by part: `python -m sgl_kvtier.lab.gpu.host_check`.
 
-Each part that a served model needs is tried once, the cheapest first, so that a log says which one
-is missing. Exit status 1 where one is.
+Each part that a served model needs is tried once, the cheapest first. So a log says which one is
+missing. Exit status 1 where one is.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""SGLang's real device and host pools on a CPU or a card, random contents, and as much of its
-controller as copies ask for. For measurements and tests of copies without a server.
+"""SGLang's real device and host pools on a CPU or a card, with random contents. They come with as
+much of its controller as copies need.
+
+For measurements and tests of copies without a server.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ LAYERS = 4
 WAYS = (("kernel", "page_first"), ("direct", "page_first_direct"), ("kernel", "page_head"))
 """SGLang's copies on a card: I/O backend and host layout."""
 CPU_WAYS = (("direct", "page_first_direct"),)
-"""What there is where torch copies."""
+"""The ways there are where torch copies."""
 
 
 def random_bytes(tensor: torch.Tensor, seed: int = 0) -> None:

@@ -32,8 +32,8 @@ _QUANTILES = (("p50", 50), ("p90", 90), ("p99", 99))
 
 
 def compare_tables(result: dict) -> list[Table]:
-    """What a comparison prints: latency, pace, where the prompts' tokens came from, and the paired
-    ratios.
+    """Tables that a comparison prints: latency, pace, the sources of the prompts' tokens, and the
+    paired ratios.
     """
     tables = [
         first_token_table(result),
@@ -50,7 +50,7 @@ def compare_tables(result: dict) -> list[Table]:
 
 
 def paced(result: dict) -> Mapping[str, Any] | None:
-    """What the result says of a paced device; None where everything was computed."""
+    """The result's part on a paced device; None where everything was computed."""
     found: Mapping[str, Any] | None = (result.get("device") or {}).get("paced")
     return found
 
@@ -174,7 +174,9 @@ def ratio_table(result: dict) -> Table:
 
 
 def overhead_tables(result: dict) -> list[Table]:
-    """What `kvtier bench restore-overhead` prints: times where nothing is restored, and ratios."""
+    """Tables that `kvtier bench restore-overhead` prints: times where nothing is restored, and
+    ratios.
+    """
     columns = (
         Column("arm", "Arm"),
         Column("tpot_ms", "TPOT", "ms", decimals=2),
@@ -208,12 +210,12 @@ def compare_page(result: dict) -> str:
 
 
 def losing_cells(result: dict) -> tuple[Table, int]:
-    """Every cell in which kvtier does worse than another arm, worst first, and how many cells were
+    """Every cell in which kvtier does worse than another arm, worst first, and the number of cells
     compared.
 
-    Cells: each percentile of each metric and the throughput against each other arm, and the median
-    TTFT of each turn against the arm that is best there. No margin for noise is taken off; "rounds
-    lost" helps to judge.
+    Cells are each percentile of each metric and the throughput against each other arm. The median
+    TTFT of each turn is compared with the arm that is best there. No margin for noise is taken off;
+    "rounds lost" helps to judge.
     """
     others = [arm for arm in result["arms"] if arm != OURS]
     cells: list[dict] = []

@@ -1,4 +1,5 @@
-"""What all plots share: size, type, colours, and clean SVG that can stand alone or inside a page.
+"""The common ground of all plots: size, type, colours, and clean SVG that can stand alone or inside
+a page.
 
 Needs matplotlib, the optional extra [report]; it is imported only when something is drawn.
 """
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 HOW_TO_GET_PLOTS = "pip install 'sgl-kvtier[report]'"
 
 SIZE_IN = (4.8, 3.3)
-"""Width and height in inches: 460 CSS pixels, so that two fit beside each other and one fits a
-telephone unscaled.
+"""Width and height in inches: 460 CSS pixels. So two fit beside each other and one fits a telephone
+unscaled.
 """
 
 INK, FAINT = "#1f2328", "#d8dbe0"
@@ -65,8 +66,8 @@ def plots_available() -> bool:
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """A colour per name: always the same one for the arms of a comparison, free ones in order for
-    the others.
+    """A colour per name: always the same for the arms of a comparison, free ones in order for the
+    others.
     """
     free = iter(_FREE * 8)
     return {name: _KNOWN.get(name) or next(free) for name in names}

@@ -1,5 +1,5 @@
-"""One self-contained HTML page: nothing is fetched, nothing is run, and every text that comes from
-outside is escaped.
+"""One self-contained HTML page: it fetches nothing, runs nothing, and escapes every text from
+outside.
 
 The page's own policy forbids the browser all requests and scripts, so that a mistake here shows and
 does not leak.
@@ -88,8 +88,10 @@ def result_page(
     losing: str,
     configuration: str,
 ) -> str:
-    """The page of an experiment: what came out, its tables, `figures` (a plot and its caption each;
-    None where no request ended without an error), where ours is worse, and how to repeat it.
+    """The page of an experiment: its outcome, its tables, where ours is worse, and how to repeat
+    it.
+
+    `figures` are plots with their captions; None where no request ended without an error.
     """
     environment = result.get("environment") or {}
     date = str(environment.get("date", "date not recorded"))

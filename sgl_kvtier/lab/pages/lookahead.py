@@ -21,8 +21,8 @@ _QUANTILES = ("p50", "p90", "p99")
 
 
 def lookahead_tables(result: dict) -> list[Table]:
-    """What a comparison prints: time to first token in every cell, where hits lay, what was moved,
-    and the gap to the oracle.
+    """Tables that a comparison prints: time to first token in every cell, tiers of hits, bytes
+    moved, and the gap to the oracle.
     """
     tables = [
         times_table(result),
@@ -110,8 +110,8 @@ def moved_table(result: dict) -> Table:
 
 
 def overlap_table(result: dict) -> Table:
-    """Per cell and arm that looks ahead: how often transfers were predicted to be hidden, and how
-    often that was right.
+    """Predictions per cell and arm that looks ahead: how often transfers were predicted to be
+    hidden, and how often rightly.
     """
     rows = []
     for _, place, figures in _each(result):
@@ -134,8 +134,8 @@ def overlap_table(result: dict) -> Table:
 
 
 def rounds_table(result: dict) -> Table:
-    """Per cell, round and arm: the median time to first token, and how many times stock's and the
-    oracle's of that round it is.
+    """The median time to first token per cell, round and arm. Beside it is its ratio to stock's and
+    to the oracle's of that round.
     """
     medians = {
         (id(cell), one["round"], place["arm"]): one["ttft_ms_p50"]
@@ -182,7 +182,7 @@ def lookahead_page(result: dict) -> str:
 
 
 def statements(result: dict) -> list[tuple[str, bool]]:
-    """What came out, in sentences; True marks what is wrong or misses an aim."""
+    """Sentences on the outcome; True marks what is wrong or misses an aim."""
     found: list[tuple[str, bool]] = []
     for cell in result["cells"]:
         over = (cell["over_oracle"].get(OURS) or {}).get("p50")
@@ -205,8 +205,8 @@ def statements(result: dict) -> list[tuple[str, bool]]:
 
 
 def losing(result: dict) -> list[tuple[str, bool]]:
-    """Every cell and quantile in which another arm that can evict has a shorter time to first token
-    than the full one.
+    """Every cell and quantile in which another arm has a shorter time to first token than the full
+    one. Arms that cannot evict are left out.
     """
     found = []
     for cell, place, one in _each(result):

@@ -2,7 +2,7 @@
 timelines.
 
 Missing values (None, NaN) are gaps. Every function returns one <svg> element for a page or for
-`save_plot`, and raises KVTierError when matplotlib (the extra [report]) is not installed. Colours,
+`save_plot`. It raises KVTierError when matplotlib (the extra [report]) is not installed. Colours,
 dashes and markers go by name and are the same in every plot.
 """
 
@@ -139,7 +139,7 @@ def cdf(
 
 
 def stacked_bars(bars: Mapping[str, Mapping[str, float | None]], title: str, x_label: str) -> str:
-    """One horizontal bar per name, made of parts; a part of 7 % or more of the longest bar carries
+    """One horizontal bar per name, made of parts. A part of 7 % or more of the longest bar carries
     its share.
     """
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
@@ -209,7 +209,9 @@ def intervals(
 
 
 def timeline(bars: Sequence[Bar], title: str, x_label: str) -> str:
-    """Who did what when: one row per lane in the order of first appearance, one colour per kind."""
+    """Bars over time: one row per `Bar.lane` in the order of first appearance, one colour
+    per kind.
+    """
     lanes = list(dict.fromkeys(bar.lane for bar in bars))
     kinds = list(dict.fromkeys(bar.kind for bar in bars))
     figure, axes = new_figure(height_in=1.35 + 0.34 * max(len(lanes), 1))

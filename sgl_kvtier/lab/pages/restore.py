@@ -137,7 +137,7 @@ def restore_page(result: dict) -> str:
 
 
 def statements(result: dict) -> list[tuple[str, bool]]:
-    """What came out, in sentences; True marks what is wrong."""
+    """Sentences on the outcome; True marks what is wrong."""
     found: list[tuple[str, bool]] = []
     if result.get("cells"):
         best = max(result["cells"], key=lambda cell: cell["speedup_vs_best_single"] or 0)

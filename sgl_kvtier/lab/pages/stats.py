@@ -36,9 +36,9 @@ def pair_ratios(
 ) -> dict[str, float | int | None]:
     """Median and quartiles of ours/theirs taken pair by pair: below 1 means `ours` is smaller.
 
-    The two sequences are paired by position (round i of one arm with round i of the other), so that
-    what a machine did during a round cancels out. A pair with a missing value or a zero below the
-    line is dropped; n counts those left. Raises ValueError when the lengths differ.
+    The two sequences are paired by position: round i of one arm with round i of the other. So a
+    machine's disturbance during a round cancels out. A pair with a missing value or a zero below
+    the line is dropped; n counts those left. Raises ValueError when the lengths differ.
     """
     if len(ours) != len(theirs):
         raise ValueError(f"pairs need equally many rounds, not {len(ours)} and {len(theirs)}")

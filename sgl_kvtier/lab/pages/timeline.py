@@ -1,9 +1,9 @@
-"""`kvtier bench restore-timeline`: restorations of a server's decision log as a table, and one of them
-drawn, the front that is computed and the back that is loaded.
+"""`kvtier bench restore-timeline`: restorations of a server's decision log as a table, and a
+drawing of one.
 
-Reads the log's JSON lines (kvtier.decisions, version 2) by their names alone, so that a log can be
-drawn where nothing else of this package is at hand. As Cake's Figure 5: tokens against time, two
-curves that meet.
+The drawing has the front that is computed and the back that is loaded. It is made as Cake's Figure
+5: tokens against time, two curves that meet. The log's JSON lines (kvtier.decisions, version 2) are
+read by their names alone. So a log can be drawn where nothing else of this package is installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPUTED, LOADED = "computed from the front", "loaded from the back"
 
 @dataclass
 class Timeline:
-    """What happened to one restoration. Seconds since it was offered, positions in tokens of the
+    """The course of one restoration. Seconds since it was offered, positions in tokens of the
     prompt.
     """
 

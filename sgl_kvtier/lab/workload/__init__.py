@@ -1,3 +1,3 @@
-"""What arrives at a server: recorded and generated sessions, and how they become prompts. Start at
+"""Arrivals at a server: recorded and generated sessions, and how they become prompts. Start at
 `session`.
 """

@@ -24,7 +24,7 @@ SCHEMA_LIST = "kvtier.trace.list/1"
 _BAD_LINES_SHOWN = 10
 _GENERATED_SESSIONS = 20
 _WIDE_VOCABULARY = (1 << 31) - 1
-"""Ids are hashes; with so many of them different texts do not look alike by chance."""
+"""Ids are hashes; among this many, different texts do not look alike by chance."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,9 @@
 """A workload in numbers: lengths, waits, and how much of its prompts an infinite cache would hold.
 
-Two figures of reuse, both weighted by tokens. `session_reuse`: what a prompt shares with the same
-session's previous prompt and output; first calls count as misses. `infinite_cache`: what it shares,
-in whole pages from its start, with anything any session sent or received before, in the order
-given.
+Two figures of reuse are weighted by tokens. `session_reuse` is what a prompt shares with the same
+session's previous prompt and output; first calls count as misses. `infinite_cache` is what it
+shares with any earlier text of any session, sent or received, in the order given. It counts whole
+pages from the prompt's start.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SHOWN = {"min": 0, "p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 
 @dataclass
 class WorkloadStats:
-    """What `describe` found. Lists have one entry per session, per call, or per call but the first,
-    as their names say.
+    """The findings of `describe`. Lists have one entry per session, per call, or per call but the
+    first, as their names say.
     """
 
     divisor: int

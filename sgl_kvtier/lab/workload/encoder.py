@@ -2,11 +2,11 @@
 tokenizer's.
 
 Scale-down. About four characters a token are assumed, as with cl100k. `ByteEncoder` with `divisor`
-d turns every window of 4*d UTF-8 bytes into one token (a hash of the window) behind one token for
-the role. So equal texts give equal ids, two texts with a common beginning give a common beginning
-of ids, a differing window gives (but for a 1-in-vocabulary chance) a differing id, and each message
-has at least one token. Blocks become `block_tokens / d` tokens each, at least one. The structure of
-prompts (who shares what with whom) is kept, and all lengths are divided by about d.
+d turns every window of 4*d UTF-8 bytes into one token, a hash of the window. One token for the role
+stands before them. So equal texts give equal ids, and two texts with a common beginning give a
+common beginning of ids. A differing window gives a differing id, but for a 1-in-vocabulary chance.
+Each message has at least one token. Blocks become `block_tokens / d` tokens each, at least one. The
+structure of prompts (who shares what with whom) is kept, and all lengths are divided by about d.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.workload.session import Blocks, Call, Message, Prompt
 
 CHARS_PER_TOKEN = 4
-"""What cl100k-like tokenizers reach on agent prompts: the trace sets' prompts have 3.0 to 4.1
-characters a token.
+"""The ratio that cl100k-like tokenizers reach on agent prompts. The trace sets' prompts have 3.0 to
+4.1 characters a token.
 """
 
 Ids = NDArray[np.int32]
@@ -102,8 +102,8 @@ class TokenizerEncoder:
     """A real model's tokenizer.json. Each message is encoded on its own, so prompts that share
     messages share ids.
 
-    A message stands as its role, a line break, its text and a line break: no chat template, since
-    templates rewrite earlier messages. Blocks become ids drawn from the vocabulary.
+    A message stands as its role, a line break, its text and a line break. There is no chat
+    template, since templates rewrite earlier messages. Blocks become ids drawn from the vocabulary.
     """
 
     def __init__(self, path: str | Path, *, first_id: int = 256, seed: int = 0) -> None:
@@ -202,10 +202,10 @@ class PromptTokens:
 
 
 def output_tokens(call: Call, encoder: Encoder, most: int | None = None) -> int:
-    """How many tokens to ask of the server for this call: the recorded count at the encoder's
-    scale, at least 1, at most `most`.
+    """The tokens to ask of the server for this call: the recorded count at the encoder's scale.
 
-    Where no count was recorded it is the output message's own length.
+    It is at least 1 and at most `most`. Where no count was recorded it is the output message's own
+    length.
     """
     if call.output_tokens is not None:
         wanted = round(call.output_tokens / encoder.divisor)

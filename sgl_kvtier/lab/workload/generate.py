@@ -1,9 +1,9 @@
-"""Sessions made up from published statistics, for machines without traces. The same preset, seed
-and index: the same session.
+"""Sessions made up from published statistics, for machines without traces.
 
-Each length and time is drawn on its own from a percentile table in presets.json (its sources are
-named there), so totals follow the table but correlations within a session are lost. The text is
-random letters: only its length and who shares it matter.
+The same preset, seed and index give the same session. Each length and time is drawn on its own from
+a percentile table in presets.json, which names its sources. So totals follow the table but
+correlations within a session are lost. The text is random letters: only its length and who shares
+it matter.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Condense:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """In a share of calls only the leading `kept_share` of the previous prompt stays; the new one
+    """In a share of calls only the leading `kept_share` of the previous prompt stays. The new one
     is `size_ratio` as long.
     """
 
@@ -164,8 +164,8 @@ class _Draft:
         self._append(Message("user", _letters(self.rng, first - shared)))
 
     def prepare(self) -> None:
-        """What comes between two calls: a tool result or the user's next message, and an edit where
-        one is due.
+        """Adds the events between two calls: a tool result or the user's next message, and an edit
+        where one is due.
         """
         edit = self.preset.edit
         if isinstance(edit, Rewrite) and self.rng.random() < edit.per_call:

@@ -1,11 +1,11 @@
-"""Traces that hold hashes or lengths instead of text: claude_code_blocks64, Mooncake and Azure. One
-reader for each.
+"""Readers of traces that hold hashes or lengths instead of text: claude_code_blocks64, Mooncake and
+Azure.
 
-Claude Code: one session a line; `keep` says how many leading blocks a request shares with the one
-before, `new` names the others. Fewer kept than there were is a context edit. A sub-agent's requests
-run beside its owner's, so they become a session of their own (`parent`), in the same scope of ids,
-right behind the owner's. The up to 63 tokens behind a request's last whole block have no id and are
-left out.
+Claude Code: one session a line. `keep` is the number of leading blocks a request shares with the
+one before, `new` names the others. Fewer kept than there were is a context edit. A sub-agent's
+requests run beside its owner's. So they become a session of their own (`parent`), in the same scope
+of ids, right behind the owner's. The up to 63 tokens behind a request's last whole block have no id
+and are left out.
 
 Mooncake: one request a line with global ids of 512-token blocks; each becomes a session of one call
 with its arrival time. Azure: arrival times and lengths only; the same, with no shared content.
@@ -40,7 +40,7 @@ _MOST_MILLISECONDS = 10**12
 _MOST_NAME = 1000
 _MOST_SAID = 200
 _MOST_AGENTS = 16
-"""So many levels of sub-agents: recorded ones have one."""
+"""Most levels of sub-agents: recorded ones have one."""
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
@@ -213,7 +213,7 @@ class _Scope:
         self._block_tokens = block_tokens
 
     def check(self, blocks: int) -> None:
-        """Raises BadRecord when a prompt of so many blocks cannot be meant."""
+        """Raises BadRecord when a prompt of `blocks` blocks cannot be meant."""
         if blocks * self._block_tokens > MOST_TOKENS:
             raise BadRecord(f"a prompt of {blocks} blocks of {self._block_tokens} tokens")
 

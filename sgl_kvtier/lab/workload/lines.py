@@ -16,14 +16,14 @@ from sgl_kvtier.errors import TraceError
 from sgl_kvtier.outside import MOST_WHOLE, is_number, is_text, is_whole, parse_json, shown
 
 MOST_LINE_BYTES = 64 << 20
-"""The longest line of the traces there are has under 1 MB; a packed file of 1 MB may hold one of a
+"""The longest line of the existing traces has under 1 MB. A packed file of 1 MB may hold one of a
 GB.
 """
 MOST_BAD_LINES = 10_000
-"""After so many a file is given up: each is kept with its reason."""
+"""Bad lines after which a file is given up: each is kept with its reason."""
 MOST_TOKENS = 1 << 24
-"""Of one prompt or output: a damaged count must not fill the memory; the longest prompts recorded
-have under a million.
+"""Most tokens of one prompt or output: a damaged count must not fill the memory. The longest
+prompts recorded have under a million.
 """
 _PIECE = 1 << 20
 _MOST_SECONDS = 1e9
@@ -49,12 +49,12 @@ class BadLine:
 
 
 def read_lines(path: Path, bad: list[BadLine]) -> Iterator[tuple[int, str]]:
-    """The non-empty lines with their numbers from 1. Lines that are not UTF-8 or longer than
-    `MOST_LINE_BYTES`, and a file that breaks off, go to `bad`; no more of the file than one line is
-    in memory.
+    """The non-empty lines with their numbers from 1; no more of the file than one line is in
+    memory.
 
-    Raises TraceError when the file cannot be opened, is unreadable from the start, or has too many
-    bad lines.
+    Lines that are not UTF-8 or longer than `MOST_LINE_BYTES`, and a file that breaks off, go to
+    `bad`. Raises TraceError when the file cannot be opened, is unreadable from the start, or has
+    too many bad lines.
     """
     number = 0
     with _open(path) as stream:

@@ -1,8 +1,8 @@
-"""What a client sends over time: messages, the events that build its prompts, sessions, and the
-walker over them.
+"""A client's messages over time: the events that build its prompts, sessions, and the walker over
+them.
 
-A session is a list of events. `Append` puts a message at the end of the context, `Call` is one
-request whose prompt is the tools and the context so far, `Edit` replaces the context. `Context`
+A session is a list of events. `Append` puts a message at the end of the context. `Call` is one
+request whose prompt is the tools and the context so far. `Edit` replaces the context. `Context`
 applies them and stops at every call. Nothing here knows tokens (see `encoder`) or servers.
 """
 
@@ -101,9 +101,9 @@ class Call:
     the context.
 
     `output` is None in hash-only traces: there the next prompt's blocks hold it. `output_tokens` is
-    as the provider counted (None: not recorded). `gap_s` is how long the client waited after the
-    response before (0 where not recorded), `latency_s` how long the recorded server took,
-    `arrival_s` when it was sent, from the session's start; None: not recorded.
+    as the provider counted (None: not recorded). `gap_s` is the client's wait after the response
+    before (0 where not recorded). `latency_s` is the recorded server's time. `arrival_s` is when
+    the request was sent, from the session's start. None: not recorded.
     """
 
     output: Message | None = None
@@ -115,8 +115,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """The context is replaced: a Span takes messages [start, stop) of the present context (tools
-    not counted), a Message is new.
+    """The context is replaced. A Span takes messages [start, stop) of the present context (tools
+    not counted); a Message is new.
     """
 
     parts: tuple[Span | Message, ...]
@@ -158,8 +158,8 @@ class Session:
 
 
 class Prompt(Sequence[Message]):
-    """The messages of one prompt: an immutable view, O(1) to make and to keep, however long the
-    session.
+    """The messages of one prompt: an immutable view. It is O(1) to make and to keep, however long
+    the session.
 
     It stays valid because a context only ever grows its list at the end, and an edit begins a new
     list.

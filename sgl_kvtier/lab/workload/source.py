@@ -23,7 +23,7 @@ GENERATED = "generated:"
 
 _SNIFFED_LINES = 20
 _GENERATED_TRIES = 10
-"""So many times the sessions wanted are made up before giving up on finding ones that fit
+"""Sessions made up for each one wanted, before giving up on finding ones that fit
 max_prompt_tokens.
 """
 
@@ -41,7 +41,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What was loaded, and what was left out of it on the way."""
+    """The sessions loaded, and counts of those left out on the way."""
 
     sessions: tuple[Session, ...]
     description: str
@@ -72,9 +72,9 @@ def load_sessions(
     """The sessions of `source`: a file, a trace's short name, or `generated:PRESET`.
 
     At most `limit` sessions after `skip` (lines of a file; sub-agents come with their owners and
-    are not counted). Each is cut after `max_calls` calls, and before the first call whose prompt is
-    longer than `max_prompt_tokens` in the ids of `encoder`. `seed` is for generated ones. Raises
-    TraceError when there is nothing to read, ConfigError on wrong arguments.
+    are not counted). Each is cut after `max_calls` calls. It is cut before the first call whose
+    prompt is longer than `max_prompt_tokens` in the ids of `encoder`. `seed` is for generated ones.
+    Raises TraceError when there is nothing to read, ConfigError on wrong arguments.
     """
     if max_prompt_tokens is not None and encoder is None:
         raise ConfigError(
@@ -138,8 +138,8 @@ def cut_session(
 
 
 def enter_late(session: Session, share: float) -> Session:
-    """The session without the first `share` of its calls: what they said is context of the first
-    that is left, which is made without a wait. The last call always is.
+    """The session without the first `share` of its calls. Their messages are context of the first
+    call that is left, which is made without a wait. The last call is always left.
     """
     left_away = min(int(session.calls * share), session.calls - 1)
     if left_away <= 0:

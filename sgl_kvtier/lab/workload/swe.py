@@ -1,12 +1,12 @@
-"""The swe_*.jsonl format: agent sessions with verbatim messages and times, one session a line. Read
-and written here.
+"""The swe_*.jsonl format, read and written: agent sessions with verbatim messages and times, one
+session a line.
 
 A line has `session_id`, `source`, `licence`, optional `model`, `batch`, `batch_offset_s`,
-`tools_ref`, `truncated`, and `turns`. A turn of role system, user or tool is appended; one of role
-assistant is a request and its output (with `"hist": true` it is only appended); one of role
+`tools_ref`, `truncated`, and `turns`. A turn of role system, user or tool is appended. A turn of
+role assistant is a request and its output; with `"hist": true` it is only appended. A turn of role
 context_edit replaces the context by `parts`: `[a, b]` takes messages a to b-1, an object is a new
-message. `t_offset_s` counts from the first request: on an assistant turn the response's end, on
-others when it was there.
+message. `t_offset_s` counts from the first request. On an assistant turn it is the response's end,
+on others when it was there.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class _Turns:
 
 
 def message_text(turn: dict[str, Any]) -> str:
-    """What a turn puts into the context: reasoning where it was sent back, content, then each tool
-    call's name and arguments.
+    """The text a turn puts into the context. It is reasoning where it was sent back, content, then
+    each tool call's name and arguments.
     """
     pieces = [text_of(turn, "reasoning", ""), text_of(turn, "content", "")]
     for call in list_of(turn, "tool_calls") if turn.get("tool_calls") else ():
@@ -208,8 +208,8 @@ def to_line(session: Session) -> str:
     """A session of text messages as one line of the format, without the line break. Raises
     ValueError on other content.
 
-    Reading the line gives an equal session, but for times that the format cannot hold (a wait
-    before a call with no input).
+    Reading the line gives an equal session, but for times that the format cannot hold. An example
+    is a wait before a call with no input.
     """
     if session.tools is not None or session.parent is not None:
         raise ValueError(f"session {session.session_id}: tools and parents cannot be written")
