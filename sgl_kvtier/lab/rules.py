@@ -1,13 +1,13 @@
-"""Rules of the papers, and variations of kvtier's own, as classes: for simulations, and for servers
-that are started with them to measure what a rule is worth.
+"""Rules of the papers, and variations of kvtier's own, as classes. They are for simulations, and
+for servers that are started with them to measure what a rule is worth.
 
     {"policy": {"rules": "sgl_kvtier.lab.rules:Cake"}}               in a server's kvtier.json
     make_planner(config, engine, profile, Cake())                    in a simulation
 
     Cake, CacheFlow, TierKV         as published
-    LongestFirst, ShortestFirst     kvtier's, but for whom links load for first
+    LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     FixedSplit                      a share of every prefix is computed, whatever happens
-    K0, K1, K2 ...                  kvtier's, with so many iterations of lookahead
+    K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
     LFU                             eviction: TierKV's Frequency
 """
 
@@ -95,9 +95,9 @@ class TierKV(Rules):
 
 
 class FixedSplit(Rules):
-    """A share of every prefix is computed while the rest is loaded, fixed beforehand, to measure
-    what deciding on the way is worth. It is -1, which is kvtier's own, until it is changed in the
-    running server: kvtier.rules.share. In force where policy.restore is both.
+    """A share of every prefix is computed while the rest is loaded. It is fixed beforehand, to
+    measure what deciding on the way is worth. It is -1, which is kvtier's own, until it is changed
+    in the running server: kvtier.rules.share. In force where policy.restore is both.
     """
 
     tuned = ("share",)

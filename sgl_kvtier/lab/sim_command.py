@@ -314,7 +314,9 @@ def _paper(args: argparse.Namespace) -> int:
 
 
 def paper_tables(name: str) -> Tables:
-    """What a paper's module offers. Imported on demand: one paper does not wait for the others."""
+    """The tables of a paper's module. Imported on demand: one paper does not wait for the
+    others.
+    """
     tables: Tables = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command").TABLES
     return tables
 

@@ -1,5 +1,5 @@
-"""Requests for a simulation: sessions of a trace with a key per page, so that reuse is real, or
-drawn at random from a seed.
+"""Requests for a simulation. They are sessions of a trace with a key per page, so that reuse is
+real, or drawn at random from a seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sgl_kvtier.lab.workload.session import Context, Session
 from sgl_kvtier.types import PageKey, Span, Tier
 
 _WIDE_VOCABULARY = (1 << 31) - 1
-"""Ids are hashes; with so many of them different texts do not look alike by chance."""
+"""Ids are hashes; among this many, different texts do not look alike by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ def from_sessions(
 
 
 def wide_encoder() -> ByteEncoder:
-    """Tokens of four characters, with so many ids that pages are equal only where the text is."""
+    """An encoder to tokens of four characters. It has enough ids that pages are equal only where
+    the text is.
+    """
     return ByteEncoder(_WIDE_VOCABULARY)
 
 
@@ -141,7 +143,7 @@ def _calls(
 
 
 def _extend(keys: list[PageKey], ids: Ids, page_tokens: int) -> None:
-    """Chained hashes of the whole pages behind those `keys` names already, so that a key stands for
+    """Appends chained hashes of the whole pages behind those `keys` names already. A key stands for
     all tokens up to it.
     """
     last = keys[-1] if keys else PageKey(b"")

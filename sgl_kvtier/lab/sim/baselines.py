@@ -1,5 +1,5 @@
-"""What the planner is compared with, as planners: recompute everything, load everything, stock
-HiCache, and an oracle.
+"""Planners to compare the planner with: recompute everything, load everything, stock HiCache, and
+an oracle.
 
 Cake's and CacheFlow's rules are classes for the planner itself (`lab/rules.py`).
 """
@@ -59,9 +59,11 @@ class RecomputeOnly:
 
 
 class StaticTiering:
-    """Placement by arrival, as TierKV's Static-Tiering: a page keeps the place it found, so that of
-    what may leave a tier the page that came last leaves first. What is not in HBM is read for each
-    run and gives way again after it. `inner` restores.
+    """Placement by arrival, as TierKV's Static-Tiering.
+
+    A page keeps the place it found: of the pages that may leave a tier, the last to come leaves
+    first. Pages that are not in HBM are read for each run and evicted again after it. `inner`
+    restores.
     """
 
     def __init__(self, inner: Planner) -> None:
@@ -112,8 +114,8 @@ class StockSettings:
 
 @dataclass(slots=True)
 class _Operation:
-    """One request's prefix on its way: first up to DRAM in batches from the front, then to HBM in
-    one load. Pages.
+    """One request's prefix on its way, in pages. It goes first up to DRAM in batches from the
+    front, then to HBM in one load.
     """
 
     rid: str
@@ -126,15 +128,16 @@ class _Operation:
     arrived: dict[int, None] = field(default_factory=dict)
     stopped: bool = False
     loaded: int | None = None
-    """What the load-back covers ends here; None before it."""
+    """End of the load-back, in pages; None before it."""
     loading: bool = False
     front: int = 0
 
 
 class StockHiCache:
-    """SGLang's own way: prefetch to host memory in the order requests were enqueued, front to back;
-    a request is skipped until its prefetch has ended or its stop policy ends it; what is in host
-    memory is then loaded back, the rest computed.
+    """SGLang's own way: prefetch to host memory in the order requests were enqueued, front to back.
+
+    A request is skipped until its prefetch has ended or its stop policy ends it. Its pages in host
+    memory are then loaded back, the rest computed.
 
     Needs pages with names (`SimRequest.keys`). One prefetch batch is under way at a time, as stock
     has one thread for it.

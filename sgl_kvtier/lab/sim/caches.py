@@ -1,5 +1,5 @@
-"""The three tiers together: what a prompt finds in them, copies written down behind it, and moves a
-plan asks for.
+"""The three tiers together: matches of a prompt in them, copies written down behind it, and moves
+of a plan.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Caches:
         """Pages of HBM the first waiting request lacks: moves leave them alone."""
 
     def match(self, keys: Sequence[PageKey]) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
-        """How many leading pages are in HBM, and where the pages behind them lie as far as the
-        chain goes without a gap.
+        """The number of leading pages in HBM, and the tiers of the pages behind them. These go as
+        far as the chain goes without a gap.
         """
         resident = self.hbm.prefix(keys)
         sources: list[tuple[Span, Tier]] = []

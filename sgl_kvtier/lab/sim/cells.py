@@ -1,5 +1,5 @@
-"""One printed cell beside ours, and what a paper module offers: a dict from a table's name to what
-computes its cells.
+"""One printed cell beside ours. A paper module offers a dict from a table's name to the function
+that computes its cells.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def agreement(cells: Sequence[Cell]) -> dict[str, float | int | None]:
 
 
 def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, dict[str, float | int | None]]:
-    """The same for each reading by itself: one may be there to show that it does not give the
+    """The same for each reading by itself. A reading may be there to show that it does not give the
     printed numbers.
     """
     readings = dict.fromkeys(cell.reading for cell in cells)

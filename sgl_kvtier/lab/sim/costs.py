@@ -1,5 +1,5 @@
-"""What a step of the engine truly costs in virtual time. A planner learns or is told its own model;
-this is the other one.
+"""The true cost of an engine step in virtual time. A planner learns its own model of it, or is told
+one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from sgl_kvtier.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one engine step holds. `prefills` are token spans of prompts, `decodes` running
-    sequences with `kv_tokens` of context in all, `background` prefill tokens of other users (Cake
-    5.1: the rest of the token budget).
+    """The contents of one engine step. `prefills` are token spans of prompts. `decodes` are running
+    sequences with `kv_tokens` of context in all. `background` are prefill tokens of other users
+    (Cake 5.1: the rest of the token budget).
     """
 
     prefills: tuple[Span, ...] = ()
@@ -38,12 +38,12 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step, linear in what it holds, with a floor (the weights have to be read
-    whatever the batch holds).
+    """Seconds of a step, linear in its contents. There is a floor: the weights have to be read
+    whatever the batch holds.
 
     fixed + max(floor, a * tokens) + b * sum n (start + n / 2) + c * kv tokens of decoding
-    sequences, tokens being those of prefill, background and decode. `background_start`: where in
-    their prompts background tokens stand.
+    sequences, tokens being those of prefill, background and decode. `background_start` is the
+    position of background tokens in their prompts.
     """
 
     fixed_s: float
@@ -86,7 +86,7 @@ class ConstantCost:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How much of the machine a step gets, over time: (from this second on, share) pairs,
+    """The share of the machine a step gets, over time. Pairs are (from this second on, share),
     ascending; 1 before the first.
     """
 

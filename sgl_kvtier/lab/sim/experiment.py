@@ -37,9 +37,9 @@ SGLang.
 
 @dataclass(frozen=True)
 class Machine:
-    """What is simulated: names from the profiles, sizes of the tiers in bytes (None: HBM what
-    weights leave, others without limit), token budget and page. `ssd_gbps` and `pcie_gbps` replace
-    the profile's, in gigabits per second.
+    """The simulated machine: names from the profiles, token budget and page. Sizes of the tiers are
+    in bytes. None: HBM is as large as the weights leave, the others have no limit. `ssd_gbps` and
+    `pcie_gbps` replace the profile's, in gigabits per second.
     """
 
     hardware: str = "H100"
@@ -87,8 +87,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What arrives: a trace as `kvtier trace` knows it, how many of its sessions, and how they are
-    paced. A session is cut before its first prompt longer than `most_prompt_tokens`.
+    """The arrivals: a trace as `kvtier trace` knows it, how many of its sessions, and their pace. A
+    session is cut before its first prompt longer than `most_prompt_tokens`.
     """
 
     trace: str

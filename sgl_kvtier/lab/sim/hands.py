@@ -1,5 +1,5 @@
-"""What carries out a plan in virtual time: loads, cancels and moves as transfers, pages claimed and
-given back.
+"""Executor of plans in virtual time: loads, cancels and moves as transfers, pages claimed and given
+back.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Hands:
         self.wake()
 
     def take_facts(self) -> list[Fact]:
-        """What happened since the last time, in order."""
+        """The facts since the last call, in order."""
         self.caches.tell_drops()
         facts, self._facts = self._facts, []
         return facts
@@ -197,8 +197,8 @@ class Hands:
             self.caches.carry_out(move)
 
     def _close_offer(self, live: Live) -> None:
-        """An offer that was not taken up is forgotten, and what was held for it may go, unless it
-        has its room already.
+        """Forgets an offer that was not taken up. Pages held for it may go, unless it has its room
+        already.
         """
         if live.offered is not None and live.restoring is None and not live.reserved:
             self.caches.hbm.unpin(live.pinned)
@@ -252,7 +252,7 @@ class Hands:
 
 
 class _LoadCalls:
-    """What happens at the ends of one load's transfers; the pages are kept in their tier while they
+    """Callbacks at the ends of one load's transfers; the pages are kept in their tier while they
     are read.
     """
 

@@ -1,5 +1,5 @@
-"""Machines and models as data: profiles in json with their sources, and the step cost and pipes
-that follow from them.
+"""Machines and models as data: profiles in json with their sources. The step cost and the pipes
+follow from them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model prices its steps and its KV. `params` are those used per token,
-    `weight_bytes` what a step reads.
+    """The figures of a model that price its steps and its KV. `params` are those used per token,
+    `weight_bytes` the bytes a step reads.
     """
 
     name: str
@@ -125,9 +125,10 @@ def known_models() -> list[str]:
 
 
 def step_cost(hardware: Hardware, model: ModelShape) -> StepCost:
-    """The step cost that peak rates and the profile's shares of them give: matrix work per token,
-    attention per token and position, the weights read once per step as the floor, and the KV of
-    decoding sequences read once each.
+    """The step cost from peak rates and the profile's shares of them.
+
+    It has matrix work per token, and attention per token and position. The weights, read once per
+    step, are the floor. The KV of decoding sequences is read once each.
     """
     per_token_s = 2 * model.params / (hardware.flops * hardware.mfu)
     # QK^T and PV: 2 multiply-adds each per head, dimension and earlier token, in every layer.
@@ -143,8 +144,8 @@ def step_cost(hardware: Hardware, model: ModelShape) -> StepCost:
 
 
 def planner_profile(hardware: Hardware, cost: StepCost) -> dict[str, Any]:
-    """What a planner could have learned of this machine in an earlier run: the `profile` of
-    `make_planner`.
+    """The `profile` of `make_planner`: a planner could have learned it of this machine in an
+    earlier run.
     """
     links = {
         link.value: min(hardware.pipes[name].bytes_per_s for name in route.pipes)

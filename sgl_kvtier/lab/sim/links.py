@@ -1,8 +1,8 @@
-"""Bytes in virtual time: pipes with limited bandwidth, and streams that share them, re-timed as
-streams come and go.
+"""Bytes in virtual time: pipes with limited bandwidth, and streams that share them.
 
-A stream runs over one or more pipes at once (SSD to HBM: the drive and PCIe) at the least of what
-they leave it. Bytes are bytes, seconds are virtual. Nothing here knows pages or requests.
+Streams are re-timed as others come and go. A stream runs over one or more pipes at once (SSD to
+HBM: the drive and PCIe) at the least of what they leave it. Bytes are bytes, seconds are virtual.
+Nothing here knows pages or requests.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _GRAIN = 1e-9
 
 
 class Sharing(enum.Enum):
-    """What each of n streams on one pipe gets."""
+    """The bandwidth that each of n streams on one pipe gets."""
 
     HONEST = "honest"
     """Max-min fair shares: never more than the pipe's bandwidth in total."""
     TIERKV = "tierkv"
-    """BW / min(n, lanes) each, as TierKV appendix A states it: more than `lanes` streams get more
+    """BW / min(n, `lanes`) each, as TierKV appendix A states it: more than `lanes` streams get more
     than BW in total.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Pipe:
-    """One thing that moves bytes. `trace` are (from this second on, bytes per second) pairs,
-    ascending: a bandwidth that fluctuates; before its first entry `bytes_per_s` holds.
+    """One thing that moves bytes. `trace` is a bandwidth that fluctuates: pairs (from this second
+    on, bytes per second), ascending. Before its first entry `bytes_per_s` holds.
     """
 
     bytes_per_s: float
@@ -50,7 +50,7 @@ class Pipe:
 
 @dataclass(slots=True)
 class Usage:
-    """What one pipe did. `busy_s`: seconds with at least one stream on it; `full_s`: those times
+    """The use of one pipe. `busy_s`: seconds with at least one stream on it; `full_s`: those times
     the share of bandwidth used.
     """
 
@@ -103,7 +103,7 @@ class Network:
         return len(self._streams)
 
     def usage(self) -> dict[str, Usage]:
-        """What each pipe has done up to now."""
+        """The use of each pipe up to now."""
         self._advance()
         return {name: state.usage for name, state in self._pipes.items()}
 

@@ -1,8 +1,8 @@
-"""A request inside the simulated server: how far it is, which pages it owns, and whether commands
-about it make sense.
+"""A request inside the simulated server: its progress, its pages, and checks of commands about it.
 
-The checks are written independently of the planner's own two pointers: a plan that takes a page
-twice, splices what has not landed or computes what a transfer has taken stops the simulation.
+The checks are written independently of the planner's own two pointers. A plan stops the simulation
+if it takes a page twice, splices one that has not landed, or computes one that a transfer has
+taken.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Restoring:
         return min(places, default=self.pages)
 
     def begin_load(self, span: Span, tier: Tier, known_places: bool) -> None:
-        """A load of these pages is accepted. `known_places`: they lie where they were offered;
-        otherwise they may have been moved since, and what is not there when the load begins is
-        lost.
+        """A load of these pages is accepted. `known_places`: they lie where they were offered.
+        Otherwise they may have been moved since, and pages not there when the load begins are lost.
         """
         assert span and span.stop <= self.pages, (
             f"{self.rid}: load of {span}, but only {self.pages} pages are offered"
@@ -120,7 +119,7 @@ class Restoring:
 @dataclass(slots=True, eq=False)
 class Live:
     """One request that has arrived. `done_tokens` of its prompt are in HBM, of which
-    `resident_pages` were found there; `pinned` are named pages it holds, in order, `private` counts
+    `resident_pages` were found there. `pinned` are named pages it holds, in order; `private` counts
     pages of its own.
     """
 

@@ -94,8 +94,8 @@ class TierMemory:
         self._private -= count
 
     def name_private(self, key: PageKey) -> bool:
-        """A private page becomes the named one, pinned once; False where the name is here already:
-        then that one is pinned and the private page is given back.
+        """A private page becomes the named one, pinned once. False where the name is here already:
+        then that page is pinned and the private one is given back.
         """
         new = key not in self
         self.release(1)
@@ -111,7 +111,7 @@ class TierMemory:
         self._first = dict.fromkeys(keys)
 
     def finish(self) -> None:
-        """Counts prefetched pages nobody used."""
+        """Counts prefetched pages that no request used."""
         for link in self._prefetched.values():
             self._unused(link)
         self._prefetched = {}

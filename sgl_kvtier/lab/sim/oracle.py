@@ -1,5 +1,5 @@
-"""The planner that knows what comes: how far lookahead, eviction by next use and exact costs could
-go at best.
+"""The planner that knows the requests to come: the best that lookahead, eviction by next use and
+exact costs could do.
 
 It restores by the planner's own rule, told the true costs, and keeps in HBM and DRAM what the next
 requests will ask for.
@@ -36,8 +36,8 @@ _Next: TypeAlias = tuple[str, tuple[float, tuple[PageKey, ...]]]
 
 
 class Oracle:
-    """`inner` restores; on top of it, pages are moved up before their request arrives and evicted
-    farthest next use first.
+    """Looks ahead with known requests; `inner` restores. Pages are moved up before their request
+    arrives and evicted farthest next use first.
 
     Of each client it knows the next request as soon as that is determined: a session's next turn
     when the present one ends. `hbm_pages` and `dram_pages` bound what it tries to keep there (None:
@@ -141,13 +141,13 @@ class Oracle:
                 if free < 0:
                     return moves
                 moving.update(dict.fromkeys(part))
-                # For nobody's sake: a request that is being restored by now must not take it for
+                # For no request: one that is being restored by now must not take the move for
                 # one of its loads.
                 moves.append(Move(part, source, target))
         return moves
 
     def _eviction(self, soonest: Sequence[_Next], tier: Tier) -> Evict:
-        """Pages nobody will ask for, then those of the latest request from its end on."""
+        """Pages that no request will ask for, then those of the latest request from its end on."""
         rank: dict[PageKey, None] = {}
         for _, (_, keys) in soonest:
             rank.update(dict.fromkeys(keys))

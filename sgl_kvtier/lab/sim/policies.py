@@ -25,15 +25,15 @@ from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 
 AHEAD = PolicyConfig(prefetch="on", eviction="next-use")
-"""What is simulated where no kvtier.json says otherwise: a server looks ahead only when asked
+"""The simulated settings where no kvtier.json says otherwise: a server looks ahead only when asked
 to.
 """
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a planner is made for: the settings of kvtier.json, the engine, what earlier runs
-    learned, and, for the oracle alone, the requests to come.
+    """The surroundings a planner is made for: the settings of kvtier.json, the engine, and the
+    profile of earlier runs. The requests to come are for the oracle alone.
     """
 
     config: PolicyConfig

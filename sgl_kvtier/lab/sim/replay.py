@@ -70,7 +70,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay went through."""
+    """Counts of a replay."""
 
     facts: int
     steps: int
@@ -88,9 +88,9 @@ class Replayed:
 def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None) -> Replayed:
     """Feeds a log to a new planner and compares plan by plan, up to the first difference.
 
-    `make` builds the planner (None: the one kvtier.json would give for the logged settings). Raises
-    TraceError on a damaged log and on one with a hole; a log that breaks off in the middle of a
-    step is read up to there.
+    `make` builds the planner (None: the one kvtier.json would give for the logged settings). A log
+    that breaks off in the middle of a step is read up to there. Raises TraceError on a damaged log
+    and on one with a hole.
     """
     run: _Run | None = None
     for number, line in enumerate(lines, 1):
@@ -151,7 +151,7 @@ class _Run:
         return None
 
     def replayed(self, difference: Difference | None) -> Replayed:
-        """What it went through so far."""
+        """The counts so far."""
         return Replayed(
             self._facts,
             self._steps,

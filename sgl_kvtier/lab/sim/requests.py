@@ -1,4 +1,4 @@
-"""What is asked of the simulated server, and what became of each request."""
+"""Requests to the simulated server, and the result of each."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class RequestResult:
 
 @dataclass(slots=True)
 class LinkResult:
-    """What one link moved. `wasted_bytes`: loads never spliced, and prefetched copies dropped or
-    left without a hit.
+    """Transfers over one link. `wasted_bytes`: loads never spliced, and prefetched copies dropped
+    or left without a hit.
     """
 
     nbytes: int = 0
@@ -86,7 +86,7 @@ class LinkResult:
 
 @dataclass(slots=True)
 class Timeline:
-    """What happened when, for plots. Empty unless recording was asked for."""
+    """Events over time, for plots. Empty unless recording was asked for."""
 
     pointers: list[tuple[float, str, int, int]] = field(default_factory=list)
     """(second, rid, front, back) in tokens: below front is delivered, from back on is loaded or on

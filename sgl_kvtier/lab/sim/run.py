@@ -34,12 +34,12 @@ def simulate(
     record: bool = False,
     on_finish: Callable[[SimRequest], None] | None = None,
 ) -> SimResult:
-    """Runs `requests` to their last token and says what became of them.
+    """Runs `requests` to their last token and returns the result of each.
 
-    `cost` is what steps truly take (None: what the hardware's profile gives for the model), `speed`
-    the machine's share over time. `record` keeps a timeline. `on_finish` is called for each request
-    that ends, for progress. Raises ConfigError when a request could never run, AssertionError when
-    the planner contradicts itself or leaves a request waiting for ever.
+    `cost` is the true cost of steps (None: the cost the hardware's profile gives for the model),
+    `speed` the machine's share over time. `record` keeps a timeline. `on_finish` is called for each
+    request that ends, for progress. Raises ConfigError when a request could never run. Raises
+    AssertionError when the planner contradicts itself or leaves a request waiting for ever.
     """
     spec = server or ServerSpec()
     _check_fits(requests, spec)
@@ -81,7 +81,7 @@ def simulate(
 
 
 def engine_shape(server: ServerSpec, model: ModelShape) -> EngineShape:
-    """What a planner is told of the engine."""
+    """The shape of the engine that a planner is told."""
     return EngineShape(
         page_tokens=server.page_tokens,
         page_bytes=server.page_tokens * model.kv_bytes_per_token,
@@ -119,7 +119,7 @@ class _Kernel(simpy.Environment):
 
 
 class _Arrivals:
-    """Hands requests to the server when their time has come."""
+    """Gives requests to the server when their time has come."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""A continuous-batching server in virtual time: one pair of hands for any planner.
+"""A continuous-batching server in virtual time: an executor for any planner.
 
 Each engine step it tells the planner what happened, shows it a view, carries out the plan, and runs
-a batch: decoding sequences, the requests that hold a slot for chunked prefill, and waiting requests
-in order of arrival while the token budget and HBM have room. Transfers go on beside it. A plan that
-contradicts itself stops the run with AssertionError.
+a batch. The batch has decoding sequences and the requests that hold a slot for chunked prefill.
+Waiting requests join in order of arrival while the token budget and HBM have room. Transfers go on
+beside it. A plan that contradicts itself stops the run with AssertionError.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _POLL_S = 1e-3
 class ServerSpec:
     """The engine. Pages and tokens; None = no limit.
 
-    `step_tokens` is the token budget of a step, of which decoding takes one per sequence and
-    requests here get `share` of the rest (Cake 5.1: the others' tokens run in the same step).
-    `slots` requests may be inside chunked prefill at a time (SGLang: 1). Without `mixed`, a step
-    holds prefill or decode, not both. Without `overlap`, no step begins while something is being
-    loaded. `staged`: loads from below DRAM need DRAM pages while they are in flight. `write_down`:
-    pages new in HBM are copied to DRAM and SSD behind the request's back. `offer_with_room`: a
-    restoration is offered when HBM can take the whole request, which then owns its pages; otherwise
-    at once, for planners that fetch to DRAM first.
+    `step_tokens` is the token budget of a step, of which decoding takes one per sequence. Requests
+    here get `share` of the rest (Cake 5.1: the others' tokens run in the same step). `slots`
+    requests may be inside chunked prefill at a time (SGLang: 1). Without `mixed`, a step holds
+    prefill or decode, not both. Without `overlap`, no step begins while something is being loaded.
+    `staged`: loads from below DRAM need DRAM pages while they are in flight. `write_down`: pages
+    new in HBM are copied to DRAM and SSD behind the request's back. `offer_with_room`: a
+    restoration is offered when HBM can take the whole request, which then owns its pages. Otherwise
+    it is offered at once, for planners that fetch to DRAM first.
     """
 
     page_tokens: int = 16
@@ -217,9 +217,9 @@ class Server:
                 fruitless = 0
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:
-        """Until something happens. An idle engine polls: a planner that asks for what cannot be,
-        such as a move without room, is asked again at once a few times, and from then on once per
-        poll.
+        """Waits until something happens. An idle engine polls. A planner may ask for what cannot
+        be, such as a move without room. It is then asked again at once a few times, and from then
+        on once per poll.
         """
         if self._env.now > self._instant:
             self._instant, self._asked = self._env.now, 0
@@ -247,8 +247,8 @@ class Server:
         )
 
     def _free_pages(self) -> dict[Tier, int]:
-        """What loads may claim: empty or evictable pages, and those restoring requests own and have
-        not filled.
+        """The pages that loads may claim: empty or evictable ones, and those restoring requests own
+        and have not filled.
         """
         caches = self._hands.caches
         free = {tier: memory.available for tier, memory in caches.tiers.items()}
@@ -270,8 +270,8 @@ class Server:
     # --- the batch --------------------------------------------------------------------------------
 
     def _form(self, computes: tuple[Compute, ...]) -> list[_Part]:
-        """What is prefilled in this step: what the plan says about restoring requests, then others
-        in their order.
+        """The prefill of this step: the plan's for restoring requests, then others in their
+        order.
         """
         forming = _Forming(self._budget())
         by_rid = {live.rid: live for live in (*self._slots, *self._waiting)}

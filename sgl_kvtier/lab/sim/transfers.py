@@ -1,5 +1,5 @@
-"""Transfers asked for, per link: queued in order, a few at a time on the network, cancelled or
-given up where not begun.
+"""Transfers per link: queued in order, a few at a time on the network, cancelled or given up where
+not begun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sgl_kvtier.types import Link, Span
 @dataclass(slots=True, eq=False)
 class Transfer:
     """Pages on their way. `begin` is asked when its turn comes and says whether there is anything
-    to move; then exactly one of `done(seconds)` and `lost(span, reason)` is called for every page
+    to move. Then exactly one of `done(seconds)` and `lost(span, reason)` is called for every page
     of it.
     """
 

@@ -1,5 +1,5 @@
-"""A store with everything under way at once, closed in the midst of it: what `scripts/sanitize`
-watches from inside.
+"""A store with everything under way at once, closed in the midst of it: `scripts/sanitize` watches
+it from inside.
 
     python -m sgl_kvtier.lab.torture.busy FOLDER SECONDS [SEED]
 
@@ -32,7 +32,7 @@ _KINDS = (("io_uring", "auto"), ("threads", "auto"), ("threads", "off"), ("io_ur
 
 @dataclass(slots=True)
 class Busy:
-    """What came of it. `io` counts stores opened by what read their pages."""
+    """The outcome of a run. `io` counts stores opened by what read their pages."""
 
     compared: int = 0
     wrong: int = 0

@@ -1,5 +1,5 @@
-"""Many threads in many processes, each process with a rank of its own, evicting all the time; and a
-device that stalls.
+"""Many threads in many processes that evict all the time, and a device that stalls. Each process
+has a rank of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Crowd:
 
 @dataclass(slots=True)
 class Stall:
-    """What a caller with a deadline saw of a device that hangs."""
+    """A hanging device as seen by a caller with a deadline."""
 
     deadline_s: float = 0.0
     free_after_s: float = 0.0

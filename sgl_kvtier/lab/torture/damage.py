@@ -1,5 +1,5 @@
-"""Damage to the bytes on disk in eight ways, each to be found, and clean reads, none of which may
-be called damaged.
+"""Damage to the bytes on disk in eight ways, each to be found. Clean reads are made too, and none
+may be called damaged.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ EVICTING = 384 << 10
 AMPLE = 16 << 20
 _THREADS = 4
 _TORN = 0.2
-"""Share of the kills after which the log ends in the middle of a frame, as if it had been written
-at that moment.
+"""Share of the kills after which the log ends in the middle of a frame. It looks as if the frame
+had been written at that moment.
 """
 
 

@@ -162,4 +162,4 @@ def _half(buffers: Sequence[memoryview]) -> list[memoryview]:
 
 
 FAULT_KINDS: tuple[int | str, ...] = (errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN, SHORT)
-"""What the sweeps inject."""
+"""The faults that the sweeps inject."""

@@ -18,7 +18,7 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.engine import DiskStore
 
 _RECENT = 15
-"""Of the pages acknowledged last, so many fit any capacity: they must survive but for the last
+"""The number of pages acknowledged last that fit any capacity: they must survive but for the last
 moment's.
 """
 

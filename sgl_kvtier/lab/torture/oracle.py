@@ -1,4 +1,4 @@
-"""What the store may answer: an account of pages kept outside it, and the work whose pages it
+"""The answers a store may give: an account of pages kept outside it, and the work whose pages it
 accounts for.
 """
 
@@ -39,7 +39,7 @@ def size_of(name: int) -> int:
 
 
 def content(name: int, version: int) -> bytes:
-    """A page nobody could make by accident."""
+    """A page's bytes, which do not come about by accident."""
     return random.Random((name << 40) | version).randbytes(size_of(name))
 
 
@@ -61,7 +61,7 @@ def buffers(names: Iterable[int]) -> list[memoryview]:
 
 @dataclass(slots=True)
 class Verdict:
-    """What was seen when pages were read back."""
+    """Counts of pages as they were read back."""
 
     right: int = 0
     wrong: int = 0
@@ -128,8 +128,8 @@ class Oracle:
 
 
 class Journal:
-    """What the worker tells the oracle before and after each call, through a pipe that survives the
-    worker.
+    """The worker's messages to the oracle before and after each call, through a pipe that survives
+    the worker.
     """
 
     def __init__(self, fd: int) -> None:

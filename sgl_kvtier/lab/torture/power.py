@@ -187,8 +187,8 @@ def _one_state(run: Record, target: str, chance: random.Random, result: PowerLos
 
 
 def _oracle(run: Record, cut: int) -> tuple[Oracle, list[int]]:
-    """What may be read after a loss at `cut`, and the latest pages that were promised to survive
-    it.
+    """The pages that may be read after a loss at `cut`, and the latest pages that were promised to
+    survive it.
     """
     oracle = Oracle()
     latest: dict[int, str] = {}

@@ -1,5 +1,5 @@
-"""Failing system call number N, for every N, in every way, once and from then on, until nothing is
-left to fail.
+"""Failing system calls: call number N, for every N, in every way. Each fails once and from then on,
+until none is left to fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sgl_kvtier.store.base import PageWrite, PutOutcome
 
 @dataclass(slots=True)
 class Sweep:
-    """What came of it: `io_faults` injected, `exceptions` that reached the caller, `wrong`
+    """The outcome of a sweep: `io_faults` injected, `exceptions` that reached the caller, `wrong`
     pages.
     """
 
