@@ -1,7 +1,7 @@
 """All printed numbers of Cake and CacheFlow beside ours, as markdown for docs/results/papers/.
 
-`python -m sgl_kvtier.lab.papers.pages docs/results/papers` replaces what stands between the markers
-of cake.md and cacheflow.md and writes the plots; the text around the markers is written by hand.
+`python -m sgl_kvtier.lab.papers.pages docs/results/papers` replaces the text between the markers of
+cake.md and cacheflow.md and writes the plots. The text around the markers is written by hand.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How long one step of the planner takes, on this machine's clock: `python -m
-sgl_kvtier.lab.papers.step_time [STEPS]`.
+"""The time of one planner step on this machine's clock: `python -m sgl_kvtier.lab.papers.step_time
+[STEPS]`.
 
-A scheduler with many waiting requests and the map filled with so many pages. Between two steps,
-facts arrive as an engine would report them: chunks start and end, loads land, pages come and go.
-Only `step` is timed, then facts and step together. CPU time is what the planner itself needs;
-beyond it, what the clock shows was spent by other programs.
+The scene is a scheduler with many waiting requests and a map filled with a given number of pages.
+Between two steps, facts arrive as an engine would report them: chunks start and end, loads land,
+pages come and go. Only `step` is timed, then facts and step together. CPU time is the planner's own
+need. Wall-clock time beyond it was spent by other programs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ _PROFILE = {
 
 
 class Scene:
-    """Requests wait for the engine, `pages` each, all of them on the SSD, and are restored: just
-    enough of an engine that the planner has something to decide in every step. Loads land in the
-    order asked, as fast as the link is, and each chunk granted runs in one step. Who comes through
-    is followed by another.
+    """Requests wait for the engine, `pages` each, all of them on the SSD, and are restored.
+
+    It is just enough of an engine that the planner has something to decide in every step. Loads
+    land in the order asked, as fast as the link is, and each chunk granted runs in one step. A
+    request that ends is followed by another.
     """
 
     _new_tokens = 1
@@ -65,7 +66,7 @@ class Scene:
         self.profile = _PROFILE
         self.planner: Planner = make_planner(self.config, self.engine, _PROFILE)
         self.facts: list[Fact] = []
-        """What has happened since the last step."""
+        """The facts since the last step."""
         self._now = 0.0
         self._waiting = [f"r{number}" for number in range(requests)]
         self._slot: str | None = None
@@ -163,10 +164,11 @@ class Scene:
 
 
 class AheadScene(Scene):
-    """The same queue where nothing is restored: lookahead brings pages to DRAM and HBM before each
-    turn, others give way, and what lacks then the engine reads by itself. Each request has so much
-    new besides that it runs for four steps. Who comes through leaves a session behind that
-    lookahead expects back.
+    """The same queue where nothing is restored.
+
+    Lookahead brings pages to DRAM and HBM before each turn, and other pages are evicted. The engine
+    itself reads the pages that are still missing. Each request has enough new tokens besides that
+    it runs for four steps. A request that ends leaves a session behind that lookahead expects back.
     """
 
     def __init__(self, requests: int, pages: int, known: int) -> None:
@@ -181,7 +183,7 @@ class AheadScene(Scene):
         """Nothing is offered."""
 
     def _free(self) -> dict[Tier, int]:
-        # All of it may be claimed: whatever is there can give way.
+        # All of it may be claimed: every page there can be evicted.
         return {**self._most, Tier.SSD: 1 << 30}
 
     def _landed(self, fact: Fact) -> None:

@@ -1,8 +1,8 @@
 """The tables of docs/results/simulator.md that come from traces.
 
 `python -m sgl_kvtier.lab.papers.traces_page docs/results [SCENE ...]` runs each scene under all
-policies and replaces what stands between its markers on the page, and writes a plot of the
-distributions; the text around them is written by hand. Where the recorded traces are missing,
+policies. It replaces the text between the scene's markers on the page, and writes a plot of the
+distributions. The text around them is written by hand. Where the recorded traces are missing,
 sessions generated from their published statistics take their place, and the table says so.
 """
 
@@ -41,7 +41,7 @@ class Scene:
     policies: tuple[str, ...]
 
     def load(self) -> Load:
-        """What arrives, from the trace or generated."""
+        """The arrivals, from the trace or generated."""
         trace = self.trace if self.trace in trace_files() else self.instead
         return Load(
             trace, self.sessions, seed=1, pace=self.pace, most_prompt_tokens=self.most_prompt_tokens

@@ -1,5 +1,5 @@
-"""Failing system calls: call number N, for every N, in every way. Each fails once and from then on,
-until none is left to fail.
+"""Fails system call number N, for every N, in every way: once, and from then on. It goes on until
+no call is left to fail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CacheFlow's printed numbers, and ours beside them.
 
 The paper (arXiv 2604.25080) prints ratios in its text and no tables; most conditions are not
-stated. A cell's `reading` says over what a ratio is taken; where the paper gives a range,
+stated. A cell's `reading` says over what a ratio is taken. Where the paper gives a range,
 `published` is the end of it nearer to ours, or ours inside it.
 """
 

@@ -1,8 +1,8 @@
 """CacheFlow's section 4 from the simulator: its rule, the baselines, and ours on the same machines
 and requests.
 
-Compute is first come, first served in all arms, as in vLLM and SGLang; the arms differ in what is
-loaded, and when. What the paper leaves open is in cacheflow.json.
+Compute is first come, first served in all arms, as in vLLM and SGLang. The arms differ in what is
+loaded, and when. cacheflow.json says what the paper leaves open.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def figure_6() -> Sequence[Cell]:
 
 
 def ablation() -> Sequence[Cell]:
-    """Two pipeline stages that restore each by itself, or one after the other; each stage with a
+    """Two pipeline stages that restore each by itself, or one after the other. Each stage has a
     link of its own.
     """
     scene = SCENARIOS["ablation"]

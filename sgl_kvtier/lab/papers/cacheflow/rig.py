@@ -50,8 +50,8 @@ ORDERS = {"longest": LongestFirst, "shortest": ShortestFirst}
 STORAGE = "storage"
 
 _HORIZON_S = 0.02
-"""Loads of the papers' rules are handed out for little more than a step: their loaders take one
-chunk after the other.
+"""Seconds ahead for which loads of the papers' rules are started: little more than a step. Their
+loaders take one chunk after the other.
 """
 _VOCABULARY = (1 << 31) - 1
 
@@ -94,7 +94,7 @@ def parallel(count: int) -> Stages:
 
 
 def sequential(count: int) -> Stages:
-    """A chunk passes the stages one after the other; each stage loads its own layers over a link of
+    """A chunk passes the stages one after the other. Each stage loads its own layers over a link of
     its own.
     """
     return Stages(count, 1.0, 1 / count)
@@ -147,8 +147,8 @@ def rig(place: Place) -> Rig:
 
 
 def learned(cost: StepCost, chunk_tokens: int) -> PrefillCost:
-    """What a planner knows of these steps: whole chunks cost what they do; the floor, where it is
-    above, counts as fixed.
+    """A planner's knowledge of these steps: whole chunks cost their true time. The floor, where it
+    is above, counts as fixed.
     """
     below_s = max(0.0, cost.floor_s - cost.per_token_s * chunk_tokens)
     return PrefillCost(cost.fixed_s + below_s, cost.per_token_s, cost.per_token_position_s)
@@ -223,7 +223,7 @@ def lengths(workload: str) -> tuple[tuple[int, int], ...]:
 
 
 def sample(workload: str, count: int, seed: int) -> list[tuple[int, int]]:
-    """So many of them."""
+    """`count` of the workload's pairs of lengths, drawn at random."""
     return random.Random(seed).choices(lengths(workload), k=count)
 
 

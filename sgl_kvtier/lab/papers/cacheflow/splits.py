@@ -9,8 +9,8 @@ def layer_split(cost: PrefillCost, tokens: int, load_s: float, layers: int) -> t
     """Layer-wise restoration of one chunk: layers below the cut are computed, the rest loaded from
     the top down.
 
-    Returns the cut and its seconds (CacheFlow section 3.1: one pass over all tokens, so a short
-    prefix pays the fixed part of a chunk only in proportion to the layers it computes).
+    Returns the cut and its seconds. CacheFlow section 3.1 takes one pass over all tokens. So a
+    short prefix pays the fixed part of a chunk only in proportion to the layers it computes.
     """
     compute_s = cost.chunk_seconds(0, tokens)
     times = [
@@ -38,8 +38,10 @@ def token_split(
 def crossover_tokens(
     cost: PrefillCost, seconds_per_token: float, layers: int, chunk: int, unit: int, longest: int
 ) -> int | None:
-    """CacheFlow's L_delta: the shortest prefix, in steps of `unit` tokens, from which splitting by
-    tokens is no slower than by layers. None when there is none up to `longest`.
+    """CacheFlow's L_delta: the shortest prefix from which splitting by tokens is no slower than by
+    layers.
+
+    It is searched in steps of `unit` tokens; None when there is none up to `longest`.
     """
     for tokens in range(unit, longest + 1, unit):
         load_s = tokens * seconds_per_token

@@ -102,7 +102,7 @@ class Fluctuation:
     rates: tuple[tuple[float, float], ...]
 
     def loaded_bytes(self, now: float) -> float:
-        """What the link can have carried by then."""
+        """The bytes the link can have carried by then."""
         ends = [since for since, _ in self.rates[1:]] + [float("inf")]
         spans = zip(self.rates, ends, strict=True)
         return sum(rate * (min(now, end) - since) for (since, rate), end in spans if since < now)
@@ -179,8 +179,10 @@ def fluctuating_run(seed: int, rule: str, only: str = "") -> tuple[float, SimRes
 
 
 def least_seconds(seed: int) -> float:
-    """The first instant by which what could be computed and what could be loaded make up the
-    prefix, with every budget and every byte used: nobody who knows the future is faster.
+    """A lower bound in seconds: no schedule is faster, even one that knows the future.
+
+    It is the first instant by which the tokens that could be computed and those that could be
+    loaded make up the prefix. Every budget and every byte is used until then.
     """
     scene, traces, parts = SCENARIOS["fig5"], fluctuation(seed), fluctuating_rig(seed)
     cost, full, now, front = parts.cost.cost, scene["budget"], 0.0, 0

@@ -1,10 +1,10 @@
 """The coefficients behind Cake's tables, fitted to the ratio of the two baselines in a few printed
 pairs.
 
-Compute-only time of n tokens in chunks of c is chunks·fixed + a n + b n²/2, I/O-only time is
-bytes/bandwidth + loads·f. A printed pair gives only their ratio; bandwidth and bytes are known, so
+Compute-only time of n tokens in chunks of c is chunks·fixed + a n + b n²/2. I/O-only time is
+bytes/bandwidth + loads·f. A printed pair gives only their ratio. Bandwidth and bytes are known, so
 each pair is one linear equation in (fixed, a, b, f). Cake's own times are used nowhere: every
-speedup is a prediction, and of the fitted pairs only the ratio is not.
+speedup is a prediction. Of the fitted pairs only the ratio is not.
 
 Fitted (19 of the 172 pairs), in this order:
 
@@ -48,7 +48,7 @@ class Coefficients:
     prefill: dict[str, dict[str, PrefillCost]]
 
     def cost(self, hardware: str, model: str) -> PrefillCost:
-        """What a chunk costs there; KeyError for a pairing the paper does not print."""
+        """The cost of a chunk there; KeyError for a pairing the paper does not print."""
         return self.prefill[hardware][model]
 
 
@@ -187,7 +187,7 @@ def _attention_share(name: str) -> float:
 
 
 def _baseline(pair: Pair, growth: float) -> float:
-    """What multiplies the seconds of a chunk in (I/O-only) = ratio x (compute-only)."""
+    """The factor of the seconds of a chunk in (I/O-only) = ratio x (compute-only)."""
     tokens = pair.setup.tokens
     return pair.io_over_compute * (tokens / _CHUNK + growth * tokens * tokens / 2)
 

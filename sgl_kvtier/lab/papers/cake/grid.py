@@ -1,7 +1,7 @@
 """Cake's Tables 3 to 7 as printed, and the set-up that stands behind every printed pair.
 
 Source: Jin et al., "Compute Or Load KV Cache? Why Not Both?" (ICML 2025), sections 5.1 to 5.6. A
-pair `a\\b` is the speedup over I/O-only and over compute-only; both have the same denominator, so
+pair `a\\b` is the speedup over I/O-only and over compute-only. Both have the same denominator. So
 a/b is the ratio of the two baselines and holds whatever Cake itself does. `cake_fit` uses only that
 ratio.
 """
@@ -24,9 +24,10 @@ _TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was measured: hardware and model by the paper's names; `share` is the utilisation (share
-    of the token budget of a step that the restoring request gets, the rest going to others),
-    `kv_scale` the stored size against 16 bit.
+    """The set-up of a measurement; hardware and model have the paper's names.
+
+    `share` is the utilisation: the share of the token budget of a step that the restoring request
+    gets. The rest goes to others. `kv_scale` is the stored size against 16 bit.
     """
 
     hardware: str

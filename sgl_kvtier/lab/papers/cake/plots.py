@@ -41,8 +41,8 @@ def against_print() -> str:
 
 
 def bandwidths() -> str:
-    """Table 3's row of one A100 at 100 %: the speedup over the better baseline, printed, by the
-    paper's rule, and ours.
+    """Table 3's row of one A100 at 100 %: the speedup over the better baseline. It is printed, by
+    the paper's rule, and ours.
     """
     pairs = [p for p in printed("3") if p.setup.hardware == "A100" and p.setup.share == 1]
     gbps = [pair.setup.gbps for pair in pairs]
@@ -79,7 +79,7 @@ def figure_5() -> str:
 
 
 def figure_5_traces() -> str:
-    """What was there: share of the token budget and of the bandwidth."""
+    """The resources over time: share of the token budget and of the bandwidth."""
     scene, traces = SCENARIOS["fig5"], fluctuation(_SEED)
     until_s = fluctuating_run(_SEED, "cake")[0]
     rates = [(since, rate) for since, rate in traces.rates if since < until_s]

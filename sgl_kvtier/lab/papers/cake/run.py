@@ -2,9 +2,9 @@
 
 How the paper is read:
 
-- Utilisation is a share of the token budget of a step; others fill the rest, as deep in their
-  prompts as this request, so a step lasts as long as a full one (the baselines' ratio in Table 3
-  grows by 8 from 100 % to 12.5 %, hardly more).
+- Utilisation is a share of the token budget of a step. Others fill the rest, as deep in their
+  prompts as this request, so a step lasts as long as a full one. The baselines' ratio in Table 3
+  grows by 8 from 100 % to 12.5 %, hardly more.
 - Loads of 128 tokens go one after the other; each has a part that bandwidth does not explain
   (`load_fixed_s`).
 - The restoration is timed (section 5.1), of a prefix that is cached whole.
@@ -37,8 +37,8 @@ from sgl_kvtier.types import Link, Span, Tier
 PAGE_TOKENS = 64
 """12.5 % of a budget of 512, the smallest chunk of the tables."""
 
-# Cake's fetching thread takes one chunk after the other; a horizon shorter than a step hands out no
-# more than a step needs.
+# Cake's fetching thread takes one chunk after the other; a horizon shorter than a step starts no
+# more loads than a step needs.
 _HORIZON_S = 0.02
 _PATIENCE_S = 60.0
 
@@ -49,10 +49,10 @@ CACHED = "cached"
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """A step that others fill up: fixed + max(floor, a tokens) + b Σ tokens · position, everyone at
-    this request's position.
+    """A step that others fill up: fixed + max(floor, a tokens) + b Σ tokens · position. All
+    requests are at this request's position.
 
-    `filled_to`: tokens that every step with prefill holds at least, whoever they belong to.
+    `filled_to` are the tokens that every step with prefill holds at least, of any request.
     """
 
     cost: PrefillCost
@@ -178,8 +178,8 @@ def times(setup: Setup) -> Times:
 
 
 def least_seconds(setup: Setup) -> float:
-    """T_opt: the split into tokens of any size, both ends ending together, with compute as cheap as
-    whole chunks make it.
+    """T_opt in seconds: the split into tokens of any size, with both ends ending together. Compute
+    is as cheap as whole chunks make it.
     """
     parts = rig(setup)
     cost, chunk = _learned(parts.cost, setup), parts.engine.chunk_tokens
@@ -200,8 +200,9 @@ def least_seconds(setup: Setup) -> float:
 
 
 def _learned(truth: SharedStep, setup: Setup) -> PrefillCost:
-    """What a planner has learned under the same load. Others take what this request leaves of a
-    step, so a chunk is no cheaper for being short: all their work counts as fixed.
+    """The cost that a planner has learned under the same load. Others take the tokens of a step
+    that this request leaves. So a chunk is no cheaper for being short: all their work counts as
+    fixed.
     """
     cost, full_s = truth.cost, max(truth.floor_s, truth.cost.per_token_s * setup.budget)
     if setup.share < 1:

@@ -1,5 +1,5 @@
-"""A run seen through the facts its planner is told: when prefixes were whole, what each chunk took,
-what each step held.
+"""A run seen through the facts its planner is told: times of whole prefixes, durations of chunks,
+contents of steps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Watch:
     prefix.
 
     Cake times the restoration (section 5.1: "the time of loading stored KV cache or computing new
-    KV cache"), so the step behind it that yields the first token is not in `restored_s`. Counted is
-    what truly came, not what the planner believes.
+    KV cache"). So the step behind it that yields the first token is not in `restored_s`. Pages that
+    truly came are counted, not those the planner believes in.
     """
 
     def __init__(self, planner: Planner, page_tokens: int, prefixes: dict[str, int]) -> None:

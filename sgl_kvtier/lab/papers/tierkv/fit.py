@@ -207,8 +207,8 @@ def _column(setup: Setup, server: Server, policy: str, workload: str | None = No
 
 
 def _long_generations() -> list[list[float]]:
-    """Short ones as in the chatbot workload, long ones up to the longest context; shares from the
-    mean latency and TPOT.
+    """Short generations as in the chatbot workload, long ones up to the longest context. Their
+    shares follow from the mean latency and TPOT.
     """
     tokens = (
         printed_figure("fig4")["Prefetch", "mean"] / printed_table("4")["TierKV-Prefetch", "7B"]

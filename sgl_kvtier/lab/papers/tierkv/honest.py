@@ -1,11 +1,11 @@
-"""Reading "honest": every block of the batch that is not in HBM when its request's turn in a step
-comes crosses the link.
+"""Reading "honest": a block of the batch that is not in HBM at its request's turn in a step crosses
+the link.
 
-The most a paging policy could get: attention takes the batch request by request, so what was just
-used may make room for what comes next; a block has a copy in DRAM from the start, so giving it up
-costs nothing; what lookahead brings overlaps with the whole step's computing. What stays and what
-is fetched ahead is decided by the product's TierMap, rules and Prefetcher. Pages here are runs of
-1024 tokens, since the blocks of such a run fare alike.
+That is the most a paging policy could get. Attention takes the batch request by request, so a block
+that was just used may make room for the next. A block has a copy in DRAM from the start, so
+evicting it costs nothing. Fetches by lookahead overlap with the whole step's computing. The
+product's TierMap, rules and Prefetcher decide which blocks stay and which are fetched ahead. Pages
+here are runs of 1024 tokens, since the blocks of such a run fare alike.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from sgl_kvtier.types import PageKey, Tier
 
 _PAGE_TOKENS = 1024
 _WAVES = 8
-"""A step takes the batch in parts of at most an eighth of HBM, so that there is room to fetch the
-next part ahead.
+"""Parts of HBM: a step takes the batch in parts of at most an eighth of it. So there is room to
+fetch the next part ahead.
 """
 _STALE, _STALE_IN_HBM = 0.1, 0.3
-"""The walk through a step is done anew when this share of the batch has come or gone since (the
-second while all of it is in HBM); until then its hits hold.
+"""The share of the batch that has come or gone since the last walk before a step is walked again.
+Until then the walk's hits hold. The second value applies while all of the batch is in HBM.
 """
 _RULES: dict[str, Callable[[], Rule]] = {
     "LRU": LRU,
@@ -43,7 +43,7 @@ _EMA_KEEP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """What one step through the whole batch needed, in tokens."""
+    """The needs of one step through the whole batch, in tokens."""
 
     tokens: int
     demand: int
@@ -53,8 +53,8 @@ class _Walk:
 
 
 class HonestPager:
-    """Pages with the rule of a policy and, where it looks ahead, with its guess of what the next
-    part needs.
+    """Pages with the rule of a policy. Where the policy looks ahead, it guesses what the next part
+    needs.
     """
 
     def __init__(self, server: Server, policy: str, lookahead_steps: int = 1) -> None:
@@ -75,7 +75,7 @@ class HonestPager:
         self._walk: _Walk | None = None
 
     def admits(self, request: Request, batch: Batch) -> bool:
-        """Everybody, up to the largest batch."""
+        """Admits every request, up to the largest batch."""
         del request, batch
         return True
 

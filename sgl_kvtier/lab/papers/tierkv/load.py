@@ -1,5 +1,5 @@
-"""What TierKV's simulated server is asked: Poisson arrivals with contexts and generation lengths
-from stated ranges.
+"""The load of TierKV's simulated server: Poisson arrivals with contexts and generation lengths from
+stated ranges.
 """
 
 from __future__ import annotations

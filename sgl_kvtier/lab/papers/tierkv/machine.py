@@ -74,8 +74,8 @@ class Running:
 
 @dataclass(slots=True)
 class Batch:
-    """Who runs, by rid in the order of admission, and how many tokens of KV they have together
-    before step `step`.
+    """The running requests, by rid in the order of admission, and their KV tokens together before
+    step `step`.
     """
 
     running: dict[int, Running] = field(default_factory=dict)
@@ -88,9 +88,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """What paging adds to one step. `stall_s` is charged as seconds; `demand_bytes` cross the link
-    while nobody computes, `ahead_bytes` while the step computes; `wasted_bytes`, part of those, are
-    never used. `hit_share`: of the batch's KV in HBM.
+    """The cost of paging in one step. `stall_s` is charged as seconds. `demand_bytes` cross the
+    link while no request computes, `ahead_bytes` while the step computes. `wasted_bytes`, part of
+    those, are never used. `hit_share`: of the batch's KV in HBM.
     """
 
     stall_s: float = 0.0
@@ -104,7 +104,7 @@ class Pager(Protocol):
     """Decides what lies in HBM, and says what a step costs for it."""
 
     def admits(self, request: Request, batch: Batch) -> bool:
-        """May it join the batch now? An empty batch takes whoever comes."""
+        """May it join the batch now? An empty batch takes any request."""
 
     def started(self, request: Request, batch: Batch) -> None:
         """It has joined."""
@@ -113,14 +113,14 @@ class Pager(Protocol):
         """It has left."""
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
-        """What the next step's paging costs; asked whenever the batch has changed, and once per
+        """The cost of the next step's paging; asked whenever the batch has changed, and once per
         block of steps.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """So many equal steps, each of `seconds`; `tokens` is the KV of the batch before the first."""
+    """`count` equal steps, each of `seconds`; `tokens` is the KV of the batch before the first."""
 
     start_s: float
     seconds: float
@@ -148,7 +148,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Run:
-    """What happened."""
+    """The record of a run."""
 
     steps: list[Steps] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What TierKV's tables show of a run: TPOT, throughput, latencies, hits, bytes."""
+"""The measures of a run that TierKV's tables show: TPOT, throughput, latencies, hits, bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sgl_kvtier.lab.papers.tierkv.machine import Run
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Of one run, or the mean of several. Time per output token is that of each single token, so
+    """Of one run, or the mean of several. Time per output token is that of each single token. So
     long steps with a large batch weigh more than those with a small one. `wait_ms`: from arrival to
     the first step.
     """

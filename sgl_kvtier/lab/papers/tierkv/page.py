@@ -1,7 +1,7 @@
 """TierKV's printed numbers beside ours, as markdown for docs/results/papers/tierkv.md.
 
-`python -m sgl_kvtier.lab.papers.tierkv.page docs/results/papers` replaces what stands between the
-page's markers and writes the plots; the text around the markers is written by hand.
+`python -m sgl_kvtier.lab.papers.tierkv.page docs/results/papers` replaces the text between the
+page's markers and writes the plots. The text around the markers is written by hand.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _text(cell: Cell) -> str:
 
 
 def _cost_of_honesty() -> Table:
-    """What the reading "honest" comes to besides TPOT."""
+    """The results of the reading "honest" besides TPOT."""
     rows = [
         {
             "level": f"{level}x",

@@ -20,7 +20,7 @@ class StaticPager:
         self._used = 0
 
     def admits(self, request: Request, batch: Batch) -> bool:
-        """Everybody, up to the largest batch."""
+        """Admits every request, up to the largest batch."""
         del request, batch
         return True
 
@@ -36,7 +36,7 @@ class StaticPager:
         del self._known[running.request.rid]
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
-        """What lies in DRAM is read in every step, while nobody computes."""
+        """Blocks in DRAM are read in every step, while no request computes."""
         del compute_s
         for rid, running in batch.running.items():
             self._place(rid, running.tokens(batch.step))
@@ -54,9 +54,10 @@ class StaticPager:
 
 
 class PackingPager:
-    """Oracle as section 4.1 defines it: it knows every length and starts a request only if no fetch
-    will ever be on the critical path, that is if all that the batch will hold fits into HBM and
-    what the link brings during a step.
+    """Oracle as section 4.1 defines it: it knows every length.
+
+    It starts a request only if no fetch will ever be on the critical path. Then all that the batch
+    will hold fits into HBM and the link's transfers during a step.
     """
 
     def __init__(self, server: Server) -> None:
@@ -78,7 +79,7 @@ class PackingPager:
         """Nothing is kept per request."""
 
     def step(self, batch: Batch, compute_s: float) -> Paging:
-        """What does not fit is brought while the step computes."""
+        """Tokens that do not fit are fetched while the step computes."""
         del compute_s
         missing = max(0, batch.tokens - self._server.hbm_tokens)
         return Paging(

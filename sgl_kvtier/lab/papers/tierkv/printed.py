@@ -2,8 +2,8 @@
 
 Inferred from the numbers, not stated in the paper:
 
-1. A running request faults in a step with the probability that a block of the batch is not in HBM,
-   1 - HBM / footprint, whatever the policy keeps there.
+1. A running request faults in a step with the probability that a block of the batch is not in HBM.
+   That is 1 - HBM / footprint, whatever the policy keeps there.
 2. A fault costs one block, not all blocks that are missing, at the contended rate
    `BW / min(n, lanes)` of appendix A. Faults are served one after the other: n faults cost n times
    the time of a stream that shares the link with n - 1 others.
@@ -33,7 +33,7 @@ class PrintedPager:
         self._steps = lookahead_steps if policy in LOOKS_AHEAD else None
 
     def admits(self, request: Request, batch: Batch) -> bool:
-        """Everybody, up to the largest batch."""
+        """Admits every request, up to the largest batch."""
         del request, batch
         return True
 
@@ -60,14 +60,14 @@ class PrintedPager:
 
 
 def lanes_taken(server: Server, faults: float) -> float:
-    """Between how many streams the link divides itself when `faults` streams are on it: never more
-    than its lanes.
+    """The number of streams the link divides itself between when `faults` streams are on it: at
+    most `link_lanes`.
     """
     return min(max(faults, 1.0), server.link_lanes)
 
 
 def fault_s(server: Server, faults: float) -> float:
-    """Seconds one block takes beside so many others."""
+    """Seconds one block takes when `faults` streams are on the link."""
     return (
         server.link_latency_s
         + server.block_bytes * lanes_taken(server, faults) / server.link_bytes_per_s

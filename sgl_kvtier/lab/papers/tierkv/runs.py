@@ -42,7 +42,7 @@ def run_honest(server: Server, load: Load, policy: str, seed: int, lookahead_ste
 
 
 def honest_pager(server: Server, policy: str, lookahead_steps: int = 1) -> Pager:
-    """Who pages in the reading "honest", by the names of Table 5."""
+    """The pager of the reading "honest", by the names of Table 5."""
     if policy == "Static":
         return StaticPager(server)
     if policy == "Oracle":

@@ -1,8 +1,8 @@
 """TierKV's experiments as this simulator sets them up: servers, loads and printed tables, from json
 and csv with sources.
 
-Two experiments hide behind one name. The *sweep* (Tables 5, 6, 7, Fig. 3) lets the batch grow:
-throughput times TPOT of its printed cells is about 26 requests while nothing stalls and up to 246
+Two experiments hide behind one name. The *sweep* (Tables 5, 6, 7, Fig. 3) lets the batch grow.
+Throughput times TPOT of its printed cells is about 26 requests while nothing stalls and up to 246
 when it does. The *column* experiment (Table 4, Figs 4 to 6) keeps "batch size 32" of appendix A.
 """
 
@@ -153,7 +153,7 @@ class Setup:
 
 @cache
 def load_setup() -> Setup:
-    """What tierkv_coefficients.json says."""
+    """The contents of tierkv_coefficients.json."""
     data = json.loads(COEFFICIENTS.read_text("utf-8"))
     return Setup(
         **{name: data[name] for name in ("printed", "models", "assumed", "fitted", "fitted_on")}
