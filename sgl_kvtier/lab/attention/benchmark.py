@@ -1,5 +1,5 @@
-"""What one prefill chunk's attention costs by its position in the prompt: SGLang's torch_native and
-ours, in turn.
+"""The cost of one prefill chunk's attention by its position in the prompt: SGLang's torch_native
+and ours, in turn.
 """
 
 from __future__ import annotations

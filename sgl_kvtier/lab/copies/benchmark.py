@@ -1,8 +1,8 @@
-"""How long a load keeps the interpreter until it is under way: SGLang's kernels, a launch per
-layer, and staging with one launch, in turn.
+"""The time a load keeps the interpreter until it is under way, for three ways in turn.
 
-CPU seconds of the calling thread, on a card whose driver does nothing (`null_card`). So the real
-driver's share is missing on both sides: a call per layer, or a copy per run of pages and a launch.
+They are SGLang's kernels, a launch per layer, and staging with one launch. Times are CPU seconds of
+the calling thread, on a card whose driver does nothing (`null_card`). So the real driver's share is
+missing on both sides: a call per layer, or a copy per run of pages and a launch.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _on(stream: Any) -> Iterator[None]:
 
 
 def null_module() -> Any:
-    """What `torch.get_device_module` gives for it."""
+    """The module that `torch.get_device_module` gives for it."""
     stream = _Stream()
     return SimpleNamespace(
         Event=_Event,

@@ -1,7 +1,7 @@
 """Streams, events, links and a disk in real time: only *when* work counts as done is modelled.
 
 A forward or a copy is launched on a stream. Its data moves at once, in the order of the program,
-which is one of the orders that the streams allow; its end is a time that is known at the launch.
+which is one of the orders that the streams allow. Its end is a time that is known at the launch.
 The rules are CUDA's:
 
 1. Work on one stream runs in the order of launches, and none begins before it is launched.
@@ -9,8 +9,8 @@ The rules are CUDA's:
    one that was never recorded is over; recording again replaces what it stood for.
 3. A stream that waits for an event begins nothing launched later before it. Waiting for a stream is
    waiting for an event recorded on it now. Neither makes the calling thread wait.
-4. Streams do not disturb each other, except that copies in one direction share its link: one that
-   waits for a forward blocks nobody, and one that is ready takes the first time that is free.
+4. Streams do not disturb each other, except that copies in one direction share its link. A copy
+   that waits for a forward blocks no other; one that is ready takes the first time that is free.
    Compute is not slowed by copies.
 5. A forward behind a layer-wise load begins each layer when that layer has come (`layered_end`).
 6. Only `synchronize` makes a thread wait. It sleeps: it needs neither a core nor the interpreter.
@@ -29,9 +29,11 @@ from typing import Any
 
 now = time.monotonic
 _SOON_S = 0.0005
-"""What a thread would have to wait less than this, it does not: waking up takes as long."""
+"""A thread does not wait for less than these seconds: waking up takes as long."""
 _CATCH_UP_S = 0.002
-"""So far behind a disk's queue may be filled: a thread that woke late loses none of it."""
+"""Seconds a disk's queue may be filled behind the present: a thread that woke late loses none of
+it.
+"""
 _lock = threading.RLock()
 _local = threading.local()
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -62,7 +64,7 @@ class Stream:
             return begin, self.tail
 
     def delay(self, until: float) -> None:
-        """What is launched later begins at `until` or later."""
+        """Work launched later begins at `until` or later."""
         with _lock:
             self.tail = max(self.tail, until)
 
@@ -228,10 +230,11 @@ class Disk:
 def layered_end(
     begin: float, seconds: float, layers: int, loaded: Sequence[float], load_begin: float
 ) -> float:
-    """When a forward of `layers` equal layers ends that begins each when its keys and values came.
+    """The end of a forward of `layers` equal layers, each of which begins when its keys and values
+    came.
 
-    `loaded` are the ends of a load in equal parts, of any number: what the device at hand copies
-    layer by layer stands for the layers of the model that is modelled.
+    `loaded` are the ends of a load in equal parts, of any number. The load that the device at hand
+    copies layer by layer stands for the layers of the modelled model.
     """
     end = begin
     for layer in range(layers):

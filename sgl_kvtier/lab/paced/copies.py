@@ -1,8 +1,8 @@
 """HiCache's copies on the links of a paced device, the disk of SGLang's file backend, and the tier
-that each page came from.
+of each page.
 
-Bytes are really moved, at the scale of the pools at hand; links and disk are charged those of the
-model that is modelled. SGLang's threads.
+Bytes are really moved, at the scale of the pools at hand. Links and disk are charged the bytes of
+the modelled model. SGLang's threads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _TIERS = (_COMPUTED, _HOST, _STORAGE)
 
 
 class Pages:
-    """Where each page came from: of the device's pages computed or copied, of host memory's copied
-    from the device or read from storage. Pages of the host pool are its own numbers.
+    """The origin of each page. The device's pages were computed or copied; those of host memory
+    were copied from the device or read from storage. Pages of the host pool are its own numbers.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -35,8 +35,8 @@ class Pages:
         self._device[self._pages(slots)] = 0
 
     def allocated(self, host_slots: torch.Tensor) -> None:
-        """These slots of host memory are somebody's now: what is not copied into them is read from
-        storage.
+        """These slots of host memory were allocated: rows that are not copied into them are read
+        from storage.
         """
         self._host = _room(self._host, self._pages(host_slots))
         self._host[self._pages(host_slots)] = 2

@@ -43,7 +43,7 @@ _MOST_REMEMBERED = 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """What a paced server is told. Bandwidths are the model's, without dilation; 0 leaves the file
+    """Settings of a paced server. Bandwidths are the model's, without dilation; 0 leaves the file
     backend as fast as it is. `damage` changes one bit on purpose: in `device` or `host`.
     """
 
@@ -286,7 +286,7 @@ def _around_forward(
 
 
 def logits_of(tokens: torch.Tensor, vocabulary: int) -> LogitsProcessorOutput:
-    """What a model answers whose next tokens are certain."""
+    """Logits of a model whose next tokens are certain."""
     logits = torch.zeros((tokens.numel(), vocabulary))
     logits[torch.arange(tokens.numel()), tokens] = 64.0
     return LogitsProcessorOutput(next_token_logits=logits)

@@ -1,6 +1,6 @@
-"""`--device paced:PROFILE`: what a server on a paced device is started with.
+"""`--device paced:PROFILE`: flags and settings that start a server on a paced device.
 
-The pools at hand are small: a few hundred bytes a token, with all bandwidths of the storage scaled
+The pools at hand are small: a few hundred bytes a token. All bandwidths of the storage are scaled
 down by as much, so that ratios stay and memory does not matter. Tokens are one for one. All times
 are dilated by the same factor. Imports neither SGLang nor torch.
 """
@@ -94,7 +94,7 @@ _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
         (8 + 8) * 4 * 4,
     ),
 }
-"""What a model's configuration says of each kind of cache, and the bytes a token has there."""
+"""The model configuration of each kind of cache, and the bytes a token has there."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Paced:
         return self.profile.kv_bytes_per_token / _KINDS[self.profile.kind][1]
 
     def document(self) -> dict[str, Any]:
-        """What results say of it, as `device.paced`."""
+        """The device as results describe it, under `device.paced`."""
         return {
             "profile": self.profile.name,
             "source": self.profile.source,
@@ -150,7 +150,7 @@ class Paced:
         return ("--load-format", "dummy", "--skip-server-warmup")
 
     def serve_flags(self) -> tuple[str, ...]:
-        """The same for a user's own server, with pages and chunks of a GPU's and a device pool of
+        """The same for a user's own server, with pages and chunks of a GPU's. Its device pool has
         the size that such a card would have left.
         """
         sizes = {
@@ -164,8 +164,8 @@ class Paced:
         return (*(str(word) for pair in sizes.items() for word in pair), *self.flags())
 
     def settings(self) -> dict[str, Any]:
-        """What goes into the file behind --hicache-storage-backend-extra-config for any backend:
-        SGLang's time-outs.
+        """SGLang's time-outs, for any backend's file behind
+        --hicache-storage-backend-extra-config.
         """
         return {
             "prefetch_timeout_base": _PREFETCH_BASE_S * self.dilation,
@@ -173,7 +173,9 @@ class Paced:
         }
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """What kvtier.json has beside the store: the disk at the scale of bytes and times here."""
+        """Sections of kvtier.json beside the store: the disk at the scale of bytes and
+        times here.
+        """
         slower = self.bytes_scale * self.dilation
         throttle = {
             "read_gbps": self.disk_read_gbytes_per_s * 8 / slower,

@@ -1,9 +1,10 @@
 """How well a paced device kept pace: one line of a file per step, and the figures made of them.
 
-A step is over time where the program did not follow: `late_s` is what signing and checking took
-beyond the step itself, `gap_s` how long the device then had nothing to do although the request it
-served last went on. Both are in none of a profile's times. A run that has more than `MOST_OVERRUN`
-of its steps' time in them is not valid. Times in the file are as they passed, with dilation.
+A step is over time where the program did not follow. `late_s` are the seconds of signing and
+checking beyond the step itself. `gap_s` are the seconds the device then had nothing to do, although
+the request it served last went on. Both are in none of a profile's times. A run that has more than
+`MOST_OVERRUN` of its steps' time in them is not valid. Times in the file are as they passed, with
+dilation.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PaceLog:
         returned: float,
         **more: Any,
     ) -> None:
-        """A step called for at `called`, that the device computes from `begin` to `end`; the call
+        """A step called for at `called`, that the device computes from `begin` to `end`. The call
         ended at `returned`. A gap before it counts if it goes on with a request of the step before
         that did not wait for pages.
         """
@@ -70,8 +71,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any]:
-    """What is published of these lines: `overrun` as shares of a step's time, p50 and p99 by step
-    and of all together; the scheduler's own processor time per step, and mismatches.
+    """Figures that are published of these lines. `overrun` are shares of a step's time: p50 and p99
+    by step, and of all together. The scheduler's own processor time per step, and mismatches, are
+    beside.
     """
     rows = list(rows)
     steps = [row for row in rows if "step" in row]

@@ -1,4 +1,4 @@
-"""Profiles: how long prefill and decode steps of a model take on an accelerator, as data with its
+"""Profiles: the time of a model's prefill and decode steps on an accelerator, as data with its
 source.
 
 A file has seconds by (tokens, prefix) of one request's prefill and by (batch, context) of a decode
@@ -51,7 +51,7 @@ class Profile:
     source: dict[str, str]
     layers: int
     kind: str
-    """What a layer keeps of a token: `mha` keys and values, `mla` a latent."""
+    """The cache of a layer for each token: `mha` keys and values, `mla` a latent."""
     kv_bytes_per_token: int
     to_device_gbytes_per_s: float
     to_host_gbytes_per_s: float
@@ -59,10 +59,11 @@ class Profile:
     decode: Table
 
     def prefill_seconds(self, spans: Sequence[tuple[int, int]]) -> float:
-        """One batch of (tokens, prefix), one pair per request.
+        """Seconds of one batch of (tokens, prefix), one pair per request.
 
-        As one request of all their tokens, corrected for each by what attending to its own prefix
-        takes instead of to those before it in the batch. Never less than the longest alone.
+        The batch counts as one request of all their tokens. Each is then corrected for attending to
+        its own prefix instead of to the tokens before it in the batch. Never less than the longest
+        alone.
         """
         before, alone = 0, 0.0
         seconds = self.prefill.at(sum(tokens for tokens, _ in spans), 0)

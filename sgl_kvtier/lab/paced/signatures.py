@@ -1,10 +1,10 @@
 """Keys and values that can be checked: every row says which tokens stand before it.
 
-The row of a token holds C + a constant of the buffer and lane in every 8 bytes, where C is the
-chain of the tokens up to it and of their positions. A forward reads the chain of a new token from
-the row before it. Every extend compares all rows of its prefix, in all buffers, with the chain of
-the request's own tokens, and every decode step compares a sample. What differs goes into the chain
-of the tokens that follow, and so into the next token: a wrong byte changes the answer, and whatever
+The row of a token holds C + a constant of the buffer and column in every 8 bytes. C is the chain of
+the tokens up to it and of their positions. A forward reads the chain of a new token from the row
+before it. Every extend compares all rows of its prefix, in all buffers, with the chain of the
+request's own tokens, and every decode step compares a sample. A difference goes into the chain of
+the tokens that follow, and so into the next token. So a wrong byte changes the answer, and all that
 is computed behind it. With nothing wrong the next token depends on the tokens alone, so neither
 chunks nor batches change it.
 
@@ -49,7 +49,7 @@ def chain_of(tokens: torch.Tensor, first: int = 0, before: torch.Tensor | int = 
 @dataclass(frozen=True)
 class Mismatch:
     """Rows that are not those of the request's tokens. `first` is the first such token's position,
-    `slot` where it lies, `tier` where its page came from, `tokens` how many there are.
+    `slot` its slot. `tier` is where its page came from, `tokens` the number of such tokens.
     """
 
     rid: str
@@ -77,8 +77,8 @@ class Tiers(Protocol):
 
 @dataclass(frozen=True)
 class Extend:
-    """One request of a prefill batch. `prefix` and `own` are device slots, int64; `tokens` stand at
-    the positions behind the prefix; `known` is the chain of at least the prefix, None where the
+    """One request of a prefill batch. `prefix` and `own` are device slots, int64. `tokens` stand at
+    the positions behind the prefix. `known` is the chain of at least the prefix, None where the
     request's tokens are not known.
     """
 
@@ -92,7 +92,7 @@ class Extend:
 @dataclass(frozen=True)
 class Decode:
     """One request of a decode step. `slots` are the device slots of its tokens, of which `length`
-    stand before the new one; `known` is the chain of its first tokens.
+    stand before the new one. `known` is the chain of its first tokens.
     """
 
     rid: str
@@ -102,7 +102,7 @@ class Decode:
 
 
 class _Buffer:
-    """One layer's buffer as int64 lanes, [slots, lanes]."""
+    """One layer's buffer as int64, [slots, 8-byte columns]."""
 
     def __init__(self, name: str, rows: torch.Tensor, number: int, page_size: int) -> None:
         flat = rows.view(rows.shape[0], -1).view(torch.uint8)
@@ -140,8 +140,8 @@ class _Buffer:
 class Signer:
     """Writes and checks the rows of one pool.
 
-    All buffers are compared at once, as their sum with odd weights: whatever changes one of them
-    changes it, but for chances of 1 in 2^60. Only where it differs each is looked at.
+    All buffers are compared at once, as their sum with odd weights. A change of one buffer changes
+    the sum, but for chances of 1 in 2^60. Each is looked at only where the sum differs.
     """
 
     def __init__(self, buffers: Mapping[str, torch.Tensor], page_size: int, tiers: Tiers) -> None:
@@ -156,7 +156,7 @@ class Signer:
         self._constants = torch.stack([one.constants * one.weight for one in self._buffers]).sum(0)
         self.checked_tokens = 0
         self.mismatches: list[Mismatch] = []
-        """Found since somebody took them."""
+        """Found since they were last taken."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -222,7 +222,7 @@ class Signer:
         return first.lanes[slots, 0] - first.constants[0]
 
     def _whole_pages(self, slots: torch.Tensor) -> torch.Tensor | None:
-        """The pages that a prefix is made of, without one that is not full; None where its slots do
+        """The pages that a prefix is made of, without one that is not full. None where its slots do
         not lie in pages.
         """
         size = self._page_size

@@ -270,7 +270,7 @@ def _main_cell(
             measures += [("nixl_read", nixl.read_cold), ("nixl_prefix", nixl.read_prefix)]
         measures += [("fio_write", lambda: reference.write(size)), ("write", subject.write)]
         measures += [(f"{name}_write", peer.write) for name, peer in peers.items()]
-        # Every other pair runs backwards, so that a drift of the machine favours nobody.
+        # Every other pair runs backwards, so that a drift of the machine favours neither.
         for name, measure in measures if number % 2 == 0 else measures[::-1]:
             samples[name].append(measure())
         step()

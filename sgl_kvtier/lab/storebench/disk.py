@@ -1,4 +1,4 @@
-"""What the disk itself gives: fio where it is installed, plain threads with preadv and pwritev
+"""The speed of the disk itself: fio where it is installed, plain threads with preadv and pwritev
 where not.
 """
 
@@ -45,8 +45,8 @@ class Reference:
             os.fsync(file.fileno())
 
     def read(self, page_bytes: int) -> float:
-        """Random O_DIRECT reads of pages: the mean of io_uring at depth 32 (64 MiB at most) and of
-        8 psync jobs.
+        """Random O_DIRECT reads of pages. It is the mean of io_uring at depth 32 (64 MiB at most)
+        and of 8 psync jobs.
         """
         if not shutil.which("fio"):
             return self.read_threads(page_bytes, 8)
@@ -55,7 +55,7 @@ class Reference:
         return (uring + self.read_threads(page_bytes, 8)) / 2
 
     def read_threads(self, page_bytes: int, threads: int) -> float:
-        """Random O_DIRECT reads by so many threads, each with one read under way."""
+        """Random O_DIRECT reads by `threads` threads, each with one read under way."""
         if shutil.which("fio"):
             return self._fio(
                 "randread",

@@ -1,9 +1,9 @@
 """NIXL's POSIX backend with io_uring as the benchmark drives it: one O_DIRECT file per page, as
 SGLang's backend keeps them.
 
-It reads in the order that ours reads in: at random, or as the pages were written, which lets the
-system join neighbouring files into one request. It goes round as much memory as ours does, since
-memory that was used just before is still in the processors' caches.
+It reads in the order that ours reads in: at random, or as the pages were written. The latter lets
+the system join neighbouring files into one request. It goes round as much memory as ours does,
+since memory that was used just before is still in the processors' caches.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class SparseEnv(Env):
 
 
 def lay_out(folder: str, pages: int) -> None:
-    """Makes the files of a store with so many pages."""
+    """Makes the files of a store with `pages` pages."""
     env = SparseEnv()
     rank = own_rank_folder(env, folder, _IDENTITY, "r0")
     slots = min(32_768, pages)

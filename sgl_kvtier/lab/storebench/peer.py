@@ -119,7 +119,7 @@ class Peer:
         return float(self._ask("exists", count))
 
     def lay_out(self, count: int) -> None:
-        """Makes so many (empty) files in place of all that are there."""
+        """Makes `count` (empty) files in place of all that are there."""
         self._ask("lay_out", count)
 
     def scan_seconds(self) -> float:

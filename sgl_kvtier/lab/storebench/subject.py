@@ -1,5 +1,5 @@
-"""Our store as the benchmark drives it: one calling thread that collects batches of 128 pages, what
-follows being read ahead.
+"""Our store as the benchmark drives it: one calling thread that collects batches of 128 pages. The
+pages that follow are read ahead.
 
 So the storage backend reads a prefix for SGLang, which asks for 128 pages at a time.
 """
@@ -98,7 +98,7 @@ class Subject:
             busy.join()
 
     def lookup_seconds(self, count: int) -> float:
-        """One existence query for so many keys."""
+        """Seconds of one existence query for `count` keys."""
         keys = (self.keys * (count // len(self.keys) + 1))[:count]
         started = time.monotonic()
         self.store.lookup(keys)
@@ -147,7 +147,7 @@ def memory_slots(page_bytes: int, nbytes: int) -> int:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Page-aligned memory in huge pages where the system has them, as everybody gets who is
+    """Page-aligned memory in huge pages where the system has them, the same for every store
     measured here.
 
     A device takes one descriptor per physically contiguous piece; pieces of 4 KiB cost a virtual
