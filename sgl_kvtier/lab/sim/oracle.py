@@ -66,7 +66,7 @@ class Oracle:
         self._stale = True
 
     def observe(self, fact: Fact) -> None:
-        """Passes everything on, and keeps track of places and of who comes next."""
+        """Passes everything on, and keeps track of places and of the requests to come."""
         self._inner.observe(fact)
         if isinstance(fact, PagesPlaced):
             self._in[fact.tier].update(dict.fromkeys(fact.keys))

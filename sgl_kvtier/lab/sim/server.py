@@ -33,11 +33,11 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.types import Span, Tier
 
 _PATIENCE = 64
-"""So often a planner that lets nothing run is asked again at one instant before a request is taken
-back.
+"""Times that a planner that lets nothing run is asked again at one instant, before a request is
+taken back.
 """
 _MOST_ASKED = 16
-"""So often a planner is asked at one instant while something is under way."""
+"""Times that a planner is asked at one instant while something is under way."""
 _POLL_S = 1e-3
 """Seconds between two looks of an idle engine that has facts to report."""
 

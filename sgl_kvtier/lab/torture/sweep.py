@@ -29,9 +29,7 @@ class Sweep:
 
 
 def sweep(root: str, stride: int = 1, step: Callable[[int], None] = lambda _: None) -> Sweep:
-    """Runs a store's life once per call and kind of failure. `stride` > 1 takes every so-manieth
-    call only.
-    """
+    """Runs a store's life once per call and kind of failure. Every `stride`-th call is taken."""
     result = Sweep()
     for kind in FAULT_KINDS:
         for forever in (False, True):

@@ -45,7 +45,8 @@ _COARSE, _FINE = 8, 16
 _LOOKS = 2
 
 Measure = Callable[[float | None], Awaitable[Trial]]
-"""One trial with so much of the prefix computed, decided beforehand; None: as our planner decides.
+"""One trial with that share of the prefix computed, fixed beforehand. None: as our planner
+decides.
 """
 
 

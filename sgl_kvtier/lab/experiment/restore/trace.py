@@ -130,7 +130,7 @@ async def together(over: asyncio.Event, *drivers: BandwidthDriver | OtherRequest
 
 
 async def _is_over(over: asyncio.Event, seconds: float) -> bool:
-    """Waits so long, or until it is over: True then."""
+    """Waits that many seconds, or until it is over: True then."""
     try:
         await asyncio.wait_for(over.wait(), max(seconds, 0.0))
     except asyncio.TimeoutError:

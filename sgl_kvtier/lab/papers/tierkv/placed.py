@@ -64,7 +64,7 @@ class PackingPager:
         self._server = server
 
     def admits(self, request: Request, batch: Batch) -> bool:
-        """Only who fits in to its end beside the others to theirs."""
+        """Only a request that fits in to its end beside the others to theirs."""
         server = self._server
         hidden = (
             server.link_bytes_per_s * server.compute_s(len(batch) + 1) / server.kv_bytes_per_token
