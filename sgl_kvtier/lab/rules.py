@@ -49,7 +49,7 @@ class LongestFirst(Rules):
     """kvtier's, loading first for whom computing would take longest."""
 
     def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
-        """By the seconds computing would take."""
+        """The longest computing time first."""
         return sorted(waiting, key=lambda one: (-one.compute_s, one.order))
 
 
@@ -57,7 +57,7 @@ class ShortestFirst(Rules):
     """kvtier's, loading first for whom computing would take least."""
 
     def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
-        """By the seconds computing would take."""
+        """The shortest computing time first."""
         return sorted(waiting, key=lambda one: (one.compute_s, one.order))
 
 

@@ -32,7 +32,9 @@ from sgl_kvtier.runtime.restore.copy_device import StreamCopies
 SCHEMA = "kvtier.bench.copies/1"
 _DIM = 128
 _SLOTS = 1024
-"""Of host and device pool: nothing is read or written, so memory is only asked for."""
+"""Slots of the host and the device pool. Nothing is read or written, so memory is only
+asked for.
+"""
 
 _BURST = 8
 """Loads of one way before the other's turn: a restoration begins several at once."""

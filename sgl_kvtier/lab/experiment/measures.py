@@ -45,8 +45,8 @@ class Round:
     """The steps that a paced device wrote of this round (`lab.paced.pace`)."""
 
     def counted(self, name: str, **labels: str) -> float | None:
-        """By how much a counter of the server grew in this round. A counter that is not there yet
-        counts from 0.
+        """The growth of a server's counter in this round. A counter that is not there yet counts
+        from 0.
         """
         after = self.after.total(name, **labels)
         slower = self.dilation if name.endswith("_s_total") else 1.0
@@ -235,7 +235,7 @@ def _storage_bytes(rounds: Sequence[Round]) -> dict[str, int | None]:
 
 
 def _bytes_per_token(rounds: Sequence[Round]) -> float | None:
-    """Of KV cache, by the server's own counts of what it wrote to host memory."""
+    """Bytes of KV cache per token, by the server's own counts of its writes to host memory."""
     tokens = _total(rounds, "sglang:hicache_backup_tokens_total")
     nbytes = _total(rounds, "sglang:hicache_backup_bytes_total")
     return nbytes / tokens if tokens and nbytes is not None else None

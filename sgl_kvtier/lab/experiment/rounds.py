@@ -46,7 +46,7 @@ SETTLE_S = 10.0
 """How long storage writes may go on after the last answer before a round is closed without them."""
 
 LOOK_S = 0.5
-"""Between two looks whether they still go on."""
+"""Seconds between two looks whether they still go on."""
 
 _WARM_UP_TOKENS = 3
 _T = TypeVar("_T")

@@ -34,7 +34,7 @@ class Answer:
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     margins: tuple[float, ...] = ()
-    """By how much each token was ahead of the next best one, where that was asked for."""
+    """The lead of each token over the next best one, where that was asked for."""
 
 
 @dataclass(frozen=True)

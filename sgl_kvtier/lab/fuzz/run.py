@@ -384,8 +384,8 @@ class FuzzRun:
         )
 
     async def _compare_map(self) -> None:
-        """Checks that every page is where the map has it. The server is idle, and pages the store
-        has lost are off the map.
+        """Checks on the idle server that every page is where the map has it. It waits first until
+        pages the store has lost are off the map.
         """
         if not self._server.alive:
             return

@@ -152,7 +152,7 @@ class Stage:
         await asyncio.sleep(seconds * self.options.scale)
 
     async def pause(self) -> None:
-        """Between two acts of a scene: time for some requests."""
+        """Gives some requests time, between two acts of a scene."""
         await asyncio.sleep(max(1.0, _PAUSE_S * self.options.scale))
 
     def _run(

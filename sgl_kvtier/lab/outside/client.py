@@ -26,7 +26,7 @@ ABORTED = "aborted by the server"
 MOST_LINE_BYTES = 16 << 20
 """One event of a stream holds all tokens so far: 30 bytes each with their log-probs."""
 _MOST_ANSWER_BYTES = 64 << 20
-"""Of any other answer: the metrics of a large server have a few MB."""
+"""Most bytes of any other answer: the metrics of a large server have a few MB."""
 _MOST_SAID_BYTES = 64 << 10
 _MORE_TOKENS = 1024
 """Output tokens beyond those asked for that are more than a miscount."""
@@ -70,7 +70,7 @@ class Completion:
     storage_wait_s: float | None = None
     error: str | None = None
     logprobs: tuple[float, ...] = ()
-    """Of the output tokens, where they were asked for."""
+    """Log-probs of the output tokens, where they were asked for."""
     margins: tuple[float, ...] = ()
     """The lead of each output token's log-prob over that of the next best token, where that was
     asked for.

@@ -293,7 +293,7 @@ def logits_of(tokens: torch.Tensor, vocabulary: int) -> LogitsProcessorOutput:
 
 
 def _spans(forward_batch: Any) -> list[tuple[int, int]]:
-    """Of each request of a prefill batch its tokens and those of its prefix."""
+    """The tokens and the prefix tokens of each request of a prefill batch."""
     tokens = map(int, forward_batch.extend_seq_lens_cpu)
     prefix = map(int, forward_batch.extend_prefix_lens_cpu)
     return list(zip(tokens, prefix, strict=True))

@@ -24,8 +24,8 @@ PAGE_TOKENS = 64
 CHUNK_TOKENS = 8192
 MOST_CONTEXT = 1 << 20
 DEVICE_TOKENS, MOST_RUNNING = 131072 * 3, 32
-"""Of `kvtier serve`: what 80 GB leave an 8B model in bf16 for keys and values, and requests at a
-time.
+"""Sizes of `kvtier serve`: the tokens of keys and values that 80 GB leave an 8B model in bf16, and
+requests at a time.
 """
 LOG = "pace.jsonl"
 """In a server's folder: `pace.PaceLog`."""
@@ -38,7 +38,7 @@ _STUBS = "sgl_kvtier.lab.paced.stub"
 _PREFETCH_BASE_S, _PREFETCH_PER_KI_TOKEN_S = 1.0, 0.25
 """SGLang's own time-outs of a storage prefetch (0.5.23, HiCacheController)."""
 _WRITER = 1
-"""Of model folders: another content is another folder."""
+"""Version of model folders: another content is another folder."""
 
 _BASE = {
     "vocab_size": VOCABULARY,

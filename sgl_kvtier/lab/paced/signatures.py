@@ -160,7 +160,7 @@ class Signer:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all buffers."""
+        """Bytes of a token in all buffers."""
         return sum(buffer.lanes.shape[1] * 8 for buffer in self._buffers)
 
     def extend(self, batch: Sequence[Extend]) -> torch.Tensor:

@@ -151,7 +151,7 @@ class Caches:
     def _tell_outcome(
         self, wanted: Sequence[PageKey], moving: Sequence[PageKey], target: Tier
     ) -> None:
-        """Of pages that will not be moved: there already, or nowhere to be moved from."""
+        """Reports pages that will not be moved: there already, or nowhere to be moved from."""
         under_way, below = dict.fromkeys(moving), self.tiers[target]
         there = tuple(key for key in wanted if key in below)
         gone = tuple(key for key in wanted if key not in below and key not in under_way)

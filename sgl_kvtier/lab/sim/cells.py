@@ -36,7 +36,7 @@ class Cell:
 
 
 Tables: TypeAlias = Mapping[str, Callable[[], Sequence[Cell]]]
-"""Of a paper module: `TABLES`, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew,
+"""The `TABLES` of a paper module, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew,
 deterministically.
 """
 

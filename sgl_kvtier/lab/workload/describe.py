@@ -2,8 +2,8 @@
 
 Two figures of reuse are weighted by tokens. `session_reuse` is what a prompt shares with the same
 session's previous prompt and output; first calls count as misses. `infinite_cache` is what it
-shares with any earlier text of any session, sent or received, in the order given. It counts whole
-pages from the prompt's start.
+shares with any earlier content of any session, sent or received, in the order given. It counts
+whole pages from the prompt's start.
 """
 
 from __future__ import annotations

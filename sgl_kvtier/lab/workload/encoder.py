@@ -43,7 +43,7 @@ class Encoder(Protocol):
 
     @property
     def divisor(self) -> int:
-        """By how much token counts are scaled down; 1 = not at all."""
+        """Factor by which token counts are scaled down; 1 = not at all."""
 
     def encode(self, message: Message) -> Ids:
         """The message's token ids: at least one, all in the model's vocabulary."""
@@ -75,7 +75,7 @@ class ByteEncoder:
 
     @property
     def divisor(self) -> int:
-        """By how much token counts are scaled down; 1 = not at all."""
+        """Factor by which token counts are scaled down; 1 = not at all."""
         return self._divisor
 
     def encode(self, message: Message) -> Ids:

@@ -139,7 +139,7 @@ def cut_session(
 
 def enter_late(session: Session, share: float) -> Session:
     """The session without the first `share` of its calls. Their messages are context of the first
-    call that is left, which is made without a wait. The last call is always left.
+    call that is left, which is made without a wait. The last call always remains.
     """
     left_away = min(int(session.calls * share), session.calls - 1)
     if left_away <= 0:

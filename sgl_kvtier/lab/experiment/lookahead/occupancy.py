@@ -9,7 +9,8 @@ from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.outside.client import Client, Metrics
 
 PERIOD_S = 1.0
-"""Between two readings. One costs some ten milliseconds of the HTTP process, the same in every arm.
+"""Seconds between two readings. One costs some ten milliseconds of the HTTP process, the same in
+every arm.
 """
 
 

@@ -118,8 +118,8 @@ class ArmSwitch:
             self._fixed_split = share
 
     async def bandwidth(self, read_gbps: float) -> None:
-        """Of the store's device, for pages not begun yet. It may be changed while a prefix is being
-        restored.
+        """Sets the read bandwidth of the store's device, for pages not begun yet. It may be changed
+        while a prefix is being restored.
         """
         if read_gbps != self._gbps:
             await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps})

@@ -279,5 +279,5 @@ def outcome(base: Trial, done: Completion, prompt_tokens: int) -> Trial:
 
 
 def grown(before: Metrics, after: Metrics, name: str) -> float:
-    """By how much a counter grew; one that is not there counts as 0."""
+    """The growth of a counter; one that is not there counts as 0."""
     return (after.total(name) or 0.0) - (before.total(name) or 0.0)

@@ -41,7 +41,7 @@ def against_print() -> str:
 
 
 def bandwidths() -> str:
-    """Table 3's row of one A100 at 100 %: the speedup over the better baseline. It is printed, by
+    """The speedup over the better baseline in Table 3's row of one A100 at 100 %: as printed, by
     the paper's rule, and ours.
     """
     pairs = [p for p in printed("3") if p.setup.hardware == "A100" and p.setup.share == 1]

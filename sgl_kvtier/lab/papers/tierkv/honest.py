@@ -49,7 +49,7 @@ class _Walk:
     demand: int
     ahead: int
     wasted_share: float
-    """Of what was fetched ahead since the last walk: gone from HBM before it was used."""
+    """Share of the tokens fetched ahead since the last walk that left HBM before they were used."""
 
 
 class HonestPager:

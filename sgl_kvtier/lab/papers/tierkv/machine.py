@@ -5,7 +5,7 @@ SGLang has no such page fault: the KV of running requests is in HBM as a whole. 
 to see what the paper's numbers need. Every running request gains one token per step and every step
 needs the KV of all of them. Prefill is not modelled, as the paper does not: a request's context is
 there when it is admitted. Steps between two changes are taken together, at most one block's worth
-at a time. A Pager decides which blocks are paged, and what that costs.
+at a time. A Pager decides which requests are paged, and what that costs.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from sgl_kvtier.lab.papers.tierkv.machine import Run
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """Of one run, or the mean of several. Time per output token is that of each single token. So
-    long steps with a large batch weigh more than those with a small one. `wait_ms`: from arrival to
-    the first step.
+    """Measures of one run, or the mean of several. Time per output token is that of each single
+    token. So long steps with a large batch weigh more than those with a small one. `wait_ms`: from
+    arrival to the first step.
     """
 
     tpot_ms: float

@@ -78,7 +78,7 @@ def main(folder: str) -> None:
 
 
 def _agreement(cells: dict[str, list[Cell]]) -> Table:
-    """Of the reading that is meant to give the printed numbers."""
+    """Agreement of the reading that is meant to give the printed numbers."""
     rows: list[Row] = []
     for name, table in cells.items():
         seen = agreement([cell for cell in table if cell.reading == PRINTED])

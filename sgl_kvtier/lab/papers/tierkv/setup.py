@@ -38,7 +38,7 @@ LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
 """Oversubscription: the HBM of the sweep is the paper's 80 GB over this."""
 
 HONEST_LEVELS = (1.0, 1.5, 2.0, 3.0, 5.0)
-"""Of those, the ones that the reading "honest" is run at: it takes a hundred times as long."""
+"""Levels that the reading "honest" is run at: it takes a hundred times as long."""
 
 _SATURATING = 1e9
 """Tokens per second asked for where the batch is to be full all the time."""
