@@ -1,7 +1,7 @@
 """Cake from the simulator: Tables 3 to 7 with the averages of the text, and Figures 4 to 6.
 
 Each printed pair gives four cells: both speedups by the rule of the paper beside the print, and by
-ours. cake_run says how the paper is read, and cake_fit what was fitted.
+ours. `run` says how the paper is read, and `fit` what was fitted.
 published/cake_contradictions.csv says where the paper contradicts itself.
 """
 

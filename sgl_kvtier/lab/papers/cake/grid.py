@@ -2,7 +2,7 @@
 
 Source: Jin et al., "Compute Or Load KV Cache? Why Not Both?" (ICML 2025), sections 5.1 to 5.6. A
 pair `a\\b` is the speedup over I/O-only and over compute-only. Both have the same denominator. So
-a/b is the ratio of the two baselines and holds whatever Cake itself does. `cake_fit` uses only that
+a/b is the ratio of the two baselines and holds whatever Cake itself does. `fit` uses only that
 ratio.
 """
 

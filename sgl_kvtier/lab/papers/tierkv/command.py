@@ -1,8 +1,8 @@
 """TierKV's Tables 4 to 7 in two readings, and in `TABLES` the figures beside them.
 
-"printed" is the accounting that gives the numbers, with few fitted coefficients. tierkv_printed.py
-describes that accounting; tierkv_fit.py names the fitted cells. "honest" runs the same arrivals
-with bytes that obey the link (tierkv_honest.py). The paper contradicts itself;
+"printed" is the accounting that gives the numbers, with few fitted coefficients. printed.py
+describes that accounting; fit.py names the fitted cells. "honest" runs the same arrivals
+with bytes that obey the link (honest.py). The paper contradicts itself;
 published/tierkv_contradictions.csv lists where, and which statement was followed.
 """
 

@@ -1,7 +1,7 @@
-"""The coefficients of the reading "printed", computed from the printed cells it names: `python -m
-...tierkv_fit` prints them.
+"""The coefficients of the reading "printed", computed from the printed cells it names.
 
-Fitted, in this order; every other cell is a prediction:
+`python -m sgl_kvtier.lab.papers.tierkv.fit` prints them. Fitted, in this order; every other cell is
+a prediction:
 
 1. Tables 5, 6 and 7 at 1.0x: compute time per step and per request in the batch, arrivals per
    second.
@@ -248,7 +248,7 @@ def _rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    """Writes the fitted part of tierkv_coefficients.json anew."""
+    """Writes the fitted part of coefficients.json anew."""
     data = json.loads(COEFFICIENTS.read_text("utf-8"))
     setup = fit(load_setup())
     data["fitted"] = _rounded(dict(setup.fitted))

@@ -153,7 +153,7 @@ class Setup:
 
 @cache
 def load_setup() -> Setup:
-    """The contents of tierkv_coefficients.json."""
+    """The contents of coefficients.json."""
     data = json.loads(COEFFICIENTS.read_text("utf-8"))
     return Setup(
         **{name: data[name] for name in ("printed", "models", "assumed", "fitted", "fitted_on")}
