@@ -1,6 +1,6 @@
 """The coefficients of the reading "printed", computed from the printed cells it names.
 
-`python -m sgl_kvtier.lab.papers.tierkv.fit` prints them. Fitted, in this order; every other cell is
+`python -m sgl_kvtier.lab.papers.tierkv.fit` writes them. Fitted, in this order; every other cell is
 a prediction:
 
 1. Tables 5, 6 and 7 at 1.0x: compute time per step and per request in the batch, arrivals per
