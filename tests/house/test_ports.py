@@ -1,5 +1,5 @@
-"""Who touches SGLang's device slots, host tier and tree: their ports, and a list of others that may
-only become shorter.
+"""Who touches SGLang's device slots, host tier, tree, requests and steps: their ports, and a list of
+others that may only become shorter.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ BEHIND_PORTS = {
     "all_values_flatten", "collect_path_info", "commit_load_back", "evict_device_end",
     "evict_device_next_node", "evict_device_start", "get_hash_values", "get_last_hash_value",
     "match_prefix", "tree_core", "_evict_device_leaf",
+    # request
+    "beam_group", "full_untruncated_fill_ids", "init_next_round_input", "input_embeds",
+    "is_prefill_only", "multimodal_inputs", "origin_input_ids", "output_ids",
+    "positional_embed_overrides", "return_hidden_states", "return_logprob", "sampling_params",
+    "token_indices_to_pool",
+    # step
+    "batch_is_full", "chunked_req", "last_batch", "running_batch", "waiting_queue",
+    # offer
+    "ongoing_prefetch", "prefetch_rate_limited", "prefetch_threshold", "_prefetch_kvcache",
 }  # fmt: skip
 OUTSIDE = {
-    "ahead/store_votes.py": 3,
-    "ahead/turn_reads.py": 2,
     "cuda/page_shape.py": 2,
     "restore/audit.py": 4,
     "restore/copy_device.py": 4,
-    "restore/engine.py": 2,
-    "restore/offers.py": 3,
-    "scheduler/prefill_adder.py": 4,
-    "scheduler/radix_cache.py": 9,
-    "scheduler/view.py": 1,
+    "scheduler/prefill_adder.py": 2,
+    "scheduler/radix_cache.py": 11,
 }
 
 

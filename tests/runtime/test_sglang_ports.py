@@ -1,6 +1,4 @@
-"""The ports to SGLang's device slots, host tier and tree: what they pass on, and what they make of
-it.
-"""
+"""The ports to SGLang's objects: what they pass on, and what they make of it."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sgl_kvtier.runtime.sglang import requests, step, storage_ops
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import Grafted, HostTier, Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
@@ -119,3 +118,214 @@ def test_copies_that_sglang_begins_are_named_by_their_record_and_none_where_none
     tree.cache_controller.ack_load_queue.append("record")
     tree.cache_controller.start_loading = lambda: 3
     assert slots.begin_copies() == (3, "record") and slots.copies_are_begun
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def request_of(rid: str = "r", prompt: int = 100, **known: Any) -> Any:
+    """A request with a prompt of so many tokens, none of them in memory, unless said otherwise."""
+    fields = {
+        "rid": rid,
+        "cache_request_handle": f"handle of {rid}",
+        "origin_input_ids": [0] * prompt,
+        "full_untruncated_fill_ids": [0] * prompt,
+        "output_ids": [],
+        "prefix_len": 0,
+        "host_hit_length": 0,
+        "extend_end": None,
+        "sampling_params": SimpleNamespace(max_new_tokens=10),
+        "return_logprob": False,
+        "logprob_start_len": -1,
+        "return_hidden_states": False,
+        "input_embeds": None,
+        "positional_embed_overrides": None,
+        "multimodal_inputs": None,
+        "token_indices_to_pool": None,
+        "is_prefill_only": False,
+        "beam_group": None,
+        "session": None,
+    }
+    return SimpleNamespace(**{**fields, **known})
+
+
+def test_a_match_says_what_is_on_the_device_and_what_is_behind_it_in_host_memory() -> None:
+    req, asked = request_of(), []
+
+    def match(tree: str) -> None:
+        asked.append(tree)
+        req.prefix_len, req.host_hit_length = 32, 16
+
+    req.init_next_round_input = match
+    there = requests.match(req, "tree")  # type: ignore[arg-type]
+    assert (asked, there, there.tokens) == (["tree"], (32, 16), 48)
+    assert requests.missing_tokens(req) == 52
+    requests.set_found(req, requests.Found(64, 0))
+    assert requests.found(req) == (64, 0)
+
+
+def test_a_request_that_was_never_matched_has_the_tokens_it_came_with() -> None:
+    req = request_of(prompt=3, full_untruncated_fill_ids=[])
+    assert (requests.tokens_of(req), requests.prompt_tokens(req)) == ([0, 0, 0], 3)
+    req.full_untruncated_fill_ids = [0, 0, 0, 5]
+    assert requests.prompt_tokens(req) == 4
+
+
+def test_a_chunked_prompt_has_left_what_is_behind_its_chunk_and_before_it_what_is_behind_its_prefix() -> (
+    None
+):
+    assert requests.rest_tokens(request_of(prefix_len=32)) == 68
+    assert requests.rest_tokens(request_of(prefix_len=32, extend_end=80)) == 20
+
+
+def test_output_is_reserved_as_sglang_does_it_whole_at_admission_and_what_is_left_later() -> None:
+    def of(most: int, made: int) -> tuple[int, int]:
+        req = request_of(
+            sampling_params=SimpleNamespace(max_new_tokens=most), output_ids=[0] * made
+        )
+        return requests.whole_output_room(req, PAGE), requests.output_room(req, PAGE)
+
+    assert of(10, 3) == (14, 11)
+    assert of(10, 12) == (14, 4)
+    assert of(10_000, 0) == (4100, 4100)
+
+
+def test_requests_that_need_outputs_of_their_prompts_tokens_are_left_to_sglang() -> None:
+    def why(**known: Any) -> str | None:
+        return requests.left_to_sglang(request_of(**known))
+
+    assert why() is None
+    assert why(return_logprob=True) is None, "log-probs of the output alone"
+    assert why(return_logprob=True, logprob_start_len=5) == "input log-probs"
+    assert why(return_logprob=True, logprob_start_len=100) is None
+    assert why(return_hidden_states=True) == "hidden states"
+    assert why(return_routed_experts=True) == "routed experts"
+    assert why(input_embeds=[1.0]) == "input embeddings"
+    assert why(multimodal_inputs=["image"]) == "multimodal"
+    assert why(is_prefill_only=True) == "no generation"
+    assert why(beam_group=1) == "beam search"
+    assert why(session=SimpleNamespace(streaming=True)) == "streaming session"
+    assert why(session=SimpleNamespace(streaming=False)) is None
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def batch(*reqs: Any, extend: bool = False, full: bool = False) -> Any:
+    return SimpleNamespace(
+        reqs=list(reqs), batch_is_full=full, forward_mode=SimpleNamespace(is_extend=lambda: extend)
+    )
+
+
+def scheduler_of(**known: Any) -> Any:
+    fields = {
+        "waiting_queue": [],
+        "running_batch": batch(),
+        "last_batch": None,
+        "chunked_req": None,
+    }
+    return SimpleNamespace(**{**fields, **known})
+
+
+def test_waiting_requests_are_found_by_their_handle_and_none_waits_before_the_first_step() -> None:
+    a, b = request_of("a"), request_of("b")
+    scheduler = scheduler_of(waiting_queue=[a, b])
+    assert step.waiting_of(scheduler, "handle of b") is b  # type: ignore[arg-type]
+    assert step.waiting_of(scheduler, "handle of c") is None  # type: ignore[arg-type]
+    assert list(step.waiting(None)) == []
+
+
+def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_free() -> None:
+    def is_open(free: int = 1, **known: Any) -> bool:
+        return step.slot_is_open(
+            scheduler_of(**known), SimpleNamespace(available_size=lambda: free)
+        )
+
+    assert is_open()
+    assert not is_open(free=0)
+    assert not is_open(running_batch=batch(full=True))
+    assert not is_open(chunked_req=request_of())
+
+
+def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_between_chunks() -> (
+    None
+):
+    running, ended, chunked = request_of("a"), request_of("b"), request_of("c")
+    last = batch(ended, chunked, extend=True)
+    scheduler = scheduler_of(running_batch=batch(running), last_batch=last, chunked_req=chunked)
+    assert step.decoding(scheduler) == [running, ended]
+    assert step.decoding_count(scheduler) == 1
+    assert step.computes(scheduler) and not step.computes(scheduler_of())
+    assert step.in_slot(scheduler) is chunked
+
+
+def test_all_requests_are_those_that_wait_run_are_between_chunks_or_in_another_stages_batch() -> (
+    None
+):
+    a, b, c, d, e = (request_of(name) for name in "abcde")
+    scheduler = scheduler_of(
+        waiting_queue=[a], running_batch=batch(b), last_batch=batch(c), chunked_req=d
+    )
+    assert step.all_requests(scheduler) == set("abcd")
+    scheduler.running_mbs = [batch(e), None]
+    assert step.all_requests(scheduler) == set("abcde")
+
+
+# --- what storage is asked for --------------------------------------------------------------------
+
+
+def asking(operation: Any = None, threshold: int = 256, limited: bool = False) -> Any:
+    """A tree that asks storage for "handle of r", unless there is no operation."""
+    under_way = {} if operation is None else {"handle of r": SimpleNamespace(operation=operation)}
+    return SimpleNamespace(
+        ongoing_prefetch=under_way,
+        prefetch_threshold=threshold,
+        cache_controller=SimpleNamespace(prefetch_rate_limited=lambda: limited),
+    )
+
+
+def test_an_answer_is_due_while_storage_has_not_said_how_much_it_has() -> None:
+    def due(slots: Any, ended: bool) -> bool:
+        operation = SimpleNamespace(host_indices=slots, is_terminated=lambda: ended)
+        return storage_ops.answer_is_due(asking(operation), "handle of r")  # type: ignore[arg-type]
+
+    assert due(None, ended=False)
+    assert not due(None, ended=True)
+    assert not due(torch.arange(4), ended=False)
+    assert not storage_ops.answer_is_due(asking(), "handle of r")  # type: ignore[arg-type]
+
+
+def test_sglang_says_what_is_worth_asking_for_and_whether_it_reads_enough() -> None:
+    tree = asking(limited=True)
+    assert storage_ops.worth_asking(tree, 256) and not storage_ops.worth_asking(tree, 255)
+    assert storage_ops.limited(tree) and not storage_ops.limited(asking())
+
+
+def test_asking_again_says_whether_sglang_did() -> None:
+    tree, req = asking(), request_of()
+    scheduler = scheduler_of(_prefetch_kvcache=lambda req: None)
+    assert not storage_ops.ask(scheduler, tree, req)
+    scheduler._prefetch_kvcache = lambda req: tree.ongoing_prefetch.update(
+        {req.cache_request_handle: None}
+    )
+    assert storage_ops.ask(scheduler, tree, req)
+
+
+def test_who_watches_writes_is_told_numbers_and_names_of_those_that_have_names_until_it_ends() -> (
+    None
+):
+    written: list[Any] = []
+    numbers = iter((7, 8, 9))
+
+    def write(slots: Any, tokens: Any, names: Any = None, **how: Any) -> int:
+        return next(numbers)
+
+    controller = SimpleNamespace(write_storage=write)
+    tree = SimpleNamespace(cache_controller=controller, ongoing_backup={7: "under way"})
+    end = storage_ops.watch_writes(tree, lambda number, names: written.append((number, names)))  # type: ignore[arg-type]
+    assert controller.write_storage(None, None, ["ab"]) == 7
+    assert controller.write_storage(None, None) == 8, "none of its pages has a name"
+    end()
+    assert controller.write_storage(None, None, ["cd"]) == 9
+    assert written == [(7, ["ab"])]
+    assert [storage_ops.written(tree, number) for number in (7, 8)] == [False, True]  # type: ignore[arg-type]

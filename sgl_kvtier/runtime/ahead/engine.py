@@ -42,6 +42,7 @@ from sgl_kvtier.runtime.ahead.victims import Victims
 from sgl_kvtier.runtime.metrics import Sample, Source
 from sgl_kvtier.runtime.ranks.agreement import BROKEN
 from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.sglang import requests, step
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
@@ -134,7 +135,7 @@ class LookaheadEngine:
         page = self.context.page
         if after // page > len(known.keys):
             known.keys = keys_of(
-                req.full_untruncated_fill_ids[: after // page * page], req, page, known.keys
+                requests.tokens_of(req)[: after // page * page], req, page, known.keys
             )
         known.node, known.kept = req.last_node, after
         if after <= before:
@@ -160,7 +161,7 @@ class LookaheadEngine:
             self._park(
                 known.session,
                 Path(
-                    compact(req.full_untruncated_fill_ids[: len(keys) * page]),
+                    compact(requests.tokens_of(req)[: len(keys) * page]),
                     keys,
                     req.extra_key,
                     req.cache_salt,
@@ -256,7 +257,7 @@ class LookaheadEngine:
         """Takes note of new requests and of what ended, before the planner is told."""
         self._ticks += 1
         self._next = None
-        for req in scheduler.waiting_queue:
+        for req in step.waiting(scheduler):
             if req.rid not in self._requests:
                 self._arrive(req)
         for rid, restoration in self._restoring.restorations.items():
@@ -271,7 +272,7 @@ class LookaheadEngine:
         """Whether the planner has to be asked although nothing happened: its sessions return as
         time goes by.
         """
-        if scheduler.waiting_queue or scheduler.chunked_req is not None:
+        if step.waiting(scheduler) or step.in_slot(scheduler) is not None:
             return True
         return self.planner.looks_ahead and self.context.now - self._planned_at >= _IDLE_PERIOD_S
 
@@ -362,9 +363,7 @@ class LookaheadEngine:
             self.victims = None
 
     def _arrive(self, req: Req) -> None:
-        tokens, page = req.full_untruncated_fill_ids, self.context.page
-        if not len(tokens):
-            tokens = req.origin_input_ids
+        tokens, page = requests.tokens_of(req), self.context.page
         keys = keys_of(tokens[: max(0, len(tokens) - 1)], req, page)
         session = self.sessions.of(req, keys)
         self._requests[req.rid] = _Known(
@@ -395,7 +394,7 @@ class LookaheadEngine:
             if known is None or known.scheduled:
                 return None
             req = known.req
-            return Path(req.full_untruncated_fill_ids, known.keys, req.extra_key, req.cache_salt)
+            return Path(requests.tokens_of(req), known.keys, req.extra_key, req.cache_salt)
         page = self.pages.page(move.keys[-1])
         owners = page.owners if page is not None else ()
         return next(
@@ -434,15 +433,7 @@ class LookaheadEngine:
 
     def _sweep(self, scheduler: Scheduler) -> None:
         """Requests that left without a word."""
-        there = {req.rid for req in scheduler.waiting_queue}
-        stages = (
-            *getattr(scheduler, "running_mbs", ()),
-            *getattr(scheduler, "mbs", ()),
-        )  # of pipeline stages
-        for batch in (scheduler.running_batch, scheduler.last_batch, *stages):
-            there.update(req.rid for req in (batch.reqs if batch is not None else ()))
-        if scheduler.chunked_req is not None:
-            there.add(scheduler.chunked_req.rid)
+        there = step.all_requests(scheduler)
         for rid, known in list(self._requests.items()):
             if rid in there:
                 known.missed = False

@@ -17,6 +17,7 @@ from typing import Any
 from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, Poll
+from sgl_kvtier.runtime.sglang import storage_ops
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.page_names import from_hex
@@ -51,13 +52,8 @@ class StoreVotes:
         self._losses: Poll | None = None
         self._ask_at = 0.0
         self._seen = (0, 0)
-        controller = tree.cache_controller
-        self._write = controller.write_storage
-        controller.write_storage = self._on_write
-
-    def stop(self) -> None:
+        self.stop = storage_ops.watch_writes(tree, self._written)
         """Watches no longer."""
-        self._tree.cache_controller.write_storage = self._write
 
     def polls(self) -> list[Poll]:
         """The polls in progress."""
@@ -92,7 +88,7 @@ class StoreVotes:
             gone = self._take(*self._vote)
             self._vote = None
         for operation in [
-            number for number in self._writing if number not in self._tree.ongoing_backup
+            number for number in self._writing if storage_ops.written(self._tree, number)
         ]:
             self._todo.update(dict.fromkeys(self._not_known(self._writing.pop(operation))))
         if self._next is not None and not self._todo:
@@ -118,14 +114,9 @@ class StoreVotes:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _on_write(
-        self, host_indices: Any, token_ids: Any, hash_value: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _written(self, operation: int, names: Sequence[str]) -> None:
         """SGLang has begun to write a node's pages to storage; all ranks do in the same step."""
-        operation = self._write(host_indices, token_ids, hash_value, *args, **kwargs)
-        if hash_value:
-            self._writing[operation] = from_hex(hash_value)
-        return operation
+        self._writing[operation] = from_hex(names)
 
     def _not_known(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
         pages = ((key, self._pages.page(key)) for key in keys)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, Queued, ReadsDue
+from sgl_kvtier.runtime.sglang import requests, step, storage_ops
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler
 from sgl_kvtier.runtime.step.context import Restoring, StepContext
 
@@ -90,8 +91,8 @@ class TurnReads:
         """
         if (
             not self.active
-            or tokens < self._tree.prefetch_threshold
-            or not self._tree.cache_controller.prefetch_rate_limited()
+            or not storage_ops.worth_asking(self._tree, tokens)
+            or not storage_ops.limited(self._tree)
         ):
             return False
         self._note(handle.rid, start + tokens)
@@ -123,16 +124,16 @@ class TurnReads:
             return
         if operation.completed_tokens < operation.storage_hit_count:
             stored.end = operation.storage_start + operation.completed_tokens
-        req.init_next_round_input(self._tree)
+        requests.match(req, self._tree)
         stored.node = req.best_match_node
 
     def nodes(self) -> list[Any]:
         """Ends of the paths that were read for waiting requests, in the order of the queue: they
         should stay till then.
         """
-        if not self._stored or self._context.scheduler is None:
+        if not self._stored:
             return []
-        found = (self._stored.get(req.rid) for req in self._context.scheduler.waiting_queue)
+        found = (self._stored.get(req.rid) for req in step.waiting(self._context.scheduler))
         return [stored.node for stored in found if stored is not None and stored.node is not None]
 
     def forget(self, rid: str) -> None:
@@ -146,12 +147,11 @@ class TurnReads:
             self._sweep(scheduler)
         if not self.kept_back:
             return
-        limited = self._tree.cache_controller.prefetch_rate_limited
-        if limited():
+        if storage_ops.limited(self._tree):
             return
         ready = dict.fromkeys(self._due())
-        for req in [req for req in scheduler.waiting_queue if req.rid in ready]:
-            if self._stored[req.rid].kept_back and not limited():
+        for req in [req for req in step.waiting(scheduler) if req.rid in ready]:
+            if self._stored[req.rid].kept_back and not storage_ops.limited(self._tree):
                 self._ask(scheduler, req)
 
     def admissible(self, handle: Handle) -> bool | None:
@@ -168,14 +168,14 @@ class TurnReads:
         stored = self._stored.get(req.rid)
         if stored is None or req.rid in self._restoring.restorations or not self.active:
             return False
-        if stored.end - req.prefix_len - req.host_hit_length < self._tree.prefetch_threshold:
+        if not storage_ops.worth_asking(self._tree, stored.end - requests.found(req).tokens):
             return False
         if stored.reads >= _MOST_READS:
             self._let_go(stored)
             return False
         self._counts["read again"] += 1
         stored.reads += 1
-        if self._tree.cache_controller.prefetch_rate_limited() or req.rid not in self._due(req.rid):
+        if storage_ops.limited(self._tree) or req.rid not in self._due(req.rid):
             stored.kept_back = True
             return True
         return self._ask(scheduler, req)
@@ -199,7 +199,7 @@ class TurnReads:
         """Forgets requests that have left the queue without a word; one that waits again is asked
         for again.
         """
-        there = {req.rid for req in scheduler.waiting_queue}
+        there = {req.rid for req in step.waiting(scheduler)}
         for rid, stored in list(self._stored.items()):
             if rid in there:
                 stored.missed = False
@@ -224,8 +224,7 @@ class TurnReads:
         """Has SGLang look in storage again; whether it does."""
         stored = self._stored[req.rid]
         stored.kept_back, stored.end = False, 0  # the answer says how much there is
-        scheduler._prefetch_kvcache(req)
-        return req.cache_request_handle in self._tree.ongoing_prefetch
+        return storage_ops.ask(scheduler, self._tree, req)
 
     def _due(self, asking: str = "") -> tuple[str, ...]:
         """The requests whose pages may be read. `asking` is a request that wants to read now,
@@ -245,14 +244,14 @@ class TurnReads:
         pages.
         """
         context, found = self._context, list[Queued]()
-        for req in context.scheduler.waiting_queue if context.scheduler is not None else ():
+        for req in step.waiting(context.scheduler):
             if req.rid in self._restoring.restorations:
                 continue  # it has pages of its own
             stored = self._stored.get(req.rid)
-            there = req.prefix_len + req.host_hit_length
-            end = max(there, stored.end) if stored is not None else there
+            there = requests.found(req)
+            end = max(there.tokens, stored.end) if stored is not None else there.tokens
             unread = req.rid == asking or (stored is not None and stored.kept_back)
-            found.append(Queued(req.rid, max(0, end - req.prefix_len) // context.page, unread))
+            found.append(Queued(req.rid, max(0, end - there.device) // context.page, unread))
             room -= found[-1].pages
             if room < 0 and len(found) > 1:
                 break

@@ -35,6 +35,7 @@ from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
+from sgl_kvtier.runtime.sglang import requests, storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
@@ -121,16 +122,8 @@ class RestoreEngine:
             return False
         if not self.taking:
             return None
-        operation = getattr(self.context.tree.ongoing_prefetch.get(handle), "operation", None)
-        if (
-            operation is not None
-            and operation.host_indices is None
-            and not operation.is_terminated()
-        ):
-            # Storage answers from memory: waiting for it costs a step or two, whatever the prefetch
-            # policy is.
-            return False
-        return None
+        # The answer comes within a step or two: it is waited for, whatever the prefetch policy is.
+        return False if storage_ops.answer_is_due(self.context.tree, handle) else None
 
     def take_prefix(self, rid: str) -> torch.Tensor | None:
         """The slots spliced at this request's admission, once."""
@@ -245,10 +238,10 @@ class RestoreEngine:
             if (
                 req is None
                 or handle.rid in self.restorations
-                or handle in self.context.tree.ongoing_prefetch
+                or storage_ops.asked(self.context.tree, handle)
             ):
                 continue
-            if req.host_hit_length >= self.min_tokens:
+            if requests.found(req).host >= self.min_tokens:
                 self._offer(req, None, ())
 
     def _offer(
@@ -260,7 +253,7 @@ class RestoreEngine:
         reason = (
             "again"
             if req.rid in self.restorations
-            else offers.refusal(req)
+            else requests.left_to_sglang(req)
             if self.taking
             else "switched off"
         )

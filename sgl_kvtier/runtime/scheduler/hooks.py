@@ -11,6 +11,7 @@ from typing import Any
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import parts_of
+from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) 
     last.
     """
     del args, kwargs
-    batch, parked = result[0], scheduler.chunked_req
+    batch, parked = result[0], step.in_slot(scheduler)
     if (
         batch is None
         or parked is None

@@ -13,11 +13,9 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_kvtier.policy.messages import Compute
 from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.sglang import requests
 from sgl_kvtier.runtime.sglang.types import Req
 from sgl_kvtier.types import Span, Tier
-
-_CLIP = 4096
-"""SGLang's own bound on the output reserved per request (CLIP_MAX_NEW_TOKENS)."""
 
 
 class KVTierPrefillAdder(PrefillAdder):
@@ -70,10 +68,7 @@ class KVTierPrefillAdder(PrefillAdder):
         """Adds the next chunk. SGLang assumes that there is room for it; slots of restorations can
         make that untrue for a while.
         """
-        engine, most = (
-            self.tree_cache.kvtier.engine,
-            len(req.full_untruncated_fill_ids) - req.prefix_len,
-        )
+        engine, most = (self.tree_cache.kvtier.engine, requests.prompt_tokens(req) - req.prefix_len)
         limits = [
             limit
             for limit in (most, self.rem_chunk_tokens, self.chunked_req_limit)
@@ -146,9 +141,9 @@ class KVTierPrefillAdder(PrefillAdder):
         admitted beside a small chunk, or beside none.
         """
         held = len(r.owner) * self.page_size
-        left = len(req.full_untruncated_fill_ids) - end
+        left = requests.prompt_tokens(req) - end
         if left > 0:
-            output = min(req.sampling_params.max_new_tokens, _CLIP) + self.page_size
+            output = requests.whole_output_room(req, self.page_size)
             self.memory_budget.total_offset += max(0, left - held) + output
 
     # --- waiting requests -------------------------------------------------------------------------
@@ -172,7 +167,7 @@ class KVTierPrefillAdder(PrefillAdder):
             and not self.running_batch.reqs
         ):
             # Nothing runs that could free room: only waiting restorations can give up slots.
-            engine.give_room(self.tree_cache.token_to_kv_pool_allocator.size, but_for=req.rid)
+            engine.give_room(engine.context.device.tokens, but_for=req.rid)
         return verdict
 
     def _add_restoring(
@@ -194,19 +189,19 @@ class KVTierPrefillAdder(PrefillAdder):
             has_chunked_req or self.new_chunked_req is not None or not compute.tokens
         ):
             return AddReqResult.CONTINUE
-        found = (req.prefix_len, req.host_hit_length)
+        found = requests.found(req)
         # It is about to be charged for all its tokens behind the splice: those that have a slot of
         # a load cost nothing.
         held = (len(r.owner) - len(compute.splice)) * self.page_size
         self.memory_budget.total_offset -= held
-        req.prefix_len, req.host_hit_length = compute.splice.stop * self.page_size, 0
+        requests.set_found(req, requests.Found(compute.splice.stop * self.page_size, 0))
         verdict = self._add_with_limit(req, has_chunked_req, align, compute)
         if not (self.can_run_list and self.can_run_list[-1] is req):
-            req.prefix_len, req.host_hit_length = found
+            requests.set_found(req, found)
             self.memory_budget.total_offset += held
             return verdict
         prefix = engine.splice(r, compute.splice) if compute.splice else None
-        self._count_admitted(req, r, found[0])
+        self._count_admitted(req, r, found.device)
         self.memory_budget.total_offset += held
         self._reserve(r, req, req.extend_end)
         engine.admitted(r, prefix, req.extend_end)

@@ -20,6 +20,7 @@ from sgl_kvtier.runtime.ranks.agreement import Agreement, Riding
 from sgl_kvtier.runtime.ranks.polls import agree, cut
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.scheduler.view import Views
+from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
@@ -222,12 +223,7 @@ class RestoreTick:
         """
         engine = self.engine
         granted = any(compute.tokens != 0 for compute in engine.computes.values())
-        running = (
-            scheduler.running_batch.reqs
-            or scheduler.last_batch is not None
-            or scheduler.chunked_req is not None
-        )
-        if granted or running or engine.loads or not engine.restorations:
+        if granted or step.computes(scheduler) or engine.loads or not engine.restorations:
             self._idle = 0
             return
         self._idle += 1

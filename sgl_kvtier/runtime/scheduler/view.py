@@ -4,10 +4,9 @@ claimed.
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
+from sgl_kvtier.runtime.sglang import requests, step
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 from sgl_kvtier.types import Tier
 
@@ -15,8 +14,6 @@ _WAITING = 256
 """At most this many waiting requests are shown to the planner."""
 _HOST_SHARE = 4
 """A quarter of the host pool may be bounce pages at any time."""
-_CLIP = 4096
-"""SGLang's own bound on the output reserved per running request (CLIP_MAX_NEW_TOKENS)."""
 
 
 class Views:
@@ -31,33 +28,25 @@ class Views:
 
     def of(self, scheduler: Scheduler, now: float) -> StepView:
         """The view of this step. `now` is the agreed time in seconds."""
-        engine, chunked = self._engine, scheduler.chunked_req
-        waiting = scheduler.waiting_queue
-        running = scheduler.running_batch
+        engine, chunked = self._engine, step.in_slot(scheduler)
+        waiting = step.waiting(scheduler)[:_WAITING]
         holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
-        open_ = (
-            chunked is None
-            and not running.batch_is_full
-            and self._context.tree.req_to_token_pool.available_size() > 0
-        )
         fresh = sum(
-            max(0, len(req.origin_input_ids) - req.prefix_len - req.host_hit_length)
-            for req in waiting[:_WAITING]
-            if req.rid not in engine.restorations
+            requests.missing_tokens(req) for req in waiting if req.rid not in engine.restorations
         )
         return StepView(
             now=now,
-            waiting=tuple(req.rid for req in waiting[:_WAITING]),
+            waiting=tuple(req.rid for req in waiting),
             slot=holder,
-            slot_open=open_,
+            slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool),
             prefill_tokens=self._chunk_tokens,
             fresh_tokens=fresh,
-            decoding=len(running.reqs),
-            free_pages=self.free_pages(_decoding(scheduler), chunked),
+            decoding=step.decoding_count(scheduler),
+            free_pages=self.free_pages(step.decoding(scheduler), chunked),
             empty_pages=self._empty_pages() if self._context.looking_ahead else {},
             owed_pages=0
             if chunked is None or holder is not None
-            else _rest_tokens(chunked) // self._context.page,
+            else requests.rest_tokens(chunked) // self._context.page,
         )
 
     def _empty_pages(self) -> dict[Tier, int]:
@@ -68,17 +57,17 @@ class Views:
             Tier.DRAM: context.host.available() // page,
         }
 
-    def free_pages(self, running: list[Any], chunked: Any) -> dict[Tier, int]:
+    def free_pages(self, running: list[Req], chunked: Req | None) -> dict[Tier, int]:
         """The pages that loads may claim: on the device, those left when everything running gets
         the room it will need.
         """
         page = self._context.page
         tokens = self._context.device.claimable()
         for req in running:
-            tokens -= _output_room(req, page)
+            tokens -= requests.output_room(req, page)
         if chunked is not None:
-            tokens -= _rest_tokens(chunked)
-            tokens -= _output_room(chunked, page)
+            tokens -= requests.rest_tokens(chunked)
+            tokens -= requests.output_room(chunked, page)
             r = self._engine.of(chunked.rid)
             if r is not None:
                 # Its loads take from the room it needs anyway; where other requests load as well,
@@ -88,22 +77,3 @@ class Views:
                 ) * page
         bounce = self._host_tokens // _HOST_SHARE - self._context.slots.host_tokens
         return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
-
-
-def _decoding(scheduler: Scheduler) -> list[Any]:
-    """Requests that decode, and those whose prompt was in the last batch: they join in this
-    step.
-    """
-    running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
-    if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
-        running += [req for req in last.reqs if req is not scheduler.chunked_req]
-    return running
-
-
-def _rest_tokens(chunked: Any) -> int:
-    """The tokens of a prompt behind the chunk that is computed now."""
-    return len(chunked.full_untruncated_fill_ids) - max(chunked.extend_end or 0, chunked.prefix_len)
-
-
-def _output_room(req: Req, page: int) -> int:
-    return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), _CLIP) + page

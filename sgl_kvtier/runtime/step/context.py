@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from sgl_kvtier.policy.messages import Fact
+from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
@@ -62,8 +63,7 @@ class StepContext:
 
     def waiting(self, handle: Handle) -> Req | None:
         """The waiting request with this handle, or None."""
-        queue = self.scheduler.waiting_queue if self.scheduler is not None else ()
-        return next((req for req in queue if req.cache_request_handle == handle), None)
+        return step.waiting_of(self.scheduler, handle)
 
 
 class Restored(Protocol):

@@ -1,0 +1,97 @@
+"""Port to SGLang's requests: what a match found of a prompt, and what is still to be computed.
+
+Tokens throughout. Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sgl_kvtier.runtime.sglang.types import Req, Tree
+
+_CLIP = 4096
+"""SGLang's own bound on the output reserved for a request (CLIP_MAX_NEW_TOKENS)."""
+
+
+class Found(NamedTuple):
+    """Leading tokens of a prompt in memory: on the device, and behind them in host memory."""
+
+    device: int
+    host: int
+
+    @property
+    def tokens(self) -> int:
+        """Both."""
+        return self.device + self.host
+
+
+def match(req: Req, tree: Tree) -> Found:
+    """Looks the prompt up in the tree anew."""
+    req.init_next_round_input(tree)
+    return found(req)
+
+
+def found(req: Req) -> Found:
+    """What the last match found."""
+    return Found(req.prefix_len, req.host_hit_length)
+
+
+def set_found(req: Req, there: Found) -> None:
+    """Has SGLang go on as if this had been found."""
+    req.prefix_len, req.host_hit_length = there
+
+
+def tokens_of(req: Req) -> Any:
+    """All tokens to be in the cache before the next one: the prompt and, after a retraction, what
+    was generated. SGLang's own array: copy it to keep it.
+    """
+    tokens = req.full_untruncated_fill_ids
+    return tokens if len(tokens) else req.origin_input_ids  # it has not been matched yet
+
+
+def prompt_tokens(req: Req) -> int:
+    """How many these are."""
+    return len(tokens_of(req))
+
+
+def missing_tokens(req: Req) -> int:
+    """Tokens of a waiting request's prompt that are neither on the device nor in host memory."""
+    return max(0, len(req.origin_input_ids) - found(req).tokens)
+
+
+def rest_tokens(chunked: Req) -> int:
+    """Tokens of a prompt behind the chunk that is computed now."""
+    return prompt_tokens(chunked) - max(chunked.extend_end or 0, chunked.prefix_len)
+
+
+def whole_output_room(req: Req, page: int) -> int:
+    """Slots that SGLang reserves at admission for what a request may generate. `page` in tokens."""
+    return min(req.sampling_params.max_new_tokens, _CLIP) + page
+
+
+def output_room(req: Req, page: int) -> int:
+    """The same of a running request, for what it may still generate."""
+    return min(max(0, req.sampling_params.max_new_tokens - len(req.output_ids)), _CLIP) + page
+
+
+def left_to_sglang(req: Req) -> str | None:
+    """Why this request cannot skip tokens of its prompt, or None: it needs their outputs, or its
+    prompt is not made of tokens alone.
+    """
+    if req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids):
+        return "input log-probs"
+    if req.return_hidden_states:
+        return "hidden states"
+    if getattr(req, "return_routed_experts", False) or getattr(req, "return_indexer_topk", False):
+        return "routed experts"
+    if req.input_embeds is not None or req.positional_embed_overrides is not None:
+        return "input embeddings"
+    if req.multimodal_inputs is not None:
+        return "multimodal"
+    if req.token_indices_to_pool is not None or req.is_prefill_only:
+        return "no generation"
+    if req.beam_group is not None:
+        return "beam search"
+    if req.session is not None and req.session.streaming:
+        return "streaming session"
+    return None

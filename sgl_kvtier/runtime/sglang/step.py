@@ -1,0 +1,70 @@
+"""Port to a step of SGLang's scheduler: its queue, its slot for chunked prefill, what decodes.
+
+Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler
+
+
+def waiting(scheduler: Scheduler | None) -> Sequence[Req]:
+    """Waiting requests, in the order they will run. None, before the first step: none."""
+    return scheduler.waiting_queue if scheduler is not None else ()
+
+
+def waiting_of(scheduler: Scheduler | None, handle: Handle) -> Req | None:
+    """The waiting request that the cache knows by this handle."""
+    return next((req for req in waiting(scheduler) if req.cache_request_handle == handle), None)
+
+
+def in_slot(scheduler: Scheduler) -> Req | None:
+    """The request whose prompt is computed in chunks; one at a time."""
+    return scheduler.chunked_req
+
+
+def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
+    """Whether a request may take it in this step. `rows` is SGLang's pool of request rows."""
+    return (
+        scheduler.chunked_req is None
+        and not scheduler.running_batch.batch_is_full
+        and rows.available_size() > 0
+    )
+
+
+def decoding(scheduler: Scheduler) -> list[Req]:
+    """Requests that decode, and those whose prompt was in the last batch: they join in this
+    step.
+    """
+    running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
+    if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
+        running += [req for req in last.reqs if req is not scheduler.chunked_req]
+    return running
+
+
+def decoding_count(scheduler: Scheduler) -> int:
+    """How many decode already."""
+    return len(scheduler.running_batch.reqs)
+
+
+def computes(scheduler: Scheduler) -> bool:
+    """Whether a batch is under way, or one is certain to follow."""
+    return bool(
+        scheduler.running_batch.reqs
+        or scheduler.last_batch is not None
+        or scheduler.chunked_req is not None
+    )
+
+
+def all_requests(scheduler: Scheduler) -> set[str]:
+    """Ids of all that wait, run, or are between two chunks, in every pipeline stage's batches."""
+    there = {req.rid for req in scheduler.waiting_queue}
+    stages = (*getattr(scheduler, "running_mbs", ()), *getattr(scheduler, "mbs", ()))
+    for batch in (scheduler.running_batch, scheduler.last_batch, *stages):
+        there.update(req.rid for req in (batch.reqs if batch is not None else ()))
+    if scheduler.chunked_req is not None:
+        there.add(scheduler.chunked_req.rid)
+    return there

@@ -1,0 +1,71 @@
+"""Port to SGLang's operations of storage: one read for each waiting request that misses tokens, one
+write for each node that is backed up.
+
+Scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
+
+
+def asked(tree: Tree, handle: Handle) -> bool:
+    """Whether an operation of this request is under way."""
+    return handle in tree.ongoing_prefetch
+
+
+def answer_is_due(tree: Tree, handle: Handle) -> bool:
+    """Whether storage has been asked and has not said yet how much it has. It answers from memory:
+    that takes a step or two.
+    """
+    operation = getattr(tree.ongoing_prefetch.get(handle), "operation", None)
+    return (
+        operation is not None and operation.host_indices is None and not operation.is_terminated()
+    )
+
+
+def worth_asking(tree: Tree, tokens: int) -> bool:
+    """Whether SGLang asks storage for so few tokens."""
+    return tokens >= tree.prefetch_threshold
+
+
+def limited(tree: Tree) -> bool:
+    """Whether SGLang reads as many tokens as it does at a time."""
+    return tree.cache_controller.prefetch_rate_limited()
+
+
+def ask(scheduler: Scheduler, tree: Tree, req: Req) -> bool:
+    """Has SGLang look in storage again; whether it does."""
+    scheduler._prefetch_kvcache(req)
+    return asked(tree, req.cache_request_handle)
+
+
+def watch_writes(tree: Tree, begun: Callable[[int, Sequence[str]], None]) -> Callable[[], None]:
+    """From now on calls `begun` with the number of each write of a node that has begun, and the
+    names of its pages; returns what ends it. The controller has no callbacks, so its call is
+    replaced.
+    """
+    controller = tree.cache_controller
+    write = controller.write_storage
+
+    def on_write(
+        host_indices: Any, token_ids: Any, hash_value: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        operation = write(host_indices, token_ids, hash_value, *args, **kwargs)
+        if hash_value:
+            begun(operation, hash_value)
+        return operation
+
+    def end() -> None:
+        controller.write_storage = write
+
+    controller.write_storage = on_write
+    return end
+
+
+def written(tree: Tree, operation: int) -> bool:
+    """Whether a write has ended."""
+    return operation not in tree.ongoing_backup
