@@ -44,6 +44,7 @@ def test_the_run_that_is_replayed_has_loads_computes_and_moves_to_decide(
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.slow
 def test_the_log_is_the_same_under_any_hash_seed(rule: str, logs: dict[str, list[str]]) -> None:
     script = Path(__file__).with_name("recorded_run.py")
     for seed in ("1", "4242"):

@@ -10,6 +10,19 @@ from sgl_kvtier import cli
 from sgl_kvtier.runtime.sglang import seams
 from sgl_kvtier.runtime.tools import disk_probe, doctor
 
+CHECK = seams.check
+
+
+@pytest.fixture(scope="module")
+def symbols() -> list[seams.SeamStatus]:
+    """What there is of SGLang here: some seconds to find out."""
+    return CHECK()
+
+
+@pytest.fixture(autouse=True)
+def checked_once(symbols: list[seams.SeamStatus], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seams, "check", lambda: symbols)
+
 
 def findings(capsys, *arguments: str) -> dict[str, dict[str, str]]:
     """What doctor --json says, by check; and that its exit status fits."""
@@ -83,6 +96,7 @@ def test_no_or_another_sglang_fails(version, text, capsys, monkeypatch):
 
 
 def test_a_changed_symbol_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(seams, "check", CHECK)
     broken = seams.Seam("storage", "sglang.srt.server_args.ServerArgs.gone", "we call it")
     monkeypatch.setattr(seams, "load_manifest", lambda: [broken])
     found = findings(capsys)

@@ -33,6 +33,7 @@ def sanitize(script: Path, *options: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reports"), [("asan", ("ASan", "UBSan", "leaks of our own")), ("tsan", ("TSan",))]
 )
@@ -46,6 +47,7 @@ def test_a_store_under_load_is_reported_by_no_sanitizer(
         assert f"{name}: 0 reports" in said, said
 
 
+@pytest.mark.slow
 def test_a_counter_that_two_threads_change_at_once_is_reported(tmp_path: Path) -> None:
     package = Path(sgl_kvtier.__file__).parent
     shutil.copytree(

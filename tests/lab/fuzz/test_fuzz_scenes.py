@@ -41,7 +41,7 @@ def test_a_sound_server_is_found_sound_after_every_scene(tmp_path: Path) -> None
     [
         ("forgetful", "slow-disk", "nothing was restored after it"),
         ("", "stop", "there was no scheduler process to stop"),
-        ("", "routes", "was answered 500"),
+        pytest.param("", "routes", "was answered 500", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_scene_finds_fails_the_run(

@@ -26,6 +26,7 @@ def cells(name):
     return {(cell.row, cell.column, cell.reading): cell for cell in cacheflow.TABLES[name]()}
 
 
+@pytest.mark.slow
 def test_every_printed_number_has_a_cell():
     reached = {
         (name, cell.row, cell.column)
@@ -79,7 +80,7 @@ def test_stages_that_restore_by_themselves_are_faster_than_stages_in_a_row():
     assert apart == pytest.approx(whole / 2, rel=0.1)
 
 
-@pytest.mark.parametrize("batch", [2, 4, 8])
+@pytest.mark.parametrize("batch", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))])
 def test_io_in_the_order_of_compute_is_best_for_the_mean_of_a_batch(batch):
     means = {
         arm: fmean(t for run in runs for t in run)

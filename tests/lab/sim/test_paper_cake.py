@@ -55,6 +55,7 @@ def test_few_pairs_are_fitted_and_only_by_the_ratio_of_their_baselines():
         assert ours.io_s / ours.compute_s == pytest.approx(pair.io_over_compute, rel=0.04)
 
 
+@pytest.mark.slow
 def test_the_ratio_of_the_baselines_is_predicted_for_all_other_pairs():
     off = []
     for pair in cake_grid.printed_all():
@@ -152,6 +153,7 @@ def test_a_chunk_costs_more_the_later_it_is():
 
 
 @pytest.mark.parametrize("rule", cake_figures.RULES)
+@pytest.mark.slow
 def test_fluctuating_resources_are_both_used_nearly_to_the_full(rule):
     seeds = cake_figures.SCENARIOS["fig5"]["seeds"]
     for seed in seeds:

@@ -89,6 +89,7 @@ def test_printed_stalls_keep_these_ratios_at_every_level_above():
 
 
 @pytest.mark.parametrize("measure_name", ["tpot_ms", "p95_tpot_ms"])
+@pytest.mark.slow
 def test_policies_come_in_the_printed_order_at_every_level_above_1x(measure_name: str):
     for level in LOADED:
         values = [getattr(sweep(PRINTED, policy, level), measure_name) for policy in SLOWEST_FIRST]
@@ -123,6 +124,7 @@ def test_the_batch_is_what_the_printed_tables_imply():
         assert sweep(PRINTED, policy, float(level)).running == pytest.approx(implied, rel=0.15)
 
 
+@pytest.mark.slow
 def test_every_column_of_table_4_follows_from_its_lru_cell():
     for row, policy in COLUMN_POLICIES.items():
         for model in (*MODELS, "70B GQA"):
@@ -146,6 +148,7 @@ def test_99_percent_transfer_efficiency_is_table_3_and_not_section_3():
     assert efficiency(load_setup().sweep_server(1.0)) == pytest.approx(99.2, abs=0.05)
 
 
+@pytest.mark.slow
 def test_lookahead_beyond_one_step_changes_nothing_and_the_figure_says_so():
     cells = list(TABLES["fig6"]())
     ahead = [cell(cells, f"K={steps}", "TPOT").ours for steps in (1, 2, 4, 8, 16)]
@@ -166,6 +169,7 @@ def test_the_burst_of_figure_7_fills_dram_and_its_hit_rate_is_hbms_share():
     assert cell(cells, "burst", "hit rate").ours == pytest.approx(hbm / (hbm + dram), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_workloads_that_fit_gain_nothing_and_long_ones_most():
     cells = list(TABLES["fig5"]())
     gain = {
@@ -203,6 +207,7 @@ def test_cells_are_plain_data_with_the_agreed_keys():
     assert {"table", "row", "column", "published", "ours", "reading", "fitted"} <= set(rows[0])
 
 
+@pytest.mark.slow
 def test_table_4_has_every_printed_cell_in_the_reading_printed_and_every_policy_in_the_honest_one():
     cells = list(TABLES["4"]())
     assert {(one.row, one.column) for one in cells if one.reading == OWN_HBM} == set(

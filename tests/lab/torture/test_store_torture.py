@@ -52,7 +52,12 @@ def test_what_is_under_way_while_everything_is_deleted_may_stay_or_go() -> None:
     assert oracle.sure == {0: 4} and oracle.answered == 1
 
 
-@pytest.mark.parametrize("part", PARTS)
+LONG = ("sweep", "points")
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(p, marks=pytest.mark.slow) if p in LONG else p for p in PARTS]
+)
 def test_nothing_is_wrong_after(tmp_path: Path, part: str) -> None:
     result = torture(str(tmp_path), QUICK, seed=3, parts=(part,))
     assert bad(result) == 0, {name: value for name, value in result.items() if value}
