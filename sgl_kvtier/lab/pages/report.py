@@ -1,23 +1,23 @@
-"""`kvtier report`: a result that a comparison wrote, drawn again as tables and as its page."""
+"""`kvtier report`: a result that a comparison wrote, drawn again as tables and as its page; and the
+data behind a page of docs/results, all of its grids.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.console import check_target, print_table, write_text
+from sgl_kvtier.console import Column, Table, check_target, print_table, write_text
+from sgl_kvtier.console.table import format_value
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.pages import compare, lookahead, restore
+from sgl_kvtier.lab.pages import compare, html, lookahead, plots, restore
 from sgl_kvtier.outside import parse_json
 
-KINDS = {
-    compare.SCHEMA: (compare.compare_tables, compare.compare_page),
-    lookahead.SCHEMA: (lookahead.lookahead_tables, lookahead.lookahead_page),
-    restore.SCHEMA: (restore.restore_tables, restore.restore_page),
-}
-"""How the result of each schema is shown."""
+GRIDS = "grids"
+"""What takes the place of a schema in the data of docs/results."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,28 +25,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="what --json of kvtier compare, compare restore or compare lookahead wrote",
+        help="what --json of kvtier compare, compare restore or compare lookahead wrote, or a file of "
+        "docs/results/data",
     )
     parser.add_argument(
         "--html", metavar="FILE", help="write one self-contained page with tables and plots"
     )
+    parser.add_argument(
+        "--svg", metavar="FILE", help="write the plot that a file of docs/results/data describes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the tables and notes, and writes the page. Raises KVTierError."""
-    if args.html is not None:
-        check_target(args.html)
+    """Prints the tables and notes, and writes page and plot. Raises KVTierError."""
+    for target in filter(None, (args.html, args.svg)):
+        check_target(target)
     result = read_result(args.file)
     tables_of, page_of = KINDS[result["schema"]]
+    if args.svg is not None and "plot" not in result:
+        raise KVTierError(f"{args.file} describes no plot: leave --svg away, or use --html")
     try:
         tables = tables_of(result)
         page = None if args.html is None else page_of(result)
+        drawn = None if args.svg is None else grids_plot(result)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise KVTierError(
             f"{args.file}: not a whole {result['schema']} result ({type(error).__name__}: {error!s:.100}). "
             "Give the file that --json wrote"
         ) from error
-    shown = sys.stderr if args.html == "-" else sys.stdout
+    shown = sys.stderr if "-" in (args.html, args.svg) else sys.stdout
     for table in tables:
         print_table(table, shown)
         print(file=shown)
@@ -54,7 +61,55 @@ def run(args: argparse.Namespace) -> int:
         print(note, file=shown)
     if page is not None:
         write_text(page, args.html)
+    if drawn is not None:
+        write_text(drawn, args.svg)
     return 0
+
+
+def grid_tables(data: dict[str, Any]) -> list[Table]:
+    """Each grid of a page's data. Those that are another page's, or that a command writes into the
+    page, are left out.
+    """
+    return [
+        Table(
+            name,
+            [Column(column, column) for column in grid["columns"]],
+            [dict(zip(grid["columns"], row, strict=True)) for row in grid["rows"]],
+            notes=tuple(filter(None, (grid.get("about"), grid.get("command")))),
+        )
+        for name, grid in data["grids"].items()
+        if "columns" in grid
+    ]
+
+
+def grids_plot(data: dict[str, Any]) -> str:
+    """The plot that `plot` of a page's data describes: `y` over `x`, a curve for each value of the
+    columns `by`, from all grids that have these columns. `x` may be ratios such as 1/4.
+    """
+    plot = data["plot"]
+    curves: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for table in grid_tables(data):
+        if {plot["x"], plot["y"], *plot["by"]} <= {column.name for column in table.columns}:
+            for row in table.rows:
+                point = (float(Fraction(str(row[plot["x"]]))), float(str(row[plot["y"]])))
+                curves.setdefault(tuple(row[column] for column in plot["by"]), []).append(point)
+    series = [
+        plots.Series(", ".join(map(format_value, name)), *zip(*sorted(points), strict=True))
+        for name, points in sorted(curves.items())
+    ]
+    return plots.lines(series, plot["title"], plot["x"], plot["y"], log_x=bool(plot.get("log_x")))
+
+
+def grids_page(data: dict[str, Any]) -> str:
+    """A self-contained page: the plot if there is one, then every grid with its command."""
+    tables = [html.table_html(table) for table in grid_tables(data)]
+    sections = [html.Section("grids", "Grids", "\n".join(tables))]
+    if "plot" in data:
+        body = html.no_plots_html()
+        if plots.plots_available():
+            body = html.figure_html(grids_plot(data), data["plot"]["title"])
+        sections.insert(0, html.Section("plot", "Plot", body))
+    return html.page(data["page"], data.get("about", "All figures behind this page"), sections)
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -65,10 +120,22 @@ def read_result(path: Path) -> dict[str, Any]:
         raise KVTierError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise KVTierError(f"{path} is not JSON: {error!s:.100}") from error
-    schema = result.get("schema") if isinstance(result, dict) else None
-    if not isinstance(schema, str) or schema not in KINDS:
-        there = ", ".join(KINDS)
+    known = isinstance(result, dict)
+    schema = result.get("schema") if known else None
+    if known and schema is None and isinstance(result.get("page"), str) and "grids" in result:
+        return {**result, "schema": GRIDS}
+    if not isinstance(schema, str) or schema not in KINDS or schema == GRIDS:
+        there = ", ".join(name for name in KINDS if name != GRIDS)
         raise KVTierError(
             f"{path}: no result that can be drawn. Its schema must be one of: {there}"
         )
     return result
+
+
+KINDS = {
+    compare.SCHEMA: (compare.compare_tables, compare.compare_page),
+    lookahead.SCHEMA: (lookahead.lookahead_tables, lookahead.lookahead_page),
+    restore.SCHEMA: (restore.restore_tables, restore.restore_page),
+    GRIDS: (grid_tables, grids_page),
+}
+"""How the result of each schema is shown."""

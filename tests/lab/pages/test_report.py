@@ -12,6 +12,7 @@ from commands import Command
 from sgl_kvtier.cli import main
 from sgl_kvtier.console import to_json
 
+DATA = Path(__file__).parents[3] / "docs" / "results" / "data"
 LOAD = "--device cpu --lab-model tiny-qwen3 --trace generated:swe-mini --sessions 4 --turns 2 --divisor 16"
 RUNS = {
     "compare": f"compare {LOAD} --gap-scale 0 --servers together --arms recompute,kvtier",
@@ -52,6 +53,56 @@ def test_another_file_is_refused_in_one_line(
     assert main(["report", str(path)]) == 1
     found = capsys.readouterr().err
     assert said in found and len(found.splitlines()) == 1
+
+
+GRIDS = {
+    "page": "some.md",
+    "plot": {"title": "Faster", "x": "Load / compute", "y": "times", "by": ["Model"]},
+    "grids": {
+        "small": {
+            "columns": ["Model", "Load / compute", "times"],
+            "rows": [["a", "1/4", 1.2], ["a", "1", 1.9], ["b", "1", 2.5]],
+            "command": "kvtier compare restore --lengths 2k",
+            "commit": "abc",
+        },
+        "elsewhere": {"same_as": ["other.json", "small"]},
+    },
+}
+
+
+def test_data_of_a_results_page_are_shown_with_their_commands_and_the_plot_they_describe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, page, plot = (tmp_path / name for name in ("data.json", "page.html", "plot.svg"))
+    source.write_text(json.dumps(GRIDS))
+    assert main(["report", str(source), "--html", str(page), "--svg", str(plot)]) == 0
+    shown = capsys.readouterr().out
+    assert "small" in shown and "elsewhere" not in shown
+    assert "1/4" in shown and "2.50" in shown and "--lengths 2k" in shown
+    drawn = plot.read_text()
+    assert drawn.startswith("<svg") and all(text in drawn for text in ("Faster", ">a<", ">b<"))
+    assert "Faster" in page.read_text() and "2.50" in page.read_text()
+
+
+def test_data_without_a_plot_are_drawn_without_one_and_asking_for_one_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "data.json"
+    plain = {name: GRIDS[name] for name in ("page", "grids")}
+    source.write_text(json.dumps(plain))
+    assert main(["report", str(source)]) == 0
+    assert main(["report", str(source), "--svg", str(tmp_path / "plot.svg")]) == 1
+    assert "describes no plot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("*.json")))
+def test_the_data_of_every_results_page_can_be_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(DATA / name)]) == 0
+    grids = json.loads((DATA / name).read_text())["grids"]
+    shown = capsys.readouterr().out.splitlines()
+    assert {grid for grid, data in grids.items() if "columns" in data} <= set(shown)
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
