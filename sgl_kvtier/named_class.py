@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from sgl_kvtier.errors import ConfigError
@@ -38,6 +39,21 @@ def load_class(key: str, name: str, unfit: Callable[[Any], str | None]) -> Calla
     if lacking is not None:
         raise _refused(key, name, lacking)
     return found
+
+
+def lacking_method(made: object, asked: Mapping[str, int], of: type) -> str | None:
+    """Which method an object lacks, or None. `asked` are their names, with the number of arguments
+    each is given; `of` is the class that has them.
+    """
+    for name, count in asked.items():
+        try:
+            signature(getattr(made, name)).bind(*[0] * count)
+        except (AttributeError, TypeError, ValueError):
+            return (
+                f"{type(made).__name__} has no method {name} that takes {count} "
+                f"argument{'s' * (count != 1)}, as {of.__module__}.{of.__qualname__} has"
+            )
+    return None
 
 
 def _refused(key: str, name: str, why: str) -> ConfigError:

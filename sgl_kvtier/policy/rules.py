@@ -11,11 +11,11 @@
 
     {"policy": {"rules": "my_rules:ShortFirst"}}             in kvtier.json
 
-A server makes objects of the class, without arguments, when it starts. All ranks must decide the
-same: no clock, no randomness, no state that facts of one rank alone would change. What a method
-raises ends restoring and prefetching until the server is started again, not the server. Numbers are
-attributes of the class; `Rules(split_margin=0.1)` has another for one object, as tests and
-simulations use it.
+A server makes objects of the class, without arguments, when it starts. It refuses numbers of
+another type and methods that take other arguments. All ranks must decide the same: no clock, no
+randomness, no state that facts of one rank alone would change. What a method raises ends restoring
+and prefetching until the server is started again, not the server. Numbers are attributes of the
+class; `Rules(split_margin=0.1)` has another for one object, as tests and simulations use it.
 
 More to learn from: sgl_kvtier/lab/rules.py has the rules of Cake, CacheFlow and TierKV.
 """
@@ -23,10 +23,11 @@ More to learn from: sgl_kvtier/lab/rules.py has the rules of Cake, CacheFlow and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import isfunction, signature
 from typing import Protocol
 
-from sgl_kvtier.named_class import load_class
-from sgl_kvtier.outside import shown
+from sgl_kvtier.named_class import lacking_method, load_class
+from sgl_kvtier.outside import is_number, is_whole, refusal, shown
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.types import Link, Span, Tier
 
@@ -299,7 +300,36 @@ def tune(rules: Rules, name: str, value: float) -> str | None:
     return None
 
 
+_ASKED = {
+    name: len(signature(method).parameters) - len(("self",))
+    for name, method in vars(Rules).items()
+    if isfunction(method) and not name.startswith("_")
+}
+"""The methods, with how many arguments each is given."""
+
+
 def _unfit(made: object) -> str | None:
-    if isinstance(made, Rules):
-        return None
-    return f"{type(made).__name__} is no subclass of sgl_kvtier.policy.rules.Rules"
+    if not isinstance(made, Rules):
+        return f"{type(made).__name__} is no subclass of sgl_kvtier.policy.rules.Rules"
+    for name, own in vars(Rules).items():
+        wrong = None if name.startswith("_") else _wrong_kind(own, getattr(made, name))
+        if wrong is not None:
+            return refusal(f"{type(made).__name__}.{name}", getattr(made, name), wrong)
+    for name in made.tuned if type(made).tune is Rules.tune else ():
+        if not is_number(getattr(made, name, None)):
+            return f"{type(made).__name__}.tuned names {shown(name)}, which is no number of it"
+    return lacking_method(made, _ASKED, Rules)
+
+
+def _wrong_kind(own: object, value: object) -> str | None:
+    """What an attribute must be that is another kind of thing than kvtier's own, or None."""
+    if isinstance(own, bool):
+        return None if isinstance(value, bool) else "True or False"
+    if isinstance(own, int):
+        return None if is_whole(value) else "a whole number"
+    if isinstance(own, float):
+        return None if is_number(value) else "a finite number"
+    if isinstance(own, tuple):
+        named = isinstance(value, tuple) and all(isinstance(name, str) for name in value)
+        return None if named else "a tuple of names"
+    return None

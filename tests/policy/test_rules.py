@@ -42,6 +42,47 @@ class NotMade(Rules):
 class NoRules:
     pass
 
+class TextForNumber(Rules):
+    split_margin = "0.02"
+
+class NotANumber(Rules):
+    load_horizon_s = float("nan")
+
+class HalfAToken(Rules):
+    min_chunk_tokens = 0.5
+
+class NumberForTruth(Rules):
+    shares_links = 2
+
+class LateText(Rules):
+    def __init__(self):
+        super().__init__()
+        self.queue_charge = None
+
+class OneName(Rules):
+    tuned = "split_margin"
+
+class TunesNothing(Rules):
+    tuned = ("no_such_number",)
+
+class OwnArity(Rules):
+    def load_order(self, waiting, now):
+        return waiting
+
+class NoMethod(Rules):
+    mode = "both"
+
+class Fits(Rules):
+    split_margin = 1
+    tuned = ("split_margin",)
+
+    def mode(self, ways, *more, why=""):
+        return Mode.LOAD, why
+
+    @staticmethod
+    def prefetch(desk, turns):
+        return False
+
 class HalfEviction:
     def entered(self, group): return 0
     def used(self, shelf): return 0
@@ -107,12 +148,32 @@ def test_a_rule_that_raises_ends_what_is_restored_and_the_step_says_so():
         (named("made"), "has no class made"),
         (named("NoRules"), "NoRules is no subclass of sgl_kvtier.policy.rules.Rules"),
         (named("NotMade"), "cannot be made: TypeError"),
+        (named("TextForNumber"), r'TextForNumber.split_margin = "0.02": must be a finite number'),
+        (named("NotANumber"), "NotANumber.load_horizon_s = NaN: must be a finite number"),
+        (named("HalfAToken"), "HalfAToken.min_chunk_tokens = 0.5: must be a whole number"),
+        (named("NumberForTruth"), "NumberForTruth.shares_links = 2: must be True or False"),
+        (named("LateText"), "LateText.queue_charge = null: must be a finite number"),
+        (named("OneName"), 'OneName.tuned = "split_margin": must be a tuple of names'),
+        (named("TunesNothing"), 'TunesNothing.tuned names "no_such_number", which is no number of'),
+        (named("OwnArity"), "OwnArity has no method load_order that takes 1 argument, "),
+        (named("NoMethod"), "NoMethod has no method mode that takes 1 argument, "),
     ],
 )
 def test_rules_that_cannot_be_had_are_refused_in_one_line(name, why):
     with pytest.raises(ConfigError, match=f'policy.rules = "{name}": .*{why}') as found:
         rules_of(name)
     assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        named("Fits"),
+        *(f"sgl_kvtier.lab.rules:{own}" for own in ("Cake", "TierKV", "FixedSplit", "K2")),
+    ],
+)
+def test_rules_with_numbers_and_methods_of_their_own_are_taken(name):
+    assert isinstance(rules_of(name), Rules)
 
 
 @pytest.mark.parametrize(

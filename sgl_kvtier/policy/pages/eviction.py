@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping
-from inspect import signature
 from typing import Final, Protocol, cast
 
-from sgl_kvtier.named_class import load_class
+from sgl_kvtier.named_class import lacking_method, load_class
 from sgl_kvtier.policy.pages.owners import UNOWNED, Owners
 
 
@@ -100,16 +99,7 @@ def eviction_of(name: str) -> Callable[[], Rule]:
 
 
 def _unfit(made: object) -> str | None:
-    for name, count in _ASKED.items():
-        method = getattr(made, name, None)
-        try:
-            signature(method).bind(*[0] * count)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            return (
-                f"{type(made).__name__} has no method {name} that takes {count} "
-                f"argument{'s' * (count > 1)}, as sgl_kvtier.policy.pages.eviction.Rule has"
-            )
-    return None
+    return lacking_method(made, _ASKED, Rule)
 
 
 class _Row(Protocol):
