@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import subprocess
 import sys
@@ -61,6 +62,21 @@ def test_every_room_has_a_readme(room):
     text = readme.read_text()
     missing = [name for name in modules if name not in text and f"`{name[:-3]}`" not in text]
     assert missing == []
+
+
+def test_every_part_of_the_product_but_runtime_has_strict_types():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    strict = {
+        name.removesuffix(".*")
+        for section in config.sections()
+        if section.startswith("mypy-") and config[section].get("warn_return_any")
+        for name in section.removeprefix("mypy-").split(",")
+    }
+    package = ROOT / "sgl_kvtier"
+    parts = [p for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    names = {f"sgl_kvtier.{p.stem}" for p in parts if p.stem not in ("__init__", "runtime", "lab")}
+    assert strict == {"sgl_kvtier", *names}
 
 
 def test_the_manifest_in_patches_is_the_one_the_package_ships():
