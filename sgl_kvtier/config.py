@@ -358,6 +358,8 @@ def describe_config(sections: Iterable[str] = ("store", "policy")) -> list[dict[
     rows = []
     for section in sections:
         for f in fields(_SECTIONS[section]):
+            if f.default is MISSING:
+                continue  # a section in it
             shown = format_bytes(f.default) if f.metadata["is_bytes"] else json.dumps(f.default)
             key = f"{section}.{f.name}"
             rows.append(
@@ -448,7 +450,7 @@ def _moved(key: str, value: object = None) -> str:
     return "" if where is None else f": {where}"
 
 
-LAB_SECTIONS = ("lab.throttle", "lab.faults")
+LAB_SECTIONS = ("lab", "lab.throttle", "lab.faults")
 """Sections that only the laboratory writes."""
 _SECTIONS: dict[str, Any] = {
     "store": StoreConfig,

@@ -205,6 +205,7 @@ def test_a_user_decides_no_more_than_thirty_settings_with_one_default_each():
 
 def test_what_the_laboratory_alone_writes_is_not_among_a_users_settings():
     assert not [row for row in config.describe_config() if row["key"].startswith("lab")]
+    assert [row["key"] for row in config.describe_config(["lab"])] == ["lab.audit"]
     lab = config.describe_config(config.LAB_SECTIONS)
     assert {row["key"].rpartition(".")[0] for row in lab} == set(config.LAB_SECTIONS)
 
