@@ -54,6 +54,7 @@ class Settings:
     disk_read_gbytes_per_s: float
     disk_write_gbytes_per_s: float
     log: str
+    most_log_bytes: int = 0
     damage: str = ""
     damage_at: int = 1
 
@@ -80,7 +81,7 @@ class Device:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._profile = profile.read(settings.profile)
-        self._log = PaceLog(Path(settings.log))
+        self._log = PaceLog(Path(settings.log), settings.most_log_bytes)
         self.batch: Any = None
         """SGLang's batch that the next forward is of."""
         self.pages = Pages(settings.page_size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 MOST_OVERRUN = 0.10
 """Time lost over time of all steps, from which on a run is invalid."""
@@ -21,8 +21,12 @@ MOST_OVERRUN = 0.10
 class PaceLog:
     """The lines of one scheduler process. Its thread."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+    def __init__(self, path: Path, most_bytes: int = 0) -> None:
+        """A file that would have more than `most_bytes` goes on in a new one. It is kept as PATH.1,
+        in place of the one before; 0: one file, however long.
+        """
+        self._path, self._most_bytes = path, most_bytes
+        self._file = self._open()
         self._free_at = 0.0
         self._went_on: tuple[str, ...] = ()
 
@@ -47,12 +51,25 @@ class PaceLog:
         late_s = max(returned - end, 0.0)
         self._free_at, self._went_on = max(end, returned), tuple(rids)
         row = {"step": kind, "at": called, "seconds": end - begin, "late_s": late_s, "gap_s": gap_s}
-        self._file.write(json.dumps({**row, "requests": len(rids), **more}) + "\n")
+        self._write({**row, "requests": len(rids), **more})
 
     def mismatch(self, at: float, what: str, rid: str, tier: str) -> None:
         """Wrong keys and values were found."""
-        row = {"mismatch": what, "at": at, "rid": rid, "tier": tier}
-        self._file.write(json.dumps(row) + "\n")
+        self._write({"mismatch": what, "at": at, "rid": rid, "tier": tier})
+
+    def _open(self) -> TextIO:
+        file = self._path.open("a", buffering=1, encoding="utf-8")
+        self._bytes = file.tell()
+        return file
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        line = json.dumps(row) + "\n"
+        if self._most_bytes and self._bytes + len(line) > self._most_bytes:
+            self._file.close()
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._file = self._open()
+        self._file.write(line)
+        self._bytes += len(line)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -98,5 +98,25 @@ def test_a_torn_last_line_is_left_away(tmp_path):
     assert len(pace.read(path)) == 1
 
 
+def test_a_bounded_log_keeps_the_newest_lines_in_two_files(tmp_path):
+    path = tmp_path / "log"
+    for start in (0, 50):  # a server that is started again goes on in the same files
+        written = PaceLog(path, most_bytes=1000)
+        for at in range(start, start + 50):
+            written.mismatch(float(at), "1 of 8 tokens", "a", "storage")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "log.1"]
+    assert all(file.stat().st_size <= 1000 for file in tmp_path.iterdir())
+    kept = [row["at"] for row in [*pace.read(tmp_path / "log.1"), *pace.read(path)]]
+    assert len(kept) > 10
+    assert kept == [float(at) for at in range(100 - len(kept), 100)]
+
+
+def test_a_log_without_a_bound_keeps_every_line(tmp_path):
+    written = PaceLog(tmp_path / "log")
+    for at in range(50):
+        written.mismatch(float(at), "1 of 8 tokens", "a", "storage")
+    assert len(pace.read(tmp_path / "log")) == 50
+
+
 def test_nothing_measured_is_neither_valid_nor_invalid():
     assert pace.figures([], dilation=1.0)["valid"] is None
