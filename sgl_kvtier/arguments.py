@@ -72,7 +72,14 @@ def size(text: str) -> int:
 
 
 def device(text: str) -> str:
-    """A kind of machine: cpu, cuda, or paced:PROFILE."""
+    """A kind of machine: cpu or cuda."""
+    if text in ("cpu", "cuda"):
+        return text
+    raise argparse.ArgumentTypeError(f"{shown(text)}: must be cpu or cuda")
+
+
+def any_device(text: str) -> str:
+    """A kind of machine, or paced:PROFILE, for commands that can do with one."""
     if text in ("cpu", "cuda") or (text.startswith(PACED) and text != PACED):
         return text
     raise argparse.ArgumentTypeError(f"{shown(text)}: must be cpu, cuda or {PACED}PROFILE")

@@ -108,9 +108,11 @@ def host_of(device: str) -> str:
 def paced_device(device: str, dilation: float) -> Any:
     """What a server on a paced device is started with (sgl_kvtier/lab/paced/launching.py), or None
     for another device. Raises BenchError where the laboratory is not installed or has no such
-    profile.
+    profile, and for another device's dilation.
     """
     if not device.startswith(PACED):
+        if dilation != 1.0:
+            raise BenchError(f"--dilation: only a paced device has it (--device {PACED}PROFILE)")
         return None
     # By its name: the product works without the laboratory.
     try:

@@ -10,11 +10,13 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import (
     above_nought,
+    any_device,
     count,
     device,
     not_negative,
@@ -67,16 +69,8 @@ SERVER: _Options = {
     },
     "device": {
         "type": device,
-        "metavar": "cpu|cuda|paced:PROFILE",
-        "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
-        "time of an accelerator (sgl_kvtier/lab/paced)",
-    },
-    "dilation": {
-        "type": above_nought,
-        "default": 1.0,
-        "metavar": "D",
-        "help": "of a paced device: everything takes D times as long, and results are divided by it "
-        "(default 1)",
+        "metavar": "cpu|cuda",
+        "help": "default: cuda where there is an NVIDIA device",
     },
     "dtype": {
         "help": "default: float32 on a CPU, bfloat16 for models of ours elsewhere, else the model's"
@@ -102,6 +96,24 @@ SERVER: _Options = {
     },
 }
 """Options of the servers that are started."""
+
+PACED_SERVER: _Options = {
+    **SERVER,
+    "device": {
+        "type": any_device,
+        "metavar": "cpu|cuda|paced:PROFILE",
+        "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
+        "time of an accelerator (sgl_kvtier/lab/paced)",
+    },
+    "dilation": {
+        "type": above_nought,
+        "default": 1.0,
+        "metavar": "D",
+        "help": "of a paced device: everything takes D times as long, and results are divided by it "
+        "(default 1)",
+    },
+}
+"""The same where they may run on a paced device."""
 
 
 def add_options(
@@ -198,8 +210,15 @@ def words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -> None:
-    """Which sessions to replay."""
+def add_load_arguments(
+    parser: argparse.ArgumentParser,
+    defaults: LoadOptions,
+    others: Mapping[str, LoadOptions] | None = None,
+) -> None:
+    """Which sessions to replay. `others` are defaults where something is otherwise, by its name in
+    help texts.
+    """
+    default = partial(_default, defaults, others or {})
     group = parser.add_argument_group("workload")
     group.add_argument(
         "--trace",
@@ -217,18 +236,18 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
         "--skip", type=count, default=0, metavar="N", help="pass over the trace's first N sessions"
     )
     for name, letter, about in (
-        ("sessions", "N", f"sessions (default {defaults.sessions})"),
-        ("turns", "N", f"cut sessions after N calls (default {defaults.turns or 'all'})"),
+        ("sessions", "N", f"sessions {default('sessions')}"),
+        ("turns", "N", f"cut sessions after N calls {default('turns')}"),
         (
             "divisor",
             "D",
-            f"lab models: divide all token counts by D, keep the structure (default {defaults.divisor})",
+            f"lab models: divide all token counts by D, keep the structure {default('divisor')}",
         ),
         ("max-prompt-tokens", "N", "cut sessions before a longer prompt"),
         (
             "max-output-tokens",
             "N",
-            f"generate at most N tokens a call (default {defaults.most_output_tokens or 'all'})",
+            f"generate at most N tokens a call {default('most_output_tokens')}",
         ),
     ):
         group.add_argument(f"--{name}", type=positive, metavar=letter, help=about)
@@ -237,8 +256,23 @@ def add_load_arguments(parser: argparse.ArgumentParser, defaults: LoadOptions) -
         type=number_from(0, 1),
         metavar="SHARE",
         help="enter sessions after this share of their calls: what came before is context of the first "
-        f"(default {defaults.begin:g})",
+        f"{default('begin')}",
     )
+
+
+def _default(usual: LoadOptions, others: Mapping[str, LoadOptions], name: str) -> str:
+    """The defaults of one option as its help names them."""
+
+    def amount(options: LoadOptions) -> str:
+        value: float | None = getattr(options, name)
+        return "all" if value is None else f"{value:g}"
+
+    places: dict[str, list[str]] = {amount(usual): []}
+    for where, options in others.items():
+        places.setdefault(amount(options), []).append(where)
+    places[amount(usual)] = []
+    texts = (f"{value} {', '.join(where)}".rstrip() for value, where in places.items())
+    return f"(default {'; '.join(texts)})"
 
 
 def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from typing import Any
 from sgl_kvtier.console import Table, check_target, envelope, print_table, write_json, write_text
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.server import end_on_signals
-from sgl_kvtier.lab.paced.launching import is_paced
-from sgl_kvtier.launch import missing_packages
+from sgl_kvtier.launch import missing_packages, paced_device
 
 
 @dataclass
@@ -86,19 +85,16 @@ class Experiment:
                 print(f"The {what} is in {target}", file=shown)
 
 
-def check(
-    args: argparse.Namespace, *, starts_servers: bool = True, can_be_paced: bool = False
-) -> None:
+def check(args: argparse.Namespace, *, starts_servers: bool = True) -> None:
     """Checks a command before anything is done.
 
     Raises KVTierError where a result cannot be written, or a server cannot be started on this
     device.
     """
-    device = getattr(args, "device", None)
-    if is_paced(device) and not can_be_paced:
-        raise BenchError(f"--device {device}: so far kvtier compare and kvtier serve have it")
-    if getattr(args, "dilation", 1.0) != 1.0 and not is_paced(device):
-        raise BenchError("--dilation: only a paced device has it (--device paced:PROFILE)")
+    given = vars(args)
+    paced = paced_device(given.get("device") or "", given.get("dilation", 1.0))
+    if paced is not None:
+        paced.refuse_others(_server_words(given))
     for target in (args.json, getattr(args, "html", None)):
         if target is not None:
             check_target(target)
@@ -107,6 +103,13 @@ def check(
             f"SGLang is not installed for {sys.executable}. Install it with: pip install 'sgl-kvtier[sglang]' "
             "(about 10 GB), or run scripts/compare, which does that in an environment of its own"
         )
+
+
+def _server_words(given: Mapping[str, Any]) -> list[str]:
+    """The options that say what a server is like, as arguments."""
+    asked = {name: given.get(name) for name in ("dtype", "tp", "page_size", "threads")}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items() if value]
+    return [*words, *given.get("server_arg", ())]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ DEVICE_TOKENS, MOST_RUNNING = 131072 * 3, 32
 """Sizes of `kvtier serve`: the tokens of keys and values that 80 GB leave an 8B model in bf16, and
 requests at a time.
 """
+SERVE_LOG_BYTES = 64 << 20
+"""Most bytes of a log of `kvtier serve`, which may run for weeks. The file before it is kept."""
 LOG = "pace.jsonl"
 """In a server's folder: `pace.PaceLog`."""
 DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
@@ -35,6 +37,18 @@ DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
 _VARIABLE = "KVTIER_PACED"
 _INSTALL = "sgl_kvtier.lab.paced.device:install"
 _STUBS = "sgl_kvtier.lab.paced.stub"
+_DTYPE = "float32"
+_SINGLE = (
+    *("--tp-size", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"),
+    *("--dp-size", "--data-parallel-size", "--threads"),
+)
+_OWN = {
+    "--dtype": _DTYPE,
+    "--kv-cache-dtype": "auto",
+    "--page-size": str(PAGE_TOKENS),
+    **dict.fromkeys(_SINGLE, "1"),
+}
+"""What every paced device has, by the arguments of commands and servers that ask for it."""
 _PREFETCH_BASE_S, _PREFETCH_PER_KI_TOKEN_S = 1.0, 0.25
 """SGLang's own time-outs of a storage prefetch (0.5.23, HiCacheController)."""
 _WRITER = 1
@@ -123,8 +137,18 @@ class Paced:
             "disk_gbytes_per_s": [self.disk_read_gbytes_per_s, self.disk_write_gbytes_per_s],
         }
 
-    def env(self, log: Path) -> dict[str, str]:
-        """Variables of the server's process."""
+    def refuse_others(self, words: Sequence[str]) -> None:
+        """Raises BenchError where arguments ask for something that this device has otherwise."""
+        for place, word in enumerate(words):
+            flag, _, value = word.partition("=")
+            given = value or next(iter(words[place + 1 :]), "")
+            for name, own in _OWN.items():
+                # argparse takes the beginning of a name for it, as --tp for --tp-size.
+                if len(flag) > len("--") + 1 and name.startswith(flag) and given != own:
+                    raise BenchError(f"{flag} {given}: {PACED}{self.profile.name} has {own}")
+
+    def env(self, log: Path, most_log_bytes: int = 0) -> dict[str, str]:
+        """Variables of the server's process. `most_log_bytes` is `PaceLog`'s `most_bytes`."""
         told = {
             "profile": self.profile.name,
             "dilation": self.dilation,
@@ -133,6 +157,7 @@ class Paced:
             "disk_read_gbytes_per_s": self.disk_read_gbytes_per_s,
             "disk_write_gbytes_per_s": self.disk_write_gbytes_per_s,
             "log": str(log),
+            "most_log_bytes": most_log_bytes,
             "damage": self.damage,
             "damage_at": self.damage_at,
         }
@@ -145,6 +170,10 @@ class Paced:
             "OMP_NUM_THREADS": "1",
         }
 
+    def serve_env(self, log: Path) -> dict[str, str]:
+        """The same for a user's own server."""
+        return self.env(log, SERVE_LOG_BYTES)
+
     def flags(self) -> tuple[str, ...]:
         """Arguments of the server beside those of a CPU."""
         return ("--load-format", "dummy", "--skip-server-warmup")
@@ -156,7 +185,7 @@ class Paced:
         sizes = {
             "--page-size": PAGE_TOKENS,
             "--chunked-prefill-size": CHUNK_TOKENS,
-            "--dtype": "float32",
+            "--dtype": _DTYPE,
             "--max-total-tokens": DEVICE_TOKENS,
             "--context-length": DEVICE_TOKENS,
             "--max-running-requests": MOST_RUNNING,

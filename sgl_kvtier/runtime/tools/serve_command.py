@@ -7,10 +7,11 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.arguments import above_nought, device, port, size
+from sgl_kvtier.arguments import above_nought, any_device, port, size
 from sgl_kvtier.config import PolicyConfig, load_config
 from sgl_kvtier.errors import BenchError, ConfigError
 from sgl_kvtier.launch import (
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        type=device,
+        type=any_device,
         metavar="cpu|cuda|paced:PROFILE",
         help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
         "time of an accelerator, to see what a server would do there (sgl_kvtier/lab/paced)",
@@ -93,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
     # magnitude.
     added = {"OMP_WAIT_POLICY": "PASSIVE"} if host_of(device) == "cpu" else {}
     if paced is not None:
+        paced.refuse_others(extra)
+        _check_settings(args, paced)
         extra = [*paced.serve_flags(), *extra]
-        added |= paced.env(settings.with_suffix(".pace.jsonl"))
+        added |= paced.serve_env(settings.with_suffix(".pace.jsonl"))
     command = [
         sys.executable,
         "-m",
@@ -167,6 +170,28 @@ def _model(args: argparse.Namespace, paced: Any) -> str:
     if paced is not None and args.model is not None:
         raise ConfigError(f"{args.device} brings a model of its own: leave {args.model} away")
     return str(args.model) if paced is None else str(paced.model())
+
+
+def _check_settings(args: argparse.Namespace, paced: Any) -> None:
+    """Raises ConfigError where a user's own file lacks a paced device's disk and times."""
+    if args.config is None:
+        return
+    lacking = _lacking(
+        {**paced.settings(), **paced.sections()}, json.loads(args.config.read_text())
+    )
+    if lacking:
+        raise ConfigError(f"{args.config}: on {args.device} it must also say {json.dumps(lacking)}")
+
+
+def _lacking(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of some settings that others lack or have otherwise."""
+    rest = {}
+    for key, value in wanted.items():
+        if isinstance(value, Mapping):
+            rest[key] = _lacking(value, found.get(key, {}))
+        elif found.get(key) != value:
+            rest[key] = value
+    return {key: value for key, value in rest.items() if value != {}}
 
 
 def _settings(args: argparse.Namespace, paced: Any) -> dict[str, object]:

@@ -89,12 +89,77 @@ def test_a_users_server_gets_settings_that_the_product_accepts(tmp_path, capsys)
     assert load_config(tmp_path / "kvtier.json").lab.throttle.read_gbps == pytest.approx(0.1)
 
 
-def test_a_paced_server_takes_no_other_model(tmp_path):
+def serve(*words, extra=()):
+    """`kvtier serve --print` with these words, and `extra` behind --."""
     parser = argparse.ArgumentParser()
     serve_command.add_arguments(parser)
-    words = ["some/model", "--device", "paced:h100-llama8b", "--store", str(tmp_path), "--print"]
+    args = parser.parse_args([*words, "--print"])
+    args.extra = list(extra)
+    return serve_command.run(args)
+
+
+PACED = ("--device", "paced:h100-llama8b")
+
+
+def test_a_paced_server_takes_no_other_model(tmp_path):
     with pytest.raises(ConfigError, match="model of its own"):
-        serve_command.run(parser.parse_args(words))
+        serve("some/model", *PACED, "--store", str(tmp_path))
+
+
+def test_an_own_file_without_the_modelled_disk_is_refused_with_what_it_lacks(tmp_path, capsys):
+    config = tmp_path / "own.json"
+    own = {"store": {"path": "/s"}, "policy": {"rules": ""}, "prefetch_timeout_base": 1.0}
+    config.write_text(json.dumps(own))
+    with pytest.raises(ConfigError, match=r"own\.json: .* must also say \{") as found:
+        serve(*PACED, "--config", str(config))
+    assert "\n" not in str(found.value)
+    lacking = json.loads(str(found.value).split(" must also say ")[1])
+    assert sorted(lacking) == ["lab", "policy", "prefetch_timeout_per_ki_token"]
+    lacking["policy"] |= own["policy"]
+    config.write_text(json.dumps({**own, **lacking}))
+    assert serve(*PACED, "--config", str(config)) == 0
+
+
+def test_a_file_for_another_dilation_is_refused(tmp_path, capsys):
+    config = tmp_path / "own.json"
+    paced = launching.parse("paced:h100-llama8b")
+    config.write_text(json.dumps({"store": {"path": "/s"}, **paced.settings(), **paced.sections()}))
+    assert serve(*PACED, "--config", str(config)) == 0
+    with pytest.raises(ConfigError, match=r'"prefetch_timeout_base": 2\.0'):
+        serve(*PACED, "--config", str(config), "--dilation", "2")
+
+
+def test_only_a_paced_server_has_a_dilation(tmp_path):
+    with pytest.raises(BenchError, match="--dilation: only a paced device has it"):
+        serve("m", "--device", "cpu", "--store", str(tmp_path / "s"), "--dilation", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dtype", "bfloat16"), "--dtype bfloat16: paced:h100-llama8b has float32"),
+        (("--tp", "2"), "--tp 2: paced:h100-llama8b has 1"),
+        (("--tensor-parallel-size=2",), "--tensor-parallel-size 2: paced:h100-llama8b has 1"),
+        (("--page-size", "16"), "--page-size 16: paced:h100-llama8b has 64"),
+    ],
+)
+def test_a_paced_server_refuses_arguments_of_another_device(words, said, tmp_path):
+    with pytest.raises(BenchError, match=f"^{said}$"):
+        serve(*PACED, "--store", str(tmp_path / "s"), extra=("--log-level", "info", *words))
+
+
+def test_a_paced_server_takes_its_own_and_all_other_arguments(tmp_path, capsys):
+    extra = ("--dtype", "float32", "--page-size=64", "--tp", "1", "--disable-overlap-schedule")
+    assert serve(*PACED, "--store", str(tmp_path / "s"), extra=extra) == 0
+
+
+def test_the_log_of_a_users_server_is_bounded_and_that_of_a_comparison_is_whole(tmp_path):
+    paced = launching.parse("paced:h100-llama8b")
+    told = [
+        json.loads(env["KVTIER_PACED"]) for env in (paced.serve_env(tmp_path), paced.env(tmp_path))
+    ]
+    assert told[0]["most_log_bytes"] > 0
+    assert told[1]["most_log_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
+    PACED_SERVER,
     RUN,
-    SERVER,
     Shape,
     add_load_arguments,
     add_options,
@@ -33,7 +33,7 @@ from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, lo
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
 from sgl_kvtier.lab.outside.replay import ReplayOptions
-from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
 from sgl_kvtier.lab.pages.compare import SCHEMA, compare_page, compare_tables
 from sgl_kvtier.launch import host_of
 
@@ -53,6 +53,26 @@ _LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 # Three to six agents worked at a time when the default trace was recorded.
 _REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
+_SERVER_HELP = {
+    "model_path": {
+        "help": "a model's folder or name (default: a lab model is written; a paced device brings its own)"
+    },
+    "dtype": {
+        "help": "default: float32 on a CPU, bfloat16 for models of ours on a GPU, else the model's; a paced device has "
+        "float32 alone"
+    },
+    "threads": {
+        "help": "torch threads per server on a CPU (default: half of the cores; a paced device has 1 alone)"
+    },
+    "tp": {"help": "tensor-parallel size (default 1, which a paced device has alone)"},
+    "page_size": {
+        "help": "tokens per page (default 16 on a CPU, else 64, which a paced device has alone)"
+    },
+    "chunk": {
+        "help": f"chunked prefill size (default 512 on a CPU, 4096 on a GPU, {CHUNK_TOKENS} on a paced device)"
+    },
+}
+
 _STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
     "The arm recompute has no host pool; the others have the same one.",
@@ -64,8 +84,8 @@ _STANDING = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    quick = "a small load, two rounds, without the arm hicache: under 3 minutes"
-    rounds = "rounds, each with every arm (default 3)"
+    quick = "a small load, two rounds, without the arm hicache: under 3 minutes on a CPU"
+    rounds = "rounds, each with every arm (default 3; 2 with --quick)"
     add_options(
         parser,
         RUN,
@@ -76,14 +96,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms",
         metavar="A,B",
-        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off)",
+        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off; "
+        f"{','.join(_QUICK_ARMS)} with --quick; {','.join(_PACED_ARMS)} on a paced device)",
     )
     servers = parser.add_argument_group("servers")
-    add_options(servers, SERVER)
+    add_options(servers, PACED_SERVER, "", **_SERVER_HELP)
     servers.add_argument(
         "--device-tokens",
         type=positive,
-        help="tokens in the device pool (default: a fifth of all contexts, and at least the longest request)",
+        help="tokens in the device pool (default: a fifth of all contexts, a third on a paced device, and at least the "
+        "longest request)",
     )
     servers.add_argument(
         "--host-ratio",
@@ -97,7 +119,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="all up at once and flushed between rounds, or a fresh one per arm and round",
     )
-    add_load_arguments(parser, _CPU)
+    others = {
+        "on a GPU": _GPU,
+        "with --quick": _QUICK,
+        "on a paced device": _PACED,
+        "on a paced device with --quick": _PACED_QUICK,
+    }
+    add_load_arguments(parser, _CPU, others)
     add_replay_arguments(parser, _REPLAY)
 
 
@@ -105,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
-    check(args, can_be_paced=True)
+    check(args)
     arms = _arms(args)
     outcome = Outcome()
     with work_folder(args.folder, lambda: bool(outcome.failures)) as folder:

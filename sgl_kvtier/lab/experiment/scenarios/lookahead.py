@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="storage of the kvtier arms no faster than X gigabits per second",
     )
-    add_load_arguments(parser, _CPU)
+    add_load_arguments(parser, _CPU, {"on a GPU": _GPU, "with --quick": _QUICK})
     replaying = parser.add_argument_group("replay")
     replaying.add_argument(
         "--concurrency", type=positive, metavar="N", help="sessions at a time (default: all)"

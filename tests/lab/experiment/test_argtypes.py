@@ -1,0 +1,82 @@
+"""Options that commands share: which devices each offers, and the defaults that its help names."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.frame import check
+from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, restore
+from sgl_kvtier.lab.fuzz import command as fuzz
+
+PACED = ("--device", "paced:h100-llama8b")
+
+
+def parser_of(command) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser
+
+
+def helped(command, option: str) -> str:
+    """The help of one option."""
+    return parser_of(command)._option_string_actions[f"--{option}"].help or ""
+
+
+@pytest.mark.parametrize("command", [lookahead, overhead, restore, fuzz])
+def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
+    parser = parser_of(command)
+    assert "paced" not in parser.format_help()
+    with pytest.raises(SystemExit):
+        parser.parse_args(list(PACED))
+    assert "must be cpu or cuda" in capsys.readouterr().err
+    assert parser.parse_args(["--device", "cuda"]).device == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (
+            "arms",
+            "kvtier-off; recompute,hicache-file,kvtier with --quick; hicache-file,kvtier on a",
+        ),
+        ("device-tokens", "a third on a paced device"),
+        ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),
+        ("sessions", "(default 8; 6 with --quick, on a paced device with --quick)"),
+        ("divisor", "(default 4; 1 on a GPU, on a paced device, on a paced device with --quick)"),
+        ("begin", "(default 0; 0.6 on a paced device, on a paced device with --quick)"),
+        ("max-output-tokens", "(default 16; all on a GPU; 12 with --quick)"),
+        ("rounds", "(default 3; 2 with --quick)"),
+    ],
+)
+def test_the_help_of_compare_names_the_defaults_of_every_device(option, said):
+    assert said in helped(compare, option)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dtype", "bfloat16"), "--dtype bfloat16: paced:h100-llama8b has float32"),
+        (("--tp", "2"), "--tp 2: paced:h100-llama8b has 1"),
+        (("--page-size", "16"), "--page-size 16: paced:h100-llama8b has 64"),
+        (("--threads", "2"), "--threads 2: paced:h100-llama8b has 1"),
+        (("--server-arg=--tp-size", "--server-arg=2"), "--tp-size 2: paced:h100-llama8b has 1"),
+    ],
+)
+def test_a_comparison_on_a_paced_device_refuses_what_another_device_has(words, said):
+    args = parser_of(compare).parse_args([*PACED, *words])
+    with pytest.raises(BenchError, match=f"^{said}$"):
+        check(args, starts_servers=False)
+
+
+def test_a_comparison_on_a_paced_device_takes_what_it_has():
+    words = ("--dtype", "float32", "--tp", "1", "--page-size", "64", "--threads", "1")
+    check(parser_of(compare).parse_args([*PACED, *words]), starts_servers=False)
+
+
+def test_only_a_comparison_on_a_paced_device_has_a_dilation():
+    args = parser_of(compare).parse_args(["--device", "cpu", "--dilation", "2"])
+    with pytest.raises(BenchError, match="--dilation: only a paced device has it"):
+        check(args, starts_servers=False)
