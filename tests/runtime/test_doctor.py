@@ -44,7 +44,7 @@ def test_a_good_machine_is_ready(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("built", "state", "advice"),
-    [("compiled", "ok", ""), ("source", "warn", "pip install . (without -e)")],
+    [("compiled", "ok", ""), ("source", "warn", "and without -e: pip install ")],
 )
 def test_a_planner_that_runs_as_source_is_a_warning_that_says_how_to_compile_it(
     built, state, advice, capsys, monkeypatch
@@ -52,6 +52,21 @@ def test_a_planner_that_runs_as_source_is_a_warning_that_says_how_to_compile_it(
     monkeypatch.setattr(doctor, "planner_build", lambda: built)
     found = findings(capsys, "--no-disk")["planner"]
     assert found["state"] == state and advice in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("noted", "source"),
+    [
+        ({"url": "file:///home/a/clone", "dir_info": {"editable": True}}, "/home/a/clone"),
+        ({"url": "file:///home/a/a%20clone", "dir_info": {}}, "'/home/a/a clone'"),
+        ({"url": "https://host/a.git", "vcs_info": {"vcs": "git"}}, "git+https://host/a.git"),
+        ({"url": "file:///tmp/sgl_kvtier-1-any.whl"}, "--no-binary sgl-kvtier sgl-kvtier"),
+        (None, "--no-binary sgl-kvtier sgl-kvtier"),
+    ],
+)
+def test_the_advice_installs_from_where_the_package_came_from(noted, source):
+    said = doctor.compiling(None if noted is None else json.dumps(noted))
+    assert said == f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
 
 
 def test_looking_at_a_folder_that_is_not_there_leaves_none_behind(tmp_path, capsys):

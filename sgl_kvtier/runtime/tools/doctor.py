@@ -7,12 +7,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import resource
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from sgl_kvtier import __version__
 from sgl_kvtier.config import KVTierConfig, PolicyConfig, describe_config, load_config
@@ -118,15 +121,12 @@ def _versions() -> Iterator[Finding]:
     if planner_build() == "compiled":
         yield Finding("planner", "ok", "compiled")
     else:
-        advice = (
-            "it plans the same, 1.5 to 4 times slower: pip install . (without -e) with a C "
-            "compiler, or scripts/install"
-        )
+        advice = f"it plans the same, 1.5 to 4 times slower. {_compile_again()}"
         yield Finding("planner", "warn", "Python source", advice)
     if importlib.util.find_spec("sgl_kvtier.store._native") is not None:
         yield Finding("I/O threads", "ok", "compiled")
     else:
-        yield Finding("I/O threads", "warn", "Python", "pip install . with a C compiler")
+        yield Finding("I/O threads", "warn", "Python", _compile_again())
     version = seams.installed_version()
     if version is None:
         yield Finding(
@@ -141,6 +141,29 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, "ok", importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding(name, "warn", "not installed", "comes with sglang")
+
+
+def compiling(direct_url: str | None) -> str:
+    """The command that installs the package again with its compiled parts. `direct_url` is what pip
+    noted of where it came from (PEP 610), None where that was a package index.
+    """
+    told = json.loads(direct_url or "{}")
+    source = told.get("url", "")
+    if "vcs_info" in told:
+        source = f"{told['vcs_info']['vcs']}+{source}"
+    elif source.startswith("file:"):
+        source = shlex.quote(unquote(urlsplit(source).path))
+    if not source or source.endswith(".whl"):
+        source = "--no-binary sgl-kvtier sgl-kvtier"
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {source}"
+
+
+def _compile_again() -> str:
+    try:
+        noted = importlib.metadata.distribution("sgl-kvtier").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        noted = None
+    return f"With a C compiler, and without -e: {compiling(noted)}"
 
 
 def _seams() -> Iterator[Finding]:
