@@ -79,6 +79,19 @@ def test_every_part_of_the_product_but_runtime_has_strict_types():
     assert strict == {"sgl_kvtier", *names}
 
 
+def test_every_extra_that_is_named_is_one_that_can_be_installed():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    named = {
+        (path.name, extra)
+        for path in (ROOT / "sgl_kvtier").rglob("*.py")
+        for extra in re.findall(r"(?:sgl-kvtier|the extra )\[(\w+)\]", path.read_text())
+    }
+    assert len(named) > 5
+    known = config["options.extras_require"]
+    assert sorted(one for one in named if one[1] not in known) == []
+
+
 def test_the_manifest_in_patches_is_the_one_the_package_ships():
     link = ROOT / "patches" / "sglang-0.5.23" / "seams.json"
     assert (

@@ -1,7 +1,7 @@
 """The common ground of all plots: size, type, colours, and clean SVG that can stand alone or inside
 a page.
 
-Needs matplotlib, the optional extra [report]; it is imported only when something is drawn.
+Needs matplotlib, the optional extra [lab]; it is imported only when something is drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HOW_TO_GET_PLOTS = "pip install 'sgl-kvtier[report]'"
+HOW_TO_GET_PLOTS = "pip install 'sgl-kvtier[lab]'"
 
 SIZE_IN = (4.8, 3.3)
 """Width and height in inches: 460 CSS pixels. So two fit beside each other and one fits a telephone

@@ -127,7 +127,7 @@ def test_without_matplotlib_the_page_has_the_tables_and_says_how_to_get_plots(
     page = Page(compare_page(compare_result))
     assert page.count("svg") == 0
     assert page.count("table") == 7
-    assert "pip install 'sgl-kvtier[report]'" in page.text
+    assert "pip install 'sgl-kvtier[lab]'" in page.text
 
 
 def test_the_page_is_made_from_what_the_json_file_holds(compare_result: dict) -> None:

@@ -23,7 +23,7 @@ from sgl_kvtier.lab.pages.plots import (
     timeline,
 )
 
-pytest.importorskip("matplotlib", reason="the plots need the extra [report]")
+pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
 
 ARMS = ("recompute", "hicache", "hicache-file", "kvtier")
 

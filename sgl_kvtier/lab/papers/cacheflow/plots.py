@@ -1,4 +1,4 @@
-"""Plots of CacheFlow's experiments, as SVG text by file name. Needs the extra [report]."""
+"""Plots of CacheFlow's experiments, as SVG text by file name. Needs the extra [lab]."""
 
 from __future__ import annotations
 

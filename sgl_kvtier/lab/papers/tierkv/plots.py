@@ -1,4 +1,4 @@
-"""Plots of TierKV's experiments, as SVG text by file name. Needs the extra [report]."""
+"""Plots of TierKV's experiments, as SVG text by file name. Needs the extra [lab]."""
 
 from __future__ import annotations
 
