@@ -83,7 +83,7 @@ class Rank:
         self.context = StepContext(tree, alone=False)
         self.engine = SimpleNamespace(
             context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
-            look_for_offers=lambda: None, settle=lambda states, ends: None,
+            offers=SimpleNamespace(make=lambda: None), settle=lambda states, ends: None,
             abandon_all=lambda how: None, counters=RestoreCounters(),
         )  # fmt: skip
         planner = SimpleNamespace(observe=self.told.append, step=lambda view: StepPlan())

@@ -27,7 +27,8 @@ NAMES = [f.name for f in dataclasses.fields(PolicyConfig)]
 def lab(config: PolicyConfig) -> SimpleNamespace:
     """A scheduler with notes, an engine that only has what is changed, and a real planner."""
     engine = SimpleNamespace(
-        taking=True, min_tokens=config.min_restore_tokens, context=SimpleNamespace(now=1.0)
+        offers=SimpleNamespace(taking=True, min_tokens=config.min_restore_tokens),
+        context=SimpleNamespace(now=1.0),
     )
     planner = make_planner(config, ENGINE)
     learning = Learning(planner, planner.profile, None, Profile({}, {}, {}, 0, {}))
@@ -62,15 +63,15 @@ def test_a_setting_is_in_force_for_the_next_offer() -> None:
 def test_off_closes_the_engine_to_hits_and_on_opens_it() -> None:
     scheduler = lab(PolicyConfig())
     HANDLERS["policy.restore"](scheduler, 4)
-    assert not scheduler.engine.taking
+    assert not scheduler.engine.offers.taking
     HANDLERS["policy.restore"](scheduler, 0)
-    assert scheduler.engine.taking
+    assert scheduler.engine.offers.taking
 
 
 def test_the_least_length_is_the_engines_as_well() -> None:
     scheduler = lab(PolicyConfig())
     HANDLERS["policy.min_restore_tokens"](scheduler, 1024)
-    assert scheduler.engine.min_tokens == 1024
+    assert scheduler.engine.offers.min_tokens == 1024
 
 
 @pytest.mark.parametrize("name", FIXED)

@@ -187,7 +187,7 @@ def test_hits_of_another_backend_are_left_to_it():
     )
     engine.context.tree.cache_controller.storage_backend = SimpleNamespace()
     operation = SimpleNamespace(handle=handle, hash_value=["00" * 32] * 8, storage_start=0)
-    assert not engine.offer_hit(operation, 8 * PAGE)
+    assert not engine.offers.hit(operation, 8 * PAGE)
     assert engine.counters.declined == {"another backend": 1}
 
 

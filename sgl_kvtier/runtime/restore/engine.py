@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -29,26 +28,24 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
-from sgl_kvtier.runtime.restore import offers
 from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
+from sgl_kvtier.runtime.restore.offers import LATER, Offers
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
-from sgl_kvtier.runtime.sglang import requests, storage_ops
+from sgl_kvtier.runtime.sglang import storage_ops
 from sgl_kvtier.runtime.sglang.attached import store_of
-from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
+from sgl_kvtier.runtime.sglang.types import Handle
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.store.base import ReadOutcome
-from sgl_kvtier.types import Link, PageKey, Span, Tier
+from sgl_kvtier.types import Link, Span, Tier
 
 logger = logging.getLogger(__name__)
 
 _RESET_S = 30.0
 """How long an emptying of the pools waits for transfers under way."""
 _CANCELLED = LOST[ReadOutcome.CANCELLED]
-_LATER = 0.0
-"""The time in facts noted between two ticks; the tick puts the agreed one in."""
 
 
 class RestoreEngine:
@@ -64,19 +61,16 @@ class RestoreEngine:
         """`leave`: the planner's word on why a prefix is better left to SGLang than offered."""
         self.context = context
         self.mover = mover
-        self.min_tokens = min_tokens
-        self._leave = leave
-        self.taking = True
-        """Whether hits are taken over at all; otherwise all of it is SGLang's own way."""
         self.restorations: dict[str, Restoration] = {}
         self.loads: list[Load] = []
         self.computes: dict[str, Compute] = {}
         self.counters = RestoreCounters()
+        self.offers = Offers(
+            context, self.restorations, self.loads, self.counters, min_tokens, leave
+        )
         self.kept: KeptPages | None = None
         """Where SGLang writes new pages through to host memory."""
         self._prefixes: dict[str, torch.Tensor] = {}
-        self._looking: dict[Any, None] = {}
-        self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
         self._link_ended: dict[Link, float] = {}
         self.audit: Audit | None = None
         """What compares spliced pages with what they were loaded from, where that is asked for."""
@@ -91,12 +85,13 @@ class RestoreEngine:
         be freed.
         """
         return bool(
-            self.restorations
-            or self.loads
-            or self.context.slots.waiting
-            or self._looking
-            or self._again
+            self.restorations or self.loads or self.context.slots.waiting or self.offers.open
         )
+
+    @property
+    def taking(self) -> bool:
+        """Whether hits are taken over at all."""
+        return self.offers.taking
 
     @property
     def holds_memory(self) -> bool:
@@ -106,7 +101,7 @@ class RestoreEngine:
     @property
     def owned(self) -> list[str]:
         """Requests whose prefix SGLang need not ask storage for."""
-        return [*self.restorations, *(handle.rid for handle in self._again)]
+        return [*self.restorations, *self.offers.delayed]
 
     def of(self, rid: str) -> Restoration | None:
         """This request's restoration, from its offer until the front has reached its end."""
@@ -118,7 +113,7 @@ class RestoreEngine:
         """
         if handle.rid in self.restorations:
             return handle.rid in self.computes
-        if handle in self._again:
+        if self.offers.is_delayed(handle):
             return False
         if not self.taking:
             return None
@@ -131,10 +126,7 @@ class RestoreEngine:
 
     def forget(self, rid: str) -> None:
         """A request is gone: finished, aborted or retracted."""
-        if self._again:
-            self._again = {
-                handle: offer for handle, offer in self._again.items() if handle.rid != rid
-            }
+        self.offers.forget(rid)
         r = self.restorations.get(rid)
         if r is not None:
             self.abandon(r, "aborted")
@@ -194,99 +186,12 @@ class RestoreEngine:
         if self.audit is not None:
             self.audit.close()
 
-    # --- offers -----------------------------------------------------------------------------------
-
-    def offer_hit(self, operation: Operation, hit_tokens: int) -> bool:
-        """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is
-        restored by us.
-        """
-        keys = tuple(
-            PageKey(bytes.fromhex(h))
-            for h in operation.hash_value[: hit_tokens // self.context.page]
-        )
-        req = self.context.waiting(operation.handle)
-        if req is not None and store_of(self.context.tree.cache_controller) is None:
-            return self._fall_back("another backend")
-        return req is not None and self._offer(
-            req, operation.storage_start // self.context.page, keys
-        )
-
-    def look_at(self, handle: Handle) -> None:
-        """A waiting request for which storage has nothing: its host pages may be offered in the
-        next tick.
-        """
-        if self.taking:
-            self._looking[handle] = None
-
     def offer_again(self, r: Restoration) -> None:
         """The tree holds more of its prefix than when it was offered: the rest is a new
         restoration.
         """
         self.abandon(r, "grown")
-        self._offer(r.req, r.pages - len(r.keys), r.keys, taken=True)
-
-    def look_for_offers(self) -> None:
-        """Offers the host pages of requests that were queued, or whose storage lookup ended, since
-        the last tick.
-        """
-        looking, self._looking = self._looking, {}
-        again, self._again = self._again, {}
-        for req, storage_start, keys in again.values():
-            self._offer(req, storage_start, keys, taken=True)
-        for handle in looking:
-            req = self.context.waiting(handle)
-            if (
-                req is None
-                or handle.rid in self.restorations
-                or storage_ops.asked(self.context.tree, handle)
-            ):
-                continue
-            if requests.found(req).host >= self.min_tokens:
-                self._offer(req, None, ())
-
-    def _offer(
-        self, req: Req, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False
-    ) -> bool:
-        """`taken`: SGLang has dropped its own transfer from storage already, so that those pages
-        are not left to it.
-        """
-        reason = (
-            "again"
-            if req.rid in self.restorations
-            else requests.left_to_sglang(req)
-            if self.taking
-            else "switched off"
-        )
-        found = reason or offers.find(self.context, req, storage_start, keys)
-        if isinstance(found, Restoration) and (
-            found.pages - found.resident
-        ) * self.context.page < max(1, self.min_tokens):
-            found = "short"
-        if isinstance(found, Restoration):
-            offer = RestoreOffered(
-                req.rid, _LATER, found.prompt_tokens, found.resident, found.pages, found.sources
-            )
-            found = found if taken and found.keys else self._leave(offer) or found
-        if isinstance(found, str):
-            return self._fall_back(found)
-        if any(load.restoration.rid == req.rid and not load.written_off for load in self.loads):
-            # Loads of an earlier restoration of it are still in flight; their reports must not be
-            # taken for this one's.
-            self._again[req.cache_request_handle] = (req, storage_start, keys)
-            return True
-        found.node_lock = self.context.tree.lock(req.last_node)
-        if len(found.host_slots):
-            found.host_pin = self.context.host.pin(req.best_match_node)
-        self.restorations[req.rid] = found
-        self.context.facts.append(offer)
-        return True
-
-    def _fall_back(self, why: str) -> bool:
-        """Leaves a hit to SGLang's own way, and counts it under why. Every hit that is not restored
-        comes by here.
-        """
-        self.counters.declined[why] += 1
-        return False
+        self.offers.again(r)
 
     # --- carrying a plan out ----------------------------------------------------------------------
 
@@ -311,7 +216,7 @@ class RestoreEngine:
         if (
             r is None or r.closed
         ):  # ended by a load of the same plan: the planner counts this one as under way
-            self.context.facts.append(PagesLost(command.rid, span, "failed", _LATER))
+            self.context.facts.append(PagesLost(command.rid, span, "failed", LATER))
             return
         if slots is None:
             self._lose(r, span, "no room")
@@ -442,9 +347,7 @@ class RestoreEngine:
             self.counters.bytes_loaded[load.link] += nbytes
             agreed = len(span) * self.context.agreed_page_bytes
             self.context.facts.append(
-                TransferDone(
-                    r.rid, load.link, span, agreed, self._busy_seconds(load, ended), _LATER
-                )
+                TransferDone(r.rid, load.link, span, agreed, self._busy_seconds(load, ended), LATER)
             )
             return
         for page in range(span.start, span.stop):
@@ -497,7 +400,7 @@ class RestoreEngine:
 
     def _lose(self, r: Restoration, span: Span, reason: str) -> None:
         self.counters.lost_pages[reason] += len(span)
-        self.context.facts.append(PagesLost(r.rid, span, reason, _LATER))
+        self.context.facts.append(PagesLost(r.rid, span, reason, LATER))
 
     def _drop(self, load: Load, first: int, stop: int) -> None:
         """Frees pages of a load that no I/O touches and that will not be used."""
@@ -515,7 +418,7 @@ class RestoreEngine:
         """
         self._close(r, how)
         self.context.facts.append(
-            RequestFinished(r.rid, _LATER, aborted=True, restoration_only=True)
+            RequestFinished(r.rid, LATER, aborted=True, restoration_only=True)
         )
 
     def _close(self, r: Restoration, how: str) -> None:

@@ -38,8 +38,8 @@ class RestoreNotes:
         were given.
         """
         self.config = config
-        self._engine.taking = config.restore != "off"
-        self._engine.min_tokens = config.min_restore_tokens
+        self._engine.offers.taking = config.restore != "off"
+        self._engine.offers.min_tokens = config.min_restore_tokens
         self._planner.observe(PolicyChanged(config, self._engine.context.now))
 
     def tune(self, name: str, value: float) -> None:

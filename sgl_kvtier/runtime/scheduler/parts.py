@@ -55,7 +55,7 @@ class Parts:
         self.engine = engine = RestoreEngine(
             context, mover, policy.min_restore_tokens, self._why_left
         )
-        engine.taking = policy.restore != "off"
+        engine.offers.taking = policy.restore != "off"
         self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
         # Pipeline stages with fewer layers may have room for more tokens.
         self.views = Views(engine, chunk_tokens, agreement.least(context.host.kv_tokens))
@@ -92,7 +92,7 @@ class Parts:
         """
         page = self.context.page
         self.tell_ahead(lambda ahead: ahead.found(operation.hash_value[: hit_tokens // page]))
-        offered = self.engine.offer_hit(operation, hit_tokens)
+        offered = self.engine.offers.hit(operation, hit_tokens)
         return offered or self.turns.hit(operation, hit_tokens)
 
     def admissible(self, handle: Handle) -> bool | None:

@@ -118,14 +118,14 @@ class KVTierRadixCache(UnifiedRadixCache):
         )
         if parts is not None and request not in self.ongoing_prefetch:
             # Storage was not asked: what is in host memory may still be worth restoring.
-            parts.engine.look_at(request)
+            parts.engine.offers.look_at(request)
         return answer
 
     def revoke_pending_prefetch(self, request: Any) -> None:
         """Storage has nothing more for this request, or its transfer is ours now."""
         super().revoke_pending_prefetch(request)
         if self.kvtier is not None and not self._taken_over:
-            self.kvtier.engine.look_at(request)
+            self.kvtier.engine.offers.look_at(request)
 
     def _handle_prefetch_result(self, operation: Operation) -> None:
         """SGLang has read pages of a waiting request into host memory, and puts them into the

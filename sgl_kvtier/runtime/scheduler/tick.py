@@ -155,7 +155,7 @@ class RestoreTick:
         ):
             return
         self.context.slots.free()
-        engine.look_for_offers()
+        engine.offers.make()
         if (
             not engine.busy
             and not self.context.facts
