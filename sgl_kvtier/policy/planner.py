@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.planner import Lookahead
-from sgl_kvtier.policy.ahead.read_turns import due
+from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import (
     Fact,
     Hinted,

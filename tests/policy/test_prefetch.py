@@ -13,7 +13,7 @@ from named_parts import parts
 
 from sgl_kvtier.lab.rules import TierKV
 from sgl_kvtier.policy.ahead.prefetch import Prefetcher
-from sgl_kvtier.policy.ahead.turns import Turn, turns_of
+from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.eviction import NextUse
 from sgl_kvtier.policy.pages.tier_map import TierMap
@@ -365,18 +365,6 @@ def test_nothing_is_moved_when_it_is_off_or_k_is_0():
         bench = Bench(**config)
         bench.request("r", named(10), Tier.DRAM)
         assert bench.plan([turn("r", 1)]).moves == ()
-
-
-def test_turns_follow_the_token_budget():
-    turns = turns_of(
-        [("a", "1", 300), ("b", "2", 300), ("c", "3", 1000), ("d", "4", 1)], 512, 0.5, 100, 0.2
-    )
-    assert [(t.rid, t.steps, t.window_s) for t in turns] == [
-        ("1", 0, pytest.approx(0.2)),
-        ("2", 0, pytest.approx(0.2)),
-        ("3", 1, pytest.approx(0.7)),
-        ("4", 3, pytest.approx(1.7)),
-    ]
 
 
 requests = st.lists(

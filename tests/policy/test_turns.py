@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.policy.ahead.read_turns import due
+from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.policy.messages import Queued, ReadsDue
 
 QUEUES = st.lists(st.tuples(st.integers(0, 100), st.booleans()), max_size=12).map(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_kvtier.policy.ahead.read_turns import due
+from sgl_kvtier.policy.ahead.turns import due
 from sgl_kvtier.runtime.ahead.turn_reads import _SWEEP, TurnReads
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.step.context import StepContext

@@ -1,11 +1,16 @@
-"""Runs to come: their owner, the iterations before them, and the time that leaves for moving
-pages.
+"""Runs to come: their owner, the iterations before them, the time that leaves for moving pages, and
+whose stored pages are read before their turn.
+
+SGLang reads a waiting request's pages from storage into host memory once, when it arrives, however
+many wait before it. Pages that do not fit evict those read for other requests, are read in vain,
+and are then computed. TierKV (Algorithm 1) looks as far ahead as there is room for; so do we.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
+
+from sgl_kvtier.policy.messages import ReadsDue
 
 
 class Turn(NamedTuple):
@@ -24,21 +29,17 @@ class Turn(NamedTuple):
     chance: float = 1.0
 
 
-def turns_of(
-    queue: Iterable[tuple[str, str, int]],
-    step_tokens: int,
-    iteration_s: float,
-    ahead_tokens: int = 0,
-    rest_s: float = 0.0,
-) -> list[Turn]:
-    """When each (owner, rid, tokens to compute) of a queue in run order will run: in the iteration
-    that reaches its tokens if each takes `step_tokens`. `ahead_tokens` run before them all, and
-    `rest_s` seconds are left of the present iteration.
+def due(question: ReadsDue) -> tuple[str, ...]:
+    """Requests whose stored pages are read now, in the queue's order. `room` are host pages that
+    may hold prefixes of waiting requests. The first in the queue is never kept waiting; one behind
+    it is due while it and all before it fit.
     """
-    turns = []
-    step_tokens = max(1, step_tokens)
-    for owner, rid, tokens in queue:
-        steps = ahead_tokens // step_tokens
-        turns.append(Turn(owner, rid, steps, rest_s + steps * iteration_s))
-        ahead_tokens += tokens
-    return turns
+    found: list[str] = []
+    room = question.room
+    for place, request in enumerate(question.queue):
+        room -= request.pages
+        if room < 0 and place:
+            break
+        if request.unread:
+            found.append(request.rid)
+    return tuple(found)

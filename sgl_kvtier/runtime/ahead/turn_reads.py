@@ -4,7 +4,7 @@ again when they were lost.
 SGLang asks storage for a request once, when it arrives, and reads its prefix into host memory. The
 pages are not protected there until the request runs. A request that arrives while SGLang's read
 budget is used up may never be read. So a request whose pages have no room yet is kept back until
-they have (`policy/ahead/read_turns.py` gives the order). One that finds less at its turn than
+they have (`policy/ahead/turns.py` gives the order). One that finds less at its turn than
 storage had is read again. Scheduler's thread; all of it follows from facts that ranks have in
 common, so they do the same. Not with pipeline stages: there SGLang decides on the first.
 """
