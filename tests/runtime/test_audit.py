@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from device_pools import LAYOUTS, controller, latent_pools, slots
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.runtime.backend.host_pages import parts_of
+from sgl_kvtier.runtime.restore import audit as audit_module
 from sgl_kvtier.runtime.restore.audit import Audit, pages_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.restoration import Restoration
@@ -167,6 +169,33 @@ def test_a_slow_store_delays_no_splice() -> None:
     audit.close()
     counted = scene.counters.audited_pages
     assert counted["not read"] == 3 * len(waiting) and counted.total() == 600
+
+
+def test_closing_skips_what_a_store_that_hangs_has_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, reading, answer = Scene(pools("cpu", "page_first")), threading.Event(), threading.Event()
+
+    def hangs(keys: Any, parts: Any) -> Any:
+        reading.set()
+        return SimpleNamespace(wait=lambda _s: answer.wait(20) and False, cancel=lambda: None)
+
+    scene.kept.begin_read_into = hangs  # type: ignore[method-assign]
+    monkeypatch.setattr(audit_module, "_CLOSE_S", 0.05)
+    audit = Audit(scene.controller, PAGE, scene.counters)
+    audit.look(scene.restoration, Span(0, 3), slots(TO, PAGE))
+    assert reading.wait(20)
+    for _ in range(audit_module._MOST_WAITING):
+        audit.look(scene.restoration, Span(0, 3), slots(TO, PAGE))
+    closing = threading.Thread(target=audit.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    hung = closing.is_alive()
+    answer.set()
+    audit._thread.join(20)
+    assert not hung and not audit._thread.is_alive()
+    counted = scene.counters.audited_pages
+    assert counted == {"skipped": 3 * audit_module._MOST_WAITING, "not read": 3}
 
 
 def test_a_controller_that_describes_no_empty_transfer_is_audited_too() -> None:

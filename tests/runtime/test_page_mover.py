@@ -45,10 +45,13 @@ class Copy:
     seconds: float | None = None
 
     def __init__(self, ended: Event | None = None) -> None:
-        self.ended, self.placed = ended, False
+        self.ended, self.placed, self.dropped = ended, False, 0
 
     def place(self) -> None:
         self.placed = True
+
+    def drop(self) -> None:
+        self.dropped += 1
 
     def done(self) -> bool:
         return self.placed and (self.ended is None or self.ended.query())
@@ -319,6 +322,34 @@ def test_a_copy_that_fails_costs_its_own_pages(late: tuple[Late, PageMover]) -> 
     until(lambda: bool(device.copies) and device.copies[0].placed)
     device.copies[0].ended.come()  # type: ignore[union-attr]
     until(lambda: second.poll.local[0] == LANDED)
+
+
+def test_a_copy_whose_fence_fails_is_dropped_and_not_placed(late: tuple[Late, PageMover]) -> None:
+    device, moving = late
+    load = in_host(moving)
+    until(lambda: len(device.copies) == 1)
+
+    def broken() -> bool:
+        raise RuntimeError("a device's error")
+
+    device.fences[0].query = broken  # type: ignore[method-assign]
+    device.fences[0].come()
+    until(lambda: load.poll.local[0] == LOST[ReadOutcome.FAILED])
+    assert (device.copies[0].dropped, device.copies[0].placed) == (1, False)
+
+
+def test_closing_leaves_a_copy_behind_that_never_ends(
+    late: tuple[Late, PageMover], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, moving = late
+    monkeypatch.setattr(page_mover, "_CLOSE_S", 0.05)
+    in_host(moving)
+    device.fences[0].come()
+    until(lambda: bool(device.copies) and device.copies[0].placed)
+    closing = threading.Thread(target=moving.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive()
 
 
 def test_pages_in_host_memory_are_copied_at_once(mover: PageMover, device: Device) -> None:

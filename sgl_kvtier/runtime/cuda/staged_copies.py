@@ -7,6 +7,7 @@ layers, at the speed of the card's own memory.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of, shape_of
 from sgl_kvtier.runtime.cuda.scatter import Scatter
 from sgl_kvtier.runtime.cuda.staging import Room, Staging
+
+logger = logging.getLogger(__name__)
 
 
 class StagedCopies:
@@ -51,20 +54,33 @@ class StagedCopies:
         room = self._staging.take(early=not fence.query())
         if room is None:
             return None
-        begun = self._module.Event(enable_timing=True)
-        come = self._module.Event(enable_timing=True)
-        with self._module.stream(self._bus):
-            try:
+        try:
+            begun = self._module.Event(enable_timing=True)
+            come = self._module.Event(enable_timing=True)
+            with self._module.stream(self._bus):
                 if room.left is not None:
                     self._bus.wait_event(room.left)
                 begun.record()
                 self._stage(room, host_slots[:: self._page].tolist())
                 come.record()
-            except Exception:
-                self._bus.synchronize()
-                self._staging.give(room, None)
-                raise
+        except Exception:
+            self._give_up(room)
+            raise
         return StagedCopy(self, room, device_slots, begun, come)
+
+    def _give_up(self, room: Room) -> None:
+        """A room that was taken and is not scattered. Never raises."""
+        self._settle(self._bus)
+        # What it waited for may not have come: a copy that was never sent has not waited.
+        self._staging.give(room, room.left)
+
+    def _settle(self, *streams: Any) -> None:
+        """Waits until these streams do nothing more. A device that fails does nothing more."""
+        for stream in streams:
+            try:
+                stream.synchronize()
+            except Exception:
+                logger.exception("kvtier: a stream of the device failed")
 
     def _stage(self, room: Room, firsts: list[int]) -> None:
         """Neighbours in host memory are one copy, of K, and another, of V."""
@@ -80,20 +96,19 @@ class StagedCopies:
             at = stop
 
     def _place(self, room: Room, slots: torch.Tensor, come: Any) -> Any:
-        """The room's pages into their slots; the event behind it."""
-        ended = self._module.Event(blocking=True)
-        with self._module.stream(self._slots):
-            try:
+        """The room's pages into their slots; the event behind it. Gives the room back."""
+        try:
+            ended = self._module.Event(blocking=True)
+            with self._module.stream(self._slots):
                 self._slots.wait_event(come)
                 self._scatter.launch(room, slots)
-            except Exception:
-                self._bus.synchronize()
-                self._slots.synchronize()
-                self._staging.give(room, None)
-                raise
-            ended.record()
-            if slots.is_cuda:
-                slots.record_stream(self._slots)
+                ended.record()
+                if slots.is_cuda:
+                    slots.record_stream(self._slots)
+        except Exception:
+            self._settle(self._bus, self._slots)
+            self._staging.give(room, None)
+            raise
         self._staging.give(room, ended)
         return ended
 
@@ -104,12 +119,22 @@ class StagedCopy:
     def __init__(
         self, copies: StagedCopies, room: Room, slots: torch.Tensor, begun: Any, come: Any
     ) -> None:
-        self._copies, self._room, self._into = copies, room, slots
+        self._copies, self._into = copies, slots
+        self._room: Room | None = room
+        """Until it is given back."""
         self._begun, self._come, self._ended = begun, come, None
 
     def place(self) -> None:
         """Once the fence was seen: into the slots."""
-        self._ended = self._copies._place(self._room, self._into, self._come)
+        room, self._room = self._room, None
+        assert room is not None, "placed once, and not after it was dropped"
+        self._ended = self._copies._place(room, self._into, self._come)
+
+    def drop(self) -> None:
+        """In place of `place`: its room is given back. Nothing after it."""
+        room, self._room = self._room, None
+        if room is not None:
+            self._copies._give_up(room)
 
     def done(self) -> bool:
         """Whether the pages are in their slots."""

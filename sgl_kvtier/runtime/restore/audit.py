@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ too much was waiting to be compared, or could not be read back.
 _MOST_WAITING = 64
 """Splices whose pages wait in memory for the store's bytes."""
 _PATIENCE_S = 30.0
+_CLOSE_S = 10.0
 
 
 class _Page(NamedTuple):
@@ -79,10 +82,20 @@ class Audit:
             self._count(SKIPPED, len(span))
 
     def close(self) -> None:
-        """Ends the thread after what waits. Idempotent."""
+        """Ends the thread after what waits, within `_CLOSE_S`. What is left then is counted as
+        skipped, and a read under way is left behind. Idempotent.
+        """
+        end = time.monotonic() + _CLOSE_S
         if self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join()
+            with suppress(queue.Full):
+                self._waiting.put(None, timeout=_CLOSE_S)
+            self._thread.join(max(0.0, end - time.monotonic()))
+        if not self._thread.is_alive():
+            return
+        with suppress(queue.Empty):
+            while True:
+                self._count(SKIPPED, len(self._waiting.get_nowait() or ()))
+        self._waiting.put(None)  # it ends once the store has answered
 
     def _look(self, r: Restoration, span: Span, pages: list[tuple[torch.Tensor, ...]]) -> None:
         stored: list[_Page] = []

@@ -81,6 +81,9 @@ class _CpuCopy:
         self._copies._copy(self._host, self._device)
         self._over = True
 
+    def drop(self) -> None:
+        """Nothing was taken."""
+
     def done(self) -> bool:
         return self._over
 
@@ -143,6 +146,9 @@ class _StreamCopy:
 
     def place(self) -> None:
         self._submitted = self._copies._submit(*self._slots, self._fence)
+
+    def drop(self) -> None:
+        """Nothing was taken."""
 
     def done(self) -> bool:
         return self._submitted is not None and bool(self._submitted.finish_event.query())

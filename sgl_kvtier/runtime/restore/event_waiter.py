@@ -40,13 +40,15 @@ class EventWaiter:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread after what it was given. Idempotent."""
+    def close(self, timeout_s: float) -> None:
+        """Ends the thread after what it was given. An event that has not come by then keeps the
+        thread, which is left behind. Idempotent.
+        """
         with self._changed:
             self._closing, thread = True, self._thread
             self._changed.notify()
         if thread is not None:
-            thread.join()
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         self._enter()

@@ -31,8 +31,8 @@ from sgl_kvtier.store.base import ReadOutcome
 logger = logging.getLogger(__name__)
 
 _GATHER_S = 0.01
-_CLOSE_S = 30.0
 """Longest that a page which was read waits for the others of its load."""
+_CLOSE_S = 30.0
 
 
 class Fence(Protocol):
@@ -51,6 +51,11 @@ class Copy(Protocol):
     def place(self) -> None:
         """Mover's thread, once the fence was seen: from now on slots are written. If this raises,
         nothing writes them any more.
+        """
+
+    def drop(self) -> None:
+        """Mover's thread, in place of `place` or after it raised: gives back what `begin` took.
+        Never raises.
         """
 
     def done(self) -> bool:
@@ -173,9 +178,10 @@ class PageMover:
         with self._changed:
             self._closing = True
             self._changed.notify()
+        end = time.monotonic() + _CLOSE_S
         self._thread.join(_CLOSE_S)
-        self._fences.close()
-        self._copying.close()
+        for waiter in (self._fences, self._copying):
+            waiter.close(max(0.0, end - time.monotonic()))
 
     def _note_fence(self) -> None:
         """Fences' thread."""
@@ -281,6 +287,8 @@ class PageMover:
             piece.copy.place()
         except Exception:
             logger.exception("kvtier: a copy to the device failed")
+            if piece.copy is not None:
+                piece.copy.drop()
             self._end(load, pages, LOST[ReadOutcome.FAILED])
             return True
         if piece.fence is None:

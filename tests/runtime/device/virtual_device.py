@@ -204,12 +204,12 @@ class VirtualDevice:
         end = time.monotonic() + _PATIENCE_S
         if threading.current_thread() is self._maker:
             while not condition():
-                assert self.step(), "an event that is waited for never comes"
+                assert self.step(), "what is waited for never comes"
             return
         with self.changed:
             while not condition():
                 left = end - time.monotonic()
-                assert left > 0, "an event that is waited for never comes"
+                assert left > 0, "what is waited for never comes"
                 self.changed.wait(left)
 
     def check(self) -> None:
@@ -255,9 +255,8 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        """Lets everything run until this stream is empty."""
-        while self.todo:
-            assert self.virtual.step(), "a stream that is waited for never ends"
+        """Blocks until this stream is empty."""
+        self.virtual.wait(lambda: not self.todo)
         merge(self.virtual.host, self.clock)
 
 

@@ -1,0 +1,144 @@
+"""Staging has all its rooms once every copy has ended, each of them once, whichever call of the
+device fails on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang_streams import PAGE, ROOM_PAGES, Rig, slots_of
+from virtual_device import Event, Stream
+
+from sgl_kvtier.runtime.ranks.polls import LANDED, OPEN, Poll
+from sgl_kvtier.runtime.restore.page_mover import PageMover
+from sgl_kvtier.runtime.restore.restoration import Load
+from sgl_kvtier.types import Link, Span
+
+
+class Faults:
+    """The mover's call of the device with this number fails, or it and all behind it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, rig: Rig, number: int, ever_after: bool) -> None:
+        self.number, self.ever_after = number, ever_after
+        self.calls, self.raised = 0, False
+        module: Any = rig.device.module
+        places: list[tuple[Any, tuple[str, ...]]] = [
+            (Event, ("record", "query", "synchronize")),
+            (Stream, ("wait_event", "synchronize")),
+            (module, ("Event", "stream")),
+            (rig.memory, ("copy",)),
+            (rig.copies._scatter, ("launch",)),
+        ]
+        for owner, names in places:
+            for name in names:
+                patch.setattr(owner, name, self.around(getattr(owner, name)))
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*how: Any, **more: Any) -> Any:
+            if threading.current_thread().name == "kvtier-mover":
+                self.calls += 1
+                if self.calls == self.number or (self.ever_after and self.calls > self.number):
+                    self.raised = True
+                    raise RuntimeError(f"call {self.calls} of the device failed")
+            return call(*how, **more)
+
+        return counted
+
+
+def in_host(mover: PageMover, first: int) -> Load:
+    """A load of a room's pages that are in host memory, into slots of the same numbers."""
+    slots = slots_of(*range(first, first + ROOM_PAGES))
+    restoration: Any = SimpleNamespace(closed=False)
+    span, poll = Span(0, ROOM_PAGES), Poll(1, ROOM_PAGES)
+    load = Load(restoration, span, Link.DRAM_TO_HBM, slots, slots, False, 0.0, 0.0, poll)
+    mover.submit(load, None, 1.0)
+    return load
+
+
+def ended(rig: Rig, *loads: Load) -> None:
+    """Streams run until every page has ended."""
+    end = time.monotonic() + 20
+    while any(OPEN in load.poll.local for load in loads):
+        assert time.monotonic() < end
+        rig.device.drain()
+        time.sleep(0.0005)
+
+
+def one_failure(patch: pytest.MonkeyPatch, number: int, held: bool, ever_after: bool) -> bool:
+    """Two loads, of which a call may fail; then, on a device that works again, one more. Whether
+    there was such a call.
+    """
+    rig = Rig(patch, number, staged=True)
+    staging: Any = rig.copies._staging
+    rooms = {id(room) for room in staging._free}
+    release = rig.hold() if held else lambda: None
+    faults = Faults(patch, rig, number, ever_after)
+    mover = PageMover(rig.copies, PAGE)
+    first, second = in_host(mover, 0), in_host(mover, ROOM_PAGES)
+    if held:
+        end = time.monotonic() + 5
+        while len(staging._free) > len(rooms) - 2 and not faults.raised:
+            assert time.monotonic() < end
+            time.sleep(0.0005)
+        release()
+    ended(rig, first, second)
+    if not ever_after:
+        faults.number = 0
+        for load in (first, second):
+            rig.fill(load.host_slots, 5, "the next owner of its host pages")
+            rig.forward("the next owner of its slots", [], load.device_slots.tolist())
+        last = in_host(mover, 0)
+        ended(rig, last)
+        assert set(last.poll.local) == {LANDED}
+    rig.device.drain()
+    if not ever_after:
+        rig.device.check()
+    mover.close()
+    free = [id(room) for room in staging._free]
+    assert len(free) == len(set(free)) and set(free) == rooms, f"call {number}"
+    return faults.raised
+
+
+@pytest.mark.parametrize("ever_after", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("held", [False, True], ids=["slots free", "slots held"])
+def test_every_room_comes_back_whichever_call_of_the_device_fails(
+    monkeypatch: pytest.MonkeyPatch, held: bool, ever_after: bool
+) -> None:
+    for number in itertools.count(1):
+        with monkeypatch.context() as patch:
+            if not one_failure(patch, number, held, ever_after):
+                break
+    assert number > 15  # so many calls were tried
+
+
+def test_a_copy_that_was_never_sent_leaves_its_room_to_nobody_before_the_scatter_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, staged=True)
+    fence = rig.copies.fence()
+    rig.device.drain()
+    assert fence.query()
+    rooms = len(rig.copies._staging._free)
+    for page in range(rooms):
+        last = rig.copies.begin(slots_of(page), slots_of(page), fence)
+    last.place()  # its room alone is free, and no stream has run yet
+    event, calls = rig.device.module.Event, itertools.count()
+
+    def fails_once(**how: Any) -> Any:
+        if next(calls) == 0:
+            raise RuntimeError("no event")
+        return event(**how)
+
+    monkeypatch.setattr(rig.device.module, "Event", fails_once)
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: None)  # the device says it is idle
+    with pytest.raises(RuntimeError, match="no event"):
+        rig.copies.begin(slots_of(30), slots_of(30), fence)
+    rig.copies.begin(slots_of(30), slots_of(30), fence).place()
+    rig.device.drain()
+    rig.device.check()
