@@ -2,26 +2,29 @@
 
 It has bytes per second, time to begin a load, and what a GEMM beside it loses. A way is anything
 that has the interface of `CopyDevice`. The bytes on the device are compared with the host's before
-a way is timed. One that copies wrongly has `wrong` in its row and no figures. A row is appended to
-the log at once.
+a way is timed. One that copies wrongly has `wrong` in its row and no figures.
+
+A row is appended to the log at once, and says what it was measured on: the device by its name, the
+shape, torch. Rows of anything else in a log are not known. Nor are those that failed: a later run
+measures them again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.gpu.pools import CPU_WAYS, WAYS, controller, pools
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, parts_of
 from sgl_kvtier.runtime.restore.audit import pages_of
@@ -31,6 +34,8 @@ SCHEMA = "kvtier.copy-table/1"
 _GEMM = 8192
 _GEMMS = 40
 CEILING = "one copy of as many bytes (ceiling)"
+_Name: TypeAlias = tuple[str, int, int]
+"""Of a row: way, tokens of a page, MiB of a load."""
 
 
 @dataclass(frozen=True)
@@ -57,63 +62,112 @@ def ways_on(device: str) -> list[Way]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what is not in the log yet; 1 where a way copied wrongly or failed."""
+    """Measures what is not in the log yet; 1 where a way copied wrongly or failed, or rows are
+    missing because the time was over.
+    """
     if args.json is not None:
         check_target(args.json)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise BenchError("torch sees no CUDA device. --device cpu shows the machinery alone")
-    rows = _known(args.log)
-    done = {(row["way"], row["page"], row["mib"]) for row in rows}
+    measured_on, log = _measured_on(args), _Rows.open(args.log, {"schema": SCHEMA})
     until = time.monotonic() + args.seconds
-    for row in _measured(args, done, until):
-        rows.append(row)
+    for row in _measured(args, log.of(measured_on), until):
         print(row, file=sys.stderr, flush=True)
-        if args.log is not None:
-            with args.log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        log.add("row", row | measured_on)
+    rows, wanted = log.of(measured_on), _wanted(args)
+    found = [rows[name] for name in wanted if name in rows]
+    missing = len(wanted) - len(found)
+    _report(args, found, missing, measured_on)
+    return 1 if missing or any(row["note"] for row in found) else 0
+
+
+def _report(
+    args: argparse.Namespace, rows: list[dict[str, Any]], missing: int, measured_on: dict[str, Any]
+) -> None:
     shown = sys.stderr if args.json == "-" else sys.stdout
     columns = [
         Column(name, name.replace("_", " "))
         for name in ("way", "page", "mib", "gbps", "begin_us", "gemm_slower", "note")
     ]
     print_table(Table("Copies from host pages", tuple(columns), rows), shown)
-    if args.json is not None:
-        settings = {
-            key: getattr(args, key) for key in ("device", "layers", "heads", "head_dim", "rounds")
-        }
-        write_json(
-            envelope(SCHEMA, ["kvtier", *sys.argv[1:]], {"settings": settings, "rows": rows}),
-            args.json,
+    if missing:
+        again = "the same --log goes on" if args.log is not None else "--log FILE lets a run go on"
+        print(
+            f"{missing} rows are missing: --seconds {args.seconds} were over; {again}", file=shown
         )
-    return 1 if any(row["note"] for row in rows) else 0
+    if args.json is not None:
+        found = {"settings": {**measured_on, "rounds": args.rounds}, "rows": rows}
+        command = ["kvtier", *sys.argv[1:]]
+        write_json(envelope(SCHEMA, command, {**found, "missing": missing}), args.json)
 
 
-def _known(log: Path | None) -> list[dict[str, Any]]:
-    if log is None or not log.exists():
-        return []
-    return [json.loads(line) for line in log.read_text().splitlines()]
+def _measured_on(args: argparse.Namespace) -> dict[str, Any]:
+    """What a row's figures belong to."""
+    name = torch.cuda.get_device_name() if args.device == "cuda" else args.device
+    shape = {key: getattr(args, key) for key in ("layers", "heads", "head_dim")}
+    return {"device": name, "torch": torch.__version__, **shape}
+
+
+def _name(row: dict[str, Any]) -> _Name:
+    return row["way"], row["page"], row["mib"]
+
+
+def _wanted(args: argparse.Namespace) -> list[_Name]:
+    """All rows, in the order in which they are measured."""
+    wanted: list[_Name] = []
+    for page in args.pages:
+        wanted += [(way.name, page, mib) for way in ways_on(args.device) for mib in args.mib]
+        if page == args.pages[0]:
+            wanted += [(CEILING, page, mib) for mib in args.mib]
+    return wanted
+
+
+class _Rows(Log):
+    """Rows by name, the last of each, of one device and shape; a file may have others."""
+
+    kinds: ClassVar = {"row": dict}
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self._all: list[dict[str, Any]] = []
+
+    def take(self, kind: str, record: dict[str, Any]) -> None:
+        """Adds a row. Raises KeyError for what is none."""
+        assert kind in self.kinds, "there is one kind"
+        _name(record)
+        self._all.append(record)
+
+    def of(self, measured_on: dict[str, Any]) -> dict[_Name, dict[str, Any]]:
+        """Those that were measured on this."""
+        return {_name(row): row for row in self._all if measured_on.items() <= row.items()}
 
 
 def _measured(
-    args: argparse.Namespace, done: set[tuple[str, int, int]], until: float
+    args: argparse.Namespace, known: dict[_Name, dict[str, Any]], until: float
 ) -> Iterator[dict[str, Any]]:
+    done = {name for name, row in known.items() if not row["note"]}
     for page in args.pages:
         for way in ways_on(args.device):
             wanted = [mib for mib in args.mib if (way.name, page, mib) not in done]
             if not wanted or time.monotonic() > until:
                 continue
-            bench = _Bench(args, way, page, max(args.mib))
+            row = _rows_of(args, way, page)
             for mib in wanted:
                 if time.monotonic() < until:
-                    yield {"way": way.name, "page": page, "mib": mib, **bench.row(mib)}
-        for mib in args.mib:
-            if (CEILING, page, mib) not in done and page == args.pages[0]:
-                yield {
-                    "way": CEILING,
-                    "page": page,
-                    "mib": mib,
-                    **_ceiling(args.device, mib, args.rounds),
-                }
+                    yield {"way": way.name, "page": page, "mib": mib, **row(mib)}
+        for mib in args.mib if page == args.pages[0] else ():
+            if (CEILING, page, mib) not in done and time.monotonic() < until:
+                found = _ceiling(args.device, mib, args.rounds)
+                yield {"way": CEILING, "page": page, "mib": mib, **found}
+
+
+def _rows_of(args: argparse.Namespace, way: Way, page: int) -> Callable[[int], dict[str, Any]]:
+    """Figures by MiB of a load."""
+    try:
+        return _Bench(args, way, page, max(args.mib)).row
+    except Exception as error:  # whatever a driver or a compiler raises is the row's
+        failed = _failed(error)
+        return lambda _mib: failed
 
 
 class _Bench:
@@ -154,7 +208,7 @@ class _Bench:
             times = [self._once(host, device) for _ in range(self._rounds)]
             slower = self._gemm_slower(host, device) if self._card else None
         except Exception as error:  # whatever a kernel raises is the row's
-            return _row(note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200])
+            return _failed(error)
         nbytes = count * self._page * self._per_token
         return _row(
             gbps=round(nbytes / statistics.median(whole for whole, _ in times) / 1e9, 2),
@@ -237,3 +291,7 @@ def _row(
     note: str = "",
 ) -> dict[str, Any]:
     return {"gbps": gbps, "begin_us": begin_us, "gemm_slower": gemm_slower, "note": note}
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    return _row(note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200])

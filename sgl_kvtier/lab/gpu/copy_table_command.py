@@ -38,21 +38,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=positive,
         default=380,
-        help="begin nothing new after so long (default 380)",
+        help="begin nothing new after so long (default 380); exit status 1 where rows are missing "
+        "then",
     )
     parser.add_argument(
         "--log",
         type=Path,
         metavar="FILE",
-        help="append each row to FILE; what is in it is not measured again",
+        help="append each row to FILE; what is in it of the same device, shape and torch is not "
+        "measured again",
     )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="not used: nothing is stored")
     parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Imports torch and SGLang and measures; 1 where a way copied wrongly or failed. Raises
-    BenchError where they are not installed, or there is no card.
+    """Imports torch and SGLang and measures; 1 where a way copied wrongly or failed, or a row is
+    missing. Raises BenchError where they are not installed, or there is no card.
     """
     try:
         from sgl_kvtier.lab.gpu import copy_table

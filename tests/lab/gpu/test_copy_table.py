@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +40,76 @@ def test_every_way_has_a_row_and_what_is_logged_is_not_measured_again(tmp_path: 
     assert (
         table(tmp_path, "--log", str(log))[1]["rows"] == found["rows"] and log.read_text() == text
     )
+
+
+def test_a_row_says_what_it_was_measured_on_and_counts_for_that_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    first = table(tmp_path, "--log", str(log))[1]["rows"]
+    wanted = {"device": "cpu", "torch": copy_table.torch.__version__, "layers": 2, "heads": 1}
+    assert all(wanted.items() <= row.items() and row["head_dim"] == 32 for row in first)
+    # As if a card had measured them, then with more layers: neither is this shape on a CPU.
+    log.write_text(log.read_text().replace('"device": "cpu"', '"device": "NVIDIA H100"'))
+    assert all(row not in first for row in table(tmp_path, "--log", str(log))[1]["rows"])
+    before = log.read_text()
+    _, found = table(tmp_path, "--log", str(log), "--layers", "3")
+    assert {row["layers"] for row in found["rows"]} == {3}
+    assert log.read_text().startswith(before) and len(log.read_text()) > len(before)
+
+
+def test_a_table_whose_time_was_over_is_no_success_and_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, row = tmp_path / "log.jsonl", copy_table._Bench.row
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, perf_counter=time.perf_counter)
+
+    def slow(bench: Any, mib: int) -> dict[str, Any]:
+        clock.now += 9999.0
+        return row(bench, mib)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_table, "time", clock)
+        patch.setattr(copy_table._Bench, "row", slow)
+        status, found = table(tmp_path, "--log", str(log))
+    assert (status, found["missing"], len(found["rows"])) == (1, 1, 1)
+    assert "1 rows are missing" in capsys.readouterr().out
+    status, found = table(tmp_path, "--log", str(log))
+    assert (status, found["missing"], len(found["rows"])) == (0, 0, 2)
+
+
+@pytest.mark.parametrize("where", ["__init__", "begin"])
+def test_a_way_that_failed_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    log = tmp_path / "log.jsonl"
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuCopies, where, fails)
+        assert table(tmp_path, "--log", str(log))[0] == 1
+    status, found = table(tmp_path, "--log", str(log))
+    assert (status, [row["note"] for row in found["rows"]]) == (0, ["", ""])
+
+
+def test_a_row_that_was_being_written_when_its_run_was_killed_is_measured_again(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log.jsonl"
+    table(tmp_path, "--log", str(log))
+    whole = log.read_text()
+    log.write_text(whole[:-9])
+    assert table(tmp_path, "--log", str(log))[0] == 0
+    assert len(log.read_text().splitlines()) == len(whole.splitlines())
+
+
+def test_a_log_of_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"about": {"seed": 0}}\n')
+    assert main(["bench", "copy-table", *SMALL, "--log", str(log)]) != 0
+    assert "Name another --log" in capsys.readouterr().err
 
 
 def test_a_way_that_copies_to_the_wrong_page_is_named_and_not_timed(
