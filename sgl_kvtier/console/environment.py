@@ -40,6 +40,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def cards() -> list[str]:
+    """The names of this machine's NVIDIA cards. Never fails; runs `nvidia-smi` where it exists."""
+    return [card["name"] for card in _gpus()]
+
+
 def planner_build() -> str:
     """How the planner runs: "compiled" where it is an extension module, "source" where it is
     Python. Imports neither.

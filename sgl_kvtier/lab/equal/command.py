@@ -12,7 +12,6 @@ import random
 import secrets
 import shutil
 import sys
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,9 +24,10 @@ from sgl_kvtier.console import Column, Table, check_target, envelope, print_tabl
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.equal.judge import WRONG, Answer, Floor, floor_of, judge
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, prepare
+from sgl_kvtier.lab.experiment.frame import work_folder
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import BYTES, check_heads, is_ours, serving_dtype, write_named
-from sgl_kvtier.lab.outside.server import Launch, Server, end_on_signals
+from sgl_kvtier.lab.outside.server import Launch, Server
 from sgl_kvtier.launch import detect_device, missing_packages
 
 SCHEMA = "kvtier.equal/1"
@@ -72,7 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--server-arg", action="append", default=[], metavar="ARG", help="one more for every server"
     )
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="for logs and the store")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="for logs and the store (default: a temporary folder, kept when something fails)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result (- for standard output)")
 
 
@@ -89,21 +94,18 @@ def run(args: argparse.Namespace) -> int:
         )
     setup, chunks = make_setup(args)
     asked = prompts(args.prompts, args.tokens, args.seed)
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="kvtier-equal-"))
+    result: dict[str, Any] = {}
     try:
-        with end_on_signals():
+        with work_folder(args.folder, lambda: not result.get("sound", True)) as folder:
             first, second = (
                 _computed(replace(setup, chunk_tokens=chunk), asked, folder / f"stock-{chunk}")
                 for chunk in chunks
             )
             shutil.rmtree(folder / "ours" / "storage", ignore_errors=True)
             restored, tokens, audited = _restored(setup, asked, folder / "ours")
+            result |= make_result(setup, chunks, first, second, restored, tokens, audited)
     except KeyboardInterrupt:
         return 130
-    finally:
-        if args.folder is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    result = make_result(setup, chunks, first, second, restored, tokens, audited)
     _report(args, result)
     return 0 if result["sound"] else 1
 
@@ -180,15 +182,27 @@ def make_result(
     return envelope(SCHEMA, ["kvtier", *sys.argv[1:]], results)
 
 
-def read_floor(path: Path) -> Floor:
-    """The noise floor in a result. Raises BenchError for what is none."""
+def read_floor(path: Path, setup: Setup) -> Floor:
+    """The noise floor in a result. Raises BenchError for what is none, and for one of another
+    model, device or dtype than the setup's.
+    """
     try:
-        found = json.loads(path.read_text())["floor"]
-        return Floor(float(found["logprob"]), int(found["answers"]), int(found["forked"]))
+        result = json.loads(path.read_text())
+        found = result["floor"]
+        floor = Floor(float(found["logprob"]), int(found["answers"]), int(found["forked"]))
+        settings = dict(result["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(
             f"--floor {path}: no result of kvtier bench equal ({type(error).__name__})"
         ) from error
+    for name, key in (("model", "served_name"), ("device", "device"), ("dtype", "dtype")):
+        wanted = getattr(setup, key)
+        if settings.get(key) != wanted:
+            raise BenchError(
+                f"--floor {path}: its {name} is {settings.get(key)}, and here it is {wanted}. "
+                "Measure it with the same: kvtier bench equal --model M --device D --dtype T"
+            )
+    return floor
 
 
 def _computed(setup: Setup, asked: Sequence[Sequence[int]], folder: Path) -> list[Answer]:

@@ -1,5 +1,5 @@
-"""Processor use while a round was measured: by our server and client, and by others on the same
-machine.
+"""The machine under a measurement: which card and planner, and processor use by our server and
+client, and by others.
 """
 
 from __future__ import annotations
@@ -8,8 +8,16 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
+
+from sgl_kvtier.console.environment import cards, planner_build
+
+
+def made_with(device: str) -> dict[str, Any]:
+    """The cards and the build of the planner that records of one log have in common."""
+    return {"cards": cards() if device == "cuda" else [], "planner": planner_build()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier import __version__
 from sgl_kvtier.arguments import above_nought, not_negative, positive
 from sgl_kvtier.console import Column, Table, progress
 from sgl_kvtier.errors import BenchError
@@ -28,6 +29,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
+from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
 from sgl_kvtier.lab.fuzz.run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
@@ -128,7 +130,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         RUN,
         "log json seed",
-        log={"help": "keep references and requests in FILE and add to what is in it"},
+        log={
+            "help": "keep references and requests in FILE and add to what is in it; model, device, "
+            "dtype, card and planner have to be the same"
+        },
         seed={"help": "of everything that is decided here (default 0)"},
     )
     parser.add_argument(
@@ -184,9 +189,11 @@ def run(args: argparse.Namespace) -> int:
     wanted = load_options(args, _LOAD)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
     sessions = calls_of(chosen, wanted.most_output_tokens or 8)
-    log = FuzzLog.open(args.log, {})
-    log.floor = None if args.floor is None else read_floor(args.floor)
-    one = Fuzzing(args, chaos, make_setup(args, model, chosen), chosen, sessions, log, scenes)
+    setup = make_setup(args, model, chosen)
+    floor = None if args.floor is None else read_floor(args.floor, setup)
+    log = FuzzLog.open(args.log, about(setup))
+    log.floor = floor
+    one = Fuzzing(args, chaos, setup, chosen, sessions, log, scenes)
     with work_folder(args.folder, lambda: not one.is_sound()) as folder:
         return Experiment(
             args,
@@ -234,6 +241,19 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
         max_running=max(args.concurrency, 8),
         extra=(*overlap, *args.server_arg),
     )
+
+
+def about(setup: Setup) -> dict[str, Any]:
+    """The settings that requests of one log have in common: what answers depend on, and whose
+    defects are counted. Trouble, loads and the event loop may be others.
+    """
+    return {
+        "kvtier": __version__,
+        "model": setup.served_name,
+        "device": setup.device,
+        "dtype": setup.dtype,
+        **made_with(setup.device),
+    }
 
 
 @dataclass

@@ -80,7 +80,7 @@ class Attempt:
 
 class FuzzLog(Log):
     """References by prompt, attempts, and what the servers' logs and pools showed. Runs with other
-    settings may add to it.
+    trouble and loads may add to it.
     """
 
     kinds: ClassVar = {

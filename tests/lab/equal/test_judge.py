@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,9 +130,28 @@ def test_the_floor_of_a_result_is_read_back(tmp_path: Path) -> None:
     pairs = [REFERENCE], [moved(0.01)]
     result = command.make_result(SETUP, (4096, 960), *pairs, pairs[1], [128], {"equal": 1.0})
     path.write_text(json.dumps(result))
-    assert command.read_floor(path) == floor_of(zip(*pairs, strict=True))
+    assert command.read_floor(path, SETUP) == floor_of(zip(*pairs, strict=True))
     with pytest.raises(BenchError, match="kvtier bench equal"):
-        command.read_floor(tmp_path / "none.json")
+        command.read_floor(tmp_path / "none.json", SETUP)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"served_name": "lab-gpu-tiny"}, "its model is"),
+        ({"device": "cpu"}, "its device is"),
+        ({"dtype": "float32"}, "its dtype is"),
+    ],
+)
+def test_a_floor_of_another_model_device_or_dtype_is_refused(
+    tmp_path: Path, other: dict[str, str], said: str
+) -> None:
+    path = tmp_path / "equal.json"
+    pairs = [REFERENCE], [moved(0.01)]
+    result = command.make_result(SETUP, (4096, 960), *pairs, pairs[1], [128], {"equal": 1.0})
+    path.write_text(json.dumps(result))
+    with pytest.raises(BenchError, match=said):
+        command.read_floor(path, replace(SETUP, **other))  # type: ignore[arg-type]
 
 
 def attempt(answer: Answer, *, complete: bool = True) -> Attempt:
@@ -159,3 +179,37 @@ def test_a_fuzz_run_with_a_floor_excuses_noise_and_ties_and_nothing_else() -> No
     without.references = log.references
     without.attempts = [attempt(moved(0.02))]
     assert counts(without)["unequal_logprobs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "kept"), [("sound", False), ("not sound", True), ("failed", True), ("stopped", False)]
+)
+def test_logs_in_a_temporary_folder_are_kept_when_something_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, kept: bool
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(command, "missing_packages", list)
+    monkeypatch.setattr(command, "write_named", lambda name, seed: Path(name))
+
+    def computed(_setup: Setup, _asked: object, folder: Path) -> list[Answer]:
+        folder.mkdir()
+        (folder / "server.log").write_text("why")
+        if ends == "failed":
+            raise BenchError(f"a server did not start; see {folder / 'server.log'}")
+        if ends == "stopped":
+            raise KeyboardInterrupt
+        return [REFERENCE]
+
+    pages = {"equal": 4.0 if ends == "sound" else 0.0}
+    monkeypatch.setattr(command, "_computed", computed)
+    monkeypatch.setattr(command, "_restored", lambda *_: ([REFERENCE], [128], pages))
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--device", "cpu", "--prompts", "1", "--tokens", "256"])
+    if ends == "failed":
+        with pytest.raises(BenchError):
+            command.run(args)
+    else:
+        assert command.run(args) == {"sound": 0, "not sound": 1, "stopped": 130}[ends]
+    logs = list(tmp_path.glob("**/server.log"))
+    assert bool(logs) is kept

@@ -4,7 +4,9 @@ else's.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,12 +14,16 @@ import pytest
 from test_lookahead_result import BEFORE, counted, round_of
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment import machine
+from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuShare
 from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
 from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
+from sgl_kvtier.lab.experiment.scenarios import restore
+from sgl_kvtier.lab.fuzz import command as fuzz
 from sgl_kvtier.lab.fuzz.log import FuzzLog
 from sgl_kvtier.lab.outside.server import Usage
 
@@ -113,6 +119,46 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
         BenchError, match=r"made with page_size = 16, and now it is 64\. Name another --log"
     ):
         RoundLog.open(path, {**ABOUT, "page_size": 64})
+
+
+def of_restore() -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    restore.add_arguments(parser)
+    return restore._about(parser.parse_args(["--device", "cuda"]))
+
+
+def of_fuzz() -> dict[str, Any]:
+    return fuzz.about(Setup("/m", "m", device="cuda", page_size=16, chunk_tokens=256))
+
+
+@pytest.mark.parametrize("about", [of_restore, of_fuzz])
+@pytest.mark.parametrize(
+    ("what", "other"), [("cards", ["NVIDIA H200"]), ("planner_build", "compiled")]
+)
+def test_trials_of_another_card_or_planner_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    about: Callable[[], dict[str, Any]],
+    what: str,
+    other: Any,
+) -> None:
+    path = tmp_path / "log.jsonl"
+    monkeypatch.setattr(machine, "cards", lambda: ["NVIDIA H100 80GB HBM3"])
+    monkeypatch.setattr(machine, "planner_build", lambda: "source")
+    FuzzLog.open(path, about())
+    FuzzLog.open(path, about())
+    monkeypatch.setattr(machine, what, lambda: other)
+    with pytest.raises(BenchError, match="Name another --log"):
+        FuzzLog.open(path, about())
+
+
+@pytest.mark.parametrize("other", [{"served_name": "n"}, {"device": "cpu"}, {"dtype": "bfloat16"}])
+def test_answers_of_another_model_are_no_references(tmp_path: Path, other: dict[str, Any]) -> None:
+    path = tmp_path / "log.jsonl"
+    setup = Setup("/m", "m", device="cuda", page_size=16, chunk_tokens=256)
+    FuzzLog.open(path, fuzz.about(setup))
+    with pytest.raises(BenchError, match="Name another --log"):
+        FuzzLog.open(path, fuzz.about(replace(setup, **other)))
 
 
 def test_a_log_that_does_not_say_what_it_was_made_with_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, shape_of, words
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
+from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.experiment.restore.arms import (
     DEFAULT_RESTORE_ARMS,
     RESTORE_ARMS,
@@ -383,6 +384,7 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "url": args.url is not None,
         "device": shape.device,
+        **made_with(shape.device),
         "dtype": shape.dtype,
         "threads": args.threads,
         "page_size": shape.page,
