@@ -180,6 +180,25 @@ def test_another_machine_goes_on_from_the_archive_and_is_set_up_anew(tmp_path: P
     assert second.names() == ["unpack", "wheel", "card", "host"]
 
 
+def test_results_of_another_card_are_not_gone_on_with(tmp_path: Path) -> None:
+    stub = Stub(tmp_path)
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+
+    def on(card: str) -> subprocess.CompletedProcess[str]:
+        tool.write_text(f'#!/bin/sh\necho "{card}"\n')
+        tool.chmod(0o755)
+        place = ["--out", str(stub.out), "--keep", str(stub.keep), "--stub", str(stub.program)]
+        return run(*place, "table", PATH=f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+
+    assert on("NVIDIA H100").returncode == 0
+    assert on("NVIDIA H100").returncode == 0
+    other = on("NVIDIA H200")
+    assert other.returncode == 3
+    assert "of NVIDIA H100, and this machine has NVIDIA H200" in other.stderr
+    assert stub.names() == ["table"]
+
+
 @no_card
 def test_it_refuses_without_a_card_and_says_what_can_be_done(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "out"), "--keep", str(tmp_path / "keep"), "smoke")
