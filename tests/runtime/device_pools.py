@@ -64,6 +64,8 @@ def wanted_rows(host: Any, at: torch.Tensor) -> list[torch.Tensor]:
 
 def _token(host: Any, piece: torch.Tensor, slot: int, layer: int) -> torch.Tensor:
     page, offset = divmod(slot, host.page_size)
+    if host.layout == "layer_first":  # layer, token, head, number
+        return piece[layer, slot].flatten()
     if host.layout == "page_first":  # token, layer, head, number
         return piece[slot, layer].flatten()
     if host.layout == "page_first_direct":  # page, layer, token, head, number

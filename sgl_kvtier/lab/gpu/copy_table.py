@@ -27,8 +27,13 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.gpu.pools import CPU_WAYS, WAYS, controller, pools
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, parts_of
+from sgl_kvtier.runtime.cuda.all_layers import all_layers_of
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
+from sgl_kvtier.runtime.cuda.page_shape import LAYOUTS, unfit
+from sgl_kvtier.runtime.cuda.scatter import TritonScatter
 from sgl_kvtier.runtime.restore.audit import pages_of
-from sgl_kvtier.runtime.restore.copy_device import StreamCopies, copies_for
+from sgl_kvtier.runtime.restore.copy_device import MakeScatter, StreamCopies, copies_for, staged_by
 
 SCHEMA = "kvtier.copy-table/1"
 _GEMM = 8192
@@ -49,16 +54,43 @@ class Way:
 
 
 def ways_on(device: str) -> list[Way]:
-    """Every way there is. The product's own choice is among them for each layout."""
-    chosen = [
-        Way(f"chosen by the product, {layout}", io, layout, copies_for)
-        for io, layout in (CPU_WAYS if device == "cpu" else WAYS)
-    ]
+    """Every way there is. The product's own choice is among them for each layout: on a card that is
+    the first of it.
+    """
     if device == "cpu":
-        return chosen
-    return chosen + [
-        Way(f"SGLang's {io} copies, {layout}", io, layout, StreamCopies) for io, layout in WAYS
+        return [
+            Way(f"chosen by the product, {layout}", io, layout, copies_for)
+            for io, layout in CPU_WAYS
+        ]
+    io_of = {layout: io for io, layout in WAYS}
+    named = [
+        *((f"staged, our kernel, {layout}", layout, _staged(TritonScatter)) for layout in LAYOUTS),
+        ("staged, FlashInfer's append, page_first", "page_first", _staged(FlashInferScatter)),
+        ("SGLang's kernel of all layers, page_first", "page_first", _all_layers),
+        *((f"SGLang's {io} copies, {layout}", layout, StreamCopies) for io, layout in WAYS),
     ]
+    return [Way(name, io_of[layout], layout, make) for name, layout, make in named]
+
+
+def _staged(make: MakeScatter) -> Callable[[Any], Any]:
+    def made(controller: Any) -> Any:
+        reason = unfit(controller)
+        if reason is not None:
+            raise BenchError(f"not staged: {reason}")
+        return staged_by(make, controller, _memory())
+
+    return made
+
+
+def _all_layers(controller: Any) -> Any:
+    whole = all_layers_of(controller)
+    if whole is None:
+        raise BenchError("SGLang has not compiled a kernel of all layers for this shape")
+    return StreamCopies(controller, _memory(), whole)
+
+
+def _memory() -> CardMemory:
+    return CardMemory(torch.cuda.current_device())
 
 
 def run(args: argparse.Namespace) -> int:

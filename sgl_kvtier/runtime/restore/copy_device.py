@@ -3,7 +3,9 @@ way is chosen here:
 
     a CPU                     `CpuCopies`: a copy is done when it is placed
     a card, pages in order    `StagedCopies` (runtime/cuda): copy engine and one launch
-    any other accelerator     `StreamCopies`: SGLang's own kernels, a launch per layer
+    a card, other pages       `StreamCopies`: SGLang's own kernels, one launch for all layers where
+                              rows lie equally far apart (latents), else a launch per layer
+    any other accelerator     `StreamCopies`, a launch per layer
 
 A slot that was just freed may still be read or written by a forward that runs. So the code
 that claims slots takes a fence, and no page is placed in them before it has come.
@@ -13,14 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from sgl_kvtier.runtime.cpu.platform import works_at_once
-from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.all_layers import AllLayers, all_layers_of
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory, IndexRing
 from sgl_kvtier.runtime.cuda.fences import fence
-from sgl_kvtier.runtime.cuda.index_ring import IndexRing
 from sgl_kvtier.runtime.cuda.page_shape import PageShape, host_pool_of, shape_of, unfit
 from sgl_kvtier.runtime.cuda.scatter import Scatter, TritonScatter
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
@@ -29,9 +31,11 @@ from sgl_kvtier.runtime.restore.page_mover import Copy, CopyDevice
 
 logger = logging.getLogger(__name__)
 
-SCATTER: Callable[[PageShape, int, list[torch.Tensor]], Scatter] = TritonScatter
-"""Made of shape, pages of a room, and buffers. `FlashInferScatter` needs one launch per layer.
-Which is faster is to be measured on a card.
+MakeScatter: TypeAlias = Callable[[PageShape, int, list[torch.Tensor]], Scatter]
+"""Of shape, pages of a room, and buffers."""
+SCATTER: MakeScatter = TritonScatter
+"""`FlashInferScatter` needs one launch per layer. Which is faster is to be measured on a card
+(kvtier bench copy-table).
 """
 
 
@@ -98,14 +102,19 @@ class StreamCopies:
 
     most_tokens: int | None = None
 
-    def __init__(self, controller: Any, memory: CardMemory | None = None) -> None:
-        """With `memory`, indices go through pinned memory; it is of this process's card."""
+    def __init__(
+        self, controller: Any, memory: CardMemory | None = None, all_layers: AllLayers | None = None
+    ) -> None:
+        """With `memory`, indices go through pinned memory; it is of this process's card. Without
+        `all_layers` every layer is a launch.
+        """
         from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
 
         self._controller = controller
         self._module = torch.get_device_module(controller.device)
         self._index = self._module.current_device()
         self._engine = L2TransferEngine(controller.io_backend)
+        self._all_layers = all_layers
         self._ring: IndexRing | None = None
         if memory is not None and controller.io_backend == "kernel":
             self._ring = IndexRing(self._module, memory)
@@ -130,10 +139,15 @@ class StreamCopies:
                 host, device = controller.move_indices(host_slots, device_slots)
             else:
                 host, device = self._ring.upload(host_slots), device_slots
-            return engine.submit_host_to_device(
+            transfers, layers = (
                 controller._l2_load_transfers(host, device),
-                transfer_layer_id_max=controller.transfer_layer_id_max,
-                start_event=fence,
+                controller.transfer_layer_id_max,
+            )
+            one = self._all_layers and self._all_layers.of(transfers)
+            if one:
+                transfers, layers = one, 1
+            return engine.submit_host_to_device(
+                transfers, transfer_layer_id_max=layers, start_event=fence
             )
 
 
@@ -183,7 +197,7 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
     module = torch.get_device_module(controller.device)
     memory = CardMemory(module.current_device())
     if not restores:
-        return StreamCopies(controller, memory)
+        return StreamCopies(controller, memory, all_layers_of(controller))
     reason = unfit(controller)
     if reason is None:
         staged = _staged(controller, module, memory)
@@ -194,8 +208,10 @@ def copies_for(controller: Any, *, restores: bool = True) -> CopyDevice:
             )  # fmt: skip
             return staged
         reason = staged
-    logger.warning("kvtier: loads are copied by SGLang's kernels, layer by layer: %s", reason)
-    return StreamCopies(controller, memory)
+    all_layers = all_layers_of(controller)
+    how = "layer by layer" if all_layers is None else "all layers in one launch"
+    logger.warning("kvtier: loads are copied by SGLang's kernels, %s: %s", how, reason)
+    return StreamCopies(controller, memory, all_layers)
 
 
 def _staged(controller: Any, module: Any, memory: CardMemory) -> StagedCopies | str:
@@ -208,13 +224,21 @@ def _staged(controller: Any, module: Any, memory: CardMemory) -> StagedCopies | 
             f"{free >> 20} MiB of device memory are free, and staging takes {needed >> 20} and "
             "leaves as much (a lower --mem-fraction-static)"
         )
-    buffers = [*pool.device_k_buffers, *pool.device_v_buffers]
     try:
-        scatter = SCATTER(shape, pages_of_room(shape), buffers)
-        scatter.prepare()
-        return StagedCopies(controller, scatter, memory)
+        return staged_by(SCATTER, controller, memory)
     except Exception as error:
         # Whatever a driver, a compiler or another version of Triton raises: there is another way.
         return (
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no kernel'}"
         )
+
+
+def staged_by(make: MakeScatter, controller: Any, memory: CardMemory) -> StagedCopies:
+    """Copies through staging and this scatter, for a pool that is not `unfit`. Raises whatever a
+    driver or a compiler raises.
+    """
+    pool = host_pool_of(controller)
+    shape = shape_of(pool)
+    scatter = make(shape, pages_of_room(shape), [*pool.device_k_buffers, *pool.device_v_buffers])
+    scatter.prepare()
+    return StagedCopies(controller, scatter, memory)

@@ -17,6 +17,12 @@ if importlib.util.find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
 from sgl_kvtier.lab.gpu import copy_table
+from sgl_kvtier.lab.gpu.pools import controller, pools
+from sgl_kvtier.runtime.cuda import flashinfer_scatter
+from sgl_kvtier.runtime.cuda.all_layers import AllLayers
+from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
+from sgl_kvtier.runtime.cuda.scatter import TritonScatter
+from sgl_kvtier.runtime.restore import copy_device
 from sgl_kvtier.runtime.restore.copy_device import CpuCopies
 
 SMALL = ["--device", "cpu", "--layers", "2", "--heads", "1", "--head-dim", "32", "--mib", "1"]
@@ -136,6 +142,38 @@ def test_a_way_that_raises_costs_its_row_alone(
     status, found = table(tmp_path)
     assert status == 1
     assert [row["note"] for row in found["rows"]] == ["RuntimeError: no kernel", ""]
+
+
+def test_on_a_card_every_way_to_scatter_and_each_of_sglangs_kernels_is_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[Any] = []
+
+    def prepare(made: Any) -> None:
+        prepared.append(made)
+
+    for scatter in (TritonScatter, FlashInferScatter):
+        monkeypatch.setattr(scatter, "prepare", prepare)
+    monkeypatch.setattr(copy_device, "StagedCopies", lambda _controller, scatter, _memory: scatter)
+    monkeypatch.setattr(copy_table, "StreamCopies", lambda *how: how[2:])
+    monkeypatch.setattr(copy_table, "_memory", lambda: None)
+    monkeypatch.setattr(flashinfer_scatter, "_append", lambda: None)
+    made = {}
+    for way in copy_table.ways_on("cuda"):
+        device, host = pools("cpu", way.layout, heads=1, dim=32)
+        host.can_use_jit = host.pin_memory = True
+        served = controller(device, host, way.io)
+        served.device = "cuda"
+        if "SGLang's kernel copies" not in way.name and "direct copies" not in way.name:
+            made[way.name] = way.make(served)
+    assert {name: type(one) for name, one in made.items()} == {
+        "staged, our kernel, page_first": TritonScatter,
+        "staged, our kernel, page_first_direct": TritonScatter,
+        "staged, FlashInfer's append, page_first": FlashInferScatter,
+        "SGLang's kernel of all layers, page_first": tuple,
+    }
+    assert prepared == list(made.values())[:3]
+    assert isinstance(made["SGLang's kernel of all layers, page_first"][0], AllLayers)
 
 
 @pytest.mark.skipif(copy_table.torch.cuda.is_available(), reason="this machine has a card")

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from device_pools import controller, latent_pools
 from pools import host_pool, latent_host_pool, latent_pool
 
+from sgl_kvtier.runtime.cuda.all_layers import AllLayers
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import shape_of, unfit
 from sgl_kvtier.runtime.cuda.staging import LOAD_BYTES, pages_of_room, staging_bytes
@@ -19,7 +21,9 @@ from sgl_kvtier.runtime.restore.copy_device import CpuCopies, copies_for
 
 def controller_of(pool: Any, device: str = "cuda") -> Any:
     pool.pin_memory = True
-    return SimpleNamespace(device=device, mem_pool_host=pool, mem_pool_device=SimpleNamespace())
+    return SimpleNamespace(
+        device=device, io_backend="direct", mem_pool_host=pool, mem_pool_device=SimpleNamespace()
+    )
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
@@ -65,6 +69,25 @@ def test_without_staging_sglangs_kernels_serve_and_one_line_says_why(
         assert copies_for(controller_of(host_pool())) is streams
     (line,) = [record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()]
     assert said in line and "SGLang's kernels" in line
+
+
+def test_latents_are_copied_by_sglangs_kernel_of_all_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: list[Any] = []
+    module = SimpleNamespace(current_device=lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: module)
+    monkeypatch.setattr(copy_device, "StreamCopies", lambda *how: given.append(how))
+    device, pool = latent_pools("cpu", "page_first")
+    pool.can_use_jit, pool.pin_memory = True, True
+    served = controller(device, pool, "kernel")
+    served.device = "cuda"
+    with caplog.at_level(logging.WARNING):
+        copies_for(served)
+    copies_for(served, restores=False)
+    assert all(isinstance(how[-1], AllLayers) for how in given) and len(given) == 2
+    (line,) = [record.getMessage() for record in caplog.records if "kvtier" in record.getMessage()]
+    assert "all layers in one launch: pages of latents" in line
 
 
 def test_a_device_without_streams_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.l2_transfer import L2Transfer
 from virtual_device import INDEX, Memory, VirtualDevice
 
 from sgl_kvtier.runtime.cuda import staging
+from sgl_kvtier.runtime.cuda.all_layers import AllLayers
 from sgl_kvtier.runtime.cuda.page_shape import shape_of
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
 from sgl_kvtier.runtime.cuda.staging import Room
@@ -98,10 +99,16 @@ class Rig:
         *,
         overlap: bool = True,
         staged: bool = False,
+        all_layers: bool = False,
     ) -> None:
+        """`staged`: copies through staging; else by SGLang's kernels, a launch per layer or, with
+        `all_layers`, one.
+        """
         self.device = VirtualDevice(seed)
         self.kv, self.rows = Memory("device"), Memory("row")
         self.memory = TrackedMemory(self.device)
+        self.kernels: list[str] = []
+        """What SGLang's copies have launched."""
         module = self.device.module
         monkeypatch.setattr(torch, "get_device_module", lambda _device=None: module)
         monkeypatch.setattr(l2_transfer, "device_module", module)
@@ -127,23 +134,37 @@ class Rig:
         self.copies: Any = (
             StagedCopies(self.controller, ReferenceScatter(self), self.memory)  # type: ignore[arg-type]
             if staged
-            else StreamCopies(self.controller, self.memory)  # type: ignore[arg-type]
+            else StreamCopies(
+                self.controller,
+                self.memory,  # type: ignore[arg-type]
+                AllLayers(self.pool, self._copy_all) if all_layers else None,
+            )
         )
         self._names = itertools.count(1)
 
     def _copy_layer(
         self, _pool: Any, host: torch.Tensor, device: torch.Tensor, layer: int, _io: str, **_: Any
     ) -> None:
+        self._kernel(f"copy of layer {layer}", host, device, [layer])
+
+    def _copy_all(self, indices_src: torch.Tensor, indices_dst: torch.Tensor) -> None:
+        self._kernel("copy of all layers", indices_src, indices_dst, range(LAYERS))
+
+    def _kernel(
+        self, what: str, host: torch.Tensor, device: torch.Tensor, copied: Iterable[int]
+    ) -> None:
         into = device.tolist()
+        self.kernels.append(what)
 
         def copy() -> None:  # the kernel reads its indices when it runs
             for half, layers in enumerate((self.k, self.v)):
-                layers[layer][into] = self.pool.kv_buffer[half, host, layer]
+                for layer in copied:
+                    layers[layer][into] = self.pool.kv_buffer[half, host, layer]
 
         self.device.launch(
-            f"copy of layer {layer}",
+            what,
             reads=[self.memory.of(host)],
-            writes=[(self.kv, [(slot, layer) for slot in into])],
+            writes=[(self.kv, [(slot, layer) for slot in into for layer in copied])],
             does=copy,
         )
 

@@ -17,15 +17,17 @@ from virtual_device import Race
 Make = Callable[..., Rig]
 
 
-@pytest.fixture(params=["staged", "sglang"])
-def staged(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "staged")
+@pytest.fixture(params=["staged", "sglang", "all layers"])
+def way(request: pytest.FixtureRequest) -> dict[str, bool]:
+    return {"staged": request.param == "staged", "all_layers": request.param == "all layers"}
 
 
 @pytest.fixture(params=["overlap", "no overlap"])
-def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, staged: bool) -> Make:
+def make(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, way: dict[str, bool]
+) -> Make:
     def made(seed: int = 0) -> Rig:
-        return Rig(monkeypatch, seed, overlap=request.param == "overlap", staged=staged)
+        return Rig(monkeypatch, seed, overlap=request.param == "overlap", **way)
 
     return made
 
@@ -196,6 +198,17 @@ def test_pages_that_lie_apart_in_host_memory_come_to_their_own_slots(make: Make)
     rig.load(slots_of(7, 3), slots_of(0, 1))
     rig.device.drain()
     assert (rig.values(slots_of(0).tolist()), rig.values(slots_of(1).tolist())) == ({70}, {30})
+
+
+def test_a_load_by_sglangs_kernel_of_all_layers_is_one_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(monkeypatch, all_layers=True)
+    rig.fill(slots_of(7, 3), 8)
+    rig.load(slots_of(7, 3), slots_of(0, 1))
+    rig.device.drain()
+    assert rig.kernels == ["copy of all layers"]
+    assert rig.values(slots_of(0, 1).tolist()) == {8}
 
 
 def test_a_copy_that_fails_halfway_leaves_nothing_under_way(

@@ -166,8 +166,8 @@ def indices_uploaded_on_another_stream(patch: pytest.MonkeyPatch, rig: Rig) -> N
     patch.setattr(rig.copies._ring, "upload", uploaded)
 
 
-STAGED, SGLANG = True, False
-OF_COPIES: list[tuple[Plant, bool, Callable[[Rig], None]]] = [
+STAGED, SGLANG, ALL_LAYERS = "staged", "sglang", "all layers"
+OF_COPIES: list[tuple[Plant, str, Callable[[Rig], None]]] = [
     (a_fence_without_the_forwards, STAGED, one_load),
     (a_fence_without_the_forwards, SGLANG, one_load),
     (a_fence_that_was_never_recorded, STAGED, one_load),
@@ -184,29 +184,37 @@ OF_COPIES: list[tuple[Plant, bool, Callable[[Rig], None]]] = [
     (a_room_given_back_when_it_is_filled, STAGED, many_loads),
     (indices_written_while_they_are_uploaded, SGLANG, many_loads),
     (indices_uploaded_on_another_stream, SGLANG, one_load),
+    (a_fence_without_the_forwards, ALL_LAYERS, one_load),
+    (a_copy_that_is_done_when_it_is_begun, ALL_LAYERS, one_load),
+    (indices_written_while_they_are_uploaded, ALL_LAYERS, many_loads),
+    (indices_uploaded_on_another_stream, ALL_LAYERS, one_load),
 ]
 
 
+def rig_of(patch: pytest.MonkeyPatch, way: str) -> Rig:
+    return Rig(patch, staged=way == STAGED, all_layers=way == ALL_LAYERS)
+
+
 @pytest.mark.parametrize(
-    ("plant", "staged", "scene"),
+    ("plant", "way", "scene"),
     OF_COPIES,
-    ids=[f"{p.__name__}-{'staged' if s else 'sglang'}" for p, s, _ in OF_COPIES],
+    ids=[f"{plant.__name__}-{way}" for plant, way, _ in OF_COPIES],
 )
 def test_a_mistake_in_the_copies_is_seen(
-    monkeypatch: pytest.MonkeyPatch, plant: Plant, staged: bool, scene: Callable[[Rig], None]
+    monkeypatch: pytest.MonkeyPatch, plant: Plant, way: str, scene: Callable[[Rig], None]
 ) -> None:
-    rig = Rig(monkeypatch, staged=staged)
+    rig = rig_of(monkeypatch, way)
     plant(monkeypatch, rig)
     with pytest.raises(Race):
         scene(rig)
 
 
-@pytest.mark.parametrize("staged", [STAGED, SGLANG])
+@pytest.mark.parametrize("way", [STAGED, SGLANG, ALL_LAYERS])
 @pytest.mark.parametrize("scene", [one_load, many_loads])
 def test_without_a_mistake_nothing_is_seen(
-    monkeypatch: pytest.MonkeyPatch, staged: bool, scene: Callable[[Rig], None]
+    monkeypatch: pytest.MonkeyPatch, way: str, scene: Callable[[Rig], None]
 ) -> None:
-    rig = Rig(monkeypatch, staged=staged)
+    rig = rig_of(monkeypatch, way)
     scene(rig)
     rig.device.check()
 
