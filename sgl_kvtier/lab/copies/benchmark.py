@@ -1,8 +1,9 @@
 """The time a load keeps the interpreter until it is under way, for three ways in turn.
 
-They are SGLang's kernels, a launch per layer, and staging with one launch. Times are CPU seconds of
-the calling thread, on a card whose driver does nothing (`null_card`). So the real driver's share is
-missing on both sides: a call per layer, or a copy per run of pages and a launch.
+They are SGLang's kernels with a launch per layer, its kernel of all layers, and staging with one
+launch. Times are CPU seconds of the calling thread, on a card whose driver does nothing
+(`null_card`). So the real driver's share is missing on all sides: a call per layer, one call, or a
+copy per run of pages and a launch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.copies.null_card import NullMemory, launch_into_nothing, null_module
+from sgl_kvtier.runtime.cuda.all_layers import all_layers_of
 from sgl_kvtier.runtime.cuda.page_shape import shape_of
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
@@ -31,7 +34,7 @@ from sgl_kvtier.runtime.restore.copy_device import StreamCopies
 
 SCHEMA = "kvtier.bench.copies/1"
 _DIM = 128
-_SLOTS = 1024
+_SLOTS = 2048
 """Slots of the host and the device pool. Nothing is read or written, so memory is only
 asked for.
 """
@@ -52,13 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise BenchError(f"--layers: at least 1; --page: a part of {_SLOTS}")
     if args.json:
         check_target(args.json)
-    torch.set_grad_enabled(False)
-    launch_into_nothing()
-    rows = [
-        _measure(n, args.heads, args.page, scattered, args.rounds)
-        for n in layers
-        for scattered in (False, True)
-    ]
+    rows = measured(layers, args.heads, args.page, args.rounds)
     table = Table(
         f"interpreter per load, {args.heads} heads of {_DIM}, pages of {args.page}",
         (
@@ -66,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
             Column("tokens", "tokens"),
             Column("host_pages", "host pages"),
             Column("per_layer_us", "per layer", unit="us", decimals=0),
+            Column("all_layers_us", "all layers", unit="us", decimals=0),
             Column("staged_us", "staged", unit="us", decimals=0),
             Column("ratio", "ratio", decimals=1),
         ),
@@ -81,6 +79,15 @@ def run(args: argparse.Namespace) -> int:
         settings = {"layers": layers, **{k: getattr(args, k) for k in ("heads", "page", "rounds")}}
         write_json(envelope(SCHEMA, sys.argv, {"settings": settings, "loads": rows}), args.json)
     return 0
+
+
+def measured(layers: Sequence[int], heads: int, page: int, rounds: int) -> list[dict[str, Any]]:
+    """The rows. From here on Triton and torch of this process have no card but the null one."""
+    torch.set_grad_enabled(False)
+    launch_into_nothing()
+    return [
+        _measure(n, heads, page, scattered, rounds) for n in layers for scattered in (False, True)
+    ]
 
 
 def _measure(layers: int, heads: int, page: int, scattered: bool, rounds: int) -> dict[str, Any]:
@@ -99,6 +106,7 @@ def _measure(layers: int, heads: int, page: int, scattered: bool, rounds: int) -
     scatter.prepare()
     ways: dict[str, Any] = {
         "per_layer": StreamCopies(controller, memory),
+        "all_layers": StreamCopies(controller, memory, all_layers_of(controller)),
         "staged": StagedCopies(controller, scatter, memory),
     }
     spent: dict[str, list[float]] = {way: [] for way in ways}
@@ -116,6 +124,7 @@ def _measure(layers: int, heads: int, page: int, scattered: bool, rounds: int) -
         "tokens": len(host),
         "host_pages": "apart" if scattered else "together",
         "per_layer_us": medians["per_layer"],
+        "all_layers_us": medians["all_layers"],
         "staged_us": medians["staged"],
         "ratio": medians["per_layer"] / medians["staged"],
     }
@@ -128,7 +137,7 @@ def _controller(layers: int, heads: int, page: int) -> Any:
     module = null_module()
     torch.get_device_module = lambda _device=None: module  # this process measures, and ends
     vars(l2_transfer)["device_module"] = module
-    kernel = SimpleNamespace(launch_one=lambda *_: None, fits_device=lambda _index: True)
+    kernel = SimpleNamespace(launch_one=_nothing, launch_all=_nothing, fits_device=lambda _: True)
     vars(hicache)["_jit_hicache_tma_module"] = lambda **_: kernel
     vars(hicache)["_jit_hicache_module"] = lambda **_: kernel
     vars(hicache)["use_hicache_tma_kernel"] = lambda **_: True
@@ -147,6 +156,8 @@ def _controller(layers: int, heads: int, page: int) -> Any:
         v_head_dim=_DIM,
         dtype=torch.bfloat16,
         element_dim=heads * _DIM,
+        token_stride_size=heads * _DIM * 2,
+        dcp_size=1,
         can_use_jit=True,
         pin_memory=True,
         device_k_buffers=k,
@@ -155,6 +166,8 @@ def _controller(layers: int, heads: int, page: int) -> Any:
     )
     for name, half in (("k", pool.kv_buffer[0]), ("v", pool.kv_buffer[1])):
         pool.__dict__[f"{name}_data_refs"] = list(half.transpose(0, 1))
+        for table in (f"{name}_data_ptrs", f"device_{name}_data_ptrs"):
+            pool.__dict__[table] = torch.zeros(layers, dtype=torch.uint64)
     return SimpleNamespace(
         device="cuda",
         io_backend="kernel",
@@ -164,3 +177,7 @@ def _controller(layers: int, heads: int, page: int) -> Any:
         mem_pool_device=SimpleNamespace(),
         _l2_load_transfers=lambda host, device: [L2Transfer(pool, None, host, device)],
     )
+
+
+def _nothing(*_: Any) -> None:
+    """A launch."""
