@@ -172,7 +172,8 @@ class FuzzRun:
         emptied.
         """
         options = self._options
-        self._until = time.monotonic() + (options.seconds or float("inf"))
+        limit = float("inf") if options.seconds is None else options.seconds
+        self._until = time.monotonic() + limit
         # The deadline is the client's: what has not ended by then hangs.
         async with Client(
             self._server.url, timeout_s=options.deadline_s, admin_key=self._server.admin_key

@@ -86,6 +86,13 @@ def test_a_second_run_adds_to_the_first(fuzz: Command, tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_ended_before_anything_was_compared_is_no_success(fuzz: Command) -> None:
+    done = fuzz("--minutes", "0", "--chaos", "none")
+    assert done.status == 1
+    assert "No answer was compared" in done.out
+    assert done.result["counts"]["compared"] == 0
+
+
 def test_a_run_ends_after_so_many_restored_requests(fuzz: Command) -> None:
     result = fuzz("--restored", "5", "--chaos", "flush").result
     assert result["counts"]["restored"] >= 5
