@@ -19,7 +19,7 @@ PARTS: dict[str, tuple[Any, str]] = {
         "the interpreter's time per load onto a card, SGLang's kernels and staging in turn",
     ),
     "copy-table": (
-        "sgl_kvtier.lab.gpu.copy_table_command",
+        "sgl_kvtier.lab.copies.copy_table_command",
         "every way to bring host pages to the device: bandwidth, time to begin, what a GEMM beside "
         "it loses",
     ),

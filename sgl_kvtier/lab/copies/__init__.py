@@ -1,1 +1,1 @@
-"""`kvtier bench copies`."""
+"""`kvtier bench copies` and `kvtier bench copy-table`."""
