@@ -40,18 +40,18 @@ def hit_share(rule: Rule, pages: int, requests: list[tuple[PageKey, ...]]) -> fl
     """The share of pages found in a DRAM of `pages` pages, over requests that each want some keys
     in order.
     """
-    known = TierMap(100_000, dram_rule=rule)
+    known = TierMap(100_000, host_rule=rule)
     hits = 0
     for now, keys in enumerate(requests):
         found = [
-            key for key in keys if (page := known.page(key)) is not None and Tier.DRAM in page.tiers
+            key for key in keys if (page := known.page(key)) is not None and Tier.HOST in page.tiers
         ]
         hits += len(found)
         known.used(found, float(now))
         missing = [key for key in keys if key not in found]
-        room = pages - known.count(Tier.DRAM)
-        known.dropped(known.victims(Tier.DRAM, len(missing) - room), Tier.DRAM)
-        known.placed(missing, Tier.DRAM, float(now))
+        room = pages - known.count(Tier.HOST)
+        known.dropped(known.victims(Tier.HOST, len(missing) - room), Tier.HOST)
+        known.placed(missing, Tier.HOST, float(now))
     return hits / sum(map(len, requests))
 
 

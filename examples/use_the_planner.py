@@ -7,13 +7,13 @@ from sgl_kvtier import EngineShape, Planner, PolicyConfig, Span, Tier, messages
 planner = Planner(
     PolicyConfig(restore="both"), EngineShape(page_tokens=16, page_bytes=1 << 20, chunk_tokens=512)
 )
-stored = ((Span(0, 250), Tier.SSD),)
+stored = ((Span(0, 250), Tier.STORAGE),)
 planner.observe(
     messages.RestoreOffered(
         "chat-1", 0.0, prompt_tokens=4100, resident=0, pages=250, sources=stored
     )
 )
-free = {Tier.HBM: 1000, Tier.DRAM: 1000}
+free = {Tier.DEVICE: 1000, Tier.HOST: 1000}
 plan = planner.step(
     messages.StepView(
         now=0.0, waiting=("chat-1",), prefill_tokens=512, slot_open=True, free_pages=free

@@ -76,7 +76,7 @@ COMMANDS = {
     "sim": Command(
         "sgl_kvtier.lab.sim_command",
         "simulate policies on traces in virtual time; the papers' tables; replay decision logs",
-        "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --dram 64GiB "
+        "kvtier sim run --trace swe_mini_deepseek --sessions 20 --start-every 2 --host-size 64GiB "
         "--policy kvtier,stock,oracle\n  kvtier sim paper cake --table 3",
     ),
     "bench": Command(

@@ -30,38 +30,30 @@ class Tier(enum.IntEnum):
     L1, L2, L3.
     """
 
-    HBM = 0
-    DRAM = 1
-    SSD = 2
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
     REMOTE = 3
 
 
 class Link(enum.Enum):
-    """A path that bytes take. Each has its own bandwidth estimate; SSD to HBM is both hops as
-    one.
+    """A path that bytes take. Each has its own bandwidth estimate; storage to device is both
+    hops as one.
     """
 
     # Members are unique, and Enum's own hash is a Python call that would cost the planner a tenth
     # of its step.
     __hash__ = object.__hash__
 
-    SSD_TO_DRAM = "ssd-dram"
-    DRAM_TO_HBM = "dram-hbm"
-    SSD_TO_HBM = "ssd-hbm"
-    HBM_TO_DRAM = "hbm-dram"
-    DRAM_TO_SSD = "dram-ssd"
+    STORAGE_TO_HOST = "storage-host"
+    HOST_TO_DEVICE = "host-device"
+    STORAGE_TO_DEVICE = "storage-device"
+    DEVICE_TO_HOST = "device-host"
+    HOST_TO_STORAGE = "host-storage"
 
 
-PLACES = {Tier.HBM: "device", Tier.DRAM: "host", Tier.SSD: "storage", Tier.REMOTE: "remote"}
+PLACES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage", Tier.REMOTE: "remote"}
 """Tiers in metrics and results, named in SGLang's words."""
-ROUTES = {
-    Link.SSD_TO_DRAM: "storage-host",
-    Link.DRAM_TO_HBM: "host-device",
-    Link.SSD_TO_HBM: "storage-device",
-    Link.HBM_TO_DRAM: "device-host",
-    Link.DRAM_TO_SSD: "host-storage",
-}
-"""Links in the same words. Decision logs and learned profiles have a link's own value."""
 
 
 @dataclass(frozen=True, slots=True)

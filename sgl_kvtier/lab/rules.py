@@ -82,10 +82,10 @@ class TierKV(Rules):
         desk.lookahead = near
         for turn in turns:
             for span, tier in desk.lacks(turn):
-                within = near if tier is Tier.DRAM else far
+                within = near if tier is Tier.HOST else far
                 if tier is None or turn.steps > within or desk.paused(turn):
                     continue
-                links = (Link.DRAM_TO_HBM,) if tier is Tier.DRAM else TWO_HOPS
+                links = (Link.HOST_TO_DEVICE,) if tier is Tier.HOST else TWO_HOPS
                 transfer_s = sum(map(desk.page_s, links))
                 window_s = within * desk.iteration_s + self.scheduling_slack_s
                 desk.judge(turn, len(span), transfer_s, window_s)

@@ -133,20 +133,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", default="Llama-3.1-8B", choices=known_models(), help="default %(default)s"
     )
     machine.add_argument(
-        "--hbm",
+        "--device-size",
         type=size,
         metavar="SIZE",
-        help="HBM for KV (default: what 90%% of it less the weights leave)",
+        help="device memory for KV (default: what 90%% of it less the weights leave)",
     )
     machine.add_argument(
-        "--dram", type=size, metavar="SIZE", help="DRAM for KV (default: no limit)"
+        "--host-size", type=size, metavar="SIZE", help="host memory for KV (default: no limit)"
     )
-    machine.add_argument("--ssd", type=size, metavar="SIZE", help="SSD for KV (default: no limit)")
     machine.add_argument(
-        "--ssd-gbps",
+        "--storage-size", type=size, metavar="SIZE", help="storage for KV (default: no limit)"
+    )
+    machine.add_argument(
+        "--storage-gbps",
         type=above_nought,
         metavar="G",
-        help="SSD read bandwidth in Gbit/s (default: the profile's)",
+        help="storage read bandwidth in Gbit/s (default: the profile's)",
     )
     machine.add_argument(
         "--pcie-gbps",
@@ -255,12 +257,12 @@ def _machine(args: argparse.Namespace) -> Machine:
     return Machine(
         hardware=args.hardware,
         model=args.model,
-        hbm_bytes=args.hbm,
-        dram_bytes=args.dram,
-        ssd_bytes=args.ssd,
+        device_bytes=args.device_size,
+        host_bytes=args.host_size,
+        storage_bytes=args.storage_size,
         page_tokens=args.page_tokens,
         step_tokens=args.step_tokens,
-        ssd_gbps=args.ssd_gbps,
+        storage_gbps=args.storage_gbps,
         pcie_gbps=args.pcie_gbps,
     )
 

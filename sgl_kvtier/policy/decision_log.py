@@ -1,7 +1,7 @@
 """A run as lines of JSON: the facts and views a planner was given and the plans it made, to be
 replayed and compared.
 
-    {"log": "kvtier.decisions", "version": 2, "config": {...}, "engine": {...}, "profile": null}
+    {"log": "kvtier.decisions", "version": 3, "config": {...}, "engine": {...}, "profile": null}
     {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}     facts, in the order observed
     {"type": "StepView", ...}                                    one step: the view,
     {"type": "StepPlan", "starts": [...], ...}                   and the plan for it
@@ -39,12 +39,12 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.types import Link, PageKey, Span, Tier
+from sgl_kvtier.types import PLACES, Link, PageKey, Span
 
 Answer: TypeAlias = str | tuple[str, ...] | HintAnswer | None
 
 NAME = "kvtier.decisions"
-VERSION = 2
+VERSION = 3
 _MOST_INT, _MOST_FLOAT = 1 << 63, sys.float_info.max
 _MOST_SAID = 200
 
@@ -234,7 +234,8 @@ def _message(kind: type) -> _Codec:
 
 _SPAN: _Codec = (lambda span: [span.start, span.stop], lambda pair: Span(*map(_plain("int"), pair)))
 _KEY: _Codec = (lambda key: key.hex(), lambda text: PageKey(bytes.fromhex(text)))
-_TIER: _Codec = (lambda tier: tier.name, lambda name: Tier[name])
+_TIERS = {name: tier for tier, name in PLACES.items()}
+_TIER: _Codec = (PLACES.__getitem__, _TIERS.__getitem__)
 _SOURCE: _Codec = (
     lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])],
     lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])),
@@ -279,8 +280,8 @@ _CODECS: dict[str, _Codec] = {
     "tuple[PageKey, ...]": _many(_KEY),
     "tuple[tuple[Span, Tier], ...]": _many(_SOURCE),
     "dict[Tier, int]": (
-        lambda pages: {tier.name: count for tier, count in pages.items()},
-        lambda pages: {Tier[name]: _plain("int")(count) for name, count in pages.items()},
+        lambda pages: {PLACES[tier]: count for tier, count in pages.items()},
+        lambda pages: {_TIERS[name]: _plain("int")(count) for name, count in pages.items()},
     ),
     **{
         f"tuple[{kind.__name__}, ...]": _many(_message(kind))

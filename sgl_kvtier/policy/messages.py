@@ -8,9 +8,9 @@ and never chooses. Everything is a `message`, which is never changed once it is 
 floats of the executor's clock. With several ranks, only values all ranks agree on may be put into a
 fact or a view.
 
-A restoration covers pages [0, pages) of one request: [0, resident) are in HBM already, the rest
-lies in lower tiers. Compute takes pages from the front, transfers take them from the back; every
-page is taken by one of them exactly once.
+A restoration covers pages [0, pages) of one request: [0, resident) are on the device already, the
+rest lies in lower tiers. Compute takes pages from the front, transfers take them from the back;
+every page is taken by one of them exactly once.
 
     RestoreOffered ─▶ RestoreStart ─▶ Load…  ─▶ TransferDone, PagesLost
                                    └▶ Compute… ─▶ ChunkStarted, ChunkDone
@@ -214,11 +214,11 @@ class StepView:
     this step's prefill, `fresh_tokens` are waiting prefill tokens of requests that restore nothing,
     `decoding` counts running requests.
 
-    `free_pages` may be claimed, per tier: destinations of loads come from HBM and, where the
-    executor stages in host memory, from DRAM. `empty_pages` are those of them that hold nothing;
-    for a tier not named there, they are `free_pages` less the evictable pages of the map.
-    `owed_pages` of HBM are not in `free_pages`: the rest of running prompts will claim them but has
-    not yet, and pages may have to be evicted for them.
+    `free_pages` may be claimed, per tier: destinations of loads come from the device and, where the
+    executor stages in host memory, from host memory. `empty_pages` are those of them that hold
+    nothing; for a tier not named there, they are `free_pages` less the evictable pages of the map.
+    `owed_pages` of the device are not in `free_pages`: the rest of running prompts will claim them
+    but has not yet, and pages may have to be evicted for them.
     """
 
     now: float
@@ -249,8 +249,8 @@ class RestoreStart:
 
 @message
 class Load:
-    """Read pages `span` of `rid` into HBM over `link`, highest page first. Late after `deadline_s`
-    seconds from now.
+    """Read pages `span` of `rid` into the device over `link`, highest page first. Late after
+    `deadline_s` seconds from now.
     """
 
     rid: str

@@ -46,7 +46,7 @@ class Ways(Protocol):
         """Whether a load by the engine itself would measure what is not known."""
 
     @property
-    def in_dram(self) -> bool:
+    def in_host(self) -> bool:
         """Whether all of it lies in host memory."""
 
     @property
@@ -234,22 +234,22 @@ class Rules:
         """Why a prefix is left to an engine that can load by itself, where `policy.restore` is
         auto, or None.
 
-        Such an engine copies pages from DRAM in the step that admits the request, and reads the
-        rest ahead into DRAM. So where all pages are to be loaded anyway, it needs no HBM before the
-        request's turn, and no step to splice pages in. Restoring has to beat loading; computing
-        everything is no alternative for pages that lie in DRAM. Where HBM is crowded, loads into it
-        would only evict pages that are about to be used.
+        Such an engine copies pages from host memory in the step that admits the request, and reads
+        the rest ahead into host memory. So where all pages are to be loaded anyway, it needs no
+        device slots before the request's turn, and no step to splice pages in. Restoring has to
+        beat loading; computing everything is no alternative for pages that lie in host memory.
+        Where the device is crowded, loads into it would only evict pages that are about to be used.
         """
         if ways.crowded:
             return "no room"
         if not ways.known:
-            return "host memory" if ways.in_dram else "not measured yet" if ways.learns else None
+            return "host memory" if ways.in_host else "not measured yet" if ways.learns else None
         load_s = ways.load_s
-        if not ways.in_dram and ways.compute_s < load_s:
+        if not ways.in_host and ways.compute_s < load_s:
             return None
         if self.split_wins(ways.both_s, load_s - self.engine_load_s):
             return None
-        return "host memory" if ways.in_dram else "loading is faster"
+        return "host memory" if ways.in_host else "loading is faster"
 
     def split_wins(self, both_s: float, single_s: float) -> bool:
         """Whether computing and loading together saves enough of what one resource alone takes."""

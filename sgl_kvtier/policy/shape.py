@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class EngineShape:
     """Sizes of the engine that do not change while it runs.
 
-    `chunk_tokens` is the most tokens of one prefill step. `staged` says that loads from below DRAM
-    need a DRAM page each while they are in flight.
+    `chunk_tokens` is the most tokens of one prefill step. `staged` says that loads from below host
+    memory need a host page each while they are in flight.
     """
 
     page_tokens: int

@@ -3,7 +3,7 @@ one thread that publishes.
 
 Each source keeps plain numbers and returns them on request (`Sample`); names begin with `kvtier:`.
 Tiers are called device, host, storage and remote in labels (`types.PLACES`), ways between them
-storage-host and so on (`types.ROUTES`).
+storage-host and so on (`types.Link`).
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_the_mover_lands_pages_from_a_thread_of_its_own(where: str, io: str, lay
     source, target = list(range(40)), list(range(20, 60))
     mover = PageMover(place.copies, place.page)
     load = Load(
-        SimpleNamespace(closed=False), Span(0, 40), Link.DRAM_TO_HBM, place.slots(target), place.host_slots(source),
+        SimpleNamespace(closed=False), Span(0, 40), Link.HOST_TO_DEVICE, place.slots(target), place.host_slots(source),
         False, 0.0, 60.0, Poll(1, 40),
     )  # fmt: skip
     mover.submit(load, None, 60.0)

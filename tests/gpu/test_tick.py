@@ -120,7 +120,7 @@ class Scene:
         keys = tuple(PageKey(bytes([n]) * 32) for n in range(PAGES))
         prompt = (PAGES + 1) * self.place.page
         self.r = Restoration(
-            "r", None, prompt, 0, PAGES, ((Span(0, PAGES), Tier.SSD),), keys, torch.empty(0)
+            "r", None, prompt, 0, PAGES, ((Span(0, PAGES), Tier.STORAGE),), keys, torch.empty(0)
         )
         self.r.mode = Mode.BOTH
         self.engine.restorations["r"] = self.r
@@ -172,7 +172,9 @@ def _copying(controller: Any) -> dict[str, Any]:
 def loads(*spans: Span) -> StepPlan:
     """A plan that loads these pages, and grants nothing yet."""
     return StepPlan(
-        loads=tuple(messages.Load("r", span, Tier.SSD, Link.SSD_TO_HBM, 60.0) for span in spans),
+        loads=tuple(
+            messages.Load("r", span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, 60.0) for span in spans
+        ),
         computes=(Compute("r", Span(0, 0), 0),),
     )
 

@@ -12,7 +12,11 @@ from sgl_kvtier.lab.sim.experiment import Load, Machine, run_policy
 from sgl_kvtier.lab.sim.policies import AHEAD
 
 MACHINE = Machine(
-    hbm_bytes=1 << 30, dram_bytes=1 << 29, ssd_bytes=3 << 29, step_tokens=512, ssd_gbps=16
+    device_bytes=1 << 30,
+    host_bytes=1 << 29,
+    storage_bytes=3 << 29,
+    step_tokens=512,
+    storage_gbps=16,
 )
 LOAD = Load(
     "generated:swe-mini",

@@ -119,7 +119,7 @@ def test_a_header_survives_the_log() -> None:
     header = Header(
         PolicyConfig(rules="sgl_kvtier.lab.rules:Cake"),
         EngineShape(16, 4096, 512, 32),
-        {"links": {"ssd-hbm": 1e9}},
+        {"links": {"storage-device": 1e9}},
     )
     assert decode_header(encode_header(header)) == header
 
@@ -130,7 +130,7 @@ def _without(line: str, name: str) -> str:
     return json.dumps(data)
 
 
-_HEAD = '{"log":"kvtier.decisions","version":2,"config":%s,"engine":%s,"profile":%s}'
+_HEAD = '{"log":"kvtier.decisions","version":3,"config":%s,"engine":%s,"profile":%s}'
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ _HEAD = '{"log":"kvtier.decisions","version":2,"config":%s,"engine":%s,"profile"
         ),
         (
             decode,
-            '{"type":"PagesPlaced","keys":["zz"],"tier":"HBM","now":0.0}',
+            '{"type":"PagesPlaced","keys":["zz"],"tier":"device","now":0.0}',
             "PagesPlaced of the decision log is damaged",
         ),
         (decode, "[" * 200_000, "not JSON: JSON nested too deeply"),
@@ -204,9 +204,9 @@ _HEAD = '{"log":"kvtier.decisions","version":2,"config":%s,"engine":%s,"profile"
             % (
                 "{}",
                 '{"page_tokens": 1, "page_bytes": 1, "chunk_tokens": 1}',
-                '{"links": {"ssd-hbm": NaN}}',
+                '{"links": {"storage-device": NaN}}',
             ),
-            "links.ssd-hbm = NaN",
+            "links.storage-device = NaN",
         ),
         (
             decode_header,
@@ -215,7 +215,7 @@ _HEAD = '{"log":"kvtier.decisions","version":2,"config":%s,"engine":%s,"profile"
         ),
         (decode_header, '{"log":"something"}', "not a decision log"),
         (decode_header, '{"log":"kvtier.decisions","version":99}', "version 99"),
-        (decode_header, '{"log":"kvtier.decisions","version":2}', "first line is damaged"),
+        (decode_header, '{"log":"kvtier.decisions","version":3}', "first line is damaged"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[-20:]),
 )

@@ -42,11 +42,11 @@ from sgl_kvtier.types import PageKey, Span, Tier
 
 CONFIG = PolicyConfig(restore="both")
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
-PAGES = {Tier.HBM: 500, Tier.DRAM: 500}
+PAGES = {Tier.DEVICE: 500, Tier.HOST: 500}
 
 
 def offer(rid: str, now: float) -> RestoreOffered:
-    return RestoreOffered(rid, now, 1024, 0, 60, ((Span(0, 60), Tier.SSD),))
+    return RestoreOffered(rid, now, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),))
 
 
 class Raises:
@@ -129,7 +129,7 @@ def questions() -> list[Record]:
     config = replace(CONFIG, restore="auto")
     planner = make_planner(config, ENGINE)
     planner.observe(PolicyChanged(config, 1.0))
-    view = StepView(1.0, ("a",), free_pages={Tier.HBM: 1})
+    view = StepView(1.0, ("a",), free_pages={Tier.DEVICE: 1})
     asked = LeftToEngine(offer("a", 1.0), view)
     why = planner.query(asked)
     assert why == "no room"

@@ -125,11 +125,11 @@ class RandomHands:
         keys = tuple(key(document, n) for n in range(tokens // PAGE))
         cut = self.chance.randint(resident, pages)
         tiers = self.chance.choice(
-            ((Tier.DRAM, Tier.SSD), (Tier.SSD, Tier.DRAM), (Tier.SSD, Tier.SSD))
+            ((Tier.HOST, Tier.STORAGE), (Tier.STORAGE, Tier.HOST), (Tier.STORAGE, Tier.STORAGE))
         )
         spans = zip((Span(resident, cut), Span(cut, pages)), tiers, strict=True)
         sources = tuple((span, tier) for span, tier in spans if span)
-        for span, tier in (*sources, (Span(0, resident), Tier.HBM)):
+        for span, tier in (*sources, (Span(0, resident), Tier.DEVICE)):
             if span:
                 self.tell(PagesPlaced(keys[span.start : span.stop], tier, self.now))
         session = f"s{self.chance.randrange(3)}" if self.chance.random() < 0.7 else None
@@ -195,7 +195,7 @@ class RandomHands:
         if request is not None:
             placed = request.keys[tokens.start // PAGE : tokens.stop // PAGE]
             if placed:
-                self.tell(PagesPlaced(placed, Tier.HBM, self.now))
+                self.tell(PagesPlaced(placed, Tier.DEVICE, self.now))
             if tokens.stop == request.tokens:
                 delivered = {
                     page
@@ -216,7 +216,7 @@ class RandomHands:
 
     def step(self, generous: bool = False) -> bool:
         """One step; says whether anything was begun."""
-        free = {Tier.HBM: self.chance.randrange(200), Tier.DRAM: self.chance.randrange(60)}
+        free = {Tier.DEVICE: self.chance.randrange(200), Tier.HOST: self.chance.randrange(60)}
         view = StepView(
             now=self.now,
             waiting=tuple(rid for rid in self.requests if rid != self.slot),
@@ -227,7 +227,7 @@ class RandomHands:
             else self.chance.choice((0, PAGE - 1, PAGE, 4 * PAGE, 8 * PAGE)),
             fresh_tokens=0 if generous else self.chance.choice((0, 0, 100, 1000)),
             decoding=self.chance.randrange(3),
-            free_pages={Tier.HBM: 1000, Tier.DRAM: 1000} if generous else free,
+            free_pages={Tier.DEVICE: 1000, Tier.HOST: 1000} if generous else free,
         )
         self.log.append(view)
         plan = self.planner.step(view)
@@ -246,10 +246,10 @@ class RandomHands:
     def check_room(self, plan: StepPlan, view: StepView) -> None:
         computed = sum((compute.tokens or 0) // PAGE for compute in plan.computes)
         loaded = sum(len(load.span) for load in plan.loads)
-        moved = sum(len(move.keys) for move in plan.moves if move.target is Tier.HBM)
-        assert loaded + moved <= max(0, view.free_pages[Tier.HBM] - (computed if loaded else 0))
-        staged = sum(len(move.keys) for move in plan.moves if move.target is Tier.DRAM)
-        assert staged <= view.free_pages[Tier.DRAM]
+        moved = sum(len(move.keys) for move in plan.moves if move.target is Tier.DEVICE)
+        assert loaded + moved <= max(0, view.free_pages[Tier.DEVICE] - (computed if loaded else 0))
+        staged = sum(len(move.keys) for move in plan.moves if move.target is Tier.HOST)
+        assert staged <= view.free_pages[Tier.HOST]
 
     def cancel(self, plan: StepPlan) -> None:
         for cancel in plan.cancels:

@@ -67,48 +67,50 @@ def test_a_profile_gives_the_same_predictions_back():
 
 
 def test_bandwidth_follows_bytes_not_transfers():
-    links = Bandwidth({Link.SSD_TO_HBM: 1e9})
+    links = Bandwidth({Link.STORAGE_TO_DEVICE: 1e9})
     for _ in range(60):
-        links.saw(Link.SSD_TO_HBM, 1000, 1.0)
-        links.saw(Link.SSD_TO_HBM, 100_000_000, 1.0)
-    assert links.bytes_per_second(Link.SSD_TO_HBM) == pytest.approx(5e7, rel=0.1)
+        links.saw(Link.STORAGE_TO_DEVICE, 1000, 1.0)
+        links.saw(Link.STORAGE_TO_DEVICE, 100_000_000, 1.0)
+    assert links.bytes_per_second(Link.STORAGE_TO_DEVICE) == pytest.approx(5e7, rel=0.1)
 
 
 def test_one_outlier_does_not_replace_a_measured_bandwidth():
-    links = Bandwidth({Link.SSD_TO_HBM: 1e8})
+    links = Bandwidth({Link.STORAGE_TO_DEVICE: 1e8})
     for _ in range(20):
-        links.saw(Link.SSD_TO_HBM, 1_000_000, 0.01)
-    links.saw(Link.SSD_TO_HBM, 1_000_000, 0.1)
-    assert 4e7 < links.bytes_per_second(Link.SSD_TO_HBM) < 1e8
+        links.saw(Link.STORAGE_TO_DEVICE, 1_000_000, 0.01)
+    links.saw(Link.STORAGE_TO_DEVICE, 1_000_000, 0.1)
+    assert 4e7 < links.bytes_per_second(Link.STORAGE_TO_DEVICE) < 1e8
 
 
 def test_a_link_that_has_changed_is_known_after_four_transfers():
     for factor in (0.25, 0.5, 2, 4):
-        link = Bandwidth({Link.SSD_TO_HBM: 1e9})
+        link = Bandwidth({Link.STORAGE_TO_DEVICE: 1e9})
         for _ in range(20):
-            link.saw(Link.SSD_TO_HBM, 2_000_000, 0.002)
+            link.saw(Link.STORAGE_TO_DEVICE, 2_000_000, 0.002)
         for _ in range(4):
-            link.saw(Link.SSD_TO_HBM, 2_000_000, 0.002 / factor)
-        assert link.bytes_per_second(Link.SSD_TO_HBM) == pytest.approx(factor * 1e9)
+            link.saw(Link.STORAGE_TO_DEVICE, 2_000_000, 0.002 / factor)
+        assert link.bytes_per_second(Link.STORAGE_TO_DEVICE) == pytest.approx(factor * 1e9)
 
 
 def test_three_outliers_or_some_to_both_sides_or_small_transfers_change_no_more_than_their_share():
-    kept = Bandwidth({Link.SSD_TO_HBM: 1e9})
+    kept = Bandwidth({Link.STORAGE_TO_DEVICE: 1e9})
     for seconds in [0.002] * 20 + [0.006] * 3 + [0.0007] + [0.006] * 3:
-        kept.saw(Link.SSD_TO_HBM, 2_000_000, seconds)
-    assert 0.3e9 < kept.bytes_per_second(Link.SSD_TO_HBM) < 0.8e9, "decayed, not replaced"
-    small = Bandwidth({Link.SSD_TO_HBM: 1e9})
+        kept.saw(Link.STORAGE_TO_DEVICE, 2_000_000, seconds)
+    assert 0.3e9 < kept.bytes_per_second(Link.STORAGE_TO_DEVICE) < 0.8e9, "decayed, not replaced"
+    small = Bandwidth({Link.STORAGE_TO_DEVICE: 1e9})
     for nbytes, seconds in [(2_000_000, 0.002)] * 20 + [(100_000, 0.001)] * 8:
-        small.saw(Link.SSD_TO_HBM, nbytes, seconds)
-    assert small.bytes_per_second(Link.SSD_TO_HBM) > 0.6e9
+        small.saw(Link.STORAGE_TO_DEVICE, nbytes, seconds)
+    assert small.bytes_per_second(Link.STORAGE_TO_DEVICE) > 0.6e9
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 10)), min_size=1, max_size=40))
 def test_the_estimate_lies_between_the_slowest_and_the_fastest_transfer(transfers):
     link = Bandwidth({})
     for nbytes, seconds in transfers:
-        link.saw(Link.SSD_TO_HBM, nbytes, seconds)
+        link.saw(Link.STORAGE_TO_DEVICE, nbytes, seconds)
     rates = [nbytes / seconds for nbytes, seconds in transfers]
     assert (
-        min(rates) * (1 - 1e-9) <= link.bytes_per_second(Link.SSD_TO_HBM) <= max(rates) * (1 + 1e-9)
+        min(rates) * (1 - 1e-9)
+        <= link.bytes_per_second(Link.STORAGE_TO_DEVICE)
+        <= max(rates) * (1 + 1e-9)
     )

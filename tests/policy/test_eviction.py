@@ -31,7 +31,7 @@ def test_every_rule_of_the_settings_is_there():
 def test_naming_ten_victims_looks_at_ten_pages_of_a_hundred_thousand(rule, monkeypatch):
     tier_map = TierMap(200_000, rule(), rule())
     keys = named(100_000)
-    tier_map.placed(keys, Tier.HBM, 0.0)
+    tier_map.placed(keys, Tier.DEVICE, 0.0)
     looked_at = []
     walk = Shelves.walk
 
@@ -41,7 +41,7 @@ def test_naming_ten_victims_looks_at_ten_pages_of_a_hundred_thousand(rule, monke
         return slots
 
     monkeypatch.setattr(Shelves, "walk", counted)
-    assert tier_map.victims(Tier.HBM, 10) == tuple(reversed(keys))[:10]
+    assert tier_map.victims(Tier.DEVICE, 10) == tuple(reversed(keys))[:10]
     assert len(looked_at) <= 11
 
 
@@ -49,33 +49,33 @@ def test_the_least_often_used_go_first_and_the_oldest_among_them():
     tier_map = TierMap(100, LFU(), LFU())
     a, b, c, d = named(4)
     for key in (a, b, c, d):
-        tier_map.placed((key,), Tier.HBM, 0.0)
+        tier_map.placed((key,), Tier.DEVICE, 0.0)
     for key in (a, a, b, d):
         tier_map.used((key,), 1.0)
-    assert tier_map.victims(Tier.HBM, 4) == (c, b, d, a)
+    assert tier_map.victims(Tier.DEVICE, 4) == (c, b, d, a)
 
 
-def test_hbm_and_dram_have_orders_of_their_own():
+def test_device_and_host_have_orders_of_their_own():
     tier_map = TierMap(100, LRU(), LFU())
     a, b = named(2)
     for key in (a, b):
-        tier_map.placed((key,), Tier.HBM, 0.0)
-        tier_map.placed((key,), Tier.DRAM, 0.0)
+        tier_map.placed((key,), Tier.DEVICE, 0.0)
+        tier_map.placed((key,), Tier.HOST, 0.0)
     tier_map.used((b, b, b), 1.0)
     tier_map.used((a,), 2.0)
-    assert tier_map.victims(Tier.HBM, 2) == (b, a)
-    assert tier_map.victims(Tier.DRAM, 2) == (a, b)
-    with pytest.raises(ValueError, match="SSD"):
-        tier_map.victims(Tier.SSD, 1)
+    assert tier_map.victims(Tier.DEVICE, 2) == (b, a)
+    assert tier_map.victims(Tier.HOST, 2) == (a, b)
+    with pytest.raises(ValueError, match="storage"):
+        tier_map.victims(Tier.STORAGE, 1)
 
 
 def test_a_page_going_out_to_disk_keeps_its_place():
     tier_map = TierMap(100, LRU(), LRU())
     a, b = named(2)
     for key in (a, b):
-        tier_map.placed((key,), Tier.HBM, 0.0)
-    tier_map.placed((a,), Tier.SSD, 1.0)
-    assert tier_map.victims(Tier.HBM, 2) == (a, b)
+        tier_map.placed((key,), Tier.DEVICE, 0.0)
+    tier_map.placed((a,), Tier.STORAGE, 1.0)
+    assert tier_map.victims(Tier.DEVICE, 2) == (a, b)
 
 
 def test_the_example_of_an_own_rule_runs_and_its_rule_pays():
@@ -96,10 +96,10 @@ def test_the_order_does_not_depend_on_the_hash_seed():
         "import hashlib\n"
         "m = TierMap(500, NextUse(), NextUse())\n"
         "keys = [hashlib.sha256(b'%d' % n).digest() for n in range(600)]\n"
-        "m.placed(keys, Tier.HBM, 0.0)\n"
+        "m.placed(keys, Tier.DEVICE, 0.0)\n"
         "for n in range(40): m.claim(f'owner {n}', keys[n * 5:n * 11], n % 7)\n"
         "for n in range(0, 40, 3): m.release(f'owner {n}')\n"
-        "print(hashlib.sha256(b''.join(m.victims(Tier.HBM, 1000)) + repr(m.take_changed()).encode()).hexdigest())\n"
+        "print(hashlib.sha256(b''.join(m.victims(Tier.DEVICE, 1000)) + repr(m.take_changed()).encode()).hexdigest())\n"
     )
     printed = [
         subprocess.run(

@@ -38,91 +38,105 @@ def rate(tokens: int, ratio: float) -> float:
 
 def offer(**pages: int) -> RestoreOffered:
     """A prompt whose first pages lie in host memory and whose others lie in storage."""
-    dram, ssd = pages.get("dram", 0), pages.get("ssd", 0)
-    sources = ((Span(0, dram), Tier.DRAM), (Span(dram, dram + ssd), Tier.SSD))
+    host, storage = pages.get("host", 0), pages.get("storage", 0)
+    sources = ((Span(0, host), Tier.HOST), (Span(host, host + storage), Tier.STORAGE))
     return RestoreOffered(
-        "a", 0.0, (dram + ssd) * 16 + 64, 0, dram + ssd, tuple((s, t) for s, t in sources if s)
+        "a",
+        0.0,
+        (host + storage) * 16 + 64,
+        0,
+        host + storage,
+        tuple((s, t) for s, t in sources if s),
     )
 
 
-def planner(*, ssd: float | None = None, dram: float | None = None, **settings: object) -> Planner:
+def planner(
+    *, storage: float | None = None, host: float | None = None, **settings: object
+) -> Planner:
     """A planner that knows the cost of computing and these links."""
-    if ssd is None and dram is None:
+    if storage is None and host is None:
         config, rules = parts(**settings)
         return make_planner(config, ENGINE, None, rules)
-    profile = profile_of(COST, ssd or 1.0)
+    profile = profile_of(COST, storage or 1.0)
     profile["links"] = {
-        link.value: r for link, r in ((Link.SSD_TO_HBM, ssd), (Link.DRAM_TO_HBM, dram)) if r
+        link.value: r
+        for link, r in ((Link.STORAGE_TO_DEVICE, storage), (Link.HOST_TO_DEVICE, host))
+        if r
     }
     config, rules = parts(**settings)
     return make_planner(config, ENGINE, profile, rules)
 
 
 def test_what_lies_in_host_memory_is_left_to_the_engine_that_copies_it_at_once():
-    assert planner(dram=rate(4096, 100)).query(LeftToEngine(offer(dram=256), VIEW)) == "host memory"
-    assert planner(ssd=1e6).query(LeftToEngine(offer(dram=256), VIEW)) == "host memory", (
+    assert planner(host=rate(4096, 100)).query(LeftToEngine(offer(host=256), VIEW)) == "host memory"
+    assert planner(storage=1e6).query(LeftToEngine(offer(host=256), VIEW)) == "host memory", (
         "the link was not measured"
     )
 
 
 def test_a_host_link_so_slow_that_computing_helps_is_worth_a_restoration():
-    assert planner(dram=rate(4096, 1)).query(LeftToEngine(offer(dram=256), VIEW)) is None
+    assert planner(host=rate(4096, 1)).query(LeftToEngine(offer(host=256), VIEW)) is None
 
 
 def test_a_gain_of_less_than_a_restoration_costs_is_no_reason_for_one():
     slow = rate(4096, 1)
     saved = COST.range_seconds(0, 4096, 512) / 2
     assert (
-        planner(dram=slow, split_gain_s=saved / 2).query(LeftToEngine(offer(dram=256), VIEW))
+        planner(host=slow, split_gain_s=saved / 2).query(LeftToEngine(offer(host=256), VIEW))
         is None
     )
     assert (
-        planner(dram=slow, split_gain_s=saved * 2).query(LeftToEngine(offer(dram=256), VIEW))
+        planner(host=slow, split_gain_s=saved * 2).query(LeftToEngine(offer(host=256), VIEW))
         == "host memory"
     )
 
 
 def test_storage_so_fast_that_all_of_it_would_be_loaded_is_read_ahead_by_the_engine():
     assert (
-        planner(ssd=rate(4096, 500)).query(LeftToEngine(offer(ssd=256), VIEW))
+        planner(storage=rate(4096, 500)).query(LeftToEngine(offer(storage=256), VIEW))
         == "loading is faster"
     )
 
 
 @pytest.mark.parametrize("ratio", [1 / 500, 1 / 4, 1, 4])
 def test_storage_that_computing_can_help_or_beat_is_not_left_to_loading(ratio):
-    assert planner(ssd=rate(4096, ratio)).query(LeftToEngine(offer(ssd=256), VIEW)) is None
+    assert planner(storage=rate(4096, ratio)).query(LeftToEngine(offer(storage=256), VIEW)) is None
 
 
 def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it():
-    one = planner(ssd=rate(4096, 1))
-    asked = offer(ssd=256)  # and 64 tokens more: 260 pages
-    rooms = {pages: replace(VIEW, free_pages={Tier.HBM: pages}) for pages in (259, 260)}
+    one = planner(storage=rate(4096, 1))
+    asked = offer(storage=256)  # and 64 tokens more: 260 pages
+    rooms = {pages: replace(VIEW, free_pages={Tier.DEVICE: pages}) for pages in (259, 260)}
     assert [one.query(LeftToEngine(asked, view)) for view in rooms.values()] == ["no room", None]
     beside = replace(rooms[260], fresh_tokens=1)
     assert one.query(LeftToEngine(asked, beside)) == "no room"
-    assert planner(ssd=rate(4096, 1), restore="both").query(LeftToEngine(asked, beside)) is None
+    assert planner(storage=rate(4096, 1), restore="both").query(LeftToEngine(asked, beside)) is None
 
 
 def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_helps():
-    asked = offer(dram=200, ssd=4)
+    asked = offer(host=200, storage=4)
     assert (
-        planner(ssd=rate(4096, 500), dram=rate(4096, 20)).query(LeftToEngine(asked, VIEW))
+        planner(storage=rate(4096, 500), host=rate(4096, 20)).query(LeftToEngine(asked, VIEW))
         == "loading is faster"
     )
 
 
 def test_storage_that_was_never_measured_is_measured_by_a_read_of_the_engine_itself():
-    assert planner().query(LeftToEngine(offer(ssd=256), VIEW)) == "not measured yet"
-    one = planner(dram=rate(4096, 50))
-    assert one.query(LeftToEngine(offer(dram=16, ssd=256), VIEW)) == "not measured yet"
+    assert planner().query(LeftToEngine(offer(storage=256), VIEW)) == "not measured yet"
+    one = planner(host=rate(4096, 50))
+    assert one.query(LeftToEngine(offer(host=16, storage=256), VIEW)) == "not measured yet"
     nbytes = 256 * ENGINE.page_bytes
-    one.observe(TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, nbytes / rate(4096, 1), 0.0))
-    assert one.query(LeftToEngine(offer(dram=16, ssd=256), VIEW)) is None
+    one.observe(
+        TransferDone("", Link.STORAGE_TO_DEVICE, Span(0, 0), nbytes, nbytes / rate(4096, 1), 0.0)
+    )
+    assert one.query(LeftToEngine(offer(host=16, storage=256), VIEW)) is None
 
 
 def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_since_the_engines_copies_are_not_timed():
-    assert planner(ssd=rate(4096, 1)).query(LeftToEngine(offer(dram=16, ssd=240), VIEW)) is None
+    assert (
+        planner(storage=rate(4096, 1)).query(LeftToEngine(offer(host=16, storage=240), VIEW))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,8 +151,8 @@ def test_a_host_link_that_was_never_measured_is_restored_over_to_measure_it_sinc
 )
 def test_what_was_asked_for_by_name_is_done(settings):
     assert (
-        planner(ssd=rate(4096, 500), dram=rate(4096, 500), **settings).query(
-            LeftToEngine(offer(dram=128, ssd=128), VIEW)
+        planner(storage=rate(4096, 500), host=rate(4096, 500), **settings).query(
+            LeftToEngine(offer(host=128, storage=128), VIEW)
         )
         is None
     )
@@ -147,10 +161,10 @@ def test_what_was_asked_for_by_name_is_done(settings):
 def test_asking_changes_nothing():
     plans = []
     for asked in (0, 3):
-        one = planner(ssd=rate(4096, 1), dram=rate(4096, 50))
+        one = planner(storage=rate(4096, 1), host=rate(4096, 50))
         for _ in range(asked):
-            one.query(LeftToEngine(offer(ssd=256), VIEW))
-        one.observe(offer(ssd=256))
+            one.query(LeftToEngine(offer(storage=256), VIEW))
+        one.observe(offer(storage=256))
         plans.append(one.step(VIEW))
     assert plans[0] == plans[1]
     assert plans[0].loads
@@ -160,9 +174,9 @@ def two_tiers(ssd_ratio: float = 1 / 8, dram_ratio: float = 100) -> Planner:
     """A planner with the offer of a prefix of which 64 pages lie in host memory and 192 behind them
     in storage.
     """
-    one = planner(ssd=rate(4096, ssd_ratio), dram=rate(4096, dram_ratio))
-    assert one.query(LeftToEngine(offer(dram=64, ssd=192), VIEW)) is None
-    one.observe(offer(dram=64, ssd=192))
+    one = planner(storage=rate(4096, ssd_ratio), host=rate(4096, dram_ratio))
+    assert one.query(LeftToEngine(offer(host=64, storage=192), VIEW)) is None
+    one.observe(offer(host=64, storage=192))
     return one
 
 
@@ -170,10 +184,10 @@ def test_pages_in_host_memory_before_others_in_storage_are_copied_and_computing_
     one = two_tiers()
     plan = one.step(VIEW)
     assert plan.starts[0].mode is Mode.BOTH
-    assert sum(len(load.span) for load in plan.loads if load.source is Tier.DRAM) == 64
+    assert sum(len(load.span) for load in plan.loads if load.source is Tier.HOST) == 64
     assert plan.computes == ()
     for load in plan.loads:
-        if load.source is Tier.DRAM:
+        if load.source is Tier.HOST:
             one.observe(
                 TransferDone(
                     "a", load.link, load.span, len(load.span) * ENGINE.page_bytes, 1e-4, 0.01
@@ -186,7 +200,7 @@ def test_pages_in_host_memory_before_others_in_storage_are_copied_and_computing_
 
 def test_of_pages_in_host_memory_only_those_that_are_lost_are_computed():
     one = two_tiers()
-    loads = [load for load in one.step(VIEW).loads if load.source is Tier.DRAM]
+    loads = [load for load in one.step(VIEW).loads if load.source is Tier.HOST]
     lowest = min(loads, key=lambda load: load.span.start).span
     one.observe(PagesLost("a", Span(lowest.start, lowest.start + 2), "failed", 0.01))
     (compute,) = one.step(StepView(0.01, ("a",), prefill_tokens=512)).computes
@@ -200,10 +214,10 @@ def test_pages_in_host_memory_that_are_slower_to_copy_than_to_compute_are_comput
 
 
 def test_a_link_taken_for_slow_is_measured_again_now_and_then():
-    one = planner(ssd=rate(4096, 1 / 500))
+    one = planner(storage=rate(4096, 1 / 500))
     modes = []
     for number in range(33):
-        asked = replace(offer(ssd=256), rid=f"r{number}")
+        asked = replace(offer(storage=256), rid=f"r{number}")
         one.observe(asked)
         modes += [
             start.mode for start in one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).starts
@@ -214,10 +228,10 @@ def test_a_link_taken_for_slow_is_measured_again_now_and_then():
 
 
 def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
-    one = planner(ssd=rate(4096, 1 / 500))
+    one = planner(storage=rate(4096, 1 / 500))
     loads = []
     for number in range(16):
-        asked = replace(offer(ssd=20), rid=f"r{number}")
+        asked = replace(offer(storage=20), rid=f"r{number}")
         one.observe(asked)
         loads += one.step(StepView(0.0, (asked.rid,), prefill_tokens=512)).loads
         one.observe(RequestFinished(asked.rid, 0.0))
@@ -229,10 +243,12 @@ def test_also_by_a_prompt_so_short_that_none_of_it_would_be_loaded():
 
 
 def test_what_the_engine_reads_by_itself_is_learned_from():
-    one = planner(ssd=rate(4096, 500))
-    assert one.query(LeftToEngine(offer(ssd=256), VIEW)) == "loading is faster"
+    one = planner(storage=rate(4096, 500))
+    assert one.query(LeftToEngine(offer(storage=256), VIEW)) == "loading is faster"
     for _ in range(3):
         one.observe(
-            TransferDone("", Link.SSD_TO_HBM, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0)
+            TransferDone(
+                "", Link.STORAGE_TO_DEVICE, Span(0, 0), 1 << 25, (1 << 25) / rate(4096, 1), 0.0
+            )
         )
-    assert one.query(LeftToEngine(offer(ssd=256), VIEW)) is None
+    assert one.query(LeftToEngine(offer(storage=256), VIEW)) is None

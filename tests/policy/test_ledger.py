@@ -21,7 +21,7 @@ moves = st.tuples(
     st.sampled_from(("used", "wasted", "failed", "kept")),
     st.integers(1, 60),
     st.floats(0.5, 0.99),
-    st.sampled_from((Tier.HBM, Tier.DRAM)),
+    st.sampled_from((Tier.DEVICE, Tier.HOST)),
     st.integers(0, 50),
 )
 
@@ -70,13 +70,13 @@ def test_where_chances_are_true_and_pages_wait_for_long_the_share_is_kept(seed: 
         chance = rng.choice((0.5, 0.7, 0.9, 0.95))
         if ledger.allows(chance):
             keys = pages(number, 10)
-            ledger.brought(keys, Tier.HBM, chance)
+            ledger.brought(keys, Tier.DEVICE, chance)
             open_moves.append((keys, rng.random() < chance))
             brought += 10
         if len(open_moves) > 8:
             keys, comes = open_moves.pop(0)
             for key in keys:
-                (ledger.used if comes else ledger.wasted)(key, Tier.HBM)
+                (ledger.used if comes else ledger.wasted)(key, Tier.DEVICE)
             wasted += 0 if comes else 10
     assert brought >= 100
     assert wasted <= share * brought + _START * CAPACITY + 100
@@ -87,9 +87,9 @@ def test_after_wasted_moves_nothing_is_brought_until_something_was_used_or_ran()
     ledger.capacity(CAPACITY)
     keys = pages(0, 200)
     assert ledger.allows(0.9)
-    ledger.brought(keys, Tier.HBM, 0.9)
+    ledger.brought(keys, Tier.DEVICE, 0.9)
     for key in keys:
-        ledger.wasted(key, Tier.HBM)
+        ledger.wasted(key, Tier.DEVICE)
     assert not ledger.allows(0.99)
     assert ledger.allows(1.0)  # a request that waits is no guess
     ledger.ran(int((200 - _START * CAPACITY) / _TRIED) + 1)
@@ -101,18 +101,18 @@ def test_a_page_is_charged_once_and_its_end_is_taken_once() -> None:
     ledger.capacity(CAPACITY)
     (key,) = pages(0, 1)
     before = ledger.balance
-    ledger.brought([key, key], Tier.HBM, 0.75)
-    ledger.brought([key], Tier.HBM, 0.75)
+    ledger.brought([key, key], Tier.DEVICE, 0.75)
+    ledger.brought([key], Tier.DEVICE, 0.75)
     assert ledger.balance == before - 0.25
-    ledger.failed(key, Tier.HBM)
-    ledger.wasted(key, Tier.HBM)
-    ledger.used(key, Tier.HBM)
+    ledger.failed(key, Tier.DEVICE)
+    ledger.wasted(key, Tier.DEVICE)
+    ledger.used(key, Tier.DEVICE)
     assert ledger.balance == before
 
 
 def test_a_share_of_one_is_no_limit() -> None:
     ledger = Ledger(1.0)
-    ledger.brought(pages(0, 5000), Tier.DRAM, 0.5)
+    ledger.brought(pages(0, 5000), Tier.HOST, 0.5)
     for key in pages(0, 5000):
-        ledger.wasted(key, Tier.DRAM)
+        ledger.wasted(key, Tier.HOST)
     assert ledger.allows(0.5)

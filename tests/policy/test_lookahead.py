@@ -31,7 +31,7 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 ENGINE = EngineShape(page_tokens=16, page_bytes=1000, chunk_tokens=512)
-FREE = {Tier.HBM: 1000, Tier.DRAM: 1000}
+FREE = {Tier.DEVICE: 1000, Tier.HOST: 1000}
 
 
 def named(count, start=0):
@@ -40,10 +40,10 @@ def named(count, start=0):
 
 def look(**config) -> Lookahead:
     speeds = {
-        Link.DRAM_TO_HBM: 1e6,
-        Link.SSD_TO_DRAM: 1e5,
-        Link.HBM_TO_DRAM: 1e6,
-        Link.DRAM_TO_SSD: 1e5,
+        Link.HOST_TO_DEVICE: 1e6,
+        Link.STORAGE_TO_HOST: 1e5,
+        Link.DEVICE_TO_HOST: 1e6,
+        Link.HOST_TO_STORAGE: 1e5,
     }
     settings, rules = parts(**{"prefetch_share": 1.0, **config})
     ahead = Lookahead(settings, ENGINE, Bandwidth(speeds), rules)
@@ -58,8 +58,8 @@ def arrive(ahead, rid, keys, now=0.0, session=None):
 def run(ahead, rid, keys, now):
     """The request runs from beginning to end; its pages are in HBM and DRAM afterwards."""
     ahead.observe(ChunkStarted(rid, Span(0, len(keys) * 16), now))
-    ahead.observe(PagesPlaced(keys, Tier.HBM, now))
-    ahead.observe(PagesPlaced(keys, Tier.DRAM, now))
+    ahead.observe(PagesPlaced(keys, Tier.DEVICE, now))
+    ahead.observe(PagesPlaced(keys, Tier.HOST, now))
     ahead.observe(RequestFinished(rid, now, keys=keys))
 
 
@@ -75,17 +75,17 @@ def moves(ahead, now, *waiting, free=None):
 def test_the_second_in_line_is_brought_up_while_the_first_runs():
     ahead = look()
     first, second = named(64), named(20, 100)
-    ahead.observe(PagesPlaced(second, Tier.DRAM, 0.0))
+    ahead.observe(PagesPlaced(second, Tier.HOST, 0.0))
     arrive(ahead, "1", first)
     arrive(ahead, "2", second)
-    assert moves(ahead, 0.0, "1", "2") == [("2", second, Tier.DRAM, Tier.HBM)]
+    assert moves(ahead, 0.0, "1", "2") == [("2", second, Tier.HOST, Tier.DEVICE)]
     assert moves(ahead, 0.05, "1", "2") == []
 
 
 def test_a_request_that_is_being_restored_is_left_alone():
     ahead = look()
     keys = named(20)
-    ahead.observe(PagesPlaced(keys, Tier.DRAM, 0.0))
+    ahead.observe(PagesPlaced(keys, Tier.HOST, 0.0))
     arrive(ahead, "1", named(64, 100))
     arrive(ahead, "2", keys)
     view = StepView(0.0, ("1", "2"), prefill_tokens=512, free_pages=FREE)
@@ -97,10 +97,10 @@ def test_pages_of_who_waits_outlive_those_of_who_left():
     waits, left = named(10), named(10, 100)
     arrive(ahead, "left", left)
     run(ahead, "left", left, 0.5)
-    ahead.observe(PagesPlaced(waits, Tier.HBM, 0.0))
+    ahead.observe(PagesPlaced(waits, Tier.DEVICE, 0.0))
     arrive(ahead, "waits", waits, now=1.0)
-    assert set(ahead.map.victims(Tier.HBM, 10)) == set(left)
-    assert ahead.map.victims(Tier.HBM, 20)[-1] == waits[0]
+    assert set(ahead.map.victims(Tier.DEVICE, 10)) == set(left)
+    assert ahead.map.victims(Tier.DEVICE, 20)[-1] == waits[0]
 
 
 def test_a_sessions_pages_are_its_own_between_turns_and_come_back_before_it_does():
@@ -114,14 +114,14 @@ def test_a_sessions_pages_are_its_own_between_turns_and_come_back_before_it_does
         now += 10.0
     left_at = now - 9.5
     assert left_at + 6 < ahead.map.page(keys[0]).next_use < left_at + 14
-    drop(ahead, keys, Tier.HBM, left_at + 0.1)
+    drop(ahead, keys, Tier.DEVICE, left_at + 0.1)
     seen = {}
     for tick in range(1, 95):
         at = left_at + 0.1 * tick
         for found in moves(ahead, at):
             seen[at - left_at] = found
             ahead.observe(PagesPlaced(found[1], found[3], at))
-    assert list(seen.values()) == [(None, keys, Tier.DRAM, Tier.HBM)]
+    assert list(seen.values()) == [(None, keys, Tier.HOST, Tier.DEVICE)]
     assert 4.0 < next(iter(seen)) < 9.5
     arrive(ahead, "last", keys, now, session="s")
     assert ahead.prefetcher.missing("session s").runs == ()
@@ -133,9 +133,9 @@ def test_who_will_idle_long_leaves_a_copy_below():
     arrive(ahead, "1", keys, session="s")
     ahead.hint(Hinted("s", Hint(expected_delay_s=60.0), 0.0))
     ahead.observe(ChunkStarted("1", Span(0, 160), 0.0))
-    ahead.observe(PagesPlaced(keys, Tier.HBM, 0.1))
+    ahead.observe(PagesPlaced(keys, Tier.DEVICE, 0.1))
     ahead.observe(RequestFinished("1", 0.2, keys=keys))
-    assert moves(ahead, 0.3) == [(None, keys, Tier.HBM, Tier.DRAM)]
+    assert moves(ahead, 0.3) == [(None, keys, Tier.DEVICE, Tier.HOST)]
     assert moves(ahead, 0.4) == []
 
 
@@ -150,9 +150,9 @@ def test_a_hint_reaches_the_order_of_eviction():
         arrive(ahead, name + "2", named(5, start), 1.0, session=name)
         assert ahead.hint(Hinted(name, Hint(expected_delay_s=delay), 1.0)).accepted
         run(ahead, name + "2", named(5, start), 1.5)
-    assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5))
+    assert set(ahead.map.victims(Tier.DEVICE, 5)) == set(named(5))
     ahead.hint(Hinted("a", Hint(expected_delay_s=1.0), 2.0))
-    assert set(ahead.map.victims(Tier.HBM, 5)) == set(named(5, 100))
+    assert set(ahead.map.victims(Tier.DEVICE, 5)) == set(named(5, 100))
 
 
 def test_hints_without_end_for_one_session_take_no_more_memory_than_a_thousand():
@@ -195,12 +195,12 @@ def test_two_requests_of_one_session_at_once_do_not_mix_their_pages():
 def test_victims_are_named_for_what_prefill_will_claim():
     ahead = look()
     old = named(200, 1000)
-    ahead.observe(PagesPlaced(old, Tier.HBM, 0.0))
+    ahead.observe(PagesPlaced(old, Tier.DEVICE, 0.0))
     arrive(ahead, "1", named(64))
     named_now = []
     for tick in range(4):
         evictions, _ = ahead.step(
-            StepView(float(tick), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 200})
+            StepView(float(tick), ("1",), prefill_tokens=512, free_pages={Tier.DEVICE: 200})
         )
         named_now += [key for evict in evictions for key in evict.keys]
     assert named_now == list(reversed(old))[: len(named_now)] and len(named_now) == 128
@@ -209,10 +209,10 @@ def test_victims_are_named_for_what_prefill_will_claim():
 def test_victims_are_named_without_prefetching_too():
     ahead = look(prefetch="off")
     soon, old = named(8), named(200, 1000)
-    ahead.observe(PagesPlaced(old + soon, Tier.HBM, 0.0))
+    ahead.observe(PagesPlaced(old + soon, Tier.DEVICE, 0.0))
     arrive(ahead, "1", soon)
     plans = [
-        ahead.step(StepView(float(n), ("1",), prefill_tokens=512, free_pages={Tier.HBM: 208}))
+        ahead.step(StepView(float(n), ("1",), prefill_tokens=512, free_pages={Tier.DEVICE: 208}))
         for n in range(4)
     ]
     evicted = [key for evictions, _ in plans for evict in evictions for key in evict.keys]
@@ -242,7 +242,7 @@ def teach(ahead, session, keys, turns, gap_s, now=0.0):
         arrive(ahead, f"{session} {turn}", keys, now, session=session)
         run(ahead, f"{session} {turn}", keys, now + 0.5)
         now += 0.5 + gap_s
-    drop(ahead, keys, Tier.HBM, now - gap_s)
+    drop(ahead, keys, Tier.DEVICE, now - gap_s)
     return now - gap_s
 
 
@@ -258,32 +258,32 @@ def test_a_session_that_is_still_to_come_gets_what_those_who_wait_leave():
             arrive(ahead, "w", named(waiting, 500), left_at + 8.9)
             queue = ("w",)
         prefill = 32 if waiting else 0  # pages the step itself claims
-        free = {Tier.HBM: prefill + waiting + 12 if waiting else 20, Tier.DRAM: 1000}
+        free = {Tier.DEVICE: prefill + waiting + 12 if waiting else 20, Tier.HOST: 1000}
         found = moves(ahead, left_at + 9.0, *queue, free=free)
         assert [(rid, len(moved), target) for rid, moved, _, target in found] == [
-            (None, wanted, Tier.HBM)
+            (None, wanted, Tier.DEVICE)
         ]
 
 
-def session_and_request_in_hbm(gap_s):
+def session_and_request_on_device(gap_s):
     """An idle session that usually returns after `gap_s`, all its pages in HBM, and a request that
     waits, with its own there.
     """
     ahead = look(demote_after_s=1000.0)
     theirs, mine = named(20), named(20, 500)
     left_at = teach(ahead, "s", theirs, 6, gap_s)
-    ahead.observe(PagesPlaced(theirs, Tier.HBM, left_at))
-    ahead.observe(PagesPlaced(mine, Tier.HBM, left_at))
+    ahead.observe(PagesPlaced(theirs, Tier.DEVICE, left_at))
+    ahead.observe(PagesPlaced(mine, Tier.DEVICE, left_at))
     arrive(ahead, "w", mine, left_at + gap_s - 0.2)
     return ahead, left_at + gap_s - 0.1, set(theirs), set(mine)
 
 
 def first_to_leave(ahead):
-    return set(ahead.map.victims(Tier.HBM, 20))
+    return set(ahead.map.victims(Tier.DEVICE, 20))
 
 
 def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
-    ahead, now, theirs, mine = session_and_request_in_hbm(9.5)
+    ahead, now, theirs, mine = session_and_request_on_device(9.5)
     # A long queue: the request's turn is predicted for a second after the session's return.
     ahead.map.expect("request w", now + 1.0)
     assert first_to_leave(ahead) == mine
@@ -297,7 +297,7 @@ def test_who_waits_runs_before_a_session_that_comes_in_the_meantime():
 
 
 def test_a_prompt_under_way_is_part_of_the_queue():
-    ahead, now, theirs, _ = session_and_request_in_hbm(9.5)
+    ahead, now, theirs, _ = session_and_request_on_device(9.5)
     ahead.map.expect("request w", now + 1.0)
     ahead.step(
         StepView(
@@ -308,7 +308,7 @@ def test_a_prompt_under_way_is_part_of_the_queue():
 
 
 def test_when_nobody_waits_any_more_a_session_is_expected_when_it_was_before():
-    ahead, now, _, _ = session_and_request_in_hbm(9.5)
+    ahead, now, _, _ = session_and_request_on_device(9.5)
     ahead.step(StepView(now, (), prefill_tokens=512, free_pages=FREE))
     before = ahead.map.page(named(1)[0]).next_use
     ahead.step(StepView(now, ("w",), prefill_tokens=512, fresh_tokens=512 * 15, free_pages=FREE))
@@ -353,17 +353,19 @@ def test_what_a_running_prompt_will_claim_is_not_given_to_who_is_still_to_come(o
     ahead = look(demote_after_s=1000.0)
     left_at = teach(ahead, "s", named(20), 6, 9.5)
     # 48 pages of nobody may leave. Of those the prompt takes 32 in this step and the rest later.
-    ahead.observe(PagesPlaced(named(48, 1000), Tier.HBM, left_at))
-    free = {Tier.HBM: 32 * (owed > 0) + 20, Tier.DRAM: 1000}
+    ahead.observe(PagesPlaced(named(48, 1000), Tier.DEVICE, left_at))
+    free = {Tier.DEVICE: 32 * (owed > 0) + 20, Tier.HOST: 1000}
     view = StepView(
         left_at + 9.0,
         (),
         prefill_tokens=512,
         free_pages=free,
-        empty_pages={Tier.HBM: 0},
+        empty_pages={Tier.DEVICE: 0},
         owed_pages=owed,
     )
-    assert sum(len(move.keys) for move in ahead.step(view)[1] if move.target is Tier.HBM) == brought
+    assert (
+        sum(len(move.keys) for move in ahead.step(view)[1] if move.target is Tier.DEVICE) == brought
+    )
 
 
 def test_of_two_sessions_the_first_to_come_has_its_room_first():
@@ -371,7 +373,7 @@ def test_of_two_sessions_the_first_to_come_has_its_room_first():
     early, late = named(30), named(30, 100)
     first = teach(ahead, "early", early, 6, 9.5)
     teach(ahead, "late", late, 6, 9.5, now=0.3)
-    found = moves(ahead, first + 9.2, free={Tier.HBM: 40, Tier.DRAM: 1000})
+    found = moves(ahead, first + 9.2, free={Tier.DEVICE: 40, Tier.HOST: 1000})
     assert [(moved[0], len(moved)) for _, moved, _, _ in found] == [(early[0], 30), (late[0], 10)]
 
 
@@ -385,7 +387,7 @@ def test_nothing_is_brought_for_sessions_that_use_not_to_come_back():
         keys = named(10, 1000 + 100 * n)
         arrive(ahead, f"once {n}", keys, now, session=f"once {n}")
         run(ahead, f"once {n}", keys, now + 0.5)
-        drop(ahead, keys, Tier.HBM, now + 0.6)
+        drop(ahead, keys, Tier.DEVICE, now + 0.6)
         pages = 0
         for tick in range(100):
             for _, moved, _, target in moves(ahead, now + 1 + 0.5 * tick):
@@ -400,7 +402,7 @@ def test_nothing_is_brought_for_sessions_that_use_not_to_come_back():
 
 def test_what_was_wasted_stops_guesses_and_not_those_who_wait():
     ahead = look(demote_after_s=1000.0)
-    keys, free = named(20), {Tier.HBM: 50, Tier.DRAM: 1000}
+    keys, free = named(20), {Tier.DEVICE: 50, Tier.HOST: 1000}
     left_at = teach(ahead, "s", keys, 6, 9.5)
     stopped = False
     for _ in range(8):
@@ -412,10 +414,10 @@ def test_what_was_wasted_stops_guesses_and_not_those_who_wait():
         arrive(ahead, "next", keys[:1], left_at + 9.5, session="s")
         left_at += 10.0
         run(ahead, "next", keys, left_at)
-        drop(ahead, keys, Tier.HBM, left_at)
+        drop(ahead, keys, Tier.DEVICE, left_at)
     assert stopped
     waits = named(8, 700)
-    ahead.observe(PagesPlaced(waits, Tier.DRAM, left_at))
+    ahead.observe(PagesPlaced(waits, Tier.HOST, left_at))
     arrive(ahead, "first", named(64, 900), left_at + 0.1)
     arrive(ahead, "w", waits, left_at + 0.1)
     assert [(rid, moved) for rid, moved, _, _ in moves(ahead, left_at + 0.1, "first", "w")] == [

@@ -14,7 +14,7 @@ from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.types import Link, Span
 
 PAGE, PAGE_BYTES, CHUNK = 16, 1000, 64
-SSD, DRAM, DOWN = Link.SSD_TO_HBM, Link.DRAM_TO_HBM, Link.HBM_TO_DRAM
+SSD, DRAM, DOWN = Link.STORAGE_TO_DEVICE, Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST
 
 
 @st.composite

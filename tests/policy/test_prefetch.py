@@ -22,8 +22,8 @@ from sgl_kvtier.types import Link, PageKey, Tier
 
 PAGE = 1000
 """Bytes; links carry 100 pages a second from DRAM and 10 from SSD, so that the sums are easy."""
-SPEEDS = {Link.DRAM_TO_HBM: 100.0 * PAGE, Link.SSD_TO_DRAM: 10.0 * PAGE}
-PLENTY = {Tier.HBM: 10_000, Tier.DRAM: 10_000}
+SPEEDS = {Link.HOST_TO_DEVICE: 100.0 * PAGE, Link.STORAGE_TO_HOST: 10.0 * PAGE}
+PLENTY = {Tier.DEVICE: 10_000, Tier.HOST: 10_000}
 
 
 def named(count, start=0):
@@ -63,9 +63,9 @@ def moved(plan):
 
 def test_a_waiting_requests_pages_come_up_before_its_turn():
     bench = Bench()
-    bench.request("r", named(50), Tier.DRAM)
+    bench.request("r", named(50), Tier.HOST)
     plan = bench.plan([turn("r", 1)])
-    assert moved(plan) == [("r", 50, Tier.DRAM, Tier.HBM)]
+    assert moved(plan) == [("r", 50, Tier.HOST, Tier.DEVICE)]
     assert plan.moves[0].keys == named(50)
     assert [test.held for test in plan.tests] == [True]
     assert plan.tests[0].transfer_s == pytest.approx(0.5)
@@ -73,10 +73,10 @@ def test_a_waiting_requests_pages_come_up_before_its_turn():
 
 def test_what_is_in_flight_is_not_moved_again_and_what_came_is_not_either():
     bench = Bench()
-    bench.request("r", named(50), Tier.DRAM)
-    bench.request("s", named(60), Tier.DRAM)
+    bench.request("r", named(50), Tier.HOST)
+    bench.request("s", named(60), Tier.HOST)
     first = bench.plan([turn("r", 1), turn("s", 1)])
-    assert moved(first) == [("r", 50, Tier.DRAM, Tier.HBM), ("s", 10, Tier.DRAM, Tier.HBM)]
+    assert moved(first) == [("r", 50, Tier.HOST, Tier.DEVICE), ("s", 10, Tier.HOST, Tier.DEVICE)]
     assert bench.plan([turn("r", 1), turn("s", 1)], now=0.1).moves == ()
     bench.land(first.moves, 0.6)
     assert bench.prefetcher.in_flight == 0
@@ -85,53 +85,56 @@ def test_what_is_in_flight_is_not_moved_again_and_what_came_is_not_either():
 
 def test_bytes_are_charged_behind_those_of_earlier_turns():
     bench = Bench()
-    bench.request("r", named(80), Tier.DRAM)
-    bench.request("s", named(80, 100), Tier.DRAM)
+    bench.request("r", named(80), Tier.HOST)
+    bench.request("s", named(80, 100), Tier.HOST)
     plan = bench.plan([turn("r", 1), turn("s", 1)])
-    assert moved(plan) == [("r", 80, Tier.DRAM, Tier.HBM), ("s", 20, Tier.DRAM, Tier.HBM)]
+    assert moved(plan) == [("r", 80, Tier.HOST, Tier.DEVICE), ("s", 20, Tier.HOST, Tier.DEVICE)]
     assert [test.held for test in plan.tests] == [True, False]
     assert plan.moves[1].keys == named(20, 100)
 
 
 def test_the_papers_rule_tests_every_page_by_itself():
     bench = Bench(TierKV)
-    bench.request("r", named(80), Tier.DRAM)
-    bench.request("s", named(80, 100), Tier.DRAM)
-    bench.request("late", named(80, 200), Tier.DRAM)
+    bench.request("r", named(80), Tier.HOST)
+    bench.request("s", named(80, 100), Tier.HOST)
+    bench.request("late", named(80, 200), Tier.HOST)
     plan = bench.plan([turn("r", 1), turn("s", 1), turn("late", 2)])
-    assert moved(plan) == [("r", 80, Tier.DRAM, Tier.HBM), ("s", 80, Tier.DRAM, Tier.HBM)]
+    assert moved(plan) == [("r", 80, Tier.HOST, Tier.DEVICE), ("s", 80, Tier.HOST, Tier.DEVICE)]
     assert [test.held for test in plan.tests] == [True, True]
 
 
-def test_the_papers_rule_takes_ssd_pages_in_two_hops_where_the_window_allows_it():
-    for window, expected in ((1.0, [("r", 5, Tier.SSD, Tier.HBM)]), (0.1, [])):
+def test_the_papers_rule_takes_stored_pages_in_two_hops_where_the_window_allows_it():
+    for window, expected in ((1.0, [("r", 5, Tier.STORAGE, Tier.DEVICE)]), (0.1, [])):
         bench = Bench(TierKV)
-        bench.request("r", named(5), Tier.SSD)
+        bench.request("r", named(5), Tier.STORAGE)
         assert moved(bench.plan([turn("r", 1)], iteration_s=window)) == expected
 
 
-def test_what_is_needed_next_comes_to_hbm_and_what_is_needed_later_to_dram_first():
+def test_what_is_needed_next_comes_to_the_device_and_what_is_needed_later_to_host_memory_first():
     bench = Bench(lookahead=1, lookahead_ssd=10)
-    bench.request("next", named(4), Tier.SSD)
-    bench.request("later", named(20, 100), Tier.SSD)
+    bench.request("next", named(4), Tier.STORAGE)
+    bench.request("later", named(20, 100), Tier.STORAGE)
     plan = bench.plan([turn("next", 1), turn("later", 5)])
-    assert moved(plan) == [("next", 4, Tier.SSD, Tier.HBM), ("later", 20, Tier.SSD, Tier.DRAM)]
+    assert moved(plan) == [
+        ("next", 4, Tier.STORAGE, Tier.DEVICE),
+        ("later", 20, Tier.STORAGE, Tier.HOST),
+    ]
 
 
-def test_pages_on_their_way_to_dram_are_promoted_once_they_are_there():
+def test_pages_on_their_way_to_host_memory_are_promoted_once_they_are_there():
     bench = Bench(lookahead=1, lookahead_ssd=10)
-    bench.request("r", named(20), Tier.SSD)
+    bench.request("r", named(20), Tier.STORAGE)
     first = bench.plan([turn("r", 5)])
     assert bench.plan([turn("r", 1)], now=1.0).moves == ()
     bench.land(first.moves, 2.0)
-    assert moved(bench.plan([turn("r", 1)], now=2.0)) == [("r", 20, Tier.DRAM, Tier.HBM)]
+    assert moved(bench.plan([turn("r", 1)], now=2.0)) == [("r", 20, Tier.HOST, Tier.DEVICE)]
 
 
 def test_a_prefix_is_brought_up_to_its_first_gap():
     bench = Bench()
     keys = named(30)
-    bench.map.placed(keys[:10], Tier.DRAM, 0.0)
-    bench.map.placed(keys[12:], Tier.DRAM, 0.0)
+    bench.map.placed(keys[:10], Tier.HOST, 0.0)
+    bench.map.placed(keys[12:], Tier.HOST, 0.0)
     bench.map.claim("r", keys)
     assert [move.keys for move in bench.plan([turn("r", 1)]).moves] == [keys[:10]]
 
@@ -139,37 +142,39 @@ def test_a_prefix_is_brought_up_to_its_first_gap():
 def test_what_an_earlier_request_will_claim_is_not_given_to_a_later_one():
     bench = Bench()
     bench.request("first", named(60), None)
-    bench.request("second", named(50, 100), Tier.DRAM)
-    plan = bench.plan([turn("first", 0), turn("second", 1)], free={Tier.HBM: 100, Tier.DRAM: 100})
-    assert moved(plan) == [("second", 40, Tier.DRAM, Tier.HBM)]
+    bench.request("second", named(50, 100), Tier.HOST)
+    plan = bench.plan(
+        [turn("first", 0), turn("second", 1)], free={Tier.DEVICE: 100, Tier.HOST: 100}
+    )
+    assert moved(plan) == [("second", 40, Tier.HOST, Tier.DEVICE)]
 
 
 def test_no_page_takes_the_place_of_one_that_is_needed_sooner():
     bench = Bench()
-    bench.request("soon", named(30, 500), Tier.HBM, turn=0.5)
-    bench.request("idle", named(10, 600), Tier.HBM, turn=100.0)
-    bench.map.placed(named(5, 700), Tier.HBM, 0.0)
-    bench.request("r", named(50), Tier.DRAM, turn=1.0)
-    plan = bench.plan([turn("r", 1)], free={Tier.HBM: 45, Tier.DRAM: 0})
-    assert moved(plan) == [("r", 15, Tier.DRAM, Tier.HBM)]
+    bench.request("soon", named(30, 500), Tier.DEVICE, turn=0.5)
+    bench.request("idle", named(10, 600), Tier.DEVICE, turn=100.0)
+    bench.map.placed(named(5, 700), Tier.DEVICE, 0.0)
+    bench.request("r", named(50), Tier.HOST, turn=1.0)
+    plan = bench.plan([turn("r", 1)], free={Tier.DEVICE: 45, Tier.HOST: 0})
+    assert moved(plan) == [("r", 15, Tier.HOST, Tier.DEVICE)]
     assert [(e.tier, sorted(e.keys)) for e in plan.evictions] == [
-        (Tier.HBM, sorted(named(10, 600) + named(5, 700)))
+        (Tier.DEVICE, sorted(named(10, 600) + named(5, 700)))
     ]
     assert plan.evictions[0].keys[0] in named(5, 700)
 
 
-def test_the_share_of_hbm_for_prefetched_pages_is_kept_until_they_are_used():
+def test_the_share_of_the_device_for_prefetched_pages_is_kept_until_they_are_used():
     bench = Bench(prefetch_share=0.2)
-    bench.request("r", named(50), Tier.DRAM)
-    first = bench.plan([turn("r", 1)], free={Tier.HBM: 100})
-    assert moved(first) == [("r", 20, Tier.DRAM, Tier.HBM)]
+    bench.request("r", named(50), Tier.HOST)
+    first = bench.plan([turn("r", 1)], free={Tier.DEVICE: 100})
+    assert moved(first) == [("r", 20, Tier.HOST, Tier.DEVICE)]
     bench.land(first.moves, 0.5)
-    assert bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves == ()
+    assert bench.plan([turn("r", 1)], free={Tier.DEVICE: 100}, now=0.5).moves == ()
     bench.prefetcher.started("r", named(50))
     assert (
         sum(
             len(move.keys)
-            for move in bench.plan([turn("r", 1)], free={Tier.HBM: 100}, now=0.5).moves
+            for move in bench.plan([turn("r", 1)], free={Tier.DEVICE: 100}, now=0.5).moves
         )
         > 0
     )
@@ -177,7 +182,7 @@ def test_the_share_of_hbm_for_prefetched_pages_is_kept_until_they_are_used():
 
 def test_links_are_handed_no_more_than_the_horizon():
     bench = Bench(load_horizon_s=0.1, lookahead=8)
-    bench.request("r", named(500), Tier.DRAM)
+    bench.request("r", named(500), Tier.HOST)
     plan = bench.plan([turn("r", 8)], iteration_s=0.1)
     assert sum(len(move.keys) for move in plan.moves) == 16
     bench.land(plan.moves, 0.2)
@@ -189,9 +194,9 @@ def test_links_are_handed_no_more_than_the_horizon():
 
 def test_what_others_have_queued_on_a_link_comes_first():
     bench = Bench()
-    bench.request("r", named(50), Tier.DRAM)
-    plan = bench.plan([turn("r", 1)], busy_s={Link.DRAM_TO_HBM: 0.8})
-    assert moved(plan) == [("r", 20, Tier.DRAM, Tier.HBM)]
+    bench.request("r", named(50), Tier.HOST)
+    plan = bench.plan([turn("r", 1)], busy_s={Link.HOST_TO_DEVICE: 0.8})
+    assert moved(plan) == [("r", 20, Tier.HOST, Tier.DEVICE)]
     assert plan.tests[0].held is False
 
 
@@ -203,32 +208,32 @@ def test_measured_speeds_choose_how_far_to_look():
     for pages, looked in ((2, 4), (80, 9), (200, 13)):
         bench = Bench()
         for n in range(16):
-            bench.request(f"r{n}", named(pages, 1000 * n), Tier.DRAM)
+            bench.request(f"r{n}", named(pages, 1000 * n), Tier.HOST)
         plan = bench.plan([turn(f"r{n}", n) for n in range(16)])
         assert (pages, plan.lookahead) == (pages, looked)
 
 
 def test_a_move_that_never_ends_is_given_up_and_tried_again():
     bench = Bench()
-    bench.request("r", named(10), Tier.DRAM)
+    bench.request("r", named(10), Tier.HOST)
     bench.plan([turn("r", 1)])
     assert bench.plan([turn("r", 1)], now=1.0).moves == ()
     assert bench.plan([turn("r", 1)], now=100.0).moves == ()
     assert bench.prefetcher.late == 10
-    assert moved(bench.plan([turn("r", 1)], now=101.0)) == [("r", 10, Tier.DRAM, Tier.HBM)]
+    assert moved(bench.plan([turn("r", 1)], now=101.0)) == [("r", 10, Tier.HOST, Tier.DEVICE)]
 
 
 @pytest.mark.parametrize("rule", [Rules, TierKV])
 def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
     bench = Bench(rule, lookahead=4)
-    bench.request("r", named(10), Tier.DRAM)
+    bench.request("r", named(10), Tier.HOST)
     asked = []
     for tick in range(4000):
         now = tick / 100
         for move in bench.plan([turn("r", 1)], now=now, iteration_s=0.01).moves:
             asked.append(now)
-            bench.map.dropped(move.keys, Tier.HBM)
-            bench.prefetcher.dropped(move.keys, Tier.HBM, now)
+            bench.map.dropped(move.keys, Tier.DEVICE)
+            bench.prefetcher.dropped(move.keys, Tier.DEVICE, now)
     gaps = [after - before for before, after in itertools.pairwise(asked)]
     assert gaps == pytest.approx(
         [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2] + [5.0] * (len(gaps) - 7), abs=0.02
@@ -240,39 +245,39 @@ def test_a_move_that_fails_is_asked_for_ever_later_but_again_at_some_time(rule):
 
 def test_pages_that_have_come_halfway_are_no_failure_and_go_on_at_once():
     bench = Bench(lookahead=1, lookahead_ssd=10)
-    bench.request("r", named(4), Tier.SSD)
+    bench.request("r", named(4), Tier.STORAGE)
     (move,) = bench.plan([turn("r", 1)]).moves
-    assert (move.source, move.target) == (Tier.SSD, Tier.HBM)
+    assert (move.source, move.target) == (Tier.STORAGE, Tier.DEVICE)
     # Hands that take two hops tell of the first one, and that the pages have not come to HBM.
     come, lost = move.keys[:3], move.keys[3:]
-    bench.map.placed(come, Tier.DRAM, 0.5)
-    bench.prefetcher.placed(come, Tier.DRAM, 0.5)
+    bench.map.placed(come, Tier.HOST, 0.5)
+    bench.prefetcher.placed(come, Tier.HOST, 0.5)
     for keys, paused in ((come, False), (lost, True)):
-        bench.map.dropped(keys, Tier.HBM)
-        bench.prefetcher.dropped(keys, Tier.HBM, 0.5)
+        bench.map.dropped(keys, Tier.DEVICE)
+        bench.prefetcher.dropped(keys, Tier.DEVICE, 0.5)
         assert bench.prefetcher.brought.paused("r", 0.5) is paused
-    assert set(bench.prefetcher.brought.unused[Tier.DRAM]) == set(come)
+    assert set(bench.prefetcher.brought.unused[Tier.HOST]) == set(come)
     assert bench.prefetcher.in_flight == 0
-    assert moved(bench.plan([turn("r", 1)], now=1.0))[0] == ("r", 3, Tier.DRAM, Tier.HBM)
+    assert moved(bench.plan([turn("r", 1)], now=1.0))[0] == ("r", 3, Tier.HOST, Tier.DEVICE)
 
 
 def test_what_was_brought_up_and_had_to_leave_is_not_brought_again_before_its_turn():
     bench = Bench()
-    bench.request("r", named(10), Tier.DRAM)
+    bench.request("r", named(10), Tier.HOST)
     bench.prefetcher.watch("r")
     bench.land(bench.plan([turn("r", 1)]).moves, 0.1)
-    bench.map.dropped(named(3), Tier.HBM)
-    bench.prefetcher.dropped(named(3), Tier.HBM, 0.2)
+    bench.map.dropped(named(3), Tier.DEVICE)
+    bench.prefetcher.dropped(named(3), Tier.DEVICE, 0.2)
     assert bench.plan([turn("r", 1)], now=0.3).moves == ()
     bench.prefetcher.started("r", named(10))
-    assert moved(bench.plan([turn("r", 1)], now=0.4)) == [("r", 3, Tier.DRAM, Tier.HBM)]
+    assert moved(bench.plan([turn("r", 1)], now=0.4)) == [("r", 3, Tier.HOST, Tier.DEVICE)]
 
 
 def test_of_two_that_wait_never_each_pushes_out_the_other():
     bench = Bench()
-    bench.request("a", named(20), Tier.DRAM, turn=5.0)
-    bench.request("b", named(20, 100), Tier.DRAM, turn=6.0)
-    free = {Tier.HBM: 20, Tier.DRAM: 0}
+    bench.request("a", named(20), Tier.HOST, turn=5.0)
+    bench.request("b", named(20, 100), Tier.HOST, turn=6.0)
+    free = {Tier.DEVICE: 20, Tier.HOST: 0}
     # Their windows say that b's turn may come as early as a's.
     turns = [Turn("b", "b", 1, 1.0), Turn("a", "a", 1, 1.0)]
     moves = 0
@@ -291,54 +296,54 @@ def test_of_two_that_wait_never_each_pushes_out_the_other():
 )
 def test_a_session_that_may_come_displaces_only_what_is_used_much_later(rid, idle_until, gives_way):
     bench = Bench()
-    bench.request("idle", named(30, 600), Tier.HBM, turn=idle_until)
-    bench.request("s", named(20), Tier.DRAM, turn=1.0)
-    plan = bench.plan([Turn("s", rid, 1, 1.0)], free={Tier.HBM: 30, Tier.DRAM: 0})
+    bench.request("idle", named(30, 600), Tier.DEVICE, turn=idle_until)
+    bench.request("s", named(20), Tier.HOST, turn=1.0)
+    plan = bench.plan([Turn("s", rid, 1, 1.0)], free={Tier.DEVICE: 30, Tier.HOST: 0})
     assert bool(plan.moves) is gives_way
 
 
 def test_pages_on_their_way_take_their_places_before_others_do():
     bench = Bench()
-    bench.request("idle", named(30, 600), Tier.HBM, turn=100.0)
-    bench.request("a", named(20), Tier.DRAM, turn=1.0)
-    bench.request("b", named(20, 100), Tier.DRAM, turn=2.0)
-    free = {Tier.HBM: 30, Tier.DRAM: 0}
-    assert moved(bench.plan([turn("a", 1)], free=free)) == [("a", 20, Tier.DRAM, Tier.HBM)]
+    bench.request("idle", named(30, 600), Tier.DEVICE, turn=100.0)
+    bench.request("a", named(20), Tier.HOST, turn=1.0)
+    bench.request("b", named(20, 100), Tier.HOST, turn=2.0)
+    free = {Tier.DEVICE: 30, Tier.HOST: 0}
+    assert moved(bench.plan([turn("a", 1)], free=free)) == [("a", 20, Tier.HOST, Tier.DEVICE)]
     plan = bench.plan([turn("b", 2)], free=free, now=0.1)
-    assert moved(plan) == [("b", 10, Tier.DRAM, Tier.HBM)]
+    assert moved(plan) == [("b", 10, Tier.HOST, Tier.DEVICE)]
     assert len(plan.evictions[0].keys) == 30
 
 
 def test_nothing_is_fetched_ahead_over_a_device_that_restores():
     bench = Bench()
-    bench.request("r", named(5), Tier.DRAM)
-    bench.request("s", named(5, 100), Tier.SSD)
+    bench.request("r", named(5), Tier.HOST)
+    bench.request("s", named(5, 100), Tier.STORAGE)
     turns = [turn("r", 1), turn("s", 5)]
-    assert moved(bench.plan(turns, busy_s={Link.SSD_TO_HBM: 0.1})) == [
-        ("r", 5, Tier.DRAM, Tier.HBM)
+    assert moved(bench.plan(turns, busy_s={Link.STORAGE_TO_DEVICE: 0.1})) == [
+        ("r", 5, Tier.HOST, Tier.DEVICE)
     ]
-    assert moved(bench.plan(turns, now=0.1)) == [("s", 5, Tier.SSD, Tier.DRAM)]
+    assert moved(bench.plan(turns, now=0.1)) == [("s", 5, Tier.STORAGE, Tier.HOST)]
 
 
 def test_pages_dropped_before_anyone_used_them_are_counted_as_wasted():
     bench = Bench()
-    bench.request("r", named(10), Tier.DRAM)
+    bench.request("r", named(10), Tier.HOST)
     plan = bench.plan([turn("r", 1)])
     failed, came = plan.moves[0].keys[:2], plan.moves[0].keys[2:]
-    bench.map.dropped(failed, Tier.HBM)
-    bench.prefetcher.dropped(failed, Tier.HBM, 0.1)
-    bench.map.placed(came, Tier.HBM, 0.1)
-    bench.prefetcher.placed(came, Tier.HBM, 0.1)
+    bench.map.dropped(failed, Tier.DEVICE)
+    bench.prefetcher.dropped(failed, Tier.DEVICE, 0.1)
+    bench.map.placed(came, Tier.DEVICE, 0.1)
+    bench.prefetcher.placed(came, Tier.DEVICE, 0.1)
     for keys in (came[:3], came[:3]):
-        bench.map.dropped(keys, Tier.HBM)
-        bench.prefetcher.dropped(keys, Tier.HBM, 0.2)
+        bench.map.dropped(keys, Tier.DEVICE)
+        bench.prefetcher.dropped(keys, Tier.DEVICE, 0.2)
     assert bench.prefetcher.brought.wasted == 3
 
 
 def test_predictions_are_compared_with_what_happened():
     bench = Bench()
     for n, name in enumerate(("right", "wrong", "hopeless", "lucky")):
-        bench.request(name, named(40, 1000 * n), Tier.DRAM)
+        bench.request(name, named(40, 1000 * n), Tier.HOST)
     plan = bench.plan(
         [
             turn("right", 1, 1.0),
@@ -349,10 +354,10 @@ def test_predictions_are_compared_with_what_happened():
     )
     assert [test.held for test in plan.tests] == [True, True, False, False]
     bench.land([move for move in plan.moves if move.rid == "right"], 1.0)
-    bench.map.placed(named(40, 3000), Tier.HBM, 1.0)
+    bench.map.placed(named(40, 3000), Tier.DEVICE, 1.0)
     for name in ("right", "hopeless", "lucky"):
         bench.prefetcher.started(name, ())
-    bench.map.dropped(plan.moves[1].keys, Tier.HBM)
+    bench.map.dropped(plan.moves[1].keys, Tier.DEVICE)
     bench.prefetcher.started("wrong", ())
     counts = bench.prefetcher.overlaps.counts
     assert {key: counts[key] for key in ("held_right", "held_wrong", "failed_right", "failed_wrong")} == {
@@ -363,7 +368,7 @@ def test_predictions_are_compared_with_what_happened():
 def test_nothing_is_moved_when_it_is_off_or_k_is_0():
     for config in ({"prefetch": "off"}, {"lookahead": 0}, {"rules": TierKV, "lookahead": 0}):
         bench = Bench(**config)
-        bench.request("r", named(10), Tier.DRAM)
+        bench.request("r", named(10), Tier.HOST)
         assert bench.plan([turn("r", 1)]).moves == ()
 
 
@@ -402,17 +407,17 @@ def test_whatever_happens_moves_stay_within_free_pages_and_no_page_is_moved_whil
         bench.map.claim(f"r{n}", keys, next_use=n * 0.5)
     turns = [turn(f"r{n}", n, n * 0.5) for n in range(len(wanted))]
     flying = {}
-    for now, (hbm, dram, landing) in enumerate(steps):
-        free = {Tier.HBM: hbm, Tier.DRAM: dram}
+    for now, (device, host, landing) in enumerate(steps):
+        free = {Tier.DEVICE: device, Tier.HOST: host}
         where = {key: bench.map.page(key).tiers for key in bench.map}
-        empty = max(0, hbm - bench.map.evictable(Tier.HBM))
-        resident = bench.map.count(Tier.HBM)
+        empty = max(0, device - bench.map.evictable(Tier.DEVICE))
+        resident = bench.map.count(Tier.DEVICE)
         plan = bench.plan(turns, free=free, now=float(now))
-        for tier in (Tier.HBM, Tier.DRAM):
+        for tier in (Tier.DEVICE, Tier.HOST):
             pages = [key for move in plan.moves if move.target is tier for key in move.keys]
             assert len(pages) == len(set(pages)) <= free[tier]
         if rule is Rules:
-            promoted = sum(len(move.keys) for move in plan.moves if move.target is Tier.HBM)
+            promoted = sum(len(move.keys) for move in plan.moves if move.target is Tier.DEVICE)
             assert promoted <= max(0, int(share * (resident + empty)))
         for move in plan.moves:
             for key in move.keys:

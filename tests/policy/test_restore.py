@@ -157,7 +157,7 @@ def loaded_with(waiting: tuple[str, ...], **rules: object) -> list[int]:
     planner = make_planner(
         PolicyConfig(), ENGINE, profile_of(COST, rate), Rules(load_horizon_s=60.0, **rules)
     )
-    planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
+    planner.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
     plan = planner.step(StepView(0.0, waiting, None, prefill_tokens=512))
     return [page for load in plan.loads for page in range(load.span.start, load.span.stop)]
 

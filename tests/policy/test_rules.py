@@ -104,7 +104,7 @@ def named(name: str) -> str:
 
 def offered(planner: Planner, *rids: str) -> None:
     for rid in rids:
-        planner.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
+        planner.observe(RestoreOffered(rid, 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
 
 
 def modes(planner: Planner, rid: str) -> list[tuple[Mode, str]]:

@@ -28,8 +28,8 @@ def beside_a_busy_disk(**settings: object) -> Planner:
     """A planner that has handed out loads over the storage link for "b", of which it takes long to
     bring all.
     """
-    one = planner(ssd=rate(4096, 1 / 4), dram=rate(4096, 20), **settings)
-    one.observe(RestoreOffered("b", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
+    one = planner(storage=rate(4096, 1 / 4), host=rate(4096, 20), **settings)
+    one.observe(RestoreOffered("b", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
     assert (
         sum(len(load.span) for load in one.step(StepView(0.0, ("b",), prefill_tokens=512)).loads)
         > 8
@@ -39,7 +39,7 @@ def beside_a_busy_disk(**settings: object) -> Planner:
 
 def test_a_request_does_not_wait_for_a_link_it_does_not_use():
     one = beside_a_busy_disk(restore="both")
-    one.observe(RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.DRAM),)))
+    one.observe(RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.HOST),)))
     plan = one.step(StepView(0.0, ("a", "b"), prefill_tokens=512))
     # Copying all of it takes 5 % of computing it: waiting for the disk, computing all would look as
     # good.
@@ -50,7 +50,7 @@ def test_a_request_does_not_wait_for_a_link_it_does_not_use():
 
 def test_nor_is_a_restoration_given_up_for_another_links_queue():
     one = beside_a_busy_disk(restore="auto")
-    short = RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.DRAM),))
+    short = RestoreOffered("a", 0.0, 600, 0, 32, ((Span(0, 32), Tier.HOST),))
     assert (
         one.query(LeftToEngine(short, StepView(0.0, ("a", "b"), prefill_tokens=512)))
         == "host memory"
@@ -62,15 +62,15 @@ def test_nor_is_a_restoration_given_up_for_another_links_queue():
 
 def test_a_waiting_request_that_finds_no_room_for_loads_for_long_is_computed():
     one = make_planner(PolicyConfig(restore="both"), ENGINE, profile_of(COST, rate(4096, 5000)))
-    one.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.SSD),)))
-    full = StepView(0.0, ("a",), prefill_tokens=512, free_pages={Tier.HBM: 0})
+    one.observe(RestoreOffered("a", 0.0, 4200, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    full = StepView(0.0, ("a",), prefill_tokens=512, free_pages={Tier.DEVICE: 0})
     assert len(one.step(full).starts) == 1
     assert one.step(replace(full, now=1.9)) == StepPlan()
     plan = one.step(replace(full, now=2.1))
     assert plan.loads == ()
     assert [(compute.rid, compute.tokens) for compute in plan.computes] == [("a", 512)]
     # With room all of it is loaded, and it waits for that.
-    plan = one.step(replace(full, now=2.2, free_pages={Tier.HBM: 1000}))
+    plan = one.step(replace(full, now=2.2, free_pages={Tier.DEVICE: 1000}))
     assert plan.loads
     assert plan.computes == ()
 
@@ -85,7 +85,7 @@ def handed_out_s(fresh_tokens: int, front: int = 0) -> float:
     )
     one.observe(
         RestoreOffered(
-            "a", 0.0, 32800, front // PAGE, 2048, ((Span(front // PAGE, 2048), Tier.SSD),)
+            "a", 0.0, 32800, front // PAGE, 2048, ((Span(front // PAGE, 2048), Tier.STORAGE),)
         )
     )
     plan = one.step(StepView(0.0, ("a",), prefill_tokens=512, fresh_tokens=fresh_tokens))
@@ -104,7 +104,7 @@ def test_a_link_has_work_while_fresh_prompts_are_prefilled():
         profile_of(COST, rate(8192, 1)),
         Rules(load_horizon_s=0.001),
     )
-    one.observe(RestoreOffered("a", 0.0, 16500, 0, 1024, ((Span(0, 1024), Tier.SSD),)))
+    one.observe(RestoreOffered("a", 0.0, 16500, 0, 1024, ((Span(0, 1024), Tier.STORAGE),)))
     loaded = [
         sum(
             len(load.span)
@@ -119,15 +119,15 @@ def test_a_link_has_work_while_fresh_prompts_are_prefilled():
 
 
 def test_after_a_failure_nothing_is_taken_to_be_under_way():
-    one = planner(ssd=rate(4096, 1))
-    one.observe(offer(ssd=256))
+    one = planner(storage=rate(4096, 1))
+    one.observe(offer(storage=256))
     plan = one.step(StepView(0.0, ("a",), prefill_tokens=512))
     assert plan.loads
     last = plan.loads[0].span
     with pytest.raises(ValueError, match="a transfer has taken"):
         one.observe(ChunkStarted("a", Span(0, last.stop * PAGE), 0.0))
     assert one.restoring == ()
-    one.observe(RestoreOffered("b", 60.0, 4160, 0, 256, ((Span(0, 256), Tier.SSD),)))
+    one.observe(RestoreOffered("b", 60.0, 4160, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
     again = one.step(StepView(60.0, ("b",), prefill_tokens=512))
     assert [load.span for load in again.loads] == [load.span for load in plan.loads]
-    assert {load.link for load in again.loads} == {Link.SSD_TO_HBM}
+    assert {load.link for load in again.loads} == {Link.STORAGE_TO_DEVICE}

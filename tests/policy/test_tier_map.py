@@ -64,12 +64,12 @@ class PlainMap:
                 return
             self.pages[key] = Page()
         page = self.pages[key]
-        before = {tier for tier in (Tier.HBM, Tier.DRAM) if self.listed(key, tier)}
+        before = {tier for tier in (Tier.DEVICE, Tier.HOST) if self.listed(key, tier)}
         had = set(page.tiers)
         action(page)
         for tier in page.tiers - had:
             page.uses[tier] = 1
-        for tier in (Tier.HBM, Tier.DRAM):
+        for tier in (Tier.DEVICE, Tier.HOST):
             if self.listed(key, tier) and (touch or tier not in before):
                 self.touch(key, tier)
         if not page.tiers and not page.moving and not page.pins and not self.owners(key):
@@ -227,11 +227,11 @@ class MapMachine(RuleBasedStateMachine):
             found = {n: tier for span, tier in missing.runs for n in range(span.start, span.stop)}
             for n, key in enumerate(claimed[:reach]):
                 page = self.plain.pages[key]
-                if Tier.HBM in page.tiers | page.moving:
+                if Tier.DEVICE in page.tiers | page.moving:
                     assert n not in found
-                elif Tier.DRAM in page.tiers:
-                    assert found[n] is Tier.DRAM
-                elif Tier.DRAM in page.moving:
+                elif Tier.HOST in page.tiers:
+                    assert found[n] is Tier.HOST
+                elif Tier.HOST in page.moving:
                     assert found[n] is None
                 else:
                     assert found[n] is min(page.tiers)
@@ -239,11 +239,11 @@ class MapMachine(RuleBasedStateMachine):
 
     @staticmethod
     def reachable(page):
-        return page.tiers or page.moving & {Tier.HBM, Tier.DRAM}
+        return page.tiers or page.moving & {Tier.DEVICE, Tier.HOST}
 
     @invariant()
     def victims_come_in_the_rules_order(self):
-        for tier in (Tier.HBM, Tier.DRAM):
+        for tier in (Tier.DEVICE, Tier.HOST):
             listed = [key for key in self.plain.pages if self.plain.listed(key, tier)]
             assert self.map.evictable(tier) == len(listed)
             victims = self.map.victims(tier, 1000)
@@ -302,13 +302,13 @@ def many(count, start=0):
 def test_a_full_map_forgets_the_page_that_was_cold_the_longest():
     small = TierMap(4)
     first, second, third, fourth, fifth, sixth = many(6)
-    small.placed((first,), Tier.SSD, 0.0)
-    small.placed((second,), Tier.DRAM, 0.0)
-    small.placed((third, fourth), Tier.SSD, 1.0)
+    small.placed((first,), Tier.STORAGE, 0.0)
+    small.placed((second,), Tier.HOST, 0.0)
+    small.placed((third, fourth), Tier.STORAGE, 1.0)
     small.claim("r", (fourth,))
-    small.placed((fifth,), Tier.SSD, 2.0)
+    small.placed((fifth,), Tier.STORAGE, 2.0)
     assert first not in small and third in small
-    small.placed((sixth,), Tier.HBM, 3.0)
+    small.placed((sixth,), Tier.DEVICE, 3.0)
     assert third not in small
     assert sorted(small) == sorted((second, fourth, fifth, sixth))
     assert small.forgotten == 2
@@ -317,13 +317,13 @@ def test_a_full_map_forgets_the_page_that_was_cold_the_longest():
 def test_a_map_without_a_cold_page_records_no_more_and_says_so():
     small = TierMap(2)
     known, new = many(2), many(2, 10)
-    small.placed(known, Tier.DRAM, 0.0)
-    small.placed(new, Tier.SSD, 0.0)
+    small.placed(known, Tier.HOST, 0.0)
+    small.placed(new, Tier.STORAGE, 0.0)
     small.claim("r", known + new)
     assert len(small) == 2 and small.unrecorded == 4
     assert small.missing("r").reach == 2
     assert small.keys_of("r", Span(0, 4)) == known
-    small.dropped(known[:1], Tier.DRAM)
+    small.dropped(known[:1], Tier.HOST)
     small.release("r")
     assert list(small) == [known[1]]
 
@@ -349,13 +349,13 @@ def test_owners_are_told_when_their_pages_come_go_or_start_to_move():
     m.claim("s", prompt[:2])
     assert sorted(m.take_changed()) == ["r", "s"]
     assert m.take_changed() == ()
-    m.placed(prompt[2:], Tier.SSD, 0.0)
+    m.placed(prompt[2:], Tier.STORAGE, 0.0)
     assert m.take_changed() == ("r",)
-    m.moving(prompt[2:], Tier.DRAM)
+    m.moving(prompt[2:], Tier.HOST)
     assert m.take_changed() == ("r",)
-    m.placed(prompt[:1], Tier.HBM, 0.0)
+    m.placed(prompt[:1], Tier.DEVICE, 0.0)
     assert sorted(m.take_changed()) == ["r", "s"]
-    m.placed(prompt[:1], Tier.HBM, 1.0)
+    m.placed(prompt[:1], Tier.DEVICE, 1.0)
     assert m.take_changed() == ()
 
 
@@ -374,29 +374,29 @@ def test_the_end_of_a_prefix_gives_way_before_its_beginning():
     for rule_ in (LRU, NextUse):
         m = TierMap(100, rule_(), rule_())
         prompt = many(6)
-        m.placed(prompt[:3], Tier.HBM, 0.0)
-        m.placed(prompt[3:], Tier.HBM, 1.0)
+        m.placed(prompt[:3], Tier.DEVICE, 0.0)
+        m.placed(prompt[3:], Tier.DEVICE, 1.0)
         m.used(prompt, 2.0)
-        assert m.victims(Tier.HBM, 6) == tuple(reversed(prompt))
+        assert m.victims(Tier.DEVICE, 6) == tuple(reversed(prompt))
 
 
 def test_a_shared_beginning_outlives_the_ends_of_whoever_shares_it():
     m = TierMap(100, NextUse(), NextUse())
     shared, mine, yours = many(2), many(2, 10), many(2, 20)
-    m.placed(shared + mine + yours, Tier.HBM, 0.0)
+    m.placed(shared + mine + yours, Tier.DEVICE, 0.0)
     m.claim("mine", shared + mine, 5.0)
     m.claim("yours", shared + yours, 9.0)
-    assert m.victims(Tier.HBM, 9) == (yours[1], yours[0], mine[1], mine[0], shared[1], shared[0])
+    assert m.victims(Tier.DEVICE, 9) == (yours[1], yours[0], mine[1], mine[0], shared[1], shared[0])
 
 
 def test_only_pages_needed_later_are_victims_of_a_promotion():
     m = TierMap(100, NextUse(), NextUse())
     soon, late, never = many(1), many(1, 10), many(1, 20)
-    m.placed(soon + late + never, Tier.HBM, 0.0)
+    m.placed(soon + late + never, Tier.DEVICE, 0.0)
     m.claim("soon", soon, 1.0)
     m.claim("late", late, 8.0)
-    assert m.victims(Tier.HBM, 9, after=2.0) == never + late
-    assert [known[1:] for known in m.classes(Tier.HBM)] == [(math.inf, 1), (8.0, 1), (1.0, 1)]
+    assert m.victims(Tier.DEVICE, 9, after=2.0) == never + late
+    assert [known[1:] for known in m.classes(Tier.DEVICE)] == [(math.inf, 1), (8.0, 1), (1.0, 1)]
 
 
 def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
@@ -404,17 +404,17 @@ def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
         known, seen = TierMap(100, NextUse(), NextUse()), []
         for number in range(6):
             key = PageKey(bytes([number]) * 32)
-            known.placed((key,), Tier.HBM, 0.0)
+            known.placed((key,), Tier.DEVICE, 0.0)
             known.claim(f"owner {number}", (key,), float(number % 2))
         for number in range(6):
             known.expect(f"owner {number}", 5.0 - number % 3)
             if ask:
-                aside = known.victims_aside(Tier.HBM, 6)
+                aside = known.victims_aside(Tier.DEVICE, 6)
                 assert len(aside) == 6
             known.expect(f"owner {5 - number}", 1.0)
             if number % 2:
-                seen.append(known.victims(Tier.HBM, 6))
-                assert known.victims_aside(Tier.HBM, 6) == seen[-1]
+                seen.append(known.victims(Tier.DEVICE, 6))
+                assert known.victims_aside(Tier.DEVICE, 6) == seen[-1]
         return tuple(seen)
 
     assert run(ask=True) == run(ask=False)
@@ -422,7 +422,7 @@ def test_victims_asked_for_aside_are_the_same_and_leave_no_trace():
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 400), st.sampled_from((Tier.DRAM, Tier.SSD)), st.booleans()),
+        st.tuples(st.integers(0, 400), st.sampled_from((Tier.HOST, Tier.STORAGE)), st.booleans()),
         max_size=300,
     ),
     st.integers(1, 200),
@@ -437,7 +437,7 @@ def test_pages_of_a_tier_are_found_a_part_at_a_time(
     found: list[PageKey] = []
     place: int | None = 0
     while place is not None:
-        part, place = known.resident_part(Tier.SSD, place, count)
+        part, place = known.resident_part(Tier.STORAGE, place, count)
         assert len(part) <= count
         found += part
-    assert sorted(found) == sorted(known.resident(Tier.SSD))
+    assert sorted(found) == sorted(known.resident(Tier.STORAGE))

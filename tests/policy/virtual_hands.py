@@ -49,7 +49,7 @@ def profile_of(cost: PrefillCost, bytes_per_second: float) -> dict:
         "per_token_s": cost.per_token_s,
         "per_token_position_s": cost.per_token_position_s,
     }
-    return {"prefill": prefill, "links": {Link.SSD_TO_HBM.value: bytes_per_second}}
+    return {"prefill": prefill, "links": {Link.STORAGE_TO_DEVICE.value: bytes_per_second}}
 
 
 def best_seconds(
@@ -88,7 +88,7 @@ def restore(
     planner = make_planner(config or PolicyConfig(), ENGINE, profile, rules)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
     planner.observe(RequestArrived("a", 0.0, total))
-    planner.observe(RestoreOffered("a", 0.0, total, 0, pages, ((Span(0, pages), Tier.SSD),)))
+    planner.observe(RestoreOffered("a", 0.0, total, 0, pages, ((Span(0, pages), Tier.STORAGE),)))
     out, now, front, slot = Outcome(), 0.0, 0, None
     queue: list[tuple[float, float, Span]] = []  # begun, ends, pages
     for _ in range(100_000):
@@ -98,11 +98,13 @@ def restore(
                 planner.observe(PagesLost("a", span, "failed", now))
             else:
                 nbytes = len(span) * ENGINE.page_bytes
-                planner.observe(TransferDone("a", Link.SSD_TO_HBM, span, nbytes, ends - begun, now))
+                planner.observe(
+                    TransferDone("a", Link.STORAGE_TO_DEVICE, span, nbytes, ends - begun, now)
+                )
         free = (
             {}
             if free_pages is None
-            else {Tier.HBM: free_pages - sum(len(entry[2]) for entry in queue)}
+            else {Tier.DEVICE: free_pages - sum(len(entry[2]) for entry in queue)}
         )
         waiting = () if slot else ("a",)
         plan = planner.step(

@@ -49,7 +49,7 @@ class KeptPages:
 class Scene:
     """Three pages that were copied to the device, and a restoration that splices them."""
 
-    def __init__(self, pair: tuple[Any, Any], tier: Tier = Tier.SSD) -> None:
+    def __init__(self, pair: tuple[Any, Any], tier: Tier = Tier.STORAGE) -> None:
         self.device, self.host = pair
         self.controller = controller(*pair, "direct")
         copied = device_pools.wanted_rows(self.host, slots(FROM, PAGE))
@@ -61,7 +61,7 @@ class Scene:
         self.controller.storage_backend = self.kept
         self.counters = RestoreCounters()
         sources = ((Span(0, 3), tier),)
-        keys = KEYS if tier is Tier.SSD else ()
+        keys = KEYS if tier is Tier.STORAGE else ()
         self.restoration = Restoration(
             "r", None, 3 * PAGE + 1, 0, 3, sources, keys, slots(FROM, PAGE)
         )
@@ -123,7 +123,7 @@ def test_a_page_in_another_pages_slots_is_found() -> None:
 
 
 def test_a_flipped_bit_of_a_page_from_host_memory_is_found() -> None:
-    scene = Scene(pools("cpu", "page_first_direct"), Tier.DRAM)
+    scene = Scene(pools("cpu", "page_first_direct"), Tier.HOST)
     assert scene.audited() == {"equal": 3}
     scene.spoil()
     assert scene.audited() == {"equal": 5, "differs": 1}

@@ -211,7 +211,7 @@ class Lab:
         """One request of a session, over after a second; its pages stay in HBM."""
         rid = f"{session}-{at}"
         self.planner.observe(RequestArrived(rid, at, len(keys) * 16, keys, session))
-        self.planner.observe(PagesPlaced(keys, Tier.HBM, at))
+        self.planner.observe(PagesPlaced(keys, Tier.DEVICE, at))
         self.planner.observe(RequestFinished(rid, at + 1, keys=keys))
 
     def hint(self, hint: Hint, at: float, **whose: Any) -> dict[str, Any]:
@@ -313,10 +313,10 @@ def test_a_log_with_hints_is_decided_again_identically() -> None:
     lab = Lab()
     lab.turn("a", KEYS[:4], 0.0)
     lab.turn("b", KEYS[4:8], 0.0)
-    view = StepView(2.0, (), free_pages={Tier.HBM: 4, Tier.DRAM: 4})
+    view = StepView(2.0, (), free_pages={Tier.DEVICE: 4, Tier.HOST: 4})
     lab.planner.step(view)
     lab.hint(Hint(expected_delay_s=0.5), 2.0, session="a")
-    lab.planner.step(StepView(2.1, (), free_pages={Tier.HBM: 0, Tier.DRAM: 8}))
+    lab.planner.step(StepView(2.1, (), free_pages={Tier.DEVICE: 0, Tier.HOST: 8}))
     asked = [one for one in map(decode, lab.lines[1:]) if isinstance(one, Query)]
     assert [(type(one.question), one.answer.accepted) for one in asked] == [(Hinted, True)]  # type: ignore[union-attr]
     done = replay(lab.lines)

@@ -100,7 +100,7 @@ class Lab:
             step = self.core.resume_insert()
         self.core.end_insert()
         keys = keys_of(array("q", tokens), request(), PAGE)
-        self.facts.placed(keys, Tier.HBM)
+        self.facts.placed(keys, Tier.DEVICE)
         self.map.claim(owner, keys, next_use)
         return step.result.last_device_node
 
@@ -112,7 +112,7 @@ class Lab:
         result.host_frees.clear()
         result.cache_actions.clear()
         self.evicted.append(node)
-        self.facts.dropped(keys, Tier.HBM)
+        self.facts.dropped(keys, Tier.DEVICE)
 
 
 def test_names_are_sglangs_and_can_be_continued():
@@ -151,7 +151,7 @@ def test_what_runs_latest_leaves_first_whatever_was_used_last():
     assert lab.counters.victims == 8
     lab.victims.evict(64, {lab.full: 0})
     assert lab.evicted == [late, middle, soon]
-    assert lab.map.count(Tier.HBM) == 0
+    assert lab.map.count(Tier.DEVICE) == 0
 
 
 def test_a_server_that_was_switched_to_write_back_is_left_to_choose():
@@ -171,9 +171,9 @@ def test_a_shared_beginning_leaves_after_the_last_who_wants_it():
     lab.victims.evict(8, tracker)
     assert tracker[lab.full] == 8
     wanted = keys_of(array("q", [*shared, *range(100, 108)]), request(), PAGE)
-    assert all(Tier.HBM in lab.map.page(key).tiers for key in wanted)
+    assert all(Tier.DEVICE in lab.map.page(key).tiers for key in wanted)
     lab.victims.evict(16, {lab.full: 0})
-    assert lab.map.count(Tier.HBM) == 0 and len(lab.evicted) == 3
+    assert lab.map.count(Tier.DEVICE) == 0 and len(lab.evicted) == 3
 
 
 def test_locked_paths_are_never_victims_and_what_is_missing_is_left_to_others():
@@ -194,12 +194,12 @@ def test_host_copies_come_and_go_by_slot():
     node = lab.insert("a", list(range(16)), 1.0)
     keys = lab.facts.node_keys(node)
     lab.core.commit_backup(node, torch.arange(64, 80), {})
-    assert lab.map.count(Tier.DRAM) == 4
+    assert lab.map.count(Tier.HOST) == 4
     assert lab.facts.host_pages() == dict(zip(keys, range(16, 20), strict=True))
     lab.facts.host_freed([torch.arange(64, 72)])
-    assert lab.map.count(Tier.DRAM) == 2
-    lab.facts.failed(keys, Tier.DRAM)
-    assert lab.map.count(Tier.DRAM) == 2, "a move that failed does not hide pages that are there"
+    assert lab.map.count(Tier.HOST) == 2
+    lab.facts.failed(keys, Tier.HOST)
+    assert lab.map.count(Tier.HOST) == 2, "a move that failed does not hide pages that are there"
     assert set(lab.facts.cleared()) == set(keys[2:])
 
 
@@ -212,7 +212,7 @@ def test_host_pages_that_are_held_back_leave_last():
     for place, node in enumerate((kept, other)):
         lab.core.commit_backup(node, torch.arange(64 * place, 64 * place + 16), {})
     lab.victims.evict(32, {lab.full: 0})
-    assert lab.map.count(Tier.HBM) == 0 and lab.core.is_backuped(kept)
+    assert lab.map.count(Tier.DEVICE) == 0 and lab.core.is_backuped(kept)
 
     def evict(tokens: int) -> int:
         result = lab.core.drive_host_eviction(lab.full, tokens)
@@ -231,15 +231,15 @@ def test_host_pages_that_are_held_back_leave_last():
         lab.facts.node_keys(kept)
 
 
-@pytest.mark.parametrize("tier", [Tier.DRAM, Tier.HBM])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_pages_brought_early_that_leave_unused_are_wasted(tier: Tier):
     lab = Lab()
     keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
-    lab.facts.placed(keys, Tier.DRAM)
+    lab.facts.placed(keys, Tier.HOST)
     lab.facts.brought(keys)
     lab.facts.placed(keys[:1], tier)
-    lab.facts.dropped(keys, Tier.DRAM)
-    assert lab.facts.wasted == (4 if tier is Tier.DRAM else 3)
+    lab.facts.dropped(keys, Tier.HOST)
+    assert lab.facts.wasted == (4 if tier is Tier.HOST else 3)
 
 
 def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_path: Path):
@@ -259,17 +259,17 @@ def test_what_was_said_to_have_left_the_store_is_not_found_missing_as_well(tmp_p
     check = TierCheck(lab.tree, lab.map, lab.facts)
     keys = tuple(PageKey(bytes([i]) * 32) for i in range(4))
     try:
-        lab.facts.placed(keys[:2], Tier.SSD)
+        lab.facts.placed(keys[:2], Tier.STORAGE)
         assert check.roll(0.0) == 0, "a store that has lost nothing is not asked"
         controller.storage_backend = None
         check.forget()
         assert check.roll(5.0) == 0, "said in this tick"
-        lab.facts.dropped(keys[:2], Tier.SSD)
+        lab.facts.dropped(keys[:2], Tier.STORAGE)
         controller.storage_backend = SimpleNamespace(_store=store)
         assert check.roll(7.0) == 0
         controller.storage_backend = None
-        lab.facts.placed(keys[2:], Tier.SSD)
+        lab.facts.placed(keys[2:], Tier.STORAGE)
         assert check.roll(9.0) == 2, "found on the map, not in the store, and nobody said so"
-        assert lab.map.count(Tier.SSD) == 0
+        assert lab.map.count(Tier.STORAGE) == 0
     finally:
         store.close()

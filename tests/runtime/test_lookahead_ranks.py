@@ -271,21 +271,23 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
         voter.tree.ongoing_backup[operation] = None
     look(0.0, one, other)
     look(0.1, one, other)
-    assert one.map.count(Tier.SSD) == 0, "not before all ranks have written it"
+    assert one.map.count(Tier.STORAGE) == 0, "not before all ranks have written it"
     for voter in (one, other):
         voter.tree.ongoing_backup.clear()
         voter.votes.found([keys[4].hex()])
     for step in range(3):
         assert look(0.2 + step / 10, one, other) == [0, 0]
     there = [keys[0], keys[1], keys[3], keys[4]]
-    assert sorted(one.map.resident(Tier.SSD)) == sorted(other.map.resident(Tier.SSD)) == there
+    assert (
+        sorted(one.map.resident(Tier.STORAGE)) == sorted(other.map.resident(Tier.STORAGE)) == there
+    )
     other.stored.discard(keys[1])
     other.lost = 1
     gone = [look(2.0 + step / 10, one, other) for step in range(5)]
     assert [sum(rank) for rank in zip(*gone, strict=True)] == [1, 1]
     assert (
-        sorted(one.map.resident(Tier.SSD))
-        == sorted(other.map.resident(Tier.SSD))
+        sorted(one.map.resident(Tier.STORAGE))
+        == sorted(other.map.resident(Tier.STORAGE))
         == [keys[0], keys[3], keys[4]]
     )
     one.votes.stop()

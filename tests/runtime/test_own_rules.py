@@ -43,7 +43,7 @@ def test_the_lines_at_the_end_of_the_eviction_example_are_what_a_server_takes(
     config = from_extra_config({"store": {"path": "/nowhere"}, **given}).policy
     assert looks_ahead(config)
     planner = make_planner(config, ENGINE)
-    rules = {type(planner.pages._hbm_rule), type(planner.pages._dram_rule)}
+    rules = {type(planner.pages._device_rule), type(planner.pages._host_rule)}
     assert rules == {sys.modules["own_eviction"].SegmentedLRU}
 
 

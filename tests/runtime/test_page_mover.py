@@ -113,7 +113,7 @@ def load_of(pages: int, owns_host: bool = True) -> Load:
     return Load(
         restoration,
         Span(0, pages),
-        Link.SSD_TO_HBM,
+        Link.STORAGE_TO_DEVICE,
         slots,
         slots,
         owns_host,

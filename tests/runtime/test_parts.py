@@ -11,7 +11,7 @@ from sgl_kvtier.runtime.scheduler.parts import Parts, parts_of
 from sgl_kvtier.types import Span, Tier
 
 PAGE = 4
-OFFER = RestoreOffered("r", 0.0, 50, 2, 10, ((Span(2, 4), Tier.DRAM), (Span(4, 10), Tier.SSD)))
+OFFER = RestoreOffered("r", 0.0, 50, 2, 10, ((Span(2, 4), Tier.HOST), (Span(4, 10), Tier.STORAGE)))
 
 
 def parts_with(query: Any, fresh_tokens: int) -> Parts:

@@ -77,7 +77,7 @@ def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(
     assert len(given_back) == 1 and moves._context.hung_reads == [hung.job], (
         "its host pages are still read into"
     )
-    assert failed == [(KEYS, Tier.DRAM)] * 2
+    assert failed == [(KEYS, Tier.HOST)] * 2
 
 
 def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:
@@ -142,6 +142,6 @@ def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
     updater = SimpleNamespace(offload_tags={"kv_cache"} if released else set())
     hands.context = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))  # type: ignore[assignment]
     hands.promotions, hands._config = moves, SimpleNamespace(load_deadline_s=1.0)  # type: ignore[assignment]
-    hands.carry_out(StepPlan(moves=(Move(KEYS, Tier.DRAM, Tier.HBM, "r"),)), StepView(0.0))
+    hands.carry_out(StepPlan(moves=(Move(KEYS, Tier.HOST, Tier.DEVICE, "r"),)), StepView(0.0))
     assert len(begun) == (0 if released else 1)
     assert moves._counters.failed_moves == ({"released": 2} if released else {})

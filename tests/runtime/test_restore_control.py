@@ -45,10 +45,12 @@ def test_a_setting_is_in_force_for_the_next_offer() -> None:
     scheduler = lab(PolicyConfig(restore="both"))
 
     def mode(rid: str) -> Mode:
-        scheduler.planner.observe(RestoreOffered(rid, 1.0, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
+        scheduler.planner.observe(
+            RestoreOffered(rid, 1.0, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),))
+        )
         return (
             scheduler.planner.step(
-                StepView(1.0, (rid,), free_pages={Tier.HBM: 500, Tier.DRAM: 500})
+                StepView(1.0, (rid,), free_pages={Tier.DEVICE: 500, Tier.HOST: 500})
             )
             .starts[0]
             .mode

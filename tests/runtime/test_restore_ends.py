@@ -89,7 +89,14 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
     mover = Mover()
     engine = RestoreEngine(StepContext(tree), mover, 0, lambda offer: None)  # type: ignore[arg-type]
     r = Restoration(
-        "r", None, (pages + 1) * PAGE, 0, pages, ((Span(0, pages), Tier.SSD),), (), torch.empty(0)
+        "r",
+        None,
+        (pages + 1) * PAGE,
+        0,
+        pages,
+        ((Span(0, pages), Tier.STORAGE),),
+        (),
+        torch.empty(0),
     )
     r.mode = Mode.BOTH
     engine.restorations["r"] = r
@@ -97,7 +104,7 @@ def engine_with(pages: int = 8) -> tuple[RestoreEngine, Restoration, Mover]:
 
 
 def load(engine: RestoreEngine, span: Span) -> Load:
-    engine.load(messages.Load("r", span, Tier.SSD, Link.SSD_TO_HBM, 1.0))
+    engine.load(messages.Load("r", span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
     return engine.loads[-1]
 
 
@@ -175,7 +182,7 @@ def test_a_stage_with_fewer_layers_tells_its_planner_the_first_stages_bytes():
     mover.wait_news(0.0)
     (done,) = [fact for fact in settle(engine, 2.0) if isinstance(fact, messages.TransferDone)]
     assert done.nbytes == 2 * 10 * engine.context.page_bytes
-    assert engine.counters.bytes_loaded[Link.SSD_TO_HBM] == 2 * engine.context.page_bytes
+    assert engine.counters.bytes_loaded[Link.STORAGE_TO_DEVICE] == 2 * engine.context.page_bytes
 
 
 def test_hits_of_another_backend_are_left_to_it():
@@ -258,7 +265,7 @@ def test_loads_that_were_not_begun_because_something_failed_are_told_as_lost():
     tick, _, told, _ = tick_of_two_ranks()
     plan = StepPlan(
         loads=tuple(
-            messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0)
+            messages.Load("r", Span(low, low + 2), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
             for low in (6, 4, 2)
         )
     )
@@ -304,12 +311,12 @@ def test_pages_a_restoration_holds_already_are_not_kept_free_for_it_once_more():
     r.front = 1
     room = PAGES - 4 - 1  # and a page for what it generates
     assert (
-        tick.views.free_pages([], req)[Tier.HBM] == room - 1
+        tick.views.free_pages([], req)[Tier.DEVICE] == room - 1
     )  # the last page is no part of the prefix
     engine.restorations["other"] = Restoration(
-        "other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.SSD),), (), torch.empty(0)
+        "other", None, 5 * PAGE, 0, 4, ((Span(0, 4), Tier.STORAGE),), (), torch.empty(0)
     )
-    assert tick.views.free_pages([], req)[Tier.HBM] == room - 4
+    assert tick.views.free_pages([], req)[Tier.DEVICE] == room - 4
 
 
 def failing_pool(tick: RestoreTick) -> None:
@@ -335,12 +342,13 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
     tick.ahead = ahead  # type: ignore[assignment]
     tick.riding.taken = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]
     engine.restorations["other"] = other = Restoration(
-        "other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.SSD),), (), torch.empty(0)
+        "other", None, 9 * PAGE, 0, 8, ((Span(0, 8), Tier.STORAGE),), (), torch.empty(0)
     )
     other.mode = Mode.BOTH
     plan = StepPlan(
         loads=tuple(
-            messages.Load("r", Span(low, low + 2), Tier.SSD, Link.SSD_TO_HBM, 1.0) for low in (6, 4)
+            messages.Load("r", Span(low, low + 2), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0)
+            for low in (6, 4)
         ),
         computes=(messages.Compute("other", None, 64),),
     )
@@ -364,7 +372,7 @@ def test_host_memory_that_fails_gives_the_device_pages_back():
         raise RuntimeError("no host memory")
 
     engine.context.tree.cache_controller.mem_pool_host.alloc = fails
-    engine.load(messages.Load("r", Span(4, 8), Tier.SSD, Link.SSD_TO_HBM, 1.0))
+    engine.load(messages.Load("r", Span(4, 8), Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
     engine.context.slots.free()
     assert (
         r.closed

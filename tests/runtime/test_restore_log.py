@@ -29,8 +29,12 @@ def play(planner: Any, steps: int) -> None:
     """Offers to a planner, one per step."""
     for number in range(steps):
         now = 1.0 + number
-        planner.observe(RestoreOffered(f"r{number}", now, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
-        planner.step(StepView(now, (f"r{number}",), free_pages={Tier.HBM: 5000, Tier.DRAM: 5000}))
+        planner.observe(
+            RestoreOffered(f"r{number}", now, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),))
+        )
+        planner.step(
+            StepView(now, (f"r{number}",), free_pages={Tier.DEVICE: 5000, Tier.HOST: 5000})
+        )
 
 
 def test_what_was_recorded_is_decided_again(tmp_path: Path) -> None:

@@ -187,9 +187,9 @@ def test_what_was_learned_lies_beside_the_store(served: Served, folder: Path) ->
     profile = found[0]
     assert profile is not None
     assert profile.chunks >= cost_profile.LEAST_CHUNKS
-    assert profile.transfers["ssd-hbm"] > 0
+    assert profile.transfers["storage-device"] > 0
     assert profile.prefill["per_token_s"] > 0 or profile.prefill["fixed_s"] > 0
-    assert 0 < profile.links["ssd-hbm"] < 2e9 / 8 * 10
+    assert 0 < profile.links["storage-device"] < 2e9 / 8 * 10
     assert profile.conditions["throttle"]["read_gbps"] > 0
 
 
@@ -213,7 +213,7 @@ def test_profile_sends_prompts_to_learn_from_and_prints_what_came_of_them(
     (profile,) = json.loads(capsys.readouterr().out)["profiles"]
     assert before is not None
     assert profile["chunks"] > before.chunks
-    assert profile["transfers"]["storage-device"] > before.transfers["ssd-hbm"]
+    assert profile["transfers"]["storage-device"] > before.transfers["storage-device"]
     lengths = [one["tokens"] for one in profile["predictions"] if one["link"] == "storage-device"]
     assert lengths == [512, 1024]
 

@@ -25,9 +25,9 @@ EMPTY = Profile({"device": "cpu"}, {}, {}, 0, {})
 KNOWN = Profile(
     {"device": "cpu"},
     {"fixed_s": 0.004, "per_token_s": 0.0003, "per_token_position_s": 1e-8},
-    {"ssd-hbm": 3e6},
+    {"storage-device": 3e6},
     40,
-    {"ssd-hbm": 12},
+    {"storage-device": 12},
 )
 
 
@@ -49,7 +49,7 @@ def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_
     learner, _ = learning(tmp_path, planner)
     for number in range(12):
         learner.observe(chunk(number))
-    learner.observe(TransferDone("r", Link.SSD_TO_HBM, Span(0, 60), 60 * 4096, 0.001, 500.0))
+    learner.observe(TransferDone("r", Link.STORAGE_TO_DEVICE, Span(0, 60), 60 * 4096, 0.001, 500.0))
     learner.close()
     read = cost_profile.read(tmp_path / NAME)
     assert read is not None
@@ -57,9 +57,9 @@ def test_the_next_start_decides_its_first_restoration_from_what_was_learned(tmp_
 
     def first(profile: object) -> tuple[Mode, str]:
         new = make_planner(CONFIG, ENGINE, profile)  # type: ignore[arg-type]
-        new.observe(RestoreOffered("a", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
+        new.observe(RestoreOffered("a", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),)))
         start = new.step(
-            StepView(1.0, ("a",), free_pages={Tier.HBM: 5000, Tier.DRAM: 5000})
+            StepView(1.0, ("a",), free_pages={Tier.DEVICE: 5000, Tier.HOST: 5000})
         ).starts[0]
         return start.mode, start.reason
 
@@ -92,7 +92,7 @@ HOSTILE = [
     [
         "fixed_s",
         "per_token_s",
-        "ssd-hbm",
+        "storage-device",
         "chunks",
         "prefill",
         "links",
@@ -122,7 +122,7 @@ def test_nothing_is_kept_before_chunks_were_timed_alone(tmp_path: Path) -> None:
     learner, _ = learning(tmp_path, make_planner(CONFIG, ENGINE))
     for number in range(20):
         learner.observe(chunk(number, shared=64))
-    learner.observe(TransferDone("r", Link.SSD_TO_HBM, Span(0, 60), 60 * 4096, 0.001, 500.0))
+    learner.observe(TransferDone("r", Link.STORAGE_TO_DEVICE, Span(0, 60), 60 * 4096, 0.001, 500.0))
     learner.close()
     assert not (tmp_path / NAME).exists()
 
@@ -144,7 +144,7 @@ def test_counts_go_on_from_run_to_run(tmp_path: Path) -> None:
     learner.close()
     read = cost_profile.read(tmp_path / NAME)
     assert read is not None
-    assert (read.chunks, read.transfers) == (41, {"ssd-hbm": 12})
+    assert (read.chunks, read.transfers) == (41, {"storage-device": 12})
 
 
 def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_what_is_no_file_is_no_profile_and_nobody_waits_for_it(tmp_path: Path) -
         lambda text: text.replace("3000000.0", "-3000000.0"),
         lambda text: text.replace("3000000.0", "0"),
         lambda text: text.replace("0.004", "NaN"),
-        lambda text: text.replace("ssd-hbm", "tape-hbm"),
+        lambda text: text.replace("storage-device", "tape-hbm"),
         lambda text: text.replace('"fixed_s"', '"fixed"'),
         lambda text: "[]",
         lambda text: "",

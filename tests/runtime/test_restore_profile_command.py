@@ -15,9 +15,9 @@ CONDITIONS = {"device": "cpu", "chunk_tokens": 1024, "page_tokens": 64, "page_by
 BALANCED = Profile(
     CONDITIONS,
     {"fixed_s": 0.0, "per_token_s": 0.001, "per_token_position_s": 0.0},
-    {"ssd-hbm": 1e6},
+    {"storage-device": 1e6},
     30,
-    {"ssd-hbm": 9},
+    {"storage-device": 9},
 )
 """A token takes a millisecond to compute and a millisecond to load."""
 

@@ -15,7 +15,7 @@ from sgl_kvtier.lab.outside.replay import Sample, milliseconds
 from sgl_kvtier.lab.outside.server import Usage
 from sgl_kvtier.lab.paced.pace import figures as pace_figures
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
-from sgl_kvtier.types import ROUTES
+from sgl_kvtier.types import Link
 
 TIERS = ("device", "host", "storage")
 TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
@@ -283,8 +283,8 @@ def _ahead(rounds: Sequence[Round], good: Sequence[Mapping[str, Any]]) -> dict[s
     """The server's counters of lookahead. Where it counts nothing, hits are those of the responses."""
     first = {"tp_rank": "0", "pp_rank": "0"}
     moved = {
-        link: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link)
-        for link in ROUTES.values()
+        link.value: _total(rounds, "kvtier:lookahead_moved_bytes_total", **first, link=link.value)
+        for link in Link
     }
     hits = {
         tier: _total(rounds, "kvtier:lookahead_hit_tokens_total", **first, tier=tier)

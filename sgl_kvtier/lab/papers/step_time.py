@@ -46,7 +46,11 @@ _HBM_PAGES, _DRAM_PAGES = 4096, 8192
 _LINK_BYTES_PER_S = 5e9
 _PROFILE = {
     "prefill": {"fixed_s": 0.003, "per_token_s": 3e-5, "per_token_position_s": 1e-9},
-    "links": {"ssd-hbm": _LINK_BYTES_PER_S, "ssd-dram": _LINK_BYTES_PER_S, "dram-hbm": 5e10},
+    "links": {
+        "storage-device": _LINK_BYTES_PER_S,
+        "storage-host": _LINK_BYTES_PER_S,
+        "host-device": 5e10,
+    },
 }
 
 
@@ -79,7 +83,7 @@ class Scene:
                 _key("other", place)
                 for place in range(start, min(start + 4096, known - requests * pages))
             )
-            self.planner.observe(PagesPlaced(keys, Tier.SSD, 0.0))
+            self.planner.observe(PagesPlaced(keys, Tier.STORAGE, 0.0))
         for rid in self._waiting:
             self._arrive(rid)
 
@@ -112,13 +116,13 @@ class Scene:
         keys = self._keys(rid)
         tokens = self._pages * _PAGE_TOKENS + self._new_tokens
         self.facts.append(RequestArrived(rid, self._now, tokens, keys, rid))
-        self.facts.append(PagesPlaced(keys, Tier.SSD, self._now))
+        self.facts.append(PagesPlaced(keys, Tier.STORAGE, self._now))
         self._offer(rid, tokens)
 
     def _offer(self, rid: str, tokens: int) -> None:
         self.facts.append(
             RestoreOffered(
-                rid, self._now, tokens, 0, self._pages, ((Span(0, self._pages), Tier.SSD),)
+                rid, self._now, tokens, 0, self._pages, ((Span(0, self._pages), Tier.STORAGE),)
             )
         )
 
@@ -126,7 +130,7 @@ class Scene:
         return tuple(_key(rid, place) for place in range(self._pages))
 
     def _free(self) -> dict[Tier, int]:
-        return {Tier.HBM: _HBM_PAGES, Tier.DRAM: _DRAM_PAGES, Tier.SSD: 1 << 30}
+        return {Tier.DEVICE: _HBM_PAGES, Tier.HOST: _DRAM_PAGES, Tier.STORAGE: 1 << 30}
 
     def _landed(self, fact: Fact) -> None:
         self.facts.append(fact)
@@ -172,8 +176,8 @@ class AheadScene(Scene):
     """
 
     def __init__(self, requests: int, pages: int, known: int) -> None:
-        self._held: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}}
-        self._most = {Tier.HBM: _HBM_PAGES, Tier.DRAM: _DRAM_PAGES}
+        self._held: dict[Tier, dict[PageKey, None]] = {Tier.DEVICE: {}, Tier.HOST: {}}
+        self._most = {Tier.DEVICE: _HBM_PAGES, Tier.HOST: _DRAM_PAGES}
         self._chunks = 0
         super().__init__(requests, pages, known)
 
@@ -184,7 +188,7 @@ class AheadScene(Scene):
 
     def _free(self) -> dict[Tier, int]:
         # All of it may be claimed: every page there can be evicted.
-        return {**self._most, Tier.SSD: 1 << 30}
+        return {**self._most, Tier.STORAGE: 1 << 30}
 
     def _landed(self, fact: Fact) -> None:
         self.facts.append(fact)
@@ -209,19 +213,19 @@ class AheadScene(Scene):
         for eviction in plan.evictions:
             self._evict(eviction, plan.moves)
         for move in plan.moves:
-            rate = _LINK_BYTES_PER_S if move.source is Tier.SSD else 10 * _LINK_BYTES_PER_S
+            rate = _LINK_BYTES_PER_S if move.source is Tier.STORAGE else 10 * _LINK_BYTES_PER_S
             nbytes = len(move.keys) * _PAGE_BYTES
             self._free_at = max(self._free_at, self._now) + nbytes / rate
-            link = Link.SSD_TO_DRAM if move.target is Tier.DRAM else Link.DRAM_TO_HBM
+            link = Link.STORAGE_TO_HOST if move.target is Tier.HOST else Link.HOST_TO_DEVICE
             done = TransferDone("", link, Span(0, 0), nbytes, nbytes / rate, self._free_at)
             self._landing.append((self._free_at, done))
             self._landing.append(
                 (self._free_at, PagesPlaced(move.keys, move.target, self._free_at))
             )
         rid, start = self._waiting[0], self._pages * _PAGE_TOKENS + self._chunks * _STEP_TOKENS
-        lacking = tuple(key for key in self._keys(rid) if key not in self._held[Tier.HBM])
+        lacking = tuple(key for key in self._keys(rid) if key not in self._held[Tier.DEVICE])
         if lacking:
-            self._landed(PagesPlaced(lacking, Tier.HBM, self._now))
+            self._landed(PagesPlaced(lacking, Tier.DEVICE, self._now))
         self._chunks += 1
         self._run(rid, Span(start, start + _STEP_TOKENS))
         self.facts.append(StepDone(_STEP_S, _STEP_TOKENS, 64, self._now + _STEP_S))

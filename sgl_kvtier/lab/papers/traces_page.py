@@ -54,7 +54,7 @@ SCENES: Mapping[str, Scene] = {
         "generated:swe-openhands",
         16,
         Pace(mean_start_s=12.0),
-        Machine(hbm_bytes=8 * _GIB, dram_bytes=8 * _GIB, ssd_gbps=28),
+        Machine(device_bytes=8 * _GIB, host_bytes=8 * _GIB, storage_gbps=28),
         60_000,
         (
             "recompute",
@@ -73,7 +73,7 @@ SCENES: Mapping[str, Scene] = {
         "generated:claude-code",
         5,
         Pace(mean_start_s=30.0, most_gap_s=60.0, most_output_tokens=256),
-        Machine(hbm_bytes=8 * _GIB, dram_bytes=8 * _GIB, ssd_gbps=28),
+        Machine(device_bytes=8 * _GIB, host_bytes=8 * _GIB, storage_gbps=28),
         50_000,
         ("recompute", "stock", "cake", "cacheflow", "kvtier", "restore", "oracle", "unbounded"),
     ),

@@ -70,7 +70,7 @@ def poisson(
     *,
     page_tokens: int,
     cached_share: float = 1.0,
-    tier: Tier = Tier.SSD,
+    tier: Tier = Tier.STORAGE,
     seed: int = 0,
 ) -> list[SimRequest]:
     """`count` requests that share nothing, arriving at random at `per_s` a second. Each draws one

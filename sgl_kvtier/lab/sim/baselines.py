@@ -39,7 +39,7 @@ _NEVER_S = 1e9
 
 
 class RecomputeOnly:
-    """Takes no offer: what is not in HBM is computed."""
+    """Takes no offer: what is not on the device is computed."""
 
     def __init__(self) -> None:
         self._offers: list[str] = []
@@ -62,13 +62,13 @@ class StaticTiering:
     """Placement by arrival, as TierKV's Static-Tiering.
 
     A page keeps the place it found: of the pages that may leave a tier, the last to come leaves
-    first. Pages that are not in HBM are read for each run and evicted again after it. `inner`
-    restores.
+    first. Pages that are not on the device are read for each run and evicted again after it.
+    `inner` restores.
     """
 
     def __init__(self, inner: Planner) -> None:
         self._inner = inner
-        self._in: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        self._in: dict[Tier, dict[PageKey, None]] = {Tier.DEVICE: {}, Tier.HOST: {}}
         self._changed: dict[Tier, None] = {}
 
     def observe(self, fact: Fact) -> None:
@@ -114,8 +114,8 @@ class StockSettings:
 
 @dataclass(slots=True)
 class _Operation:
-    """One request's prefix on its way, in pages. It goes first up to DRAM in batches from the
-    front, then to HBM in one load.
+    """One request's prefix on its way, in pages. It goes first up to host memory in batches from
+    the front, then to the device in one load.
     """
 
     rid: str
@@ -123,7 +123,7 @@ class _Operation:
     since: float
     batches: list[Span]
     usable: int
-    """Below, all pages are in DRAM or HBM."""
+    """Below, all pages are in host or device."""
     moving: dict[PageKey, int] = field(default_factory=dict)
     arrived: dict[int, None] = field(default_factory=dict)
     stopped: bool = False
@@ -162,7 +162,7 @@ class StockHiCache:
             self._operations.pop(fact.rid, None)
             self._keys.pop(fact.rid, None)
         elif isinstance(fact, PagesPlaced | PagesDropped):
-            if fact.tier == Tier.DRAM:
+            if fact.tier == Tier.HOST:
                 self._prefetched(fact)
         elif isinstance(fact, TransferDone | PagesLost):
             self._loaded_back(fact)
@@ -187,7 +187,7 @@ class StockHiCache:
             return
         if isinstance(fact, PagesLost):
             operation.loading, operation.loaded = False, fact.span.start
-        elif fact.link is Link.DRAM_TO_HBM:
+        elif fact.link is Link.HOST_TO_DEVICE:
             operation.loading = False
 
     def _ran(self, fact: ChunkStarted) -> None:
@@ -213,7 +213,7 @@ class StockHiCache:
             if operation is None or not self._stopped(operation, view.now):
                 continue
             if operation.loaded is None and room > 0 and not loads:
-                loads = self._load_back(operation, view.free_pages.get(Tier.HBM, 0))
+                loads = self._load_back(operation, view.free_pages.get(Tier.DEVICE, 0))
             if operation.loaded is not None and not operation.loading:
                 splice = Span(operation.front, max(operation.front, operation.loaded))
                 computes.append(Compute(operation.rid, splice, None))
@@ -223,7 +223,7 @@ class StockHiCache:
 
     def _begin(self, offer: RestoreOffered, now: float) -> RestoreStart:
         first_below = next(
-            (span.start for span, tier in offer.sources if tier > Tier.DRAM), offer.pages
+            (span.start for span, tier in offer.sources if tier > Tier.HOST), offer.pages
         )
         tokens = (offer.pages - first_below) * self._engine.page_tokens
         stop = offer.pages if tokens >= self._settings.threshold_tokens else first_below
@@ -251,7 +251,7 @@ class StockHiCache:
         span = operation.batches.pop(0)
         keys = self._keys[operation.rid][span.start : span.stop]
         operation.moving = {key: span.start + place for place, key in enumerate(keys)}
-        return (Move(keys, Tier.SSD, Tier.DRAM, operation.rid),)
+        return (Move(keys, Tier.STORAGE, Tier.HOST, operation.rid),)
 
     def _stopped(self, operation: _Operation, now: float) -> bool:
         """Whether the prefetch is over: complete, or ended by the policy now that the request could
@@ -277,4 +277,4 @@ class StockHiCache:
             return []
         operation.loaded = span.stop
         operation.loading = bool(span)
-        return [Load(operation.rid, span, Tier.DRAM, Link.DRAM_TO_HBM, _NEVER_S)] if span else []
+        return [Load(operation.rid, span, Tier.HOST, Link.HOST_TO_DEVICE, _NEVER_S)] if span else []

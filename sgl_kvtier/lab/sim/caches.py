@@ -12,19 +12,19 @@ from sgl_kvtier.policy.messages import Evict, Fact, Move, PagesDropped, PagesPla
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 _UP = {
-    (Tier.SSD, Tier.DRAM): Link.SSD_TO_DRAM,
-    (Tier.DRAM, Tier.HBM): Link.DRAM_TO_HBM,
-    (Tier.SSD, Tier.HBM): Link.SSD_TO_HBM,
-    (Tier.HBM, Tier.DRAM): Link.HBM_TO_DRAM,
-    (Tier.DRAM, Tier.SSD): Link.DRAM_TO_SSD,
+    (Tier.STORAGE, Tier.HOST): Link.STORAGE_TO_HOST,
+    (Tier.HOST, Tier.DEVICE): Link.HOST_TO_DEVICE,
+    (Tier.STORAGE, Tier.DEVICE): Link.STORAGE_TO_DEVICE,
+    (Tier.DEVICE, Tier.HOST): Link.DEVICE_TO_HOST,
+    (Tier.HOST, Tier.STORAGE): Link.HOST_TO_STORAGE,
 }
 
 _NO_SPAN = Span(0, 0)
 
 
 class Caches:
-    """HBM, DRAM and SSD with what moves between them. `tell` passes facts on; `now` is the virtual
-    clock.
+    """Device, host memory and storage with what moves between them. `tell` passes facts on; `now`
+    is the virtual clock.
     """
 
     def __init__(
@@ -36,24 +36,26 @@ class Caches:
         now: Callable[[], float],
     ) -> None:
         self.tiers = {tier: TierMemory(tier, pages) for tier, pages in capacities.items()}
-        self.hbm, self.dram, self.ssd = (
-            self.tiers[tier] for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
+        self.device, self.host, self.storage = (
+            self.tiers[tier] for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
         )
         self._transfers = transfers
         self._page_bytes = page_bytes
         self._tell = tell
         self._now = now
         self.wanted_pages = 0
-        """Pages of HBM the first waiting request lacks: moves leave them alone."""
+        """Pages of the device the first waiting request lacks: moves leave them alone."""
 
     def match(self, keys: Sequence[PageKey]) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
-        """The number of leading pages in HBM, and the tiers of the pages behind them. These go as
-        far as the chain goes without a gap.
+        """The number of leading pages on the device, and the tiers of the pages behind them. These
+        go as far as the chain goes without a gap.
         """
-        resident = self.hbm.prefix(keys)
+        resident = self.device.prefix(keys)
         sources: list[tuple[Span, Tier]] = []
         for place in range(resident, len(keys)):
-            tier = next((t for t in (Tier.DRAM, Tier.SSD) if keys[place] in self.tiers[t]), None)
+            tier = next(
+                (t for t in (Tier.HOST, Tier.STORAGE) if keys[place] in self.tiers[t]), None
+            )
             if tier is None:
                 break
             if sources and sources[-1][1] == tier:
@@ -83,11 +85,14 @@ class Caches:
                 memory.dropped = []
 
     def write_down(self, keys: Sequence[PageKey]) -> None:
-        """Copies of pages new in HBM go to DRAM and from there to SSD, where they are not
-        (write-through).
+        """Copies of pages new on the device go to host memory and from there to storage, where they
+        are not (write-through).
         """
         self._copy(
-            keys, Tier.HBM, Tier.DRAM, lambda done: self._copy(done, Tier.DRAM, Tier.SSD, None)
+            keys,
+            Tier.DEVICE,
+            Tier.HOST,
+            lambda done: self._copy(done, Tier.HOST, Tier.STORAGE, None),
         )
 
     def carry_out(self, move: Move) -> None:
@@ -122,7 +127,7 @@ class Caches:
 
         def begin(transfer: Transfer) -> bool:
             del transfer
-            if below.available < len(keys) + (self.wanted_pages if target is Tier.HBM else 0):
+            if below.available < len(keys) + (self.wanted_pages if target is Tier.DEVICE else 0):
                 above.unpin(keys)
                 self._tell(PagesDropped(tuple(keys), target, self._now()))
                 return False

@@ -27,7 +27,7 @@ from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
 from sgl_kvtier.policy.messages import Planner
-from sgl_kvtier.types import PLACES, ROUTES, Link
+from sgl_kvtier.types import PLACES, Link
 
 _USABLE_HBM = 0.9
 """Share of HBM that weights and KV may take together, as `--mem-fraction-static` leaves it in
@@ -38,19 +38,19 @@ SGLang.
 @dataclass(frozen=True)
 class Machine:
     """The simulated machine: names from the profiles, token budget and page. Sizes of the tiers are
-    in bytes. None: HBM is as large as the weights leave, the others have no limit. `ssd_gbps` and
-    `pcie_gbps` replace the profile's, in gigabits per second.
+    in bytes. None: the device is as large as the weights leave, the others have no limit.
+    `storage_gbps` and `pcie_gbps` replace the profile's, in gigabits per second.
     """
 
     hardware: str = "H100"
     model: str = "Llama-3.1-8B"
-    hbm_bytes: int | None = None
-    dram_bytes: int | None = None
-    ssd_bytes: int | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    storage_bytes: int | None = None
     page_tokens: int = 64
     step_tokens: int = 2048
     slots: int = 1
-    ssd_gbps: float | None = None
+    storage_gbps: float | None = None
     pcie_gbps: float | None = None
 
     def parts(self) -> tuple[Hardware, ModelShape, ServerSpec]:
@@ -58,16 +58,16 @@ class Machine:
         anything.
         """
         hardware, model = load_hardware(self.hardware), load_model(self.model)
-        for names, gbps in ((("ssd_read",), self.ssd_gbps), (("h2d", "d2h"), self.pcie_gbps)):
+        for names, gbps in ((("ssd_read",), self.storage_gbps), (("h2d", "d2h"), self.pcie_gbps)):
             for name in names if gbps is not None else ():
                 hardware = hardware.with_pipe(name, bytes_per_s=(gbps or 0) * 1e9 / 8)
-        hbm_bytes = self.hbm_bytes
-        if hbm_bytes is None:
-            hbm_bytes = int(hardware.hbm_bytes * _USABLE_HBM - model.weight_bytes)
+        device_bytes = self.device_bytes
+        if device_bytes is None:
+            device_bytes = int(hardware.hbm_bytes * _USABLE_HBM - model.weight_bytes)
         page_bytes = self.page_tokens * model.kv_bytes_per_token
         pages = [
             None if size is None else size // page_bytes
-            for size in (hbm_bytes, self.dram_bytes, self.ssd_bytes)
+            for size in (device_bytes, self.host_bytes, self.storage_bytes)
         ]
         if (pages[0] or 0) < 1:
             raise ConfigError(
@@ -78,9 +78,9 @@ class Machine:
             page_tokens=self.page_tokens,
             step_tokens=self.step_tokens,
             slots=self.slots,
-            hbm_pages=pages[0],
-            dram_pages=pages[1],
-            ssd_pages=pages[2],
+            device_pages=pages[0],
+            host_pages=pages[1],
+            storage_pages=pages[2],
         )
         return hardware, model, spec
 
@@ -147,9 +147,9 @@ def run_policy(
 def outcome(name: str, result: SimResult) -> dict[str, Any]:
     """A run in numbers: what tables and JSON show. Seconds, tokens, bytes."""
     requests = result.requests
-    moved = {ROUTES[link]: used.nbytes for link, used in result.links.items()}
-    wasted = {ROUTES[link]: used.wasted_bytes for link, used in result.links.items()}
-    up = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM, Link.SSD_TO_HBM)
+    moved = {link.value: used.nbytes for link, used in result.links.items()}
+    wasted = {link.value: used.wasted_bytes for link, used in result.links.items()}
+    up = (Link.STORAGE_TO_HOST, Link.HOST_TO_DEVICE, Link.STORAGE_TO_DEVICE)
     hits: dict[str, int] = {}
     for request in requests:
         for tier, tokens in request.hit_tokens.items():
@@ -168,8 +168,8 @@ def outcome(name: str, result: SimResult) -> dict[str, Any]:
         "hit_tokens": hits,
         "moved_bytes": moved,
         "wasted_bytes": wasted,
-        "moved_up_bytes": sum(moved[ROUTES[link]] for link in up),
-        "wasted_up_bytes": sum(wasted[ROUTES[link]] for link in up),
+        "moved_up_bytes": sum(moved[link.value] for link in up),
+        "wasted_up_bytes": sum(wasted[link.value] for link in up),
         "retracted": sum(request.retracted for request in requests),
         "steps": result.steps,
         "events": result.events,

@@ -72,8 +72,8 @@ class Hands:
     # --- a request's pages ------------------------------------------------------------------------
 
     def look_up(self, live: Live) -> tuple[int, tuple[tuple[Span, Tier], ...]]:
-        """Pages in HBM from the start, and where those behind them lie; noted in the request's
-        result.
+        """Pages on the device from the start, and where those behind them lie; noted in the
+        request's result.
         """
         most = live.restorable_pages
         if live.spec.cached:
@@ -82,13 +82,13 @@ class Hands:
                 for s, tier in live.spec.cached
                 if s.start < most
             ]
-            resident = spans[0][0].stop if spans and spans[0][1] == Tier.HBM else 0
+            resident = spans[0][0].stop if spans and spans[0][1] == Tier.DEVICE else 0
             sources: tuple[tuple[Span, Tier], ...] = tuple(
-                span for span in spans if span[1] != Tier.HBM
+                span for span in spans if span[1] != Tier.DEVICE
             )
         else:
             resident, sources = self.caches.look_up(live.spec.keys[:most])
-        hits = {Tier.HBM: resident * self._page_tokens} if resident else {}
+        hits = {Tier.DEVICE: resident * self._page_tokens} if resident else {}
         for span, tier in sources:
             hits[tier] = hits.get(tier, 0) + len(span) * self._page_tokens
         live.result.hit_tokens = hits
@@ -96,33 +96,33 @@ class Hands:
         return resident, sources
 
     def hold_resident(self, live: Live) -> None:
-        """Pages of the prefix found in HBM stay there for this request."""
+        """Pages of the prefix found on the device stay there for this request."""
         fresh = live.spec.keys[len(live.pinned) : live.resident_pages]
-        self.caches.hbm.pin(fresh)
+        self.caches.device.pin(fresh)
         live.pinned += fresh
 
     def refresh(self, live: Live) -> None:
-        """A request about to run without restoring takes what is in HBM by now."""
+        """A request about to run without restoring takes what is on the device by now."""
         if live.spec.keys:
             self._set_resident(
-                live, self.caches.hbm.prefix(live.spec.keys[: live.restorable_pages])
+                live, self.caches.device.prefix(live.spec.keys[: live.restorable_pages])
             )
 
     def reserve(self, live: Live) -> bool:
         """Claims all pages the request is going to need, once; False when there is no room."""
         if live.reserved:
             return True
-        hbm, held = self.caches.hbm, len(live.pinned)
+        device, held = self.caches.device, len(live.pinned)
         self.hold_resident(live)
-        if live.missing_pages > hbm.available:
-            hbm.unpin(live.pinned[held:])
+        if live.missing_pages > device.available:
+            device.unpin(live.pinned[held:])
             del live.pinned[held:]
             return False
         missing = live.missing_pages
-        hbm.claim(missing)
+        device.claim(missing)
         live.private += missing
         live.reserved = True
-        hbm.use(live.pinned)
+        device.use(live.pinned)
         live.result.resident_tokens = live.resident_pages * self._page_tokens
         return True
 
@@ -133,14 +133,14 @@ class Hands:
     def let_go(self, live: Live) -> None:
         """The request has ended: named pages stay as cache, its own are free."""
         self._name(live, live.spec.final_keys)
-        hbm = self.caches.hbm
-        hbm.release(live.private)
-        hbm.unpin(live.pinned)
+        device = self.caches.device
+        device.release(live.private)
+        device.unpin(live.pinned)
         live.private, live.pinned = 0, []
 
     def abandon(self, live: Live) -> None:
         """A waiting request gives up all it holds; nothing of it is under way."""
-        restoring, hbm = live.restoring, self.caches.hbm
+        restoring, device = live.restoring, self.caches.device
         if restoring is not None:
             assert not restoring.loading(), f"{live.rid} is given up while loads are under way"
             for span, tier in restoring.sources:
@@ -148,8 +148,8 @@ class Hands:
                 live.result.unused_tokens += landed * self._page_tokens
                 link = live.load_link or LINK_OF[tier]
                 self._transfers.results[link].wasted_bytes += landed * self._page_bytes
-        hbm.release(live.private)
-        hbm.unpin(live.pinned)
+        device.release(live.private)
+        device.unpin(live.pinned)
         live.private, live.pinned, live.restoring, live.reserved = 0, [], None, False
         self._set_resident(live, 0)
 
@@ -158,14 +158,14 @@ class Hands:
         live.done_tokens = pages * self._page_tokens
 
     def _name(self, live: Live, keys: tuple[PageKey, ...]) -> None:
-        hbm = self.caches.hbm
+        device = self.caches.device
         fresh = []
         for key in keys[len(live.pinned) :]:
             live.private -= 1
-            if hbm.name_private(key):
+            if device.name_private(key):
                 fresh.append(key)
             live.pinned.append(key)
-        self.caches.place(fresh, Tier.HBM)
+        self.caches.place(fresh, Tier.DEVICE)
         if fresh and self._write_down:
             self.caches.write_down(fresh)
 
@@ -201,24 +201,26 @@ class Hands:
         already.
         """
         if live.offered is not None and live.restoring is None and not live.reserved:
-            self.caches.hbm.unpin(live.pinned)
+            self.caches.device.unpin(live.pinned)
             live.pinned = []
         live.offered = None
 
     def _load(self, live: Live, load: Load) -> None:
-        restoring, hbm = live.restoring, self.caches.hbm
+        restoring, device = live.restoring, self.caches.device
         assert restoring is not None
         restoring.begin_load(load.span, load.source, known_places=not live.spec.keys)
-        staging = len(load.span) if self._staged and load.source > Tier.DRAM else 0
+        staging = len(load.span) if self._staged and load.source > Tier.HOST else 0
         if not self.reserve(live):
-            assert len(load.span) <= hbm.available, (
-                f"{load} exceeds the {hbm.available} free pages of HBM"
+            assert len(load.span) <= device.available, (
+                f"{load} exceeds the {device.available} free pages of the device"
             )
-            hbm.claim(len(load.span))
+            device.claim(len(load.span))
             live.private += len(load.span)
         if staging:
-            assert staging <= self.caches.dram.available, f"{load} exceeds the free pages of DRAM"
-            self.caches.dram.claim(staging)
+            assert staging <= self.caches.host.available, (
+                f"{load} exceeds the free pages of host memory"
+            )
+            self.caches.host.claim(staging)
         self.caches.tell_drops()
         self.loading += len(load.span)
         live.load_link = load.link
@@ -229,7 +231,7 @@ class Hands:
         )
 
     def landed(self, live: Live, transfer: Transfer, seconds: float, staged: bool) -> None:
-        """Pages of a load are in HBM."""
+        """Pages of a load are on the device."""
         self._end_load(transfer.span, staged)
         nbytes = len(transfer.span) * self._page_bytes
         self.tell(
@@ -240,7 +242,7 @@ class Hands:
         """Pages of a load will not come."""
         self._end_load(span, staged)
         if not live.reserved:
-            self.caches.hbm.release(len(span))
+            self.caches.device.release(len(span))
             live.private -= len(span)
         live.result.lost_tokens += len(span) * self._page_tokens
         self.tell(PagesLost(live.rid, span, reason, self._env.now))
@@ -248,7 +250,7 @@ class Hands:
     def _end_load(self, span: Span, staged: bool) -> None:
         self.loading -= len(span)
         if staged:
-            self.caches.dram.release(len(span))
+            self.caches.host.release(len(span))
 
 
 class _LoadCalls:

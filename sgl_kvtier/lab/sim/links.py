@@ -1,8 +1,8 @@
 """Bytes in virtual time: pipes with limited bandwidth, and streams that share them.
 
-Streams are re-timed as others come and go. A stream runs over one or more pipes at once (SSD to
-HBM: the drive and PCIe) at the least of what they leave it. Bytes are bytes, seconds are virtual.
-Nothing here knows pages or requests.
+Streams are re-timed as others come and go. A stream runs over one or more pipes at once (SSD to the
+device: the drive and PCIe) at the least of what they leave it. Bytes are bytes, seconds are
+virtual. Nothing here knows pages or requests.
 """
 
 from __future__ import annotations

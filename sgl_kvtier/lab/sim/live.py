@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sgl_kvtier.lab.sim.requests import RequestResult, SimRequest
-from sgl_kvtier.types import Link, PageKey, Span, Tier
+from sgl_kvtier.types import PLACES, Link, PageKey, Span, Tier
 
 _FREE, _LOADING, _LANDED = 0, 1, 2
 
@@ -60,11 +60,11 @@ class Restoring:
         there = not known_places or any(
             s.start <= span.start and span.stop <= s.stop and t == tier for s, t in self.sources
         )
-        assert there, f"{self.rid}: pages {span} do not all lie in {tier.name}: {self.sources}"
+        assert there, f"{self.rid}: pages {span} do not all lie in {PLACES[tier]}: {self.sources}"
         self._paint(span, _LOADING)
 
     def land(self, span: Span) -> None:
-        """These pages are in HBM."""
+        """These pages are on the device."""
         self._paint(span, _LANDED)
 
     def lose(self, span: Span) -> None:
@@ -76,7 +76,7 @@ class Restoring:
         return self._state.count(_LOADING)
 
     def landed(self) -> int:
-        """Pages in HBM that are not part of the prefix yet."""
+        """Pages on the device that are not part of the prefix yet."""
         return self._state.count(_LANDED)
 
     def unclaimed(self) -> int:
@@ -118,7 +118,7 @@ class Restoring:
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """One request that has arrived. `done_tokens` of its prompt are in HBM, of which
+    """One request that has arrived. `done_tokens` of its prompt are on the device, of which
     `resident_pages` were found there. `pinned` are named pages it holds, in order; `private` counts
     pages of its own.
     """
@@ -135,7 +135,7 @@ class Live:
     reserved: bool = False
     """It owns every page it will ever take."""
     due_offer: bool = False
-    """Something of it lies in lower tiers, and it will be offered when HBM can take it."""
+    """Something of it lies in lower tiers, and it will be offered when the device can take it."""
     running: bool = False
     load_link: Link | None = None
     """Over which it was loaded last."""
@@ -148,7 +148,7 @@ class Live:
 
     @property
     def left_tokens(self) -> int:
-        """Prompt tokens that are not in HBM."""
+        """Prompt tokens that are not on the device."""
         return self.spec.prompt_tokens - self.done_tokens
 
     @property

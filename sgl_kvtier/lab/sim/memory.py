@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sgl_kvtier.types import Link, PageKey, Tier
+from sgl_kvtier.types import PLACES, Link, PageKey, Tier
 
 UNLIMITED = 1 << 40
 """Pages of a tier without a limit."""
@@ -81,7 +81,7 @@ class TierMemory:
     def claim(self, count: int) -> None:
         """Takes private pages, evicting idle ones where needed."""
         assert 0 <= count <= self.available, (
-            f"{count} pages of {self.tier.name} claimed, {self.available} available"
+            f"{count} pages of {PLACES[self.tier]} claimed, {self.available} available"
         )
         self._private += count
         self._make_room()
@@ -89,7 +89,7 @@ class TierMemory:
     def release(self, count: int) -> None:
         """Gives private pages back."""
         assert 0 <= count <= self._private, (
-            f"{count} pages of {self.tier.name} released, {self._private} are private"
+            f"{count} pages of {PLACES[self.tier]} released, {self._private} are private"
         )
         self._private -= count
 

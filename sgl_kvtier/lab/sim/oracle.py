@@ -1,8 +1,8 @@
 """The planner that knows the requests to come: the best that lookahead, eviction by next use and
 exact costs could do.
 
-It restores by the planner's own rule, told the true costs, and keeps in HBM and DRAM what the next
-requests will ask for.
+It restores by the planner's own rule, told the true costs, and keeps in device and host what the
+next requests will ask for.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class Oracle:
     arrives and evicted farthest next use first.
 
     Of each client it knows the next request as soon as that is determined: a session's next turn
-    when the present one ends. `hbm_pages` and `dram_pages` bound what it tries to keep there (None:
-    no limit, all of it).
+    when the present one ends. `device_pages` and `host_pages` bound what it tries to keep there
+    (None: no limit, all of it).
     """
 
     def __init__(
         self,
         inner: Planner,
         requests: Sequence[SimRequest],
-        hbm_pages: int | None = None,
-        dram_pages: int | None = None,
+        device_pages: int | None = None,
+        host_pages: int | None = None,
     ) -> None:
         self._inner = inner
-        self._room = {Tier.HBM: hbm_pages, Tier.DRAM: dram_pages}
+        self._room = {Tier.DEVICE: device_pages, Tier.HOST: host_pages}
         self._requests = {request.rid: request for request in requests}
         self._followers: dict[str, list[SimRequest]] = {}
         self._next: dict[str, tuple[float, tuple[PageKey, ...]]] = {}
@@ -61,8 +61,12 @@ class Oracle:
                 self._next[request.rid] = (request.arrival_s, request.keys)
             else:
                 self._followers.setdefault(request.after, []).append(request)
-        self._in: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}, Tier.SSD: {}}
-        self._moving: dict[Tier, dict[PageKey, None]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        self._in: dict[Tier, dict[PageKey, None]] = {
+            Tier.DEVICE: {},
+            Tier.HOST: {},
+            Tier.STORAGE: {},
+        }
+        self._moving: dict[Tier, dict[PageKey, None]] = {Tier.DEVICE: {}, Tier.HOST: {}}
         self._stale = True
 
     def observe(self, fact: Fact) -> None:
@@ -92,23 +96,23 @@ class Oracle:
             return plan
         soonest = sorted(self._next.items(), key=lambda item: (item[1][0], item[0]))
         moves = [
-            # Requests that wait need HBM more than those to come.
+            # Requests that wait need the device more than those to come.
             *self._moves(
                 soonest,
-                Tier.HBM,
-                Tier.DRAM,
-                0 if view.waiting else view.free_pages.get(Tier.HBM, 0),
+                Tier.DEVICE,
+                Tier.HOST,
+                0 if view.waiting else view.free_pages.get(Tier.DEVICE, 0),
             ),
             *self._moves(
                 soonest,
-                Tier.DRAM,
-                Tier.SSD,
-                0 if view.waiting else view.free_pages.get(Tier.DRAM, 0),
+                Tier.HOST,
+                Tier.STORAGE,
+                0 if view.waiting else view.free_pages.get(Tier.HOST, 0),
             ),
         ]
-        # DRAM is left to last use: ordered by next use as well, it would hold the same pages as HBM
-        # a second time.
-        evictions = (self._eviction(soonest, Tier.HBM),)
+        # Host memory is left to last use: ordered by next use as well, it would hold the same pages
+        # as the device a second time.
+        evictions = (self._eviction(soonest, Tier.DEVICE),)
         self._stale = False
         return dataclasses.replace(
             plan, moves=(*plan.moves, *moves), evictions=(*plan.evictions, *evictions)

@@ -14,7 +14,7 @@ from sgl_kvtier.lab.pages.html import Section
 from sgl_kvtier.lab.pages.plots import Series, cdf, lines
 from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.requests import SimResult
-from sgl_kvtier.types import Tier
+from sgl_kvtier.types import PLACES, Tier
 
 _SHOWN_REQUESTS = 4
 _MOST_POINTS = 400
@@ -32,8 +32,8 @@ def policies_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("wasted_up_bytes", "of it wasted", format=format_bytes),
     ]
     notes = (
-        "Moved up: SSD to DRAM, DRAM to HBM and SSD to HBM. Wasted: loaded and never used by the "
-        "request it was for, or prefetched and dropped or left without a hit.",
+        "Moved up: storage to host, host to device and storage to device. Wasted: loaded and never "
+        "used by the request it was for, or prefetched and dropped or left without a hit.",
     )
     return Table(title, columns, outcomes, notes)
 
@@ -133,11 +133,11 @@ def _occupancy(results: Mapping[str, SimResult]) -> str:
         points = _thinned(result.timeline.occupancy)
         series = [
             Series(
-                tier.name,
+                PLACES[tier],
                 [at for at, _ in points],
                 [float(used.get(tier, 0)) for _, used in points],
             )
-            for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
+            for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
         ]
         plot = lines(series, f"{name}: pages in use", "seconds", "pages")
         figures.append(page.figure_html(plot, f"Pages each tier holds under {name}."))

@@ -45,21 +45,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class Policy:
-    """One name's planner. `fetches_to_dram`: it is offered restorations at once, not when HBM can
-    take the request.
+    """One name's planner. `fetches_to_host`: it is offered restorations at once, not when the
+    device can take the request.
     """
 
     about: str
     make: Callable[[Setting], Planner]
-    fetches_to_dram: bool = False
-    unbounded_hbm: bool = False
-    """Nothing is ever evicted from HBM: a bound that no policy can pass on this load."""
+    fetches_to_host: bool = False
+    unbounded_device: bool = False
+    """Nothing is ever evicted from the device: a bound that no policy can pass on this load."""
 
     def server(self, spec: ServerSpec) -> ServerSpec:
         """The server as this policy meets it."""
-        hbm_pages = None if self.unbounded_hbm else spec.hbm_pages
+        device_pages = None if self.unbounded_device else spec.device_pages
         return dataclasses.replace(
-            spec, offer_with_room=not self.fetches_to_dram, hbm_pages=hbm_pages
+            spec, offer_with_room=not self.fetches_to_host, device_pages=device_pages
         )
 
 
@@ -98,7 +98,7 @@ def _stock(stop: Stop) -> Callable[[Setting], Planner]:
 def _oracle(setting: Setting) -> Planner:
     # Its own foresight takes the place of the planner's lookahead.
     inner = _rule(prefetch="off")(setting)
-    return Oracle(inner, setting.requests, setting.server.hbm_pages, setting.server.dram_pages)
+    return Oracle(inner, setting.requests, setting.server.device_pages, setting.server.host_pages)
 
 
 def _static(setting: Setting) -> Planner:
@@ -133,7 +133,7 @@ POLICIES: Mapping[str, Policy] = {
         _rule(**_ON_DEMAND, eviction="lru"),
     ),
     "frequency": Policy(
-        "TierKV's Frequency: the same, and from HBM the least often used leave",
+        "TierKV's Frequency: the same, and from the device the least often used leave",
         _rule(**_ON_DEMAND, eviction=_named(LFU)),
     ),
     "attn-prefetch": Policy(
@@ -144,20 +144,22 @@ POLICIES: Mapping[str, Policy] = {
     "static-tiering": Policy(
         "TierKV's Static-Tiering: what came into a tier first stays, later pages leave", _static
     ),
-    "recompute": Policy("computes whatever is not in HBM", lambda _: RecomputeOnly()),
+    "recompute": Policy("computes whatever is not on the device", lambda _: RecomputeOnly()),
     "stock": Policy(
-        "SGLang's HiCache, prefetch policy timeout", _stock(Stop.TIMEOUT), fetches_to_dram=True
+        "SGLang's HiCache, prefetch policy timeout", _stock(Stop.TIMEOUT), fetches_to_host=True
     ),
     "stock-wait": Policy(
-        "the same with wait_complete", _stock(Stop.WAIT_COMPLETE), fetches_to_dram=True
+        "the same with wait_complete", _stock(Stop.WAIT_COMPLETE), fetches_to_host=True
     ),
     "stock-best-effort": Policy(
-        "the same with best_effort", _stock(Stop.BEST_EFFORT), fetches_to_dram=True
+        "the same with best_effort", _stock(Stop.BEST_EFFORT), fetches_to_host=True
     ),
     "oracle": Policy(
         "kvtier told who comes next: prefetch before arrival, eviction by next use", _oracle
     ),
     "unbounded": Policy(
-        "HBM that never fills: what no policy can beat", _rule(prefetch="off"), unbounded_hbm=True
+        "a device that never fills: what no policy can beat",
+        _rule(prefetch="off"),
+        unbounded_device=True,
     ),
 }

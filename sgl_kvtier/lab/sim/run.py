@@ -47,7 +47,11 @@ def simulate(
     page_bytes = spec.page_tokens * model.kv_bytes_per_token
     network = Network(env, hardware.pipes)
     transfers = Transfers(env, network, hardware.routes, page_bytes)
-    capacities = {Tier.HBM: spec.hbm_pages, Tier.DRAM: spec.dram_pages, Tier.SSD: spec.ssd_pages}
+    capacities = {
+        Tier.DEVICE: spec.device_pages,
+        Tier.HOST: spec.host_pages,
+        Tier.STORAGE: spec.storage_pages,
+    }
     hands = Hands(
         env,
         transfers,
@@ -95,14 +99,14 @@ def _check_fits(requests: Sequence[SimRequest], spec: ServerSpec) -> None:
     longest = max(
         requests, key=lambda request: request.prompt_tokens + request.output_tokens, default=None
     )
-    if longest is None or spec.hbm_pages is None:
+    if longest is None or spec.device_pages is None:
         return
     tokens = longest.prompt_tokens + longest.output_tokens
-    if -(-tokens // spec.page_tokens) > spec.hbm_pages:
+    if -(-tokens // spec.page_tokens) > spec.device_pages:
         raise ConfigError(
-            f"request {longest.rid} takes {tokens} tokens, but HBM holds "
-            f"{spec.hbm_pages * spec.page_tokens}: give it more HBM, or cut sessions before "
-            "prompts that long"
+            f"request {longest.rid} takes {tokens} tokens, but the device holds "
+            f"{spec.device_pages * spec.page_tokens}: give it more, or cut sessions "
+            "before prompts that long"
         )
 
 

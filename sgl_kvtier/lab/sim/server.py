@@ -2,8 +2,8 @@
 
 Each engine step it tells the planner what happened, shows it a view, carries out the plan, and runs
 a batch. The batch has decoding sequences and the requests that hold a slot for chunked prefill.
-Waiting requests join in order of arrival while the token budget and HBM have room. Transfers go on
-beside it. A plan that contradicts itself stops the run with AssertionError.
+Waiting requests join in order of arrival while the token budget and the device have room. Transfers
+go on beside it. A plan that contradicts itself stops the run with AssertionError.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ class ServerSpec:
     here get `share` of the rest (Cake 5.1: the others' tokens run in the same step). `slots`
     requests may be inside chunked prefill at a time (SGLang: 1). Without `mixed`, a step holds
     prefill or decode, not both. Without `overlap`, no step begins while something is being loaded.
-    `staged`: loads from below DRAM need DRAM pages while they are in flight. `write_down`: pages
-    new in HBM are copied to DRAM and SSD behind the request's back. `offer_with_room`: a
-    restoration is offered when HBM can take the whole request, which then owns its pages. Otherwise
-    it is offered at once, for planners that fetch to DRAM first.
+    `staged`: loads from below host memory need host pages while they are in flight. `write_down`:
+    pages new on the device are copied to host memory and storage behind the request's back.
+    `offer_with_room`: a restoration is offered when the device can take the whole request, which
+    then owns its pages. Otherwise it is offered at once, for planners that fetch to host memory
+    first.
     """
 
     page_tokens: int = 16
@@ -61,9 +62,9 @@ class ServerSpec:
     share: float = 1.0
     slots: int = 1
     max_running: int = 256
-    hbm_pages: int | None = None
-    dram_pages: int | None = None
-    ssd_pages: int | None = None
+    device_pages: int | None = None
+    host_pages: int | None = None
+    storage_pages: int | None = None
     mixed: bool = True
     overlap: bool = True
     staged: bool = False
@@ -150,7 +151,7 @@ class Server:
 
     def _offer(self, live: Live) -> bool:
         """Tells of what could be loaded for a request. False when that has to wait for room in
-        HBM.
+        the device.
         """
         resident, sources = self._hands.look_up(live)
         live.due_offer = False
@@ -171,7 +172,7 @@ class Server:
         waiting.
         """
         caches = self._hands.caches
-        available, caches.wanted_pages = caches.hbm.available, 0
+        available, caches.wanted_pages = caches.device.available, 0
         for live in self._waiting:
             if not live.due_offer:
                 continue
@@ -252,10 +253,10 @@ class Server:
         """
         caches = self._hands.caches
         free = {tier: memory.available for tier, memory in caches.tiers.items()}
-        free[Tier.HBM] = max(0, free[Tier.HBM] - caches.wanted_pages)
+        free[Tier.DEVICE] = max(0, free[Tier.DEVICE] - caches.wanted_pages)
         for live in (*self._slots, *self._waiting) if self._spec.offer_with_room else ():
             if live.restoring is not None:
-                free[Tier.HBM] += live.restoring.unclaimed()
+                free[Tier.DEVICE] += live.restoring.unclaimed()
         return free
 
     def _budget(self) -> int:
@@ -348,7 +349,7 @@ class Server:
         return True
 
     def _admit(self, live: Live) -> bool:
-        """Gives a request all pages it will ever take; False when HBM or the batch is full."""
+        """Gives a request all pages it will ever take; False when device or batch are full."""
         if live in self._slots:
             return True
         return len(self._running) + len(

@@ -32,7 +32,7 @@ class Brought:
     def __init__(self, flights: Flights, waste: float) -> None:
         self._flights = flights
         self._ledger = Ledger(waste)
-        self.unused: dict[Tier, dict[PageKey, str]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        self.unused: dict[Tier, dict[PageKey, str]] = {Tier.DEVICE: {}, Tier.HOST: {}}
         """Pages that were prefetched to a tier, or are being, and were not used yet, with their
         owners.
         """
@@ -43,20 +43,20 @@ class Brought:
         second is the length of this pause, both in seconds.
         """
         self.wasted = 0
-        """Pages prefetched to HBM that left it unused."""
+        """Pages prefetched to the device that left it unused."""
 
     def capacity(self, pages: int) -> None:
-        """Sets the number of pages that HBM has."""
+        """Sets the number of pages that the device has."""
         self._ledger.capacity(pages)
 
     def begun(self, keys: Sequence[PageKey], tier: Tier, owner: str, chance: float) -> None:
         """Moves of these pages have begun, for an owner that comes with this chance."""
         self.unused[tier].update(dict.fromkeys(keys, owner))
         self._ledger.brought(keys, tier, chance)
-        if tier is Tier.HBM:
-            for key in keys if self.unused[Tier.DRAM] else ():
-                if self.unused[Tier.DRAM].pop(key, None) is not None:
-                    self._ledger.failed(key, Tier.DRAM)
+        if tier is Tier.DEVICE:
+            for key in keys if self.unused[Tier.HOST] else ():
+                if self.unused[Tier.HOST].pop(key, None) is not None:
+                    self._ledger.failed(key, Tier.HOST)
 
     def given_up(self, keys: Sequence[PageKey], tier: Tier, now: float) -> None:
         """A move took too long."""
@@ -82,7 +82,7 @@ class Brought:
                     self._ledger.failed(key, tier)
                     continue
                 self._ledger.wasted(key, tier)
-                self.wasted += tier is Tier.HBM
+                self.wasted += tier is Tier.DEVICE
                 if owner in watched:
                     self._gave_way.setdefault(owner, {})[tier] = None
         if len(self._flights):
@@ -90,13 +90,13 @@ class Brought:
                 self._failed(owner, now)
 
     def halfway(self, keys: Sequence[PageKey]) -> None:
-        """Pages on their way to HBM have reached DRAM, and the rest of the way is a move of its
-        own: nothing has failed.
+        """Pages on their way to the device have reached host memory, and the rest of the way is a
+        move of its own: nothing has failed.
         """
         for key in keys:
-            owner = self.unused[Tier.HBM].pop(key, None)
+            owner = self.unused[Tier.DEVICE].pop(key, None)
             if owner is not None:
-                self.unused[Tier.DRAM][key] = owner
+                self.unused[Tier.HOST][key] = owner
                 self._ledger.halfway(key)
 
     def used(self, owner: str, keys: Sequence[PageKey]) -> None:

@@ -9,7 +9,7 @@ from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Tier
 
-TWO_HOPS: Final = (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM)
+TWO_HOPS: Final = (Link.STORAGE_TO_HOST, Link.HOST_TO_DEVICE)
 
 
 class LinkTime:
@@ -22,12 +22,12 @@ class LinkTime:
     ) -> None:
         source = link
         if (
-            link is Link.SSD_TO_DRAM
+            link is Link.STORAGE_TO_HOST
             and not bandwidth.known(link)
-            and bandwidth.known(Link.SSD_TO_HBM)
+            and bandwidth.known(Link.STORAGE_TO_DEVICE)
         ):
             # The same device; the second hop is the faster one.
-            source = Link.SSD_TO_HBM
+            source = Link.STORAGE_TO_DEVICE
         self.page_s = page_bytes / bandwidth.bytes_per_second(source) * factor
         self.latency_s = max(0.0, bandwidth.seconds(source, page_bytes) * factor - self.page_s)
         self.end_s = 0.0

@@ -29,7 +29,7 @@ class Flights:
         self._moves: dict[int, _Move] = {}
         self._serial = 0
         self._pages: dict[Link, int] = {}
-        self._coming = {Tier.HBM: 0, Tier.DRAM: 0, Tier.SSD: 0, Tier.REMOTE: 0}
+        self._coming = {Tier.DEVICE: 0, Tier.HOST: 0, Tier.STORAGE: 0, Tier.REMOTE: 0}
         self._since: dict[Link, float] = {}
 
     def __len__(self) -> int:
@@ -65,10 +65,10 @@ class Flights:
             )
         )
 
-    def from_below_dram(self, key: PageKey) -> bool:
-        """Whether a page is on its way through DRAM to HBM."""
+    def from_below_host(self, key: PageKey) -> bool:
+        """Whether a page is on its way through host to device."""
         move = self._of.get(key)
-        return move is not None and move.target is Tier.HBM and len(move.links) > 1
+        return move is not None and move.target is Tier.DEVICE and len(move.links) > 1
 
     def begin(
         self,

@@ -90,7 +90,8 @@ class IdleSessions:
         self._behind.expect(session, expected.next_use)
         pages = self._prefetcher.missing(owner_of(session)).pages
         lead_s = 2 * (
-            iteration_s + self._bandwidth.seconds(Link.SSD_TO_DRAM, pages * self._engine.page_bytes)
+            iteration_s
+            + self._bandwidth.seconds(Link.STORAGE_TO_HOST, pages * self._engine.page_bytes)
         )
         self._soon_at[session] = soon_at = expected.early - lead_s
         if session in self.due:
@@ -140,18 +141,18 @@ class IdleSessions:
             self._behind.queue(now, queue_s)
 
     def demotions(self, view: StepView) -> tuple[Move, ...]:
-        """For one session a step: copies of its pages that are in HBM or DRAM alone to a lower
+        """For one session a step: copies of its pages that are in device or host alone to a lower
         tier, so that they can be evicted at once later.
         """
         if not self._demote or self._config.prefetch == "off":
             return ()
         session = next(iter(self._demote))
         del self._demote[session]
-        room = max(0, view.free_pages.get(Tier.DRAM, 0) - self._map.evictable(Tier.DRAM))
+        room = max(0, view.free_pages.get(Tier.HOST, 0) - self._map.evictable(Tier.HOST))
         moves = (
-            self._prefetcher.demote(owner_of(session), Tier.HBM, Tier.DRAM, room, view.now),
+            self._prefetcher.demote(owner_of(session), Tier.DEVICE, Tier.HOST, room, view.now),
             self._prefetcher.demote(
-                owner_of(session), Tier.DRAM, Tier.SSD, len(self._map), view.now
+                owner_of(session), Tier.HOST, Tier.STORAGE, len(self._map), view.now
             ),
         )
         return tuple(move for move in moves if move is not None)

@@ -21,22 +21,22 @@ from sgl_kvtier.types import PageKey, Tier
 _TRIED: Final = 0.01
 """Pages earned per page on which a request ran."""
 _START, _MOST = 0.05, 0.1
-"""The balance at first and at most, as shares of HBM's pages."""
+"""The balance at first and at most, as shares of the device's pages."""
 
 
 class Ledger:
     """A balance in pages. `share` of all prefetched pages may be wasted. The balance begins with,
-    and is never more than, a share of HBM.
+    and is never more than, a share of the device.
     """
 
     def __init__(self, share: float) -> None:
         self._earns = share / (1 - share) if share < 1 else math.inf
         self._most = 0.0
         self.balance = 0.0
-        self._charged: dict[Tier, dict[PageKey, float]] = {Tier.HBM: {}, Tier.DRAM: {}}
+        self._charged: dict[Tier, dict[PageKey, float]] = {Tier.DEVICE: {}, Tier.HOST: {}}
 
     def capacity(self, pages: int) -> None:
-        """Sets the number of pages that HBM has."""
+        """Sets the number of pages that the device has."""
         if not self._most:
             self.balance = min(self.balance, 0.0) + _START * pages
         self._most = _MOST * pages
@@ -76,10 +76,10 @@ class Ledger:
             self._earn(charge)
 
     def halfway(self, key: PageKey) -> None:
-        """A page on its way to HBM reached DRAM: its charge moves there."""
-        charge = self._charged[Tier.HBM].pop(key, None)
+        """A page on its way to the device reached host memory: its charge moves there."""
+        charge = self._charged[Tier.DEVICE].pop(key, None)
         if charge is not None:
-            self._charged[Tier.DRAM][key] = charge
+            self._charged[Tier.HOST][key] = charge
 
     def ran(self, pages: int) -> None:
         """A request runs on this many pages."""

@@ -314,7 +314,7 @@ class Lookahead:
     ) -> tuple[list[Turn], int, int]:
         """Turns of the first waiting requests that lack pages. A request that lacks none only takes
         its time and its room. Where sessions are due: also the tokens that the whole queue has to
-        compute, and the HBM pages that requests behind the last turn will claim.
+        compute, and the device pages that requests behind the last turn will claim.
         """
         wanting, known = self.prefetcher.refresh(), self.prefetcher.known
         turns: list[Turn] = []

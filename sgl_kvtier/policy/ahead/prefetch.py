@@ -8,18 +8,18 @@ the scheduling slack. Eq. 2: a transfer takes a latency plus bytes over bandwidt
              the whole window
     kvtier   pages share the links: requests in order of their turns, each page charged behind
              earlier pages and behind the work the links have already; K from measured speeds; a
-             bounded share of HBM. No page takes the place of one needed sooner, or of one that an
-             earlier request will need. Pages of a session that is only expected evict no page that
-             is needed before twice as long
+             bounded share of the device. No page takes the place of one needed sooner, or of one
+             that an earlier request will need. Pages of a session that is only expected evict no
+             page that is needed before twice as long
 
     map = TierMap(1_000_000, NextUse(), NextUse())
-    bandwidth = Bandwidth({Link.DRAM_TO_HBM: 2e10, Link.SSD_TO_DRAM: 3e9})
+    bandwidth = Bandwidth({Link.HOST_TO_DEVICE: 2e10, Link.STORAGE_TO_HOST: 3e9})
     prefetcher = Prefetcher(PolicyConfig(), map, bandwidth, page_bytes=1 << 20)
-    map.placed(keys, Tier.DRAM, now=0.0)
+    map.placed(keys, Tier.HOST, now=0.0)
     map.claim("request 7", keys, next_use=0.2)
     turns = [Turn("request 7", "7", steps=1, window_s=0.2)]
-    plan = prefetcher.plan(0.0, turns, {Tier.HBM: 512}, iteration_s=0.2)
-    plan.moves         # (Move(keys, DRAM, HBM, "7"),)
+    plan = prefetcher.plan(0.0, turns, {Tier.DEVICE: 512}, iteration_s=0.2)
+    plan.moves         # (Move(keys, Tier.HOST, Tier.DEVICE, "7"),)
 
 To measure the cost of a step, fill a map with 256 claims of 256 pages each and time `plan` with 256
 turns.
@@ -37,7 +37,7 @@ from sgl_kvtier.policy.ahead.brought import Brought
 from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
 from sgl_kvtier.policy.ahead.flights import Flights
 from sgl_kvtier.policy.ahead.overlap import Overlap, Overlaps
-from sgl_kvtier.policy.ahead.reach import SOON, Step, in_dram, reach
+from sgl_kvtier.policy.ahead.reach import SOON, Step, in_host, reach
 from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.messages import Evict, Move
@@ -109,7 +109,7 @@ class Prefetcher:
         self._rest_until = -math.inf
         self.brought = Brought(self._flights, config.prefetch_waste)
         self.overlaps = Overlaps()
-        self.moved: dict[Tier, int] = {Tier.HBM: 0, Tier.DRAM: 0}
+        self.moved: dict[Tier, int] = {Tier.DEVICE: 0, Tier.HOST: 0}
         """Pages moved so far, by target."""
         self.late = 0
         """Pages whose move took too long."""
@@ -125,7 +125,7 @@ class Prefetcher:
         """Pages have left a tier, or will not come to it."""
         halfway = (
             [key for key in keys if self._is_halfway(key)]
-            if tier is Tier.HBM and len(self._flights)
+            if tier is Tier.DEVICE and len(self._flights)
             else []
         )
         if halfway:
@@ -136,9 +136,9 @@ class Prefetcher:
             self._flights.ended(keys, tier, now)
 
     def _is_halfway(self, key: PageKey) -> bool:
-        """Whether a page that was on its way through DRAM to HBM is in DRAM now."""
-        page = self._map.page(key) if self._flights.from_below_dram(key) else None
-        return page is not None and Tier.DRAM in page.tiers
+        """Whether a page that was on its way through host to device is in host memory now."""
+        page = self._map.page(key) if self._flights.from_below_host(key) else None
+        return page is not None and Tier.HOST in page.tiers
 
     def started(self, owner: str, keys: Sequence[PageKey]) -> None:
         """An owner runs from now on, on these pages."""
@@ -173,8 +173,8 @@ class Prefetcher:
         return self._wanting
 
     def missing(self, owner: str) -> Missing:
-        """The pages an owner lacks in HBM, looked up again only when something has changed for
-        it.
+        """The pages an owner lacks on the device, looked up again only when something has changed
+        for it.
         """
         if self._map.has_changed:
             self.refresh()
@@ -208,9 +208,9 @@ class Prefetcher:
 
         `turns` are in the order of their windows. `free` pages per tier may be claimed, including
         those that are evictable. `busy_s` are seconds of other work queued on each link.
-        `step_pages` of HBM are claimed in this step anyway, and `ahead_pages` more until victims
-        are named for them again. `empty` pages hold nothing, where the executor knows that.
-        `owed_pages` of HBM, besides the free ones, will be claimed by prompts that run.
+        `step_pages` of the device are claimed in this step anyway, and `ahead_pages` more until
+        victims are named for them again. `empty` pages hold nothing, where the executor knows that.
+        `owed_pages` of the device, besides the free ones, will be claimed by prompts that run.
         """
         for keys, tier in self._flights.late(now):
             self.late += len(keys)
@@ -227,9 +227,9 @@ class Prefetcher:
             self._links(now, busy_s or {}),
             self._rooms(free, empty or {}),
         )
-        step.rooms[Tier.HBM].take(step_pages, now)
-        step.rooms[Tier.HBM].pass_over(owed_pages)
-        step.rooms[Tier.HBM].claim(ahead_pages)
+        step.rooms[Tier.DEVICE].take(step_pages, now)
+        step.rooms[Tier.DEVICE].pass_over(owed_pages)
+        step.rooms[Tier.DEVICE].claim(ahead_pages)
         if not self._rules.prefetch(_Desk(self, step), turns):
             self._by_deadline(step, turns)
         if turns and not step.moves and self._rules.shares_links and self._rules.lookahead < 0:
@@ -251,14 +251,14 @@ class Prefetcher:
         flight already.
         """
         if not ahead_pages and not len(self._flights):
-            hbm = Room(self._map, Tier.HBM, free.get(Tier.HBM, 0), empty.get(Tier.HBM))
-            self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
-            hbm.take(step_pages, now)
+            device = Room(self._map, Tier.DEVICE, free.get(Tier.DEVICE, 0), empty.get(Tier.DEVICE))
+            self.brought.capacity(self._map.count(Tier.DEVICE) + device.empty)
+            device.take(step_pages, now)
             return _NOTHING
         rooms = self._rooms(free, empty)
-        self.brought.capacity(self._map.count(Tier.HBM) + rooms[Tier.HBM].empty)
-        rooms[Tier.HBM].take(step_pages, now)
-        rooms[Tier.HBM].claim(ahead_pages)
+        self.brought.capacity(self._map.count(Tier.DEVICE) + rooms[Tier.DEVICE].empty)
+        rooms[Tier.DEVICE].take(step_pages, now)
+        rooms[Tier.DEVICE].claim(ahead_pages)
         return Prefetch(evictions=_evictions(rooms))
 
     def idle(
@@ -284,7 +284,7 @@ class Prefetcher:
         """Copies up to `most` of an owner's pages from `source` to a lower tier, those with no copy
         at or below it.
         """
-        link = Link.HBM_TO_DRAM if source is Tier.HBM else Link.DRAM_TO_SSD
+        link = Link.DEVICE_TO_HOST if source is Tier.DEVICE else Link.HOST_TO_STORAGE
         keys = self._flights.others(self._map.without_copy(owner, source, target))[:most]
         if not keys:
             return None
@@ -303,11 +303,11 @@ class Prefetcher:
             time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(
                 link, time.page_s, now
             )
-        # Restorations read the same device, and their pages go on to HBM without a stop. A request
-        # waits for those.
-        restoring_s = busy_s.get(Link.SSD_TO_HBM, 0.0)
-        links[Link.SSD_TO_DRAM].end_s += restoring_s
-        links[Link.SSD_TO_DRAM].closed = restoring_s > 0 and self._rules.shares_links
+        # Restorations read the same device, and their pages go on to the device without a stop. A
+        # request waits for those.
+        restoring_s = busy_s.get(Link.STORAGE_TO_DEVICE, 0.0)
+        links[Link.STORAGE_TO_HOST].end_s += restoring_s
+        links[Link.STORAGE_TO_HOST].closed = restoring_s > 0 and self._rules.shares_links
         return links
 
     def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:
@@ -315,7 +315,7 @@ class Prefetcher:
             tier: Room(
                 self._map, tier, free.get(tier, 0), empty.get(tier), self._flights.coming(tier)
             )
-            for tier in (Tier.HBM, Tier.DRAM)
+            for tier in (Tier.DEVICE, Tier.HOST)
         }
 
     def emit(self, step: Step, turn: Turn, span: Span, source: Tier, target: Tier) -> None:
@@ -323,10 +323,10 @@ class Prefetcher:
         keys = self._flights.others(self._map.keys_of(turn.owner, span))
         if not keys:
             return
-        if target is Tier.DRAM:
-            links: tuple[Link, ...] = (Link.SSD_TO_DRAM,)
+        if target is Tier.HOST:
+            links: tuple[Link, ...] = (Link.STORAGE_TO_HOST,)
         else:
-            links = (Link.DRAM_TO_HBM,) if source is Tier.DRAM else TWO_HOPS
+            links = (Link.HOST_TO_DEVICE,) if source is Tier.HOST else TWO_HOPS
         taken_s = max(
             step.links[link].seconds(self._flights.pages(link) + len(keys)) for link in links
         )
@@ -352,45 +352,48 @@ class Prefetcher:
         known = [self.missing(turn.owner) for turn in turns]
         near, far = reach(self._rules, step, turns, known)
         step.lookahead = turns[near - 1].steps if near else 0
-        hbm = step.rooms[Tier.HBM]
-        self.brought.capacity(self._map.count(Tier.HBM) + hbm.empty)
-        budget = int(self._config.prefetch_share * (self._map.count(Tier.HBM) + hbm.empty)) - len(
-            self.brought.unused[Tier.HBM]
-        )
-        from_dram = in_dram(known[:near])
+        device = step.rooms[Tier.DEVICE]
+        self.brought.capacity(self._map.count(Tier.DEVICE) + device.empty)
+        budget = int(
+            self._config.prefetch_share * (self._map.count(Tier.DEVICE) + device.empty)
+        ) - len(self.brought.unused[Tier.DEVICE])
+        from_host = in_host(known[:near])
         for place in range(near):
             turn = turns[place]
-            if step.spent(budget, horizon_s, place < from_dram):
+            if step.spent(budget, horizon_s, place < from_host):
                 self._judge_others(step, turns[place:near])
                 break
-            missing, claimed = self.missing(turn.owner) if step.moves else known[place], hbm.claimed
+            missing, claimed = (
+                self.missing(turn.owner) if step.moves else known[place],
+                device.claimed,
+            )
             if turn.before:
-                hbm.take(turn.before, step.now + turn.window_s)
+                device.take(turn.before, step.now + turn.window_s)
             if missing.runs:
                 self._judge(step, turn, missing)
-                if self.brought.may_move(turn.owner, turn.chance, Tier.HBM, step.now):
+                if self.brought.may_move(turn.owner, turn.chance, Tier.DEVICE, step.now):
                     budget -= self._promote(step, turn, missing, budget, horizon_s)
             # Pages that it will claim when it runs are not for the turns behind it.
-            lacking = missing.lacking - (hbm.claimed - claimed)
-            hbm.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
-        ssd = step.links[Link.SSD_TO_DRAM]
-        dram = step.rooms[Tier.DRAM]
-        ahead = self._rules.lookahead_ssd < 0 and dram.empty > 0
+            lacking = missing.lacking - (device.claimed - claimed)
+            device.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
+        storage = step.links[Link.STORAGE_TO_HOST]
+        host = step.rooms[Tier.HOST]
+        ahead = self._rules.lookahead_ssd < 0 and host.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
             if (
-                ssd.closed
-                or ssd.end_s >= horizon_s
-                or not dram.left
+                storage.closed
+                or storage.end_s >= horizon_s
+                or not host.left
                 or (place >= far and (not ahead or turn.rid is None))
             ):
                 break
             if turn.before:
-                dram.take(turn.before, step.now + turn.window_s)
+                host.take(turn.before, step.now + turn.window_s)
             if missing.below and self.brought.may_move(
-                turn.owner, turn.chance, Tier.DRAM, step.now
+                turn.owner, turn.chance, Tier.HOST, step.now
             ):
                 self._stage(step, turn, self.missing(turn.owner), horizon_s, place < far)
-            dram.take(
+            host.take(
                 missing.pages - missing.reach + self.missing(turn.owner).below,
                 step.now + turn.window_s,
             )
@@ -418,9 +421,9 @@ class Prefetcher:
         """Eq. 1 for all pages that are missing, behind the charged ones."""
         if turn.owner in self.overlaps:
             return
-        ssd, pcie = (step.links[link] for link in TWO_HOPS)
+        storage, pcie = (step.links[link] for link in TWO_HOPS)
         pages, below = missing.lacking, missing.below
-        first_s = ssd.end_s + ssd.seconds(below) + pcie.seconds(1) if below else 0.0
+        first_s = storage.end_s + storage.seconds(below) + pcie.seconds(1) if below else 0.0
         transfer_s = max(pcie.end_s + pcie.seconds(pages), first_s)
         window_s = turn.window_s + self._rules.scheduling_slack_s
         self.test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
@@ -428,14 +431,14 @@ class Prefetcher:
     def _promote(
         self, step: Step, turn: Turn, missing: Missing, budget: int, horizon_s: float
     ) -> int:
-        """Prefetches to HBM the pages that will be there in time, from the front on: a prefix is
-        useful up to its first gap. Returns their number.
+        """Prefetches to the device the pages that will be there in time, from the front on: a
+        prefix is useful up to its first gap. Returns their number.
         """
-        ssd, pcie = step.links[Link.SSD_TO_DRAM], step.links[Link.DRAM_TO_HBM]
+        storage, pcie = step.links[Link.STORAGE_TO_HOST], step.links[Link.HOST_TO_DEVICE]
         if (
             budget <= 0
-            or not step.rooms[Tier.HBM].left
-            or (ssd.closed and missing.runs[0][1] is not Tier.DRAM)
+            or not step.rooms[Tier.DEVICE].left
+            or (storage.closed and missing.runs[0][1] is not Tier.HOST)
         ):
             return 0
         until_s = turn.window_s + self._rules.scheduling_slack_s
@@ -447,38 +450,40 @@ class Prefetcher:
             pages = min(
                 len(span), budget - brought, pcie.fit(min(until_s, horizon_s + pcie.page_s))
             )
-            if tier is not Tier.DRAM:
-                pages = min(pages, ssd.fit(min(until_s - pcie.seconds(1), horizon_s + ssd.page_s)))
-            pages = step.rooms[Tier.HBM].take(max(0, pages), needed_at)
+            if tier is not Tier.HOST:
+                pages = min(
+                    pages, storage.fit(min(until_s - pcie.seconds(1), horizon_s + storage.page_s))
+                )
+            pages = step.rooms[Tier.DEVICE].take(max(0, pages), needed_at)
             if pages:
-                if tier is not Tier.DRAM:
-                    ssd.charge(pages)
+                if tier is not Tier.HOST:
+                    storage.charge(pages)
                 pcie.charge(pages)
                 pcie.end_s = (
-                    max(pcie.end_s, ssd.end_s + pcie.seconds(1))
-                    if tier is not Tier.DRAM
+                    max(pcie.end_s, storage.end_s + pcie.seconds(1))
+                    if tier is not Tier.HOST
                     else pcie.end_s
                 )
-                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HBM)
+                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DEVICE)
             brought += pages
             if pages < len(span):
                 break
         return brought
 
     def _stage(self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
-        """Prefetches to DRAM the pages that lie below; a turn that is not due yet gets only empty
-        pages.
+        """Prefetches to host memory the pages that lie below; a turn that is not due yet gets only
+        empty pages.
         """
-        ssd = step.links[Link.SSD_TO_DRAM]
+        storage = step.links[Link.STORAGE_TO_HOST]
         needed_at = self._needed_at(step, turn) if due else math.inf
-        until_s = min(turn.window_s + self._rules.scheduling_slack_s, horizon_s + ssd.page_s)
+        until_s = min(turn.window_s + self._rules.scheduling_slack_s, horizon_s + storage.page_s)
         for span, tier in missing.runs:
-            if tier is Tier.DRAM or tier is None:
+            if tier is Tier.HOST or tier is None:
                 continue
-            pages = step.rooms[Tier.DRAM].take(min(len(span), ssd.fit(until_s)), needed_at)
+            pages = step.rooms[Tier.HOST].take(min(len(span), storage.fit(until_s)), needed_at)
             if pages:
-                ssd.charge(pages)
-                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DRAM)
+                storage.charge(pages)
+                self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HOST)
             if pages < len(span):
                 break
 
@@ -521,12 +526,12 @@ class _Desk:
 
     def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
         needed_at = self._step.now + turn.window_s
-        found = self._step.rooms[Tier.HBM].take(len(pages), needed_at)
+        found = self._step.rooms[Tier.DEVICE].take(len(pages), needed_at)
         if found:
             span = Span(pages.start, pages.start + found)
-            self._prefetcher.emit(self._step, cast(Turn, turn), span, source, Tier.HBM)
+            self._prefetcher.emit(self._step, cast(Turn, turn), span, source, Tier.DEVICE)
 
 
 def _evictions(rooms: Mapping[Tier, Room]) -> tuple[Evict, ...]:
-    victims = [(rooms[tier].victims(), tier) for tier in (Tier.HBM, Tier.DRAM)]
+    victims = [(rooms[tier].victims(), tier) for tier in (Tier.DEVICE, Tier.HOST)]
     return tuple(Evict(keys, tier) for keys, tier in victims if keys)

@@ -40,22 +40,22 @@ class Step:
         self.tests: list[Overlap] = []
         self.lookahead = 0
 
-    def spent(self, budget: int, horizon_s: float, from_dram: bool) -> bool:
-        """Whether no more pages can be prefetched to HBM, for any turn: there is no room, or links
-        have enough to do until the horizon. `from_dram`: some turn has pages that only the second
-        link has to bring.
+    def spent(self, budget: int, horizon_s: float, from_host: bool) -> bool:
+        """Whether no more pages can be prefetched to the device, for any turn: there is no room, or
+        links have enough to do until the horizon. `from_host`: some turn has pages that only the
+        second link has to bring.
         """
-        ssd, pcie = self.links[Link.SSD_TO_DRAM], self.links[Link.DRAM_TO_HBM]
-        if budget <= 0 or not self.rooms[Tier.HBM].left or not pcie.fit(horizon_s + pcie.page_s):
+        storage, pcie = self.links[Link.STORAGE_TO_HOST], self.links[Link.HOST_TO_DEVICE]
+        if budget <= 0 or not self.rooms[Tier.DEVICE].left or not pcie.fit(horizon_s + pcie.page_s):
             return True
-        return not from_dram and not ssd.fit(horizon_s + ssd.page_s)
+        return not from_host and not storage.fit(horizon_s + storage.page_s)
 
 
 def reach(
     rules: Rules, step: Step, turns: Sequence[Turn], known: Sequence[Missing]
 ) -> tuple[int, int]:
-    """For how many turns pages are prefetched to HBM, and to DRAM. `known`: the pages each turn
-    lacks.
+    """For how many turns pages are prefetched to the device, and to host memory. `known`: the pages
+    each turn lacks.
 
     With K given: turns within K iterations. From measured speeds: up to the last turn whose
     transfers, with all before them, have to begin before the next step but one (the latest start of
@@ -67,9 +67,12 @@ def reach(
     )
     if rules.lookahead >= 0 and rules.lookahead_ssd >= 0:
         return near, max(near, far)
-    ssd, pcie = (step.links[link] for link in TWO_HOPS)
-    soon_pcie, soon_ssd = SOON * step.iteration_s + pcie.end_s, SOON * step.iteration_s + ssd.end_s
-    latest_ssd = latest_pcie = math.inf
+    storage, pcie = (step.links[link] for link in TWO_HOPS)
+    soon_pcie, soon_stored = (
+        SOON * step.iteration_s + pcie.end_s,
+        SOON * step.iteration_s + storage.end_s,
+    )
+    latest_stored = latest_pcie = math.inf
     auto_near = auto_far = 0
     for place in range(len(turns) - 1, -1, -1):
         missing = known[place]
@@ -81,17 +84,17 @@ def reach(
         if latest_pcie <= soon_pcie and not auto_near:
             auto_near = place + 1
         if missing.below:
-            latest_ssd = min(latest_ssd, latest_pcie) - missing.below * ssd.page_s
-            if latest_ssd <= soon_ssd and not auto_far:
+            latest_stored = min(latest_stored, latest_pcie) - missing.below * storage.page_s
+            if latest_stored <= soon_stored and not auto_far:
                 auto_far = place + 1
     near = auto_near if rules.lookahead < 0 else near
     return near, max(near, auto_far if rules.lookahead_ssd < 0 else far)
 
 
-def in_dram(known: Sequence[Missing]) -> int:
-    """Number of turns up to the last one that has missing pages in DRAM."""
+def in_host(known: Sequence[Missing]) -> int:
+    """Number of turns up to the last one that has missing pages in host memory."""
     for place in range(len(known) - 1, -1, -1):
         for _, tier in known[place].runs:
-            if tier is Tier.DRAM:
+            if tier is Tier.HOST:
                 return place + 1
     return 0

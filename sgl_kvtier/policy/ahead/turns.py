@@ -16,8 +16,8 @@ from sgl_kvtier.policy.messages import ReadsDue
 class Turn(NamedTuple):
     """A run to come of an owner in the map. `steps` iterations run before it (0: it runs in this
     step) and take `window_s` seconds in all. `rid` is the request it is for, None for a session
-    that is only expected. `before` counts HBM pages claimed by runs between the previous turn and
-    this one, which were left out because they lack nothing. `chance` is the probability that it
+    that is only expected. `before` counts device pages claimed by runs between the previous turn
+    and this one, which were left out because they lack nothing. `chance` is the probability that it
     comes at all.
     """
 

@@ -14,13 +14,13 @@ from sgl_kvtier.types import PageKey, Span, Tier
 
 RESIDENT: Final = 0x0F
 MOVING: Final = 0xF0
-IN_HBM: Final = 0x01
-IN_DRAM: Final = 0x02
+ON_DEVICE: Final = 0x01
+IN_HOST: Final = 0x02
 SHELVED: Final = 0x03
 """Bits of the tiers whose pages are kept in the order of eviction."""
 COLD: Final = 4
-"""A bit of a page's listing besides IN_HBM and IN_DRAM: in neither, unpinned, not moving, without
-an owner.
+"""A bit of a page's listing besides ON_DEVICE and IN_HOST: in neither, unpinned, not moving,
+without an owner.
 """
 LISTING: Final = bytes(
     0 if state & MOVING or not state else state & SHELVED or COLD for state in range(256)
@@ -29,13 +29,13 @@ TIERS: Final = tuple(Tier)
 
 
 def _letter(state: int) -> int:
-    """The tier from which lookahead would take a page: H D S R resident, h d on its way to HBM or
-    DRAM, . nowhere.
+    """The tier from which lookahead would take a page: D H S R resident, d h on its way to
+    device or host, . nowhere.
     """
     for tier, there, coming in (
-        (Tier.HBM, "H", "h"),
-        (Tier.DRAM, "D", "d"),
-        (Tier.SSD, "S", ""),
+        (Tier.DEVICE, "D", "d"),
+        (Tier.HOST, "H", "h"),
+        (Tier.STORAGE, "S", ""),
         (Tier.REMOTE, "R", ""),
     ):
         if state >> tier & 1:
@@ -46,9 +46,14 @@ def _letter(state: int) -> int:
 
 
 _LETTERS: Final = bytes(_letter(state) for state in range(256))
-_RUNS: Final = re.compile(rb"DD*|dd*|SS*|RR*")
+_RUNS: Final = re.compile(rb"HH*|hh*|SS*|RR*")
 """Letters first, so that characters between runs are skipped and not tried."""
-_TIER_OF: Final = {ord("D"): Tier.DRAM, ord("S"): Tier.SSD, ord("R"): Tier.REMOTE, ord("d"): None}
+_TIER_OF: Final = {
+    ord("H"): Tier.HOST,
+    ord("S"): Tier.STORAGE,
+    ord("R"): Tier.REMOTE,
+    ord("h"): None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +103,12 @@ class PageView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The pages of an owner's prompt that HBM lacks. Spans are pages of its prompt, ascending.
+    """The pages of an owner's prompt that the device lacks. Spans are pages of its prompt,
+    ascending.
 
-    `runs`: pages of [0, reach) not in HBM and not on their way there, with the nearest tier that
-    holds them (None: on their way to DRAM). `reach`: the first page that is in no tier; from there
-    on everything must be computed. `pages`: its full prompt pages.
+    `runs`: pages of [0, reach) not on the device and not on their way there, with the nearest tier
+    that holds them (None: on their way to host memory). `reach`: the first page that is in no tier;
+    from there on everything must be computed. `pages`: its full prompt pages.
     """
 
     runs: tuple[tuple[Span, Tier | None], ...] = ()
@@ -111,12 +117,12 @@ class Missing:
     lacking: int = 0
     """Number of pages in `runs`."""
     below: int = 0
-    """Number of those whose nearest copy is below DRAM."""
+    """Number of those whose nearest copy is below host memory."""
 
 
 def missing_of(states: bytes) -> Missing:
-    """The pages that HBM lacks of a prompt whose pages have these states. A few regular-expression
-    steps per run of pages.
+    """The pages that the device lacks of a prompt whose pages have these states. A few
+    regular-expression steps per run of pages.
     """
     letters = states.translate(_LETTERS)
     reach = letters.find(b".")
@@ -126,5 +132,5 @@ def missing_of(states: bytes) -> Missing:
         start, stop = run.span()
         runs.append((Span(start, stop), _TIER_OF[letters[start]]))
     below = letters.count(b"S", 0, reach) + letters.count(b"R", 0, reach)
-    lacking = below + letters.count(b"D", 0, reach) + letters.count(b"d", 0, reach)
+    lacking = below + letters.count(b"H", 0, reach) + letters.count(b"h", 0, reach)
     return Missing(tuple(runs), reach, len(letters), lacking, below)

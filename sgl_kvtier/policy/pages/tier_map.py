@@ -18,10 +18,10 @@ from sgl_kvtier.policy.pages.eviction import LRU, Rule, Shelves
 from sgl_kvtier.policy.pages.owners import NOWHERE, UNOWNED, Owners, common
 from sgl_kvtier.policy.pages.page_state import (
     COLD,
-    IN_DRAM,
-    IN_HBM,
+    IN_HOST,
     LISTING,
     MOVING,
+    ON_DEVICE,
     RESIDENT,
     SHELVED,
     TIERS,
@@ -29,7 +29,7 @@ from sgl_kvtier.policy.pages.page_state import (
     PageInfo,
     missing_of,
 )
-from sgl_kvtier.types import PageKey, Span, Tier
+from sgl_kvtier.types import PLACES, PageKey, Span, Tier
 
 _COLD_SHELF: Final = -1
 _NO_KEY: Final = PageKey(b"")
@@ -41,8 +41,8 @@ class TierMap:
     """PageKey -> PageInfo for up to `capacity` pages. Unknown keys never raise; every update is
     O(1) per page.
 
-    When the map is full, the page that was cold the longest (no copy in HBM or DRAM, no owner, no
-    pin, not moving) is forgotten for a new one. Where there is none, the new one is not recorded
+    When the map is full, the page that was cold the longest (no copy in device or host, no owner,
+    no pin, not moving) is forgotten for a new one. Where there is none, the new one is not recorded
     (`unrecorded` counts). One thread. 200 bytes per page with its 32-byte key at 1e6 pages (the
     allocator may hold up to a sixth more while it grows), 8 more per page and owner.
 
@@ -51,7 +51,10 @@ class TierMap:
     """
 
     def __init__(
-        self, capacity: int = 1_000_000, hbm_rule: Rule | None = None, dram_rule: Rule | None = None
+        self,
+        capacity: int = 1_000_000,
+        device_rule: Rule | None = None,
+        host_rule: Rule | None = None,
     ) -> None:
         self._capacity = capacity
         self._slot_of: dict[PageKey, int] = {}
@@ -64,14 +67,14 @@ class TierMap:
         self._used = array("I", [0])
         self._group = array("I", [0])
         self._base: float | None = None
-        self._hbm = Shelves()
+        self._device = Shelves()
         self._low = Shelves()
-        self._hbm_rule = hbm_rule or LRU()
-        self._dram_rule = dram_rule or LRU()
+        self._device_rule = device_rule or LRU()
+        self._host_rule = host_rule or LRU()
         self._resident = [0, 0, 0, 0]
         self._changed: dict[int, None] = {}
         self._claimed: dict[str, None] = {}
-        self._hbm.grow(1)
+        self._device.grow(1)
         self._low.grow(1)
         self.owners = Owners()
         self.unrecorded = 0
@@ -108,13 +111,13 @@ class TierMap:
         return self._resident[tier]
 
     def evictable(self, tier: Tier) -> int:
-        """Number of pages of HBM or DRAM that are neither pinned nor moving."""
+        """Number of pages of device or host that are neither pinned nor moving."""
         shelves, _ = self._shelves(tier)
         return shelves.total - (shelves.pages(_COLD_SHELF) if shelves is self._low else 0)
 
     def missing(self, owner: str) -> Missing:
-        """The pages of this owner that HBM lacks, from its first page on. O(its pages), at about 10
-        ns each.
+        """The pages of this owner that the device lacks, from its first page on. O(its pages), at
+        about 10 ns each.
         """
         number = self.owners.number(owner)
         slots = () if number is None else self.owners.slots[number]
@@ -168,8 +171,8 @@ class TierMap:
                 yield shelf, turn, shelves.pages(shelf)
 
     def victims(self, tier: Tier, count: int, after: float = -math.inf) -> tuple[PageKey, ...]:
-        """Up to `count` pages of HBM or DRAM, the first to be evicted first; only pages whose next
-        use is later than `after`.
+        """Up to `count` pages of device or host, the first to be evicted first; only pages whose
+        next use is later than `after`.
         """
         if count <= 0:
             return ()
@@ -267,9 +270,9 @@ class TierMap:
             if old & bit:
                 continue
             before = 0 if self._pinned and self._pins[slot] else LISTING[old]
-            if before & IN_HBM:
-                self._hbm.take(slot)
-            if before & IN_DRAM or (before == COLD and group == UNOWNED):
+            if before & ON_DEVICE:
+                self._device.take(slot)
+            if before & IN_HOST or (before == COLD and group == UNOWNED):
                 self._low.take(slot)
             state[slot] = old | bit
             if group != UNOWNED:
@@ -287,12 +290,14 @@ class TierMap:
             self._used[slot] = stamp
             state = self._state[slot]
             listing = 0 if self._pinned and self._pins[slot] else LISTING[state]
-            if state & IN_HBM:
-                shelf = self._hbm_rule.used(self._hbm.shelf[slot], self._group[slot])
-                self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
-            if state & IN_DRAM:
-                shelf = self._dram_rule.used(self._low.shelf[slot], self._group[slot])
-                self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
+            if state & ON_DEVICE:
+                shelf = self._device_rule.used(self._device.shelf[slot], self._group[slot])
+                self._device.move(slot, shelf) if listing & ON_DEVICE else self._device.assign(
+                    slot, shelf
+                )
+            if state & IN_HOST:
+                shelf = self._host_rule.used(self._low.shelf[slot], self._group[slot])
+                self._low.move(slot, shelf) if listing & IN_HOST else self._low.assign(slot, shelf)
             elif listing & COLD and self._group[slot] == UNOWNED:
                 self._low.move(slot, _COLD_SHELF)
 
@@ -398,12 +403,14 @@ class TierMap:
         self._group[slot] = new
         if state:
             listing = 0 if self._pinned and self._pins[slot] else LISTING[state]
-            if state & IN_HBM:
-                shelf = self._hbm_rule.regrouped(self._hbm.shelf[slot], new)
-                self._hbm.move(slot, shelf) if listing & IN_HBM else self._hbm.assign(slot, shelf)
-            if state & IN_DRAM:
-                shelf = self._dram_rule.regrouped(self._low.shelf[slot], new)
-                self._low.move(slot, shelf) if listing & IN_DRAM else self._low.assign(slot, shelf)
+            if state & ON_DEVICE:
+                shelf = self._device_rule.regrouped(self._device.shelf[slot], new)
+                self._device.move(slot, shelf) if listing & ON_DEVICE else self._device.assign(
+                    slot, shelf
+                )
+            if state & IN_HOST:
+                shelf = self._host_rule.regrouped(self._low.shelf[slot], new)
+                self._low.move(slot, shelf) if listing & IN_HOST else self._low.assign(slot, shelf)
             if listing == COLD and UNOWNED in (old, new):
                 self._relist(slot, 0 if new == UNOWNED else COLD, listing if new == UNOWNED else 0)
         if old in self._changed:
@@ -429,7 +436,7 @@ class TierMap:
             self._forget_if_empty(slot)
 
     def _listing(self, slot: int) -> int:
-        """The shelves a page is on: bits of HBM and DRAM, or COLD."""
+        """The shelves a page is on: bits of device and host, or COLD."""
         if self._pins[slot]:
             return 0
         bits = LISTING[self._state[slot]]
@@ -440,19 +447,19 @@ class TierMap:
         unchanged.
         """
         gone, came = before & ~after, after & ~before
-        if gone & IN_HBM:
-            self._hbm.take(slot)
-        if gone & (IN_DRAM | COLD):
+        if gone & ON_DEVICE:
+            self._device.take(slot)
+        if gone & (IN_HOST | COLD):
             self._low.take(slot)
-        if entered & IN_HBM:
-            self._hbm.assign(slot, self._hbm_rule.entered(self._group[slot]))
-        if entered & IN_DRAM:
-            self._low.assign(slot, self._dram_rule.entered(self._group[slot]))
-        if came & IN_HBM:
-            self._hbm.put(slot)
+        if entered & ON_DEVICE:
+            self._device.assign(slot, self._device_rule.entered(self._group[slot]))
+        if entered & IN_HOST:
+            self._low.assign(slot, self._host_rule.entered(self._group[slot]))
+        if came & ON_DEVICE:
+            self._device.put(slot)
         if came & COLD:
             self._low.assign(slot, _COLD_SHELF)
-        if came & (IN_DRAM | COLD):
+        if came & (IN_HOST | COLD):
             self._low.put(slot)
 
     def _stamp(self, now: float) -> int:
@@ -486,7 +493,7 @@ class TierMap:
         self._pins.extend([0] * more)
         self._used.extend([0] * more)
         self._group.extend([0] * more)
-        self._hbm.grow(more)
+        self._device.grow(more)
         self._low.grow(more)
         self._free.extend(range(known + more - 1, known - 1, -1))
 
@@ -497,11 +504,11 @@ class TierMap:
             self._free.append(slot)
 
     def _shelves(self, tier: Tier) -> tuple[Shelves, Rule]:
-        if tier is Tier.HBM:
-            return self._hbm, self._hbm_rule
-        if tier is Tier.DRAM:
-            return self._low, self._dram_rule
+        if tier is Tier.DEVICE:
+            return self._device, self._device_rule
+        if tier is Tier.HOST:
+            return self._low, self._host_rule
         raise ValueError(
-            f"the map orders victims of HBM and DRAM, not of {tier.name}: what holds those pages "
-            "does that itself"
+            f"the map orders victims of device and host, not of {PLACES[tier]}: what holds "
+            "those pages does that itself"
         )

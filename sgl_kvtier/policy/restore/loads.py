@@ -52,14 +52,14 @@ class Loads:
         if not any(map(readers.__getitem__, open_links)):
             return ()
         room = dict(view.free_pages)
-        if Tier.HBM in room:
+        if Tier.DEVICE in room:
             # The pages of a chunk that the slot's holder may yet be granted are kept for it: loads
             # of other requests must not take them.
             granted = [
                 self._chunks.unstuck(compute, view) if compute.rid == view.slot else compute
                 for compute in computes
             ]
-            room[Tier.HBM] -= (
+            room[Tier.DEVICE] -= (
                 sum(compute.tokens or 0 for compute in granted) // known.engine.page_tokens
             )
         loads: list[Load] = []
@@ -68,7 +68,7 @@ class Loads:
         # of it is loaded.
         ahead_s = busy_s + outlook.fresh_s(view)
         for item in self._in_io_order(view):
-            if room.get(Tier.HBM, 1) <= 0 or not any(map(readers.__getitem__, open_links)):
+            if room.get(Tier.DEVICE, 1) <= 0 or not any(map(readers.__getitem__, open_links)):
                 break
             if any(map(item.unread.__contains__, open_links)):
                 lowest, floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
@@ -115,8 +115,8 @@ class Loads:
         self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float
     ) -> tuple[int, int, Split]:
         """The lowest page that may be loaded; the lowest that should be; and the meeting page.
-        Pages that compute is predicted to reach first should not be loaded, except copies from DRAM
-        that compute waits for.
+        Pages that compute is predicted to reach first should not be loaded, except copies from host
+        memory that compute waits for.
         """
         rules, outlook = self._under_way.rules, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
@@ -154,24 +154,24 @@ class Loads:
             self._under_way.readers,
         )
         links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
-        hbm, dram = room.get(Tier.HBM, _UNBOUNDED), room.get(Tier.DRAM, _UNBOUNDED)
+        device, host = room.get(Tier.DEVICE, _UNBOUNDED), room.get(Tier.HOST, _UNBOUNDED)
         patience = self._under_way.rules.load_patience
         for source, tier in reversed(item.sources):
             link = LINK_OF[tier]
-            staged = engine.staged and tier > Tier.DRAM
+            staged = engine.staged and tier > Tier.HOST
             pages, group = 0, self._group(link)
             whole = max(group, config.load_tokens // engine.page_tokens)
             if self._under_way.rules.balanced_chunks:
                 whole = max(whole, engine.whole_load_pages)
             while most := links.wanted(link, now, horizon_s, group, _PROBES):
-                most = min(most, hbm, dram) if staged else min(most, hbm)
+                most = min(most, device, host) if staged else min(most, device)
                 span = take_back(most, source, floor if source.start >= item.copied else lowest)
                 count = span.stop - span.start
                 if not count:
                     break
-                hbm -= count
+                device -= count
                 if staged:
-                    dram -= count
+                    host -= count
                 pages += count
                 parts = _parts(span, floor, group, whole)
                 for part, backlog_s in zip(parts, links.asked(link, rid, parts, now), strict=True):
@@ -181,7 +181,7 @@ class Loads:
             if pages:
                 item.in_flight[link] = item.in_flight.get(link, 0) + pages
                 self._outlook.loads_handed_out()
-        room[Tier.HBM], room[Tier.DRAM] = hbm, dram
+        room[Tier.DEVICE], room[Tier.HOST] = device, host
         for link in [link for link in list(item.unread) if item.read_out(link)]:
             readers[link] -= 1
 

@@ -25,9 +25,9 @@ from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
 
 LINK_OF: Final[Mapping[Tier, Link]] = {
-    Tier.DRAM: Link.DRAM_TO_HBM,
-    Tier.SSD: Link.SSD_TO_HBM,
-    Tier.REMOTE: Link.SSD_TO_HBM,
+    Tier.HOST: Link.HOST_TO_DEVICE,
+    Tier.STORAGE: Link.STORAGE_TO_DEVICE,
+    Tier.REMOTE: Link.STORAGE_TO_DEVICE,
 }
 """The link a restoration loads over, by the page's tier."""
 
@@ -58,8 +58,8 @@ class Restoration:
     charged_meet: int = -1
     """The same with compute charged for the requests that wait behind it."""
     copied: int = 0
-    """Pages below this one are copied from DRAM, which is faster than computing them; those that
-    fail to come are computed.
+    """Pages below this one are copied from host memory, which is faster than computing them; those
+    that fail to come are computed.
     """
     stuck_since: float = -1.0
     """When it first waited for a slot with no load in flight and none since; -1: it does not."""
@@ -99,14 +99,14 @@ class Restoration:
     def behind_copies(
         self, front: int, bandwidth: Bandwidth, engine: EngineShape
     ) -> tuple[int, float]:
-        """The first page from `front` on that is not copied from DRAM anyway, and the seconds until
-        the copies are there.
+        """The first page from `front` on that is not copied from host memory anyway, and the
+        seconds until the copies are there.
         """
         if front >= self.copied:
             return front, 0.0
         runs = self.pointer.unlanded_runs(front)
         pages = sum(min(stop, self.copied) - start for start, stop in runs if start < self.copied)
-        return self.copied, bandwidth.seconds(Link.DRAM_TO_HBM, pages * engine.page_bytes)
+        return self.copied, bandwidth.seconds(Link.HOST_TO_DEVICE, pages * engine.page_bytes)
 
     def remaining_span(self, start: int | None = None) -> Span:
         """From the front, or from a page the front is about to step to, to the end."""
@@ -178,14 +178,16 @@ class Forecast:
         return Split(split.meet, split.compute_tokens, max(split.seconds, copied_s))
 
     def copies_first(self, item: Restoration) -> int:
-        """The end of the pages that lie in DRAM at the front and are copied faster than computed;
-        the front where there are none.
+        """The end of the pages that lie in host memory at the front and are copied faster than
+        computed; the front where there are none.
         """
-        source, tier = item.sources[0] if item.sources else (Span(0, 0), Tier.SSD)
+        source, tier = item.sources[0] if item.sources else (Span(0, 0), Tier.STORAGE)
         start = item.pointer.front
-        if tier is not Tier.DRAM or source.start != start:
+        if tier is not Tier.HOST or source.start != start:
             return start
-        copied_s = self._bandwidth.seconds(Link.DRAM_TO_HBM, len(source) * self._engine.page_bytes)
+        copied_s = self._bandwidth.seconds(
+            Link.HOST_TO_DEVICE, len(source) * self._engine.page_bytes
+        )
         return (
             source.stop
             if copied_s < self.compute_seconds(start, len(source)) - self._compute_at_s
@@ -195,8 +197,8 @@ class Forecast:
 
 class Ways:
     """What each way to restore one prefix is predicted to take, for the rules (`rules.Ways`).
-    `learns`: an engine that loads it would measure what is not `known`; `crowded`: HBM is short
-    for what waits.
+    `learns`: an engine that loads it would measure what is not `known`; `crowded`: the device is
+    short for what waits.
     """
 
     def __init__(
@@ -226,8 +228,8 @@ class Ways:
         return self._crowded
 
     @property
-    def in_dram(self) -> bool:
-        return all(tier is Tier.DRAM for _, tier in self._item.sources)
+    def in_host(self) -> bool:
+        return all(tier is Tier.HOST for _, tier in self._item.sources)
 
     @property
     def compute_s(self) -> float:

@@ -73,20 +73,21 @@ class Offers:
         forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
         self._copy_first(item, forecast)
         learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(
-            Link.SSD_TO_HBM
+            Link.STORAGE_TO_DEVICE
         )
         ways = Ways(forecast, item, self._knows(offer), learns, self._crowded(offer, view))
         return leave(self._under_way.rules, ways, self._under_way.config)
 
     def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
-        """Whether HBM has no room for this request and the fresh ones that wait beside it."""
+        """Whether the device has no room for this request and the fresh ones beside it."""
         page = self._under_way.engine.page_tokens
         needed = offer.prompt_tokens - offer.resident * page + view.fresh_tokens
-        return Tier.HBM in view.free_pages and view.free_pages[Tier.HBM] * page < needed
+        return Tier.DEVICE in view.free_pages and view.free_pages[Tier.DEVICE] * page < needed
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
-        """A prefix that begins in DRAM and continues in lower tiers is computed only behind the
-        pages copied from DRAM. One that lies in DRAM as a whole may have both ends.
+        """A prefix that begins in host memory and continues in lower tiers is computed only behind
+        the pages copied from host memory. One that lies in host memory as a whole may have both
+        ends.
         """
         if self._under_way.rules.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)

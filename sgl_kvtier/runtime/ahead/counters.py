@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from sgl_kvtier.runtime.metrics import Sample
-from sgl_kvtier.types import PLACES, ROUTES, Link, Tier
+from sgl_kvtier.types import PLACES, Link, Tier
 
 
 @dataclass
@@ -29,11 +29,11 @@ class LookaheadCounters:
         """All of them, for /metrics. Any thread: counters are copied before they are gone
         through.
         """
-        for link in (Link.DRAM_TO_HBM, Link.SSD_TO_DRAM):
-            yield "moved_bytes", {"link": ROUTES[link]}, self.moved_bytes[link]
+        for link in (Link.HOST_TO_DEVICE, Link.STORAGE_TO_HOST):
+            yield "moved_bytes", {"link": link.value}, self.moved_bytes[link]
         for reason, pages in dict(self.failed_moves).items():
             yield "failed_moves", {"reason": reason}, pages
-        for tier in (Tier.HBM, Tier.DRAM, Tier.SSD, None):
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE, None):
             yield (
                 "hit_tokens",
                 {"tier": "none" if tier is None else PLACES[tier]},

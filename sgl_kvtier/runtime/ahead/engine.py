@@ -140,7 +140,7 @@ class LookaheadEngine:
         known.node, known.kept = req.last_node, after
         if after <= before:
             return  # all of it was there: a prompt that was asked before
-        self.facts.placed(known.keys[before // page : after // page], Tier.HBM)
+        self.facts.placed(known.keys[before // page : after // page], Tier.DEVICE)
 
     def released(self, req: Req) -> None:
         """A request gives its row back; one that was retracted comes again and is still the
@@ -192,8 +192,8 @@ class LookaheadEngine:
     def reset(self) -> None:
         """Before the pools are emptied."""
         self.promotions.reset()
-        self.facts.dropped(self.facts.cleared(), Tier.DRAM)
-        self.facts.dropped(tuple(self.pages.resident(Tier.HBM)), Tier.HBM)
+        self.facts.dropped(self.facts.cleared(), Tier.HOST)
+        self.facts.dropped(tuple(self.pages.resident(Tier.DEVICE)), Tier.DEVICE)
         for path in (
             *self._idle.values(),
             *(known.path for known in self._requests.values() if known.path is not None),
@@ -240,7 +240,7 @@ class LookaheadEngine:
         if self.broken:
             return BROKEN
         known = self.pages
-        tiers = [known.count(tier) for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)]
+        tiers = [known.count(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)]
         state = (
             len(known),
             *tiers,
@@ -294,7 +294,7 @@ class LookaheadEngine:
             self.promotions.carry_out(
                 plan.moves,
                 self._path_of,
-                view.free_pages.get(Tier.HBM, 0),
+                view.free_pages.get(Tier.DEVICE, 0),
                 self._config.load_deadline_s,
             )
 
@@ -421,12 +421,12 @@ class LookaheadEngine:
             self.counters.drift += self._votes.look(self.context.now)
             return
         if backend is not None:
-            self.facts.placed(backend.take_seen(), Tier.SSD)
+            self.facts.placed(backend.take_seen(), Tier.STORAGE)
         self.counters.drift += self.check.roll(self.context.now)
 
     def _forget_stored(self) -> None:
         """The map's pages in storage are no longer there."""
-        self.facts.dropped(tuple(self.pages.resident(Tier.SSD)), Tier.SSD)
+        self.facts.dropped(tuple(self.pages.resident(Tier.STORAGE)), Tier.STORAGE)
         self.check.forget()
         if self._votes is not None:
             self._votes.forget()
@@ -455,8 +455,8 @@ class LookaheadEngine:
             device = prefix
         else:
             device = req.cached_tokens_device
-            below = {Tier.DRAM: req.cached_tokens_host, Tier.SSD: req.cached_tokens_storage}
-        hits[Tier.HBM] += device
+            below = {Tier.HOST: req.cached_tokens_host, Tier.STORAGE: req.cached_tokens_storage}
+        hits[Tier.DEVICE] += device
         for tier, tokens in below.items():
             hits[tier] += tokens
         hits[None] += max(0, known.prompt_tokens - device - sum(below.values()))
@@ -471,8 +471,8 @@ class LookaheadEngine:
             *self.counters.counts(wasted),
             *(("overlap", {"result": name}, count) for name, count in tally.overlaps.items()),
             ("map_pages", {}, len(known)),
-            ("map_device_pages", {}, known.count(Tier.HBM)),
-            ("map_host_pages", {}, known.count(Tier.DRAM)),
-            ("map_storage_pages", {}, known.count(Tier.SSD)),
+            ("map_device_pages", {}, known.count(Tier.DEVICE)),
+            ("map_host_pages", {}, known.count(Tier.HOST)),
+            ("map_storage_pages", {}, known.count(Tier.STORAGE)),
             ("sessions", {}, len(self._idle)),
         ]

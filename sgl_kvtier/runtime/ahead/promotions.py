@@ -1,11 +1,11 @@
 """Carries out the moves of a plan: host pages to the device, and pages of expected sessions from
 storage to host memory.
 
-    DRAM -> HBM    SGLang's own load-back of a path of the tree, begun before its request is
+    host -> device  SGLang's own load-back of a path of the tree, begun before its request is
                    admitted. Slots are the tree's at once. A batch launched while copies are in
                    flight carries their layer counters, as SGLang's own admitting batch does, so
                    no layer reads pages that have not come.
-    SSD -> DRAM    for sessions that are expected and have no request yet: read by the store into
+    storage -> host  for sessions that are expected and have no request yet: read by the store into
                    host pages, then grafted into the tree. SGLang's prefetch and restorations
                    bring the pages of waiting requests from storage.
 
@@ -184,7 +184,7 @@ class Promotions:
                 )  # every page gets its copy below as soon as it is computed
             elif path is None:
                 self._fail(move.keys, move.target, "unknown")
-            elif move.source is Tier.SSD:
+            elif move.source is Tier.STORAGE:
                 if move.rid is None:
                     self._fetch(move, path, deadline_s)
                 # else: SGLang's prefetch or a restoration brings them; if not, the planner gives
@@ -245,8 +245,8 @@ class Promotions:
                 break
             there = node.path_end
         came = frozenset(path.keys[: there // self._page])
-        self._facts.placed(tuple(key for key in keys if key in came), Tier.HBM)
-        self._fail(tuple(key for key in keys if key not in came), Tier.HBM, reason or "partly")
+        self._facts.placed(tuple(key for key in keys if key in came), Tier.DEVICE)
+        self._fail(tuple(key for key in keys if key not in came), Tier.DEVICE, reason or "partly")
         return 0 if reason else pages
 
     def _nodes(self, path: Path) -> list[Any]:
@@ -289,8 +289,8 @@ class Promotions:
         self._copying = None
         seconds = max(0.0, copying.poll.seen_at - copying.begun_at)
         nbytes = copying.ack.num_tokens * (self._page_bytes // self._page)
-        self._counters.moved_bytes[Link.DRAM_TO_HBM] += nbytes
-        self._tell(TransferDone("", Link.DRAM_TO_HBM, _NO_SPAN, nbytes, seconds, _LATER))
+        self._counters.moved_bytes[Link.HOST_TO_DEVICE] += nbytes
+        self._tell(TransferDone("", Link.HOST_TO_DEVICE, _NO_SPAN, nbytes, seconds, _LATER))
 
     # --- reads from storage -----------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Promotions:
                 poll,
                 now,
                 now + deadline_s,
-                move.target is Tier.HBM,
+                move.target is Tier.DEVICE,
             )
         )
 
@@ -380,10 +380,10 @@ class Promotions:
         self._slots.put_back_host(fetch.host[: kept.start * self._page])
         self._slots.put_back_host(fetch.host[kept.stop * self._page :])
         self._slots.give_host(len(kept) * self._page)
-        self._fail(fetch.keys[kept.stop :], Tier.DRAM, "not read")
+        self._fail(fetch.keys[kept.stop :], Tier.HOST, "not read")
         self._facts.brought(fetch.keys[kept.start : kept.stop])
         if fetch.onwards:
-            self._facts.failed(fetch.keys, Tier.HBM)  # the second hop is a move of its own
+            self._facts.failed(fetch.keys, Tier.DEVICE)  # the second hop is a move of its own
 
     def _graft(self, fetch: _Fetch, pages: int) -> Span:
         """Which of the pages read are the tree's from now on: those behind what it had already;
@@ -396,9 +396,9 @@ class Promotions:
             return _NO_SPAN
         fetch.path.node = taken.node or fetch.path.node
         nbytes = pages * self._page_bytes
-        self._counters.moved_bytes[Link.SSD_TO_DRAM] += nbytes
+        self._counters.moved_bytes[Link.STORAGE_TO_HOST] += nbytes
         seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
-        self._tell(TransferDone("", Link.SSD_TO_DRAM, _NO_SPAN, nbytes, seconds, _LATER))
+        self._tell(TransferDone("", Link.STORAGE_TO_HOST, _NO_SPAN, nbytes, seconds, _LATER))
         return Span(taken.known_tokens // page, pages)
 
     def reset(self) -> None:
@@ -426,7 +426,7 @@ class Promotions:
                     "them before a flush",
                     len(fetch.keys),
                 )
-            self._facts.failed(fetch.keys, Tier.HBM if fetch.onwards else Tier.DRAM)
+            self._facts.failed(fetch.keys, Tier.DEVICE if fetch.onwards else Tier.HOST)
         while self._failed:
             _, keys, target = self._failed.popleft()
             self._facts.failed(keys, target)

@@ -73,7 +73,7 @@ class StoreVotes:
 
     def found(self, hashes: Sequence[str]) -> None:
         """A storage query has found these pages on every rank."""
-        self._facts.placed(self._not_known(from_hex(hashes)), Tier.SSD)
+        self._facts.placed(self._not_known(from_hex(hashes)), Tier.STORAGE)
 
     def look(self, now: float) -> int:
         """Takes what was voted on and puts the next to the vote; returns how many pages were not
@@ -92,7 +92,7 @@ class StoreVotes:
         ]:
             self._todo.update(dict.fromkeys(self._not_known(self._writing.pop(operation))))
         if self._next is not None and not self._todo:
-            part, self._next = self._pages.resident_part(Tier.SSD, self._next, _SLICE)
+            part, self._next = self._pages.resident_part(Tier.STORAGE, self._next, _SLICE)
             self._todo.update(dict.fromkeys(part))
         if (
             now >= self._ask_at
@@ -120,7 +120,7 @@ class StoreVotes:
 
     def _not_known(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
         pages = ((key, self._pages.page(key)) for key in keys)
-        return tuple(key for key, page in pages if page is None or Tier.SSD not in page.tiers)
+        return tuple(key for key, page in pages if page is None or Tier.STORAGE not in page.tiers)
 
     def _answer(self, poll: Poll, keys: tuple[PageKey, ...]) -> None:
         store, now = self._store(), time.monotonic()
@@ -133,9 +133,9 @@ class StoreVotes:
         there = dict.fromkeys(
             key for key, state in zip(keys, poll.seen, strict=True) if state == LANDED
         )
-        self._facts.placed(tuple(key for key in there if key in unknown), Tier.SSD)
+        self._facts.placed(tuple(key for key in there if key in unknown), Tier.STORAGE)
         gone = tuple(key for key in keys if key not in there and key not in unknown)
-        self._facts.dropped(gone, Tier.SSD)
+        self._facts.dropped(gone, Tier.STORAGE)
         return len(gone)
 
     def _has_lost(self) -> bool:

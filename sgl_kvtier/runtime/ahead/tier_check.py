@@ -66,9 +66,9 @@ class TierCheck:
                 return 0
             self._seen = seen
             self._next = 0
-        part, self._next = self._pages.resident_part(Tier.SSD, self._next, _SLICE)
+        part, self._next = self._pages.resident_part(Tier.STORAGE, self._next, _SLICE)
         gone = self._not_stored(store, part)
-        self._facts.dropped(gone, Tier.SSD)
+        self._facts.dropped(gone, Tier.STORAGE)
         return len(gone)
 
     def forget(self) -> None:
@@ -96,7 +96,7 @@ class TierCheck:
         nodes, page = self._nodes, self._facts._page
         known = {
             tier: dict.fromkeys(self._pages.resident(tier))
-            for tier in (Tier.HBM, Tier.DRAM, Tier.SSD)
+            for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
         }
         paths: dict[PageKey, None] = {}
         hosted: dict[PageKey, None] = {}
@@ -107,11 +107,11 @@ class TierCheck:
                 hosted.update(dict.fromkeys(keys if self._host.has_copy(node.node_id) else ()))
         host = self._facts.host_pages()
         store = self._store()
-        stored = list(islice(known[Tier.SSD], None))
+        stored = list(islice(known[Tier.STORAGE], None))
         return {
-            "device_number": abs(nodes.device_tokens() // page - len(known[Tier.HBM])),
-            "device_names": sum(key not in known[Tier.HBM] for key in paths),
-            "host_names": len(host.keys() ^ known[Tier.DRAM].keys())
-            + sum(key not in known[Tier.DRAM] for key in hosted),
+            "device_number": abs(nodes.device_tokens() // page - len(known[Tier.DEVICE])),
+            "device_names": sum(key not in known[Tier.DEVICE] for key in paths),
+            "host_names": len(host.keys() ^ known[Tier.HOST].keys())
+            + sum(key not in known[Tier.HOST] for key in hosted),
             "storage_names": len(self._not_stored(store, stored)),
         }

@@ -63,7 +63,7 @@ class TierFacts:
     def placed(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
         """Pages are in a tier from now on."""
         if keys:
-            if tier is Tier.HBM:
+            if tier is Tier.DEVICE:
                 for key in keys:
                     self.left.pop(key, None)
                     self._unused.pop(key, None)
@@ -73,11 +73,11 @@ class TierFacts:
     def dropped(self, keys: tuple[PageKey, ...], tier: Tier) -> None:
         """Pages are not in a tier any more, or do not come to it."""
         if keys:
-            if tier is Tier.HBM:
+            if tier is Tier.DEVICE:
                 for key in keys:
                     self._came.pop(key, None)
                 self.left.update(dict.fromkeys(keys))
-            elif tier is Tier.DRAM and self._unused:
+            elif tier is Tier.HOST and self._unused:
                 self.wasted += sum(self._unused.pop(key, self) is None for key in keys)
             self._tell(PagesDropped(keys, tier, _LATER))
 
@@ -97,7 +97,7 @@ class TierFacts:
         return len(self._unused)
 
     def _is_there(self, key: PageKey, tier: Tier) -> bool:
-        if tier is Tier.DRAM:
+        if tier is Tier.HOST:
             return key in self._hosted
         page = self._pages.page(key)
         return key in self._came or (
@@ -118,7 +118,7 @@ class TierFacts:
                 if key is not None:
                     keys.append(key)
                     self._hosted.pop(key, None)
-        self.dropped(tuple(keys), Tier.DRAM)
+        self.dropped(tuple(keys), Tier.HOST)
 
     def cleared(self) -> tuple[PageKey, ...]:
         """Device and host pools are emptied; returns what was in host memory."""
@@ -129,7 +129,7 @@ class TierFacts:
 
     def _loaded(self, nodes: Sequence[int]) -> None:
         """Nodes on a path get their device pages back."""
-        self.placed(tuple(key for node in nodes for key in self.node_keys(node)), Tier.HBM)
+        self.placed(tuple(key for node in nodes for key in self.node_keys(node)), Tier.DEVICE)
 
     def _hold(self, names: Sequence[str], host_slots: torch.Tensor) -> None:
         """Pages came to host memory: copies of a node, or pages from storage."""
@@ -139,7 +139,7 @@ class TierFacts:
         for key, slot in zip(keys, slots, strict=True):
             self._host[slot // self._page] = key
         self._hosted.update(dict.fromkeys(keys))
-        self.placed(keys, Tier.DRAM)
+        self.placed(keys, Tier.HOST)
 
 
 def _nobody(fact: Fact) -> None:

@@ -66,7 +66,7 @@ class Victims:
         evicted = False
         bared: dict[PageKey, None] = {}
         left = self._facts.left
-        for key in self._pages.victims_aside(Tier.HBM, missing + len(left) + _SLACK_PAGES):
+        for key in self._pages.victims_aside(Tier.DEVICE, missing + len(left) + _SLACK_PAGES):
             if key in left:
                 continue
             node = leaves.pop(key, None)

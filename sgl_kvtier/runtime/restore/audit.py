@@ -101,7 +101,7 @@ class Audit:
         stored: list[_Page] = []
         first_key = r.pages - len(r.keys)
         for page, parts in zip(range(span.start, span.stop), pages, strict=True):
-            if r.tier_of(page) > Tier.DRAM:
+            if r.tier_of(page) > Tier.HOST:
                 stored.append(_Page(r.rid, page, r.keys[page - first_key], parts))
             else:
                 first = (page - r.resident) * self._page

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from sgl_kvtier.runtime.metrics import Sample
 from sgl_kvtier.runtime.restore.restoration import Restoration
-from sgl_kvtier.types import PLACES, ROUTES, Link, Tier
+from sgl_kvtier.types import PLACES, Link, Tier
 
 _MOST_MEETINGS = 4096
 
@@ -104,7 +104,7 @@ class RestoreCounters:
             for reason, count in dict(counter).items():
                 yield name, {label: reason}, count
         for link, nbytes in dict(self.bytes_loaded).items():
-            yield "loaded_bytes", {"link": ROUTES[link]}, nbytes
+            yield "loaded_bytes", {"link": link.value}, nbytes
         for tier, pages in dict(self.spliced_pages).items():
             yield "loaded_tokens", {"tier": PLACES[tier]}, pages * page_tokens
         yield "computed_tokens", {}, self.computed_pages * page_tokens

@@ -211,7 +211,7 @@ class RestoreEngine:
         r, span = self.restorations.get(command.rid), command.span
         if not span:
             return
-        owns_host = command.source > Tier.DRAM
+        owns_host = command.source > Tier.HOST
         slots = self._claim(r, span, owns_host) if r is not None else None
         if (
             r is None or r.closed

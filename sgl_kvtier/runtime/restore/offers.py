@@ -181,7 +181,7 @@ def find(
     if storage_start > in_tree:
         return "gap"
     end = max(storage_start + len(keys), in_tree)
-    sources = ((Span(resident, in_tree), Tier.DRAM), (Span(in_tree, end), Tier.SSD))
+    sources = ((Span(resident, in_tree), Tier.HOST), (Span(in_tree, end), Tier.STORAGE))
     return Restoration(
         rid=req.rid,
         req=req,

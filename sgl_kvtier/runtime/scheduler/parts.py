@@ -158,9 +158,9 @@ class Parts:
         try:
             assert context.scheduler is not None, "an offer is of a request that waits"
             view = self.views.of(context.scheduler, context.moment())
-            in_dram = sum(len(span) for span, tier in offer.sources if tier is Tier.DRAM)
+            in_host = sum(len(span) for span, tier in offer.sources if tier is Tier.HOST)
             own = (
-                offer.prompt_tokens - (offer.resident + in_dram) * context.page
+                offer.prompt_tokens - (offer.resident + in_host) * context.page
             )  # what the view counts of it as fresh
             beside = replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
             return self.planner.query(LeftToEngine(offer, beside))

@@ -122,7 +122,7 @@ class KVTierPrefillAdder(PrefillAdder):
         """
         host, storage = (
             (r.spliced.get(tier, 0) - before.get(tier, 0)) * self.page_size
-            for tier in (Tier.DRAM, Tier.SSD)
+            for tier in (Tier.HOST, Tier.STORAGE)
         )
         self.log_hit_tokens += host + storage
         self.log_host_hit_tokens += host
@@ -231,7 +231,9 @@ class KVTierPrefillAdder(PrefillAdder):
         """
         if req.retracted_stain:
             return
-        host, storage = (r.spliced.get(tier, 0) * self.page_size for tier in (Tier.DRAM, Tier.SSD))
+        host, storage = (
+            r.spliced.get(tier, 0) * self.page_size for tier in (Tier.HOST, Tier.STORAGE)
+        )
         self.log_device_hit_tokens -= host + storage
         self.log_host_hit_tokens += host
         self.log_storage_hit_tokens += storage

@@ -227,13 +227,13 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._tell_ahead(note)
         backup = super()._evict_device_leaf(node_id, tracker)
         if backup is None:
-            self._tell_ahead(lambda ahead: ahead.facts.dropped(keys, Tier.HBM))
+            self._tell_ahead(lambda ahead: ahead.facts.dropped(keys, Tier.DEVICE))
         return backup
 
     def _demote(self, node_id: int, tracker: Any) -> None:
         super()._demote(node_id, tracker)
         self._tell_ahead(
-            lambda ahead: ahead.facts.dropped(ahead.facts.node_keys(node_id), Tier.HBM)
+            lambda ahead: ahead.facts.dropped(ahead.facts.node_keys(node_id), Tier.DEVICE)
         )
 
     def evict_host(self, num_tokens: int, component_type: Any = BASE_COMPONENT_TYPE) -> int:

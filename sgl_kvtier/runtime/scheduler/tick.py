@@ -186,7 +186,7 @@ class RestoreTick:
             nbytes, seconds = reads.popleft()
             if self.agreement.alone and not self.engine.loads:
                 self.context.facts.append(
-                    TransferDone("", Link.SSD_TO_HBM, Span(0, 0), nbytes, seconds, _LATER)
+                    TransferDone("", Link.STORAGE_TO_DEVICE, Span(0, 0), nbytes, seconds, _LATER)
                 )
 
     def _step(self, scheduler: Scheduler) -> None:

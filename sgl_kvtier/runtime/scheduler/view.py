@@ -53,8 +53,8 @@ class Views:
         """Pages of the pools that hold nothing."""
         context, page = self._context, self._context.page
         return {
-            Tier.HBM: context.device.available() // page,
-            Tier.DRAM: context.host.available() // page,
+            Tier.DEVICE: context.device.available() // page,
+            Tier.HOST: context.host.available() // page,
         }
 
     def free_pages(self, running: list[Req], chunked: Req | None) -> dict[Tier, int]:
@@ -76,4 +76,4 @@ class Views:
                     r.pages - r.front if len(self._engine.restorations) == 1 else len(r.owner)
                 ) * page
         bounce = self._host_tokens // _HOST_SHARE - self._context.slots.host_tokens
-        return {Tier.HBM: max(0, int(tokens) // page), Tier.DRAM: max(0, bounce // page)}
+        return {Tier.DEVICE: max(0, int(tokens) // page), Tier.HOST: max(0, bounce // page)}

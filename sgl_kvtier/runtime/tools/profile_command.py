@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import NAME, PERIOD_S, Profile
 from sgl_kvtier.runtime.tools.profile_run import LearningRun
-from sgl_kvtier.types import ROUTES, Link
+from sgl_kvtier.types import Link
 
 SCHEMA = "kvtier.profile/1"
 _LENGTHS = (2048, 4096, 8192, 16384)
@@ -147,23 +146,17 @@ def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str
         "name": name,
         "conditions": profile.conditions,
         "prefill": profile.prefill,
-        "links_bytes_per_s": routed(profile.links),
+        "links_bytes_per_s": profile.links,
         "chunks": profile.chunks,
-        "transfers": routed(profile.transfers),
+        "transfers": profile.transfers,
         "written_s": profile.written,
         "predictions": [
             predicted(cost, profile, link, tokens)
-            for link in (Link.SSD_TO_HBM, Link.DRAM_TO_HBM)
+            for link in (Link.STORAGE_TO_DEVICE, Link.HOST_TO_DEVICE)
             if link.value in profile.links
             for tokens in lengths
         ],
     }
-
-
-def routed(by_link: Mapping[str, _Number]) -> dict[str, _Number]:
-    """Figures by link, with the names that links have in every result."""
-    names = {link.value: route for link, route in ROUTES.items()}
-    return {names.get(name, name): value for name, value in by_link.items()}
 
 
 def predicted(cost: PrefillCost, profile: Profile, link: Link, tokens: int) -> dict[str, Any]:
@@ -183,7 +176,7 @@ def predicted(cost: PrefillCost, profile: Profile, link: Link, tokens: int) -> d
     meet = min(range(0, tokens + 1, page), key=seconds)
     best_s = min(compute_s, load_s)
     return {
-        "link": ROUTES[link],
+        "link": link.value,
         "tokens": tokens,
         "compute_s": compute_s,
         "load_s": load_s,

@@ -19,15 +19,15 @@ COST = StepCost(fixed_s=0.5, per_token_s=1 / 64)
 """A chunk of 32 tokens takes 1 s, one of 64 tokens 1.5 s."""
 
 
-def machine(ssd: float = 64.0, pcie: float = 1e9, depth: int = 1) -> Hardware:
-    """Bytes are tokens; `ssd` and `pcie` are bytes per second, latencies 0."""
-    pipes = {"ssd_read": Pipe(ssd), "ssd_write": Pipe(1e9), "h2d": Pipe(pcie), "d2h": Pipe(1e9)}
+def machine(storage: float = 64.0, pcie: float = 1e9, depth: int = 1) -> Hardware:
+    """Bytes are tokens; `storage` and `pcie` are bytes per second, latencies 0."""
+    pipes = {"ssd_read": Pipe(storage), "ssd_write": Pipe(1e9), "h2d": Pipe(pcie), "d2h": Pipe(1e9)}
     routes = {
-        Link.SSD_TO_DRAM: Route(("ssd_read",), depth=depth),
-        Link.DRAM_TO_HBM: Route(("h2d",), depth=depth),
-        Link.SSD_TO_HBM: Route(("ssd_read", "h2d"), depth=depth),
-        Link.HBM_TO_DRAM: Route(("d2h",)),
-        Link.DRAM_TO_SSD: Route(("ssd_write",)),
+        Link.STORAGE_TO_HOST: Route(("ssd_read",), depth=depth),
+        Link.HOST_TO_DEVICE: Route(("h2d",), depth=depth),
+        Link.STORAGE_TO_DEVICE: Route(("ssd_read", "h2d"), depth=depth),
+        Link.DEVICE_TO_HOST: Route(("d2h",)),
+        Link.HOST_TO_STORAGE: Route(("ssd_write",)),
     }
     return Hardware("tiny", 1.0, 1, 1.0, 1.0, 1.0, 1.0, 0.0, pipes, routes)
 

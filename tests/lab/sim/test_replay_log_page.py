@@ -33,13 +33,15 @@ def log(tmp_path: Path) -> Path:
     """One restoration of 60 pages: the last 8 loaded, the first 16 computed."""
     lines: list[str] = []
     planner = Recording(make_planner(CONFIG, ENGINE), Header(CONFIG, ENGINE), lines.append)
-    planner.observe(RestoreOffered("prompt-7", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.SSD),)))
-    plan = planner.step(StepView(1.0, ("prompt-7",), free_pages={Tier.HBM: 500, Tier.DRAM: 500}))
+    planner.observe(RestoreOffered("prompt-7", 1.0, 1024, 0, 60, ((Span(0, 60), Tier.STORAGE),)))
+    plan = planner.step(StepView(1.0, ("prompt-7",), free_pages={Tier.DEVICE: 500, Tier.HOST: 500}))
     assert plan.loads[0].span == Span(52, 60)
     planner.observe(ChunkStarted("prompt-7", Span(0, 256), 1.01))
-    planner.observe(TransferDone("prompt-7", Link.SSD_TO_HBM, Span(52, 60), 8 * 4096, 0.05, 1.06))
+    planner.observe(
+        TransferDone("prompt-7", Link.STORAGE_TO_DEVICE, Span(52, 60), 8 * 4096, 0.05, 1.06)
+    )
     planner.observe(ChunkDone("prompt-7", Span(0, 256), 0.1, 1.11))
-    planner.step(StepView(1.11, (), slot="prompt-7", free_pages={Tier.HBM: 500, Tier.DRAM: 500}))
+    planner.step(StepView(1.11, (), slot="prompt-7", free_pages={Tier.DEVICE: 500, Tier.HOST: 500}))
     path = tmp_path / "log.jsonl"
     path.write_text("\n".join(lines) + "\n")
     return path

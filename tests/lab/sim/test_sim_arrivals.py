@@ -96,5 +96,5 @@ def test_poisson_requests_share_nothing_and_have_the_cached_share_asked_for() ->
     )
     assert {(r.prompt_tokens, r.output_tokens) for r in requests} == {(1000, 10), (3000, 20)}
     for request in requests:
-        assert request.cached == ((Span(0, request.prompt_tokens // 2 // PAGE), Tier.SSD),)
+        assert request.cached == ((Span(0, request.prompt_tokens // 2 // PAGE), Tier.STORAGE),)
     assert 50 / requests[-1].arrival_s == pytest.approx(2.0, rel=0.5)

@@ -17,7 +17,7 @@ from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.policy.messages import Evict, PagesDropped, PagesPlaced, StepView
 from sgl_kvtier.types import Link, Tier
 
-SPEC = ServerSpec(page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12)
+SPEC = ServerSpec(page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12)
 SHAPE = engine_shape(SPEC, MODEL)
 
 
@@ -80,7 +80,7 @@ def test_waiting_for_the_prefetch_takes_more_from_storage_than_best_effort() -> 
     moved = {}
     for stop, setting in settings.items():
         spec = ServerSpec(
-            page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12, offer_with_room=False
+            page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, offer_with_room=False
         )
         result = simulate(
             StockHiCache(SHAPE, setting), machine(), MODEL, requests, server=spec, cost=COST
@@ -92,17 +92,17 @@ def test_waiting_for_the_prefetch_takes_more_from_storage_than_best_effort() -> 
 
 def test_stock_leaves_a_prefix_below_its_threshold_on_storage() -> None:
     spec = ServerSpec(
-        page_tokens=PAGE, step_tokens=32, hbm_pages=12, dram_pages=12, offer_with_room=False
+        page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, offer_with_room=False
     )
     planner = StockHiCache(SHAPE, StockSettings(Stop.WAIT_COMPLETE, threshold_tokens=100_000))
     result = simulate(planner, machine(), MODEL, _sessions(), server=spec, cost=COST)
-    assert result.links[Link.SSD_TO_DRAM].nbytes == 0
+    assert result.links[Link.STORAGE_TO_HOST].nbytes == 0
 
 
 def test_stock_needs_pages_with_names() -> None:
     from sgl_kvtier.types import Span, Tier
 
-    request = SimRequest("r", 0.0, 129, cached=((Span(0, 8), Tier.SSD),))
+    request = SimRequest("r", 0.0, 129, cached=((Span(0, 8), Tier.STORAGE),))
     with pytest.raises(AssertionError, match="give the request keys"):
         serve(
             StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], offer_with_room=False
@@ -139,7 +139,7 @@ def test_only_attn_prefetch_of_tierkvs_baselines_moves_pages_before_they_are_ask
         moved[name] = (
             sum(
                 result.links[link].nbytes
-                for link in (Link.SSD_TO_DRAM, Link.DRAM_TO_HBM, Link.SSD_TO_HBM)
+                for link in (Link.STORAGE_TO_HOST, Link.HOST_TO_DEVICE, Link.STORAGE_TO_DEVICE)
             )
             - loaded
         )
@@ -150,18 +150,18 @@ def test_static_tiering_gives_up_what_came_last_and_frequency_what_was_used_leas
     old, new = keys("old", 2), keys("new", 2)
     static = StaticTiering(Scripted())
     for chain in (old, new):
-        static.observe(PagesPlaced(chain, Tier.HBM, 0.0))
-    static.observe(PagesDropped(new[1:], Tier.HBM, 0.0))
-    static.observe(PagesPlaced(old, Tier.HBM, 1.0))
-    assert static.step(StepView(1.0)).evictions == (Evict((new[0], old[1], old[0]), Tier.HBM),)
+        static.observe(PagesPlaced(chain, Tier.DEVICE, 0.0))
+    static.observe(PagesDropped(new[1:], Tier.DEVICE, 0.0))
+    static.observe(PagesPlaced(old, Tier.DEVICE, 1.0))
+    assert static.step(StepView(1.0)).evictions == (Evict((new[0], old[1], old[0]), Tier.DEVICE),)
     assert static.step(StepView(2.0)).evictions == ()
 
 
-def test_the_oracle_orders_hbm_and_leaves_dram_to_last_use() -> None:
+def test_the_oracle_orders_the_device_and_leaves_host_memory_to_last_use() -> None:
     """Ordered by next use as well, DRAM would hold the pages of HBM a second time: fewer are found
     anywhere above SSD.
     """
     oracle = Oracle(Scripted(), _sessions(), 12, 12)
-    for tier in (Tier.HBM, Tier.DRAM, Tier.SSD):
+    for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE):
         oracle.observe(PagesPlaced(keys("a", 10), tier, 0.0))
-    assert [evict.tier for evict in oracle.step(StepView(0.0)).evictions] == [Tier.HBM]
+    assert [evict.tier for evict in oracle.step(StepView(0.0)).evictions] == [Tier.DEVICE]

@@ -18,9 +18,9 @@ LOAD = [
     "2",
     "--most-prompt",
     "6000",
-    "--hbm",
+    "--device-size",
     "1GiB",
-    "--dram",
+    "--host-size",
     "1GiB",
 ]
 

@@ -23,7 +23,7 @@ def _with(memory: TierMemory, names: tuple[PageKey, ...]) -> None:
 
 
 def test_the_end_of_a_chain_leaves_before_its_beginning() -> None:
-    memory = TierMemory(Tier.HBM, 4)
+    memory = TierMemory(Tier.DEVICE, 4)
     chain = keys("a", 4)
     _with(memory, chain)
     memory.claim(2)
@@ -32,7 +32,7 @@ def test_the_end_of_a_chain_leaves_before_its_beginning() -> None:
 
 
 def test_what_was_asked_for_last_leaves_last() -> None:
-    memory = TierMemory(Tier.HBM, 4)
+    memory = TierMemory(Tier.DEVICE, 4)
     old, new = keys("a", 2), keys("b", 2)
     _with(memory, old)
     _with(memory, new)
@@ -42,7 +42,7 @@ def test_what_was_asked_for_last_leaves_last() -> None:
 
 
 def test_pages_named_by_an_eviction_order_leave_first() -> None:
-    memory = TierMemory(Tier.DRAM, 4)
+    memory = TierMemory(Tier.HOST, 4)
     chain = keys("a", 4)
     _with(memory, chain)
     memory.evict_first([chain[0], chain[2]])
@@ -51,30 +51,30 @@ def test_pages_named_by_an_eviction_order_leave_first() -> None:
 
 
 def test_a_pinned_page_stays_and_is_not_counted_available() -> None:
-    memory = TierMemory(Tier.HBM, 3)
+    memory = TierMemory(Tier.DEVICE, 3)
     chain = keys("a", 3)
     _with(memory, chain)
     memory.pin(chain[:2])
     assert memory.available == 1
-    with pytest.raises(AssertionError, match="2 pages of HBM claimed, 1 available"):
+    with pytest.raises(AssertionError, match="2 pages of device claimed, 1 available"):
         memory.claim(2)
 
 
 def test_a_prefetched_page_dropped_without_a_hit_counts_as_unused_and_a_used_one_does_not() -> None:
-    memory = TierMemory(Tier.DRAM, 4)
+    memory = TierMemory(Tier.HOST, 4)
     used, unused = keys("u", 2), keys("n", 2)
     _with(memory, used)
     _with(memory, unused)
-    memory.mark_prefetched((*used, *unused), Link.SSD_TO_DRAM)
+    memory.mark_prefetched((*used, *unused), Link.STORAGE_TO_HOST)
     memory.touch(used)
     memory.claim(4)
     memory.finish()
-    assert memory.unused_prefetches == {Link.SSD_TO_DRAM: 2}
+    assert memory.unused_prefetches == {Link.STORAGE_TO_HOST: 2}
 
 
 @given(st.lists(st.tuples(st.sampled_from("cnrpu"), st.integers(0, 7)), max_size=60))
 def test_a_tier_never_holds_more_than_fits(operations: list[tuple[str, int]]) -> None:
-    memory = TierMemory(Tier.HBM, 5)
+    memory = TierMemory(Tier.DEVICE, 5)
     names = keys("k", 8)
     private, pinned = 0, []
     for kind, number in operations:
@@ -109,12 +109,16 @@ class _Transfers:
 def test_a_moves_end_is_not_taken_for_that_of_a_load_of_the_same_request() -> None:
     told: list[Fact] = []
     caches = Caches(
-        {Tier.HBM: 8, Tier.DRAM: 8, Tier.SSD: None}, _Transfers(), 100, told.append, lambda: 1.0
+        {Tier.DEVICE: 8, Tier.HOST: 8, Tier.STORAGE: None},
+        _Transfers(),
+        100,
+        told.append,
+        lambda: 1.0,
     )  # type: ignore[arg-type]
     chain = keys("a", 3)
-    _with(caches.ssd, chain)
-    caches.carry_out(Move(chain, Tier.SSD, Tier.DRAM, "r"))
+    _with(caches.storage, chain)
+    caches.carry_out(Move(chain, Tier.STORAGE, Tier.HOST, "r"))
     assert told == [
-        TransferDone("", Link.SSD_TO_DRAM, Span(0, 0), 300, 0.5, 1.0),
-        PagesPlaced(chain, Tier.DRAM, 1.0),
+        TransferDone("", Link.STORAGE_TO_HOST, Span(0, 0), 300, 0.5, 1.0),
+        PagesPlaced(chain, Tier.HOST, 1.0),
     ]

@@ -32,7 +32,7 @@ from sgl_kvtier.policy.messages import (
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.types import Link, Span, Tier
 
-CACHED = ((Span(0, 8), Tier.SSD),)
+CACHED = ((Span(0, 8), Tier.STORAGE),)
 START = RestoreStart("r", Mode.BOTH, "test")
 
 
@@ -43,7 +43,7 @@ def _request(**changes: object) -> SimRequest:
 
 
 def _load(start: int, stop: int, deadline_s: float = 100.0) -> Load:
-    return Load("r", Span(start, stop), Tier.SSD, Link.SSD_TO_HBM, deadline_s)
+    return Load("r", Span(start, stop), Tier.STORAGE, Link.STORAGE_TO_DEVICE, deadline_s)
 
 
 def test_a_prompt_is_prefilled_in_chunks_of_the_token_budget() -> None:
@@ -82,9 +82,9 @@ def test_splitting_beats_either_resource_alone() -> None:
     for mode in ("both", "load", "compute"):
         config = PolicyConfig(restore=mode, load_tokens=16)
         planner = make_planner(
-            config, engine_shape(spec, MODEL), planner_profile(machine(ssd=32), COST)
+            config, engine_shape(spec, MODEL), planner_profile(machine(storage=32), COST)
         )
-        result = simulate(planner, machine(ssd=32), MODEL, [_request()], server=spec, cost=COST)
+        result = simulate(planner, machine(storage=32), MODEL, [_request()], server=spec, cost=COST)
         seconds[mode] = result.requests[0].ttft_s
     assert seconds["both"] < min(seconds["load"], seconds["compute"])
 
@@ -125,7 +125,7 @@ def test_facts_of_a_restoration_arrive_in_order_with_true_numbers() -> None:
         (Span(32, 64), 1.0),
     ]
     assert result.requests[0].spliced_tokens == 32
-    assert result.links[Link.SSD_TO_HBM].nbytes == 32
+    assert result.links[Link.STORAGE_TO_DEVICE].nbytes == 32
 
 
 def test_a_chunk_is_cut_to_the_budget_and_reported_as_it_ran() -> None:
@@ -152,7 +152,7 @@ def test_a_cancelled_load_comes_back_as_lost_where_it_had_not_begun() -> None:
         ),
         StepPlan(cancels=(Cancel("r", Span(2, 4)),), computes=(Compute("r", Span(2, 2), 0),)),
     )
-    hardware = machine(ssd=8)
+    hardware = machine(storage=8)
     with pytest.raises(AssertionError, match="stuck"):
         serve(planner, [_request()], hardware=hardware)
     lost = [fact for fact in planner.facts if isinstance(fact, PagesLost)]
@@ -203,9 +203,9 @@ def test_a_load_that_does_not_begin_before_its_deadline_is_late() -> None:
         (StepPlan(loads=(_load(0, 1),)), "restores nothing"),
         (
             StepPlan(
-                starts=(START,), loads=(Load("r", Span(0, 1), Tier.DRAM, Link.DRAM_TO_HBM, 1.0),)
+                starts=(START,), loads=(Load("r", Span(0, 1), Tier.HOST, Link.HOST_TO_DEVICE, 1.0),)
             ),
-            "do not all lie in DRAM",
+            "do not all lie in host",
         ),
     ],
 )
@@ -240,7 +240,7 @@ def test_two_slots_take_two_restoring_requests_in_one_step() -> None:
     assert [request.computed_tokens for request in result.requests] == [129, 129]
 
 
-def test_a_prompt_repeated_is_found_in_hbm_and_only_its_last_page_is_computed() -> None:
+def test_a_prompt_repeated_is_found_on_the_device_and_only_its_last_page_is_computed() -> None:
     chain = keys("a", 4)
     first = SimRequest("r", 0.0, 64, keys=chain)
     second = SimRequest("s", 0.0, 64, keys=chain, after="r")
@@ -256,17 +256,17 @@ def test_an_output_is_found_again_by_the_next_turn() -> None:
     assert serve(RecomputeOnly(), [first, second]).requests[1].resident_tokens == 96
 
 
-def test_what_leaves_hbm_is_found_in_dram_and_what_leaves_that_on_ssd() -> None:
+def test_what_leaves_the_device_is_found_in_host_memory_and_what_leaves_that_in_storage() -> None:
     turns = [
         SimRequest(f"r{i}", 5.0, 65, keys=keys(f"{i}-", 4), after=f"r{i - 1}" if i else None)
         for i in range(3)
     ]
     again = SimRequest("again", 5.0, 65, keys=keys("0-", 4), after="r2")
-    in_dram = serve(RecomputeOnly(), [*turns, again], hbm_pages=6)
-    assert in_dram.requests[-1].hit_tokens == {Tier.DRAM: 64}
-    on_ssd = serve(RecomputeOnly(), [*turns, again], hbm_pages=6, dram_pages=5)
-    assert on_ssd.requests[-1].hit_tokens.get(Tier.SSD, 0) >= 48
-    none = serve(RecomputeOnly(), [*turns, again], hbm_pages=6, dram_pages=5, ssd_pages=5)
+    in_host = serve(RecomputeOnly(), [*turns, again], device_pages=6)
+    assert in_host.requests[-1].hit_tokens == {Tier.HOST: 64}
+    on_ssd = serve(RecomputeOnly(), [*turns, again], device_pages=6, host_pages=5)
+    assert on_ssd.requests[-1].hit_tokens.get(Tier.STORAGE, 0) >= 48
+    none = serve(RecomputeOnly(), [*turns, again], device_pages=6, host_pages=5, storage_pages=5)
     assert sum(none.requests[-1].hit_tokens.values()) < 64
 
 
@@ -275,13 +275,13 @@ def test_a_move_without_room_is_told_as_pages_that_are_not_there() -> None:
     first = SimRequest("r", 0.0, 65, keys=chain)
     other = SimRequest("x", 5.0, 65, keys=keys("b", 4), after="r")
     last = SimRequest("s", 5.0, 65, keys=chain, after="x")
-    move = StepPlan(moves=(Move(chain, Tier.SSD, Tier.DRAM),))
+    move = StepPlan(moves=(Move(chain, Tier.STORAGE, Tier.HOST),))
     planner = Scripted(*[StepPlan()] * 12, *[move] * 2)
-    serve(planner, [first, other, last], hbm_pages=6, dram_pages=0)
+    serve(planner, [first, other, last], device_pages=6, host_pages=0)
     assert not any(
-        isinstance(fact, PagesPlaced) and fact.tier is Tier.DRAM for fact in planner.facts
+        isinstance(fact, PagesPlaced) and fact.tier is Tier.HOST for fact in planner.facts
     )
-    assert any(isinstance(fact, PagesDropped) and fact.tier is Tier.DRAM for fact in planner.facts)
+    assert any(isinstance(fact, PagesDropped) and fact.tier is Tier.HOST for fact in planner.facts)
 
 
 def test_half_the_machine_makes_steps_twice_as_long() -> None:
@@ -310,7 +310,7 @@ def test_a_share_of_the_budget_leaves_the_rest_of_the_step_to_others() -> None:
 
 def test_a_request_that_can_never_fit_is_named_before_the_run() -> None:
     with pytest.raises(ConfigError, match="request r takes 130 tokens"):
-        serve(RecomputeOnly(), [_request()], hbm_pages=4)
+        serve(RecomputeOnly(), [_request()], device_pages=4)
 
 
 def test_the_same_run_gives_the_same_result_to_the_bit() -> None:

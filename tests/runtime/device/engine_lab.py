@@ -120,7 +120,7 @@ class EngineLab:
         keys = tuple(
             PageKey((1000 * self.begun + page).to_bytes(32, "big")) for page in range(PREFIX)
         )
-        sources = ((Span(0, PREFIX), Tier.SSD),)
+        sources = ((Span(0, PREFIX), Tier.STORAGE),)
         rid = f"r{self.begun}"
         r = Restoration(rid, None, (PREFIX + 1) * PAGE, 0, PREFIX, sources, keys, torch.empty(0))
         r.mode = Mode.BOTH
@@ -143,7 +143,7 @@ class EngineLab:
 
     def ask(self, r: Restoration, span: Span) -> None:
         """One load of a plan."""
-        self.engine.load(messages.Load(r.rid, span, Tier.SSD, Link.SSD_TO_HBM, 1.0))
+        self.engine.load(messages.Load(r.rid, span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, 1.0))
 
     def tick(self) -> None:
         """Time passes, now and then so much that what is open hangs."""

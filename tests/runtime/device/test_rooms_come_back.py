@@ -56,7 +56,7 @@ def in_host(mover: PageMover, first: int) -> Load:
     slots = slots_of(*range(first, first + ROOM_PAGES))
     restoration: Any = SimpleNamespace(closed=False)
     span, poll = Span(0, ROOM_PAGES), Poll(1, ROOM_PAGES)
-    load = Load(restoration, span, Link.DRAM_TO_HBM, slots, slots, False, 0.0, 0.0, poll)
+    load = Load(restoration, span, Link.HOST_TO_DEVICE, slots, slots, False, 0.0, 0.0, poll)
     mover.submit(load, None, 1.0)
     return load
 

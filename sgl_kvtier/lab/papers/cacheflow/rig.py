@@ -130,14 +130,16 @@ def rig(place: Place) -> Rig:
         floor_s=whole.floor_s * stages.compute * place.weight_scale,
     )
     route = dataclasses.replace(
-        machine.routes[Link.SSD_TO_HBM],
+        machine.routes[Link.STORAGE_TO_DEVICE],
         pipes=(STORAGE,),
         latency_s=engine["load_latency_s"],
         depth=engine["load_depth"],
     )
     return Rig(
         dataclasses.replace(
-            machine, pipes={STORAGE: Pipe(place.gbps * 1e9 / 8)}, routes={Link.SSD_TO_HBM: route}
+            machine,
+            pipes={STORAGE: Pipe(place.gbps * 1e9 / 8)},
+            routes={Link.STORAGE_TO_DEVICE: route},
         ),
         dataclasses.replace(
             shape, kv_bytes_per_token=round(shape.kv_bytes_per_token * stages.bytes)
@@ -163,7 +165,7 @@ def planner_of(arm: str, rig_: Rig, page_tokens: int, chunk_tokens: int) -> Plan
     )
     profile = {
         "prefill": dataclasses.asdict(learned(rig_.cost, chunk_tokens)),
-        "links": {Link.SSD_TO_HBM.value: rig_.hardware.pipes[STORAGE].bytes_per_s},
+        "links": {Link.STORAGE_TO_DEVICE.value: rig_.hardware.pipes[STORAGE].bytes_per_s},
     }
     named: dict[str, type[Rules]] = {"Cake": Cake, "CacheFlow": CacheFlow}
     named |= {f"kvtier, {order} first": rules for order, rules in ORDERS.items()}

@@ -140,7 +140,7 @@ class Budgeted:
 
     def step(self, view: StepView) -> StepPlan:
         """The plan for what is there."""
-        free = view.free_pages if self._loads else {**view.free_pages, Tier.HBM: 0}
+        free = view.free_pages if self._loads else {**view.free_pages, Tier.DEVICE: 0}
         budget = self._budgets[int(view.now / self._period_s)]
         return self._planner.step(dataclasses.replace(view, prefill_tokens=budget, free_pages=free))
 

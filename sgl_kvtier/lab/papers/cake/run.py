@@ -101,7 +101,7 @@ def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
     # The weights, read once per step, from the hardware's profile; all else is fitted.
     cost = SharedStep(known.cost(setup.hardware, setup.model), step_cost(profile, model).floor_s)
     route = dataclasses.replace(
-        profile.routes[Link.SSD_TO_HBM], pipes=(STORAGE,), latency_s=fixed_s, depth=1
+        profile.routes[Link.STORAGE_TO_DEVICE], pipes=(STORAGE,), latency_s=fixed_s, depth=1
     )
     stored = dataclasses.replace(
         model, kv_bytes_per_token=round(model.kv_bytes_per_token * setup.kv_scale)
@@ -110,7 +110,9 @@ def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
     load_s = load_bytes * 8 / (setup.gbps * 1e9) + fixed_s
     return Rig(
         hardware=dataclasses.replace(
-            profile, pipes={STORAGE: Pipe(setup.gbps * 1e9 / 8)}, routes={Link.SSD_TO_HBM: route}
+            profile,
+            pipes={STORAGE: Pipe(setup.gbps * 1e9 / 8)},
+            routes={Link.STORAGE_TO_DEVICE: route},
         ),
         model=stored,
         engine=EngineShape(
@@ -122,7 +124,7 @@ def rig(setup: Setup, page_tokens: int = PAGE_TOKENS) -> Rig:
         cost=cost,
         profile={
             "prefill": dataclasses.asdict(_learned(cost, setup)),
-            "links": {Link.SSD_TO_HBM.value: load_bytes / load_s},
+            "links": {Link.STORAGE_TO_DEVICE.value: load_bytes / load_s},
         },
     )
 
@@ -147,7 +149,9 @@ def restore_seconds(setup: Setup, rule: str, restore: str = "auto") -> float:
 
 def cached_request(tokens: int, page_tokens: int = PAGE_TOKENS) -> SimRequest:
     """A request whose first `tokens` tokens are stored; one more makes it a prompt."""
-    return SimRequest(CACHED, 0.0, tokens + 1, cached=((Span(0, tokens // page_tokens), Tier.SSD),))
+    return SimRequest(
+        CACHED, 0.0, tokens + 1, cached=((Span(0, tokens // page_tokens), Tier.STORAGE),)
+    )
 
 
 def policy(restore: str = "auto") -> PolicyConfig:
@@ -183,7 +187,9 @@ def least_seconds(setup: Setup) -> float:
     """
     parts = rig(setup)
     cost, chunk = _learned(parts.cost, setup), parts.engine.chunk_tokens
-    load_s = parts.engine.page_bytes / PAGE_TOKENS / parts.profile["links"][Link.SSD_TO_HBM.value]
+    load_s = (
+        parts.engine.page_bytes / PAGE_TOKENS / parts.profile["links"][Link.STORAGE_TO_DEVICE.value]
+    )
 
     def compute_s(tokens: float) -> float:
         return cost.fixed_s * tokens / chunk + cost.work_seconds(0, tokens)

@@ -89,7 +89,7 @@ class HonestPager:
         rid = running.request.rid
         keys = self._keys.pop(rid, ())
         self._drop(keys, float(batch.step))
-        self._map.dropped(keys, Tier.DRAM)
+        self._map.dropped(keys, Tier.HOST)
         self._map.release(str(rid))
         if self._guesses is not None:
             self._guesses.pop(rid, None)
@@ -168,8 +168,8 @@ class HonestPager:
             fresh = tuple(PageKey(b"%d:%d" % (rid, page)) for page in range(len(have), pages))
             self._keys[rid] = have + fresh
             self._room_for(len(fresh), now)
-            self._map.placed(fresh, Tier.DRAM, now)
-            self._map.placed(fresh, Tier.HBM, now)
+            self._map.placed(fresh, Tier.HOST, now)
+            self._map.placed(fresh, Tier.DEVICE, now)
             self._map.claim(str(rid), self._keys[rid], now)
         return len(self._keys[rid])
 
@@ -178,7 +178,7 @@ class HonestPager:
         lacking = self._lacking(wave)
         if lacking:
             self._room_for(len(lacking), now)
-            self._map.placed(lacking, Tier.HBM, now)
+            self._map.placed(lacking, Tier.DEVICE, now)
         assert len(lacking) <= pages
         return len(lacking)
 
@@ -191,14 +191,14 @@ class HonestPager:
         ]
 
     def _room_for(self, pages: int, now: float) -> None:
-        over = self._map.count(Tier.HBM) + pages - self._pages
+        over = self._map.count(Tier.DEVICE) + pages - self._pages
         if over > 0:
-            self._drop(self._map.victims(Tier.HBM, over), now)
+            self._drop(self._map.victims(Tier.DEVICE, over), now)
 
     def _drop(self, keys: Sequence[PageKey], now: float) -> None:
-        self._map.dropped(keys, Tier.HBM)
+        self._map.dropped(keys, Tier.DEVICE)
         if self._prefetcher is not None:
-            self._prefetcher.dropped(keys, Tier.HBM, now)
+            self._prefetcher.dropped(keys, Tier.DEVICE, now)
 
     def _look_ahead(self, wave: Sequence[int], now: float, at: float, compute_s: float) -> int:
         if self._guesses is not None:
@@ -207,12 +207,12 @@ class HonestPager:
         if self._prefetcher is None:
             return 0
         turns = [Turn(str(rid), str(rid), 1, at - now) for rid in wave]
-        plan = self._prefetcher.plan(now, turns, {Tier.HBM: self._pages}, compute_s)
+        plan = self._prefetcher.plan(now, turns, {Tier.DEVICE: self._pages}, compute_s)
         for evict in plan.evictions:
             self._drop(evict.keys, now)
         for move in plan.moves:
-            self._map.placed(move.keys, Tier.HBM, now)
-            self._prefetcher.placed(move.keys, Tier.HBM, now)
+            self._map.placed(move.keys, Tier.DEVICE, now)
+            self._prefetcher.placed(move.keys, Tier.DEVICE, now)
         return sum(len(move.keys) for move in plan.moves)
 
     def _learn(self, wave: Sequence[int]) -> None:

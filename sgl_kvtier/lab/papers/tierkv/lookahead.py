@@ -27,7 +27,9 @@ def paper_prefetcher(
     that speed.
     """
     rules = TierKV(lookahead=steps, lookahead_ssd=steps, scheduling_slack_s=server.schedule_s)
-    speed = Bandwidth({Link.DRAM_TO_HBM: bytes_per_s}, {Link.DRAM_TO_HBM: server.link_latency_s})
+    speed = Bandwidth(
+        {Link.HOST_TO_DEVICE: bytes_per_s}, {Link.HOST_TO_DEVICE: server.link_latency_s}
+    )
     return Prefetcher(PolicyConfig(prefetch="on"), tier_map, speed, page_bytes, rules)
 
 
@@ -37,8 +39,10 @@ def brings_one_block(server: Server, bytes_per_s: float, iteration_s: float, ste
     next iteration?
     """
     tier_map = TierMap(1, NextUse(), LRU())
-    tier_map.placed((_BLOCK,), Tier.DRAM, now=0.0)
+    tier_map.placed((_BLOCK,), Tier.HOST, now=0.0)
     tier_map.claim(_OWNER, (_BLOCK,), next_use=iteration_s)
     prefetcher = paper_prefetcher(server, tier_map, server.block_bytes, bytes_per_s, steps)
-    plan = prefetcher.plan(0.0, [Turn(_OWNER, _OWNER, 1, iteration_s)], {Tier.HBM: 1}, iteration_s)
+    plan = prefetcher.plan(
+        0.0, [Turn(_OWNER, _OWNER, 1, iteration_s)], {Tier.DEVICE: 1}, iteration_s
+    )
     return bool(plan.moves)
