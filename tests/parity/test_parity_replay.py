@@ -4,6 +4,8 @@ seed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from sgl_kvtier.policy.decision_log import decode, encode
 from sgl_kvtier.policy.messages import StepPlan
 
 RULES = ("kvtier", "cake", "cacheflow")
+PLANS = Path(__file__).with_name("plans.json")
+"""Digests of the runs' logs: of every fact, view, plan and answer."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,16 @@ def test_a_replay_decides_every_step_as_the_run_did(rule: str, logs: dict[str, l
     assert replayed.difference is None
     assert replayed.steps > 500
     assert replayed.commands > 200
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_plan_is_the_one_that_was_kept(rule: str, logs: dict[str, list[str]]) -> None:
+    text = "\n".join(logs[rule])
+    found = {"lines": len(logs[rule]), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    assert found == json.loads(PLANS.read_text())[rule], (
+        f"plans of {rule} have changed. Where that is on purpose, write {found} to {PLANS.name}, and say "
+        "why in the commit"
+    )
 
 
 def test_the_run_that_is_replayed_has_loads_computes_and_moves_to_decide(
