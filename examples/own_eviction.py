@@ -37,8 +37,8 @@ class SegmentedLRU:
 
 
 def hit_share(rule: Rule, pages: int, requests: list[tuple[PageKey, ...]]) -> float:
-    """The share of pages found in a DRAM of `pages` pages, over requests that each want some keys
-    in order.
+    """The share of pages found in host memory of `pages` pages, over requests that each want some
+    keys in order.
     """
     known = TierMap(100_000, host_rule=rule)
     hits = 0
@@ -79,7 +79,7 @@ def agents_among_strangers(
 def main() -> None:
     """Prints the share of hits of two rules."""
     requests = agents_among_strangers()
-    print("pages found in a DRAM of 300 pages:")
+    print("pages found in host memory of 300 pages:")
     for rule in (LRU(), SegmentedLRU()):
         print(f"  {type(rule).__name__:<13} {hit_share(rule, 300, requests):6.1%}")
 
