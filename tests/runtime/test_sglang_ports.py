@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.sglang import requests, step, storage_ops
+from sgl_kvtier.runtime.sglang import requests, step, storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import Grafted, HostTier, Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import TreeNodes
@@ -329,3 +329,35 @@ def test_who_watches_writes_is_told_numbers_and_names_of_those_that_have_names_u
     assert controller.write_storage(None, None, ["cd"]) == 9
     assert written == [(7, ["ab"])]
     assert [storage_ops.written(tree, number) for number in (7, 8)] == [False, True]  # type: ignore[arg-type]
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def test_reductions_are_of_the_first_stages_ranks_or_of_all() -> None:
+    calls: list[str] = []
+
+    def answer(name: str, number: int) -> Any:
+        def reduce(data: torch.Tensor, op: Any = None) -> None:
+            calls.append(name)
+            data.clamp_(max=number)
+
+        return reduce
+
+    tree = SimpleNamespace(
+        tp_world_size=2,
+        pp_size=3,
+        pp_rank=0,
+        tp_group=None,
+        _all_reduce=answer("stage", 5),
+        _all_reduce_attn_groups=answer("ranks", 4),
+        _pp_sync=answer("down", 3),
+    )
+    assert (tree_ranks.count(tree), tree_ranks.stages(tree)) == (6, 3)  # type: ignore[arg-type]
+    assert tree_ranks.is_first(tree)  # type: ignore[arg-type]
+    assert tree_ranks.least(tree, [9, 2, -1]) == [5, 2, -1]  # type: ignore[arg-type]
+    assert tree_ranks.least_of_all(tree, 9, staged=False) == 4  # type: ignore[arg-type]
+    assert tree_ranks.pass_down(tree, [9, 1]) == [3, 1]  # type: ignore[arg-type]
+    assert calls == ["stage", "ranks", "down"]
+    tree.pp_rank = 1
+    assert not tree_ranks.is_first(tree)  # type: ignore[arg-type]

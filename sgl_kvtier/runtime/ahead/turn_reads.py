@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, Queued, ReadsDue
-from sgl_kvtier.runtime.sglang import requests, step, storage_ops
+from sgl_kvtier.runtime.sglang import requests, step, storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler
 from sgl_kvtier.runtime.step.context import Restoring, StepContext
 
@@ -75,7 +75,7 @@ class TurnReads:
         """
         tree = self._tree
         return (
-            tree.pp_size == 1
+            tree_ranks.stages(tree) == 1
             and tree.prefetch_stop_policy != "best_effort"
             and (self._restoring.taking or self._context.looking_ahead)
         )

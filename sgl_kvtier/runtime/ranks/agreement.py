@@ -16,11 +16,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.ranks.polls import Poll, agree
 from sgl_kvtier.runtime.ranks.stage_reports import StageReports
+from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.types import Tree
 
 BROKEN = -1
@@ -64,22 +63,16 @@ class Agreement:
             struct.unpack(">q", struct.pack(">d", v))[0] if self._first else _LARGEST
             for v in values
         ]
-        data = torch.tensor(bits, dtype=torch.int64)
-        self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
-        return [struct.unpack(">d", struct.pack(">q", v))[0] for v in data.tolist()]
+        agreed = tree_ranks.least(self._tree, bits)
+        return [struct.unpack(">d", struct.pack(">q", v))[0] for v in agreed]
 
     def least(self, value: int) -> int:
         """The smallest of all ranks' values. Collectives of their own, for the start; not
         counted.
         """
-        data = torch.tensor([value], dtype=torch.int64)
-        if not self.alone:
-            self._tree._all_reduce_attn_groups(data, torch.distributed.ReduceOp.MIN)
-            if self._reports is not None:
-                torch.distributed.all_reduce(
-                    data, torch.distributed.ReduceOp.MIN, group=self._tree.pp_group
-                )
-        return int(data.item())
+        if self.alone:
+            return value
+        return tree_ranks.least_of_all(self._tree, value, staged=self._reports is not None)
 
     def same(self, value: int) -> bool:
         """Whether all ranks have the same value. Collectives of their own, for the start; not
@@ -110,10 +103,9 @@ class Agreement:
         """The agreed times and page states. A collective unless this process is alone."""
         if self.alone:
             return list(times), states
-        data = torch.tensor(self.packed(times, states), dtype=torch.int64)
-        self._tree._all_reduce(data, torch.distributed.ReduceOp.MIN)
+        agreed = tree_ranks.least(self._tree, self.packed(times, states))
         self.reductions += 1
-        return self.unpacked(data.tolist(), len(times))
+        return self.unpacked(agreed, len(times))
 
     def packed(self, times: Sequence[float], states: bytes) -> list[int]:
         """This rank's input to a reduction by MIN."""

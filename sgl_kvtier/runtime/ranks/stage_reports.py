@@ -17,11 +17,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-import torch
 import zmq
 
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.runtime.ranks.polls import Poll
+from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.types import Tree
 
 _HEAD = struct.Struct("<IQ")
@@ -37,22 +37,21 @@ class StageReports:
     """
 
     def __init__(self, tree: Tree) -> None:
-        self._stage, self._stages = int(tree.pp_rank), int(tree.pp_size)
+        self._stage, self._stages = tree_ranks.stage(tree), tree_ranks.stages(tree)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH if self._stage else zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.linger = 0
-        data = torch.zeros(_ADDRESS, dtype=torch.int64)
+        room = [0] * _ADDRESS
         if self._stage:
-            tree._pp_sync(data)
-            self._socket.connect(bytes(data.tolist()).rstrip(b"\0").decode())
+            address = bytes(tree_ranks.pass_down(tree, room)).rstrip(b"\0").decode()
+            self._socket.connect(address)
             self._socket.send(_HEAD.pack(self._stage, 0))
         else:
             with tempfile.TemporaryDirectory(prefix="kvtier-stages-") as folder:
                 address = f"ipc://{folder}/reports"
                 self._socket.bind(address)
-                data[: len(address)] = torch.tensor(list(address.encode()))
-                tree._pp_sync(data)
+                tree_ranks.pass_down(tree, [*address.encode(), *room[len(address) :]])
                 self._meet()
         self._sent: dict[int, bytes] = {}
         self._reports: dict[int, dict[int, bytes]] = {}

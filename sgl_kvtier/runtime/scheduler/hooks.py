@@ -11,7 +11,7 @@ from typing import Any
 from sgl_kvtier.runtime.cpu.platform import works_at_once
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import parts_of
-from sgl_kvtier.runtime.sglang import step
+from sgl_kvtier.runtime.sglang import step, tree_ranks
 from sgl_kvtier.runtime.sglang.types import Req, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ def _forward_stream(scheduler: Scheduler) -> Any:
     """The stream of SGLang's forwards: one beside its own work, or with the overlap loop off the
     same stream.
     """
-    apart = scheduler.enable_overlap or scheduler.tree_cache.pp_size > 1
+    apart = scheduler.enable_overlap or tree_ranks.stages(scheduler.tree_cache) > 1
     return scheduler.forward_stream if apart else scheduler.schedule_stream
 
 

@@ -9,8 +9,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
@@ -24,6 +22,7 @@ from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
+from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Tree
 from sgl_kvtier.runtime.step.context import StepContext
 from sgl_kvtier.types import Tier
@@ -73,8 +72,8 @@ class Parts:
         data-parallel copy's number.
         """
         tree = self.context.tree
-        rank = 0 if tree.tp_group is None else torch.distributed.get_rank(group=tree.tp_group)
-        labels = {"tp_rank": str(rank), "pp_rank": str(tree.pp_rank), "dp_rank": str(replica)}
+        ranks = {"tp_rank": tree_ranks.tensor_rank(tree), "pp_rank": tree_ranks.stage(tree)}
+        labels = {name: str(number) for name, number in {**ranks, "dp_rank": replica}.items()}
         self.notes.metrics = PUBLISHER.add("restore_", self.notes.samples, labels)
         if self.ahead is not None:
             self.ahead.metrics = PUBLISHER.add("lookahead_", self.ahead.samples, labels)

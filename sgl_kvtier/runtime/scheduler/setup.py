@@ -40,6 +40,7 @@ from sgl_kvtier.runtime.scheduler.refusals import (
     unsupported,
 )
 from sgl_kvtier.runtime.settings import looks_ahead
+from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.attached import backend_of
 from sgl_kvtier.runtime.sglang.types import Tree
 from sgl_kvtier.runtime.step.context import StepContext
@@ -127,11 +128,9 @@ def build(tree: Tree, server_args: Any) -> Parts:
     config = settings.of_server(args)
     policy = in_force(args, config.policy)
     controller = tree.cache_controller
-    ranks = tree.tp_world_size * tree.pp_size
-    first = tree.pp_rank == 0 and (
-        tree.tp_group is None or torch.distributed.get_rank(group=tree.tp_group) == 0
-    )
-    agreement = Agreement(tree, ranks, first, StageReports(tree) if tree.pp_size > 1 else None)
+    first = tree_ranks.is_first(tree)
+    reports = StageReports(tree) if tree_ranks.stages(tree) > 1 else None
+    agreement = Agreement(tree, tree_ranks.count(tree), first, reports)
     context = StepContext(tree, agreement.alone)
     context.agreed_page_bytes = int(agreement.first_says([context.page_bytes])[0])
     shape = EngineShape(
