@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 from test_results_pages import numbers
 
-from sgl_kvtier import cli
+from sgl_kvtier import cli, config
 from sgl_kvtier.runtime.tools import settings_page
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,23 @@ PRIVATE = re.compile(
 """The source's own words for I/O threads, the runtime, SGLang's symbols, falling back, cancelling,
 evicting.
 """
+
+PACKAGE = ROOT / "sgl_kvtier"
+NAMED_FILE = re.compile(
+    r"(?<![\w<>/.*$~-])(?:\.\./)*(?:[\w*.-]+/)*[\w*.-]+"
+    r"(?:\.(?:pyi?|json|md|[ch]|csv|svg|toml|cfg|css)(?![\w.])|/(?![\w<.*-]))"
+)
+"""In a span of code: a file by its name or path, or a folder, which ends with a slash."""
+NOT_OURS = (
+    "kvtier.json",
+    "config.json",  # a store's folder and a model's have one
+    "swe_tools.json",
+    ".gpu/",
+    "srt/utils/auth.py",  # SGLang's
+    "mem_cache/utils.py",
+    "linux/io_uring.h",
+)
+"""What users, servers, traces, SGLang and Linux have."""
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 WORD = re.compile(r"\w")
@@ -188,6 +205,71 @@ def test_scripts_and_modules_that_documents_name_are_there():
     assert sorted(name for name in scripts if not (ROOT / name).is_file()) == []
     files = {name: ROOT / (name.replace(".", "/") + ".py") for name in modules}
     assert sorted(name for name, file in files.items() if not file.is_file()) == []
+
+
+def files_named(text: str) -> list[str]:
+    """Files and folders that a text names in spans of code."""
+    spans = re.findall(r"`([^`\n]+)`", without_code(text))
+    return [name for span in spans for name in NAMED_FILE.findall(span)]
+
+
+def is_there(name: str, document: Path) -> bool:
+    """Whether a document may name it: by a path from its own folder, the root or the package, or,
+    without a folder, anywhere below the package's part that the document describes; `docs` may
+    name files of the package and of the tests.
+    """
+    if name in NOT_OURS:
+        return True
+    if name.startswith("../"):
+        return (document.parent / name).exists()
+    if any(True for base in (document.parent, ROOT, PACKAGE) for _ in base.glob(name)):
+        return True
+    wide = [document.parent] if PACKAGE in document.parents else [PACKAGE, ROOT / "tests"]
+    return "/" not in name and any(True for base in wide for _ in base.rglob(name))
+
+
+def gone_settings(text: str) -> list[str]:
+    """Settings and values that config.py lists as gone and a text names in code: whole, or as in
+    `rule = cake`, or as a key of JSON.
+    """
+    code = re.findall(r"^ *```.*?^ *```|`[^`\n]+`", text, flags=re.S | re.M)
+    found = []
+    for moved in config._MOVED:
+        setting, _, value = moved.partition(" = ")
+        last = setting.rpartition(".")[2]
+        if value:
+            wanted = rf'\b{last}"?\s*[=:]\s*"?{value.strip(chr(34))}\b'
+        elif "." in setting:
+            wanted = rf'\b{re.escape(setting)}\b|(?<![\w.-]){last}"?\s*[=:]\s'
+        else:
+            wanted = rf"`{last}\."
+        if any(re.search(wanted, span) for span in code):
+            found.append(moved)
+    return found
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_settings_that_a_document_names_are_there(document: Path):
+    text = document.read_text("utf-8")
+    assert sorted({name for name in files_named(text) if not is_there(name, document)}) == []
+    assert gone_settings(text) == []
+
+
+def test_a_file_and_a_setting_that_are_gone_are_noticed():
+    text = "`lab/rules.py` or `none.py`: `sim/*_x.json`, `a = b/c` and `lost/`"
+    assert files_named(text) == ["lab/rules.py", "none.py", "sim/*_x.json", "lost/"]
+    page = ROOT / "docs" / "results" / "page.md"
+    assert [name for name in files_named(text) if not is_there(name, page)] == [
+        "none.py", "sim/*_x.json", "lost/"
+    ]  # fmt: skip
+    assert is_there("failing_env.py", page)
+    assert not is_there("failing_env.py", PACKAGE / "store" / "README.md")
+    assert gone_settings("`policy.rules`, `lab.throttle.read_gbps`, rule = cake") == []
+    assert gone_settings("`rule = cake`") == ["policy.rule"]
+    assert gone_settings('```json\n{"policy": {"io_order": "x"}}\n```') == ["policy.io_order"]
+    assert gone_settings("`policy.prefetch = tierkv`, `throttle.read_gbps`") == [
+        "throttle", 'policy.prefetch = "tierkv"'
+    ]  # fmt: skip
 
 
 def test_a_long_sentence_and_a_broken_link_are_noticed(tmp_path: Path):

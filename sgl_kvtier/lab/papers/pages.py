@@ -153,7 +153,7 @@ def rows(cells: Sequence[Cell]) -> list[Row]:
 
 
 def _range_of(cell: Cell) -> str:
-    """The range the paper prints, as cacheflow_cells writes it into the reading; empty where it
+    """The range the paper prints, as cacheflow/cells.py writes it into the reading; empty where it
     prints one number.
     """
     first = cell.reading.split(";")[0]

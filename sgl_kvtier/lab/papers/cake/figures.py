@@ -2,7 +2,7 @@
 numbers.
 
 What the figures leave open (seeds, periods, arrivals, for Figure 6 even model and bandwidth) is in
-cake_figures.json.
+figures.json.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class _Chunks:
 
 
 def coefficients() -> Coefficients:
-    """The fitted values as they lie in cake_coefficients.json."""
+    """The fitted values as they lie in coefficients.json."""
     data = json.loads(COEFFICIENTS.read_text(encoding="utf-8"))
     return Coefficients(
         load_fixed_s=data["fitted"]["load_fixed_s"],
