@@ -1,7 +1,8 @@
 """What setup.cfg cannot say: extension modules, left out where they cannot be built.
 
-The store's I/O threads are C. The deciding half is Python and stays Python in an editable install, so that an edit is what runs; a
-wheel also holds it compiled by mypyc, from the same source, one and a half to four times as fast. KVTIER_COMPILE=0 leaves that out.
+The store's I/O threads are C. The deciding half is Python. In an editable install it stays Python,
+so that an edit is what runs. A wheel also holds it compiled by mypyc, from the same source, one and
+a half to four times as fast. KVTIER_COMPILE=0 leaves that out.
 """
 
 import os
@@ -15,12 +16,15 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = "sgl_kvtier/store/native"
 SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "rules.py")
-"""What hands give and get stays Python: any hands may make it, and the decision log reads its annotations. So do rules, of which
-anybody may write a subclass."""
+"""Messages stay Python: any executor of plans may make them, and the decision log reads their
+annotations. So do rules, since users write subclasses of them.
+"""
 
 
 class Build(build_ext):
-    """The I/O threads first, then the deciding half where the package is built apart from its source."""
+    """The I/O threads first, then the deciding half where the package is built apart from its
+    source.
+    """
 
     def run(self) -> None:
         super().run()

@@ -1,4 +1,4 @@
-"""A rule of your own for which page gives way first, and what it is worth: run `python
+"""A rule of your own for which page is evicted first, and what it is worth: run `python
 examples/own_eviction.py`.
 
 A rule (sgl_kvtier/policy/pages/eviction.py, `Rule`) answers four questions; the map of pages does

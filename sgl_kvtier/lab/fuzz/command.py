@@ -65,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=positive,
         metavar="N",
-        help="end after so many requests (default 400, unless another limit is given)",
+        help="end after N requests (default 400, unless another limit is given)",
     )
     parser.add_argument(
-        "--restored", type=positive, metavar="N", help="end after so many that were restored"
+        "--restored", type=positive, metavar="N", help="end after N restored requests"
     )
-    parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after so long")
+    parser.add_argument("--minutes", type=not_negative, metavar="M", help="end after M minutes")
     parser.add_argument(
         "--scene",
         metavar="A,B",

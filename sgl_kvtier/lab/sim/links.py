@@ -43,7 +43,9 @@ class Pipe:
     def __post_init__(self) -> None:
         rates = [self.bytes_per_s, *(rate for _, rate in self.trace)]
         if min(rates) < 0 or rates[-1] <= 0 or self.lanes < 1:
-            raise ValueError(f"{self}: rates and lanes must be positive, and the last rate above 0")
+            raise ValueError(
+                f"{self}: rates and `lanes` must be positive, and the last rate above 0"
+            )
         if [at for at, _ in self.trace] != sorted(at for at, _ in self.trace):
             raise ValueError(f"{self}: the trace must be ascending in time")
 

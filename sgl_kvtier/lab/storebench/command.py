@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--in-flight",
         default="1,4,16",
         metavar="N,..",
-        help="also with so many lanes (default %(default)s)",
+        help="also with N reads in flight (default %(default)s)",
     )
     parser.add_argument(
         "--bytes", default="512MiB", metavar="SIZE", help="data per page size (default %(default)s)"
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--open-pages",
         default="10000,100000",
         metavar="N,..",
-        help="open with so many pages (default %(default)s)",
+        help="open a store of N pages (default %(default)s)",
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write the result as JSON; - for standard output"
@@ -123,7 +123,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """Ratios per page size, and fixed costs."""
     first: list[Column] = [
         Column("page_bytes", "page", format=lambda n: format_bytes(float(str(n)))),
-        Column("in_flight", "lanes", decimals=0),
+        Column("in_flight", "in flight", decimals=0),
     ]
     ratios: list[Column] = [
         *first,

@@ -422,8 +422,8 @@ class Promotions:
                 self._slots.give_host(len(fetch.host))
                 self._context.hung_reads.append(fetch.job)
                 logger.error(
-                    "kvtier: a read of %d pages into host memory is still under way; nobody gets "
-                    "them before a flush",
+                    "kvtier: a read of %d pages into host memory is still under way; they are "
+                    "not used again before a flush",
                     len(fetch.keys),
                 )
             self._facts.failed(fetch.keys, Tier.DEVICE if fetch.onwards else Tier.HOST)

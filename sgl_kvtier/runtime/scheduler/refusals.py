@@ -15,7 +15,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.runtime.backend.host_pages import CONTIGUOUS
 
 _ANYWAY = 'policy.restore = "both" in kvtier.json asks for it anyway'
-_NO_FLAG = 'no flag mends it; policy.restore = "off" in kvtier.json ends this line'
+_NO_FLAG = 'no flag changes this; policy.restore = "off" in kvtier.json ends this line'
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Refusal:
     """One reason why a server goes SGLang's own way. `holds` is asked with what its list says."""
 
     what: str
-    mend: str
+    remedy: str
     holds: Callable[[Any], bool] = lambda _: True
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.mend})"
+        return f"{self.what} ({self.remedy})"
 
 
 def _attention_is_data_parallel(args: Any) -> bool:

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(envelope(SCHEMA, sys.argv, results), args.json)
     failed = [f for f in findings if f.state == "fail"]
     if args.json != "-":
-        print(f"{len(failed)} to mend before a server can run here" if failed else "ready")
+        print(f"{len(failed)} to correct before a server can run here" if failed else "ready")
     return 1 if failed else 0
 
 

@@ -304,8 +304,8 @@ def check_private(path: str, found: os.stat_result) -> None:
         raise NotOursError(
             path, f"may be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): what "
                 "they put there would be served. Remove "
-            "it, or run chmod go-w on it if nobody else has used it. A filesystem that keeps no "
-            "modes must be mounted with umask=077",
+            "it, or run chmod go-w on it if no other user has written to it. A filesystem that "
+            "keeps no modes must be mounted with umask=077",
         )  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
     except OSError as error:
         env.close(lock_fd)
         raise StoreError(
-            f"cannot use {namespace}/{CONFIG}: {error}. Mend that, or choose another store.path"
+            f"cannot use {namespace}/{CONFIG}: {error}. Correct that, or choose another store.path"
         ) from error
     except BaseException:
         env.close(lock_fd)

@@ -163,7 +163,7 @@ def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
     )
     server.add_argument(
         "--url",
-        help="measure a running server instead: kvtier backend, a section lab.throttle (and policy.rules = sgl_kvtier.lab.rules:FixedSplit for --fluctuate), --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto stands aside (an accelerator, several ranks)",
+        help="measure a running server instead: kvtier backend, a section lab.throttle (and policy.rules = sgl_kvtier.lab.rules:FixedSplit for --fluctuate), --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (an accelerator, several ranks)",
     )
     server.add_argument("--admin-key", help="with --url: its admin key")
     server.add_argument(
