@@ -1,0 +1,35 @@
+"""What `scripts/house` counts; tests/house/test_rooms.py runs it on the package."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "house"
+
+
+def loaded():
+    loader = SourceFileLoader("house", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("house", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_lines_of_code_have_no_blanks_comments_and_docstrings(tmp_path: Path):
+    house = loaded()
+    module = tmp_path / "module.py"
+    module.write_text(
+        '"""One.\n\ntwo\n"""\n\n# three\nTEXT = """a\n\n# b\n"""  # four\n\n\ndef f():\n    """Five."""\n    return 1\n'
+    )
+    assert house.code_of(module) == 6
+    native = tmp_path / "file.c"
+    native.write_text('/* one\n   two */\n\nint a; // three\nchar *b = "/*";\nint c; /* four\n*/\n')
+    assert house.code_of_native(native) == 3
+
+
+def test_a_circle_and_an_upward_arrow_are_noticed():
+    house = loaded()
+    boxes = {"a": {"b"}, "b": {"a"}, "c": set()}
+    assert house.circles_in(boxes) == [["a", "b"]]
+    assert house.upward_in({"low": {"high"}, "high": set()}, [["high"], ["low"]]) == ["low -> high"]
