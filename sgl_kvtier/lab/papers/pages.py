@@ -15,6 +15,7 @@ from sgl_kvtier.console.document import write_text
 from sgl_kvtier.console.table import Column, Row, Table, to_markdown
 from sgl_kvtier.lab.papers.cacheflow import command as cacheflow
 from sgl_kvtier.lab.papers.cacheflow.plots import PLOTS as CACHEFLOW_PLOTS
+from sgl_kvtier.lab.papers.cacheflow.rig import SCENARIOS, source
 from sgl_kvtier.lab.papers.cake import command as cake
 from sgl_kvtier.lab.papers.cake.fit import is_fitted
 from sgl_kvtier.lab.papers.cake.grid import PUBLISHED, TABLES, Pair, printed
@@ -61,12 +62,29 @@ def cake_markdown() -> str:
 
 
 def cacheflow_markdown() -> str:
-    """Every cell, and where the paper contradicts itself."""
-    parts = [
+    """Which sessions the lengths come from, every cell, and where the paper contradicts itself."""
+    parts = [lengths_note()]
+    parts += [
         to_markdown(Table(f"CacheFlow {name}", _CELL, rows(cells())))
         for name, cells in cacheflow.TABLES.items()
     ]
     return "\n".join([*parts, to_markdown(contradictions("cacheflow"))])
+
+
+def lengths_note() -> str:
+    """For each workload with a trace, whether its lengths are the trace's."""
+    notes = []
+    for name, scene in SCENARIOS["workloads"].items():
+        if "trace" in scene:
+            found = source(name)
+            notes.append(
+                f"Lengths of {name}: {scene['sessions']} recorded sessions of `{found}`.\n"
+                if found == scene["trace"]
+                else f"Lengths of {name}: {scene['sessions']} sessions of `{found}`, since the "
+                f"trace `{scene['trace']}` was not found. Cells that use them differ "
+                "from those of the recorded sessions.\n"
+            )
+    return "\n".join(notes)
 
 
 def contradictions(paper: str) -> Table:

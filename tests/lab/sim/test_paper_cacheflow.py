@@ -4,6 +4,7 @@ from statistics import fmean
 
 import pytest
 
+from sgl_kvtier.lab.papers import pages
 from sgl_kvtier.lab.papers.cacheflow import cells as cacheflow_cells
 from sgl_kvtier.lab.papers.cacheflow import command as cacheflow
 from sgl_kvtier.lab.papers.cacheflow import model as cacheflow_model
@@ -24,6 +25,32 @@ from sgl_kvtier.policy.learned.cost import PrefillCost
 
 def cells(name):
     return {(cell.row, cell.column, cell.reading): cell for cell in cacheflow.TABLES[name]()}
+
+
+@pytest.fixture
+def without_traces(monkeypatch):
+    monkeypatch.setattr(cacheflow_rig, "trace_files", dict)
+    for cached in (cacheflow_rig.source, cacheflow_rig.lengths):
+        cached.cache_clear()
+    yield
+    for cached in (cacheflow_rig.source, cacheflow_rig.lengths):
+        cached.cache_clear()
+
+
+def test_generated_sessions_in_place_of_a_missing_trace_are_said(without_traces, capsys):
+    assert len(cacheflow_rig.lengths("SWE-Bench")) > 10
+    said = pages.lengths_note()
+    assert "24 sessions of `generated:swe-mini`, since the trace `swe_mini_deepseek`" in said
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no trace swe_mini_deepseek was found" in line and "generated:swe-mini" in line
+
+
+def test_recorded_sessions_are_named_and_nothing_is_warned(without_traces, monkeypatch, capsys):
+    monkeypatch.setattr(cacheflow_rig, "trace_files", lambda: {"swe_mini_deepseek": None})
+    assert pages.lengths_note() == (
+        "Lengths of SWE-Bench: 24 recorded sessions of `swe_mini_deepseek`.\n"
+    )
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

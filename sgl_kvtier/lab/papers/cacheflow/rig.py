@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,6 @@ from statistics import fmean
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
-from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.rules import CacheFlow, Cake, LongestFirst, ShortestFirst
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.costs import StepCost
@@ -24,6 +24,7 @@ from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
+from sgl_kvtier.lab.workload.catalogue import trace_files
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, PromptTokens
 from sgl_kvtier.lab.workload.session import Context
 from sgl_kvtier.lab.workload.source import load_sessions
@@ -216,7 +217,7 @@ def lengths(workload: str) -> tuple[tuple[int, int], ...]:
     """
     scene = SCENARIOS["workloads"][workload]
     if "trace" in scene:
-        return _recorded(scene)
+        return _lengths_in(source(workload), scene["sessions"])
     rng = random.Random(0)
     drawn = (
         rng.lognormvariate(0, scene["prefix_sigma"]) * scene["prefix_median"] for _ in range(2000)
@@ -245,16 +246,27 @@ def poisson(workload: str, rig_: Rig, seed: int) -> list[Prompt]:
     return prompts
 
 
-def _recorded(scene: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+@cache
+def source(workload: str) -> str:
+    """Where a workload's sessions come from: its trace, or generated ones where that is missing,
+    which one line on stderr says.
+    """
+    scene = SCENARIOS["workloads"][workload]
+    trace, fallback = str(scene["trace"]), str(scene["fallback"])
+    if trace in trace_files():
+        return trace
+    print(
+        f"no trace {trace} was found: lengths of {workload} come from {fallback}, and cells that "
+        "use them differ",
+        file=sys.stderr,
+    )
+    return fallback
+
+
+def _lengths_in(sessions_of: str, sessions: int) -> tuple[tuple[int, int], ...]:
     encoder = ByteEncoder(_VOCABULARY)
-    try:
-        sessions = load_sessions(scene["trace"], limit=scene["sessions"], encoder=encoder).sessions
-    except TraceError:
-        sessions = load_sessions(
-            scene["fallback"], limit=scene["sessions"], encoder=encoder
-        ).sessions
     calls = []
-    for session in sessions:
+    for session in load_sessions(sessions_of, limit=sessions, encoder=encoder).sessions:
         tokens = PromptTokens(encoder)
         for _, prompt in Context(session).calls():
             same = tokens.show(prompt)
