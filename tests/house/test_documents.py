@@ -38,6 +38,7 @@ NOT_OURS = (
     "kvtier.json",
     "config.json",  # a store's folder and a model's have one
     "swe_tools.json",
+    "docs/results/data/NAME.json",
     ".gpu/",
     "srt/utils/auth.py",  # SGLang's
     "mem_cache/utils.py",

@@ -8,12 +8,14 @@ sessions generated from their published statistics take their place, and the tab
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from sgl_kvtier.console import progress, to_markdown, write_text
+from sgl_kvtier.console import Table, progress, to_markdown, write_text
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.lab.pages.plots import cdf
 from sgl_kvtier.lab.sim.arrivals import Pace
@@ -24,6 +26,10 @@ from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.workload.catalogue import trace_files
 
 _GIB = 1 << 30
+_NOT_ON_THE_PAGE = ("ttft_s.p90", "finished_s")
+"""Columns of the simulator's table that are left out: the page has eight at most. The plot shows
+every percentile.
+"""
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,14 @@ def scene_markdown(name: str, on_finish: Callable[[SimRequest], None]) -> tuple[
         f"Time to first token: {name}",
         "milliseconds",
     )
-    return to_markdown(policies_table(outcomes, title)), plot
+    return to_markdown(table_of(outcomes, title)), plot
+
+
+def table_of(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One row per policy, with the columns that the page has."""
+    table = policies_table(outcomes, title)
+    shown = [column for column in table.columns if column.name not in _NOT_ON_THE_PAGE]
+    return dataclasses.replace(table, columns=shown)
 
 
 def put(page: str, name: str, text: str) -> str:
