@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.console import Table, check_target, envelope, print_table, write_json, write_text
+from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.server import end_on_signals
 from sgl_kvtier.launch import missing_packages, paced_device
@@ -48,6 +49,8 @@ class Experiment:
         """
         interrupted, failure = False, None
         with end_on_signals():
+            if not vars(self.args).get("url"):  # that server's is not known here
+                print(f"The planner runs as: {planner_build()}", file=sys.stderr)
             try:
                 self.measure()
             except KeyboardInterrupt:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import not_negative, positive
-from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
     PACED_SERVER,
@@ -317,5 +316,5 @@ def _announcement(plan: Plan, chosen: Load) -> str:
     return (
         f"{chosen.describe('round and arm')}; device pool {setup.device_tokens:,} tokens, "
         f"host pool {setup.host_tokens:,}\n"
-        f"arms: {', '.join(plan.arms)}; {plan.rounds} rounds; planner {planner_build()}; logs in {plan.folder}"
+        f"arms: {', '.join(plan.arms)}; {plan.rounds} rounds; logs in {plan.folder}"
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.arguments import not_negative, positive
-from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
     RUN,
@@ -208,7 +207,7 @@ class _Run:
         return (
             f"{self.chosen.describe('trial')}\n"
             f"arms: {', '.join(self.arms)}; {trials} trials, each with a server of its own; "
-            f"planner {planner_build()}; logs in {self.folder}"
+            f"logs in {self.folder}"
         )
 
     def measure(self, cells: Sequence[Cell], log: RoundLog) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 from sgl_kvtier import __version__
 from sgl_kvtier.arguments import not_negative, positive
 from sgl_kvtier.console import Progress, check_target, progress
-from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, shape_of, words
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
@@ -404,9 +403,6 @@ def _target(args: argparse.Namespace, model: str) -> Iterator[Target]:
     with work_folder(args.folder, lambda: False) as own:
         folder = own / Path(model).name
         shutil.rmtree(folder / "storage", ignore_errors=True)
-        print(
-            f"{model}: starting a server, planner {planner_build()}, its log is {folder / 'server.log'}",
-            file=sys.stderr,
-        )
+        print(f"{model}: starting a server, its log is {folder / 'server.log'}", file=sys.stderr)
         with started(args, shape, model, prefixes, _decision_log(args, model), folder) as target:
             yield target
