@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -33,3 +34,10 @@ def test_a_circle_and_an_upward_arrow_are_noticed():
     boxes = {"a": {"b"}, "b": {"a"}, "c": set()}
     assert house.circles_in(boxes) == [["a", "b"]]
     assert house.upward_in({"low": {"high"}, "high": set()}, [["high"], ["low"]]) == ["low -> high"]
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """The folders of tests are no packages: pytest tells files apart by their names alone."""
+    tests = Path(__file__).parents[1]
+    names = Counter(path.name for path in tests.rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []

@@ -167,5 +167,5 @@ def test_a_plot_is_saved_as_a_file_of_its_own(tmp_path: Path) -> None:
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not plots_available()
-    with pytest.raises(KVTierError, match=r"pip install 'sgl-kvtier\[report\]'"):
+    with pytest.raises(KVTierError, match=r"pip install 'sgl-kvtier\[lab\]'"):
         lines([], "T", "x", "y")
