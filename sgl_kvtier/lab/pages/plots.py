@@ -37,6 +37,7 @@ __all__ = [
     "intervals",
     "lines",
     "plots_available",
+    "ratios",
     "save_plot",
     "stacked_bars",
     "timeline",
@@ -206,6 +207,31 @@ def intervals(
     axes.grid(False, axis="x")
     add_heading(figure, axes, _safe(title))
     return svg_text(figure, f"{title}: {', '.join(names)}")
+
+
+def ratios(rows: Sequence[Series], title: str, x_label: str) -> str:
+    """One row per name: its `x` as points, each with a whisker from `low` to `high` where it has
+    them, and a line at 1. `y` is not used.
+    """
+    figure, axes = new_figure(height_in=1.2 + 0.24 * max(len(rows), 1))
+    colour = colours([_EMPHASISED])[_EMPHASISED]
+    axes.axvline(1, color=FAINT, linewidth=1.2)
+    for place, row in enumerate(rows):
+        if row.low and row.high:
+            places = [place] * len(row.x)
+            axes.hlines(places, _floats(row.low), _floats(row.high), color=colour, alpha=0.55)
+        axes.plot(
+            row.x, [place] * len(row.x), linestyle="none", marker="o", markersize=4.5, color=colour
+        )
+    axes.set_yticks(range(len(rows)), [_safe(row.name) for row in rows])
+    axes.invert_yaxis()
+    axes.grid(False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(left=0)
+    _label(axes, x_label, "")
+    _thousands(axes.xaxis)
+    add_heading(figure, axes, _safe(title))
+    return svg_text(figure, f"{title}: {', '.join(row.name for row in rows)}")
 
 
 def timeline(bars: Sequence[Bar], title: str, x_label: str) -> str:

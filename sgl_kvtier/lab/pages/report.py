@@ -67,9 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def grid_tables(data: dict[str, Any]) -> list[Table]:
-    """Each grid of a page's data. Those that are another page's, or that a command writes into the
-    page, are left out.
-    """
+    """Each grid of a page's data, but those that a command writes into the page."""
     return [
         Table(
             name,
@@ -83,21 +81,39 @@ def grid_tables(data: dict[str, Any]) -> list[Table]:
 
 
 def grids_plot(data: dict[str, Any]) -> str:
-    """The plot that `plot` of a page's data describes: `y` over `x`, a curve for each value of the
-    columns `by`, from all grids that have these columns. `x` may be ratios such as 1/4.
+    """The plot that `plot` of a page's data describes, from all grids that have its columns; `where`
+    leaves rows out.
+
+    With `y`: it over `x`, a curve for each value of the columns `by`; `x` may be ratios such as 1/4.
+    Without: `x` of each row, named by `by`, with whiskers from the column `low` to `high`.
     """
     plot = data["plot"]
-    curves: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    needed = [plot[name] for name in ("x", "y", "low", "high") if name in plot]
+    points: dict[tuple[Any, ...], list[list[float]]] = {}
     for table in grid_tables(data):
-        if {plot["x"], plot["y"], *plot["by"]} <= {column.name for column in table.columns}:
-            for row in table.rows:
-                point = (float(Fraction(str(row[plot["x"]]))), float(str(row[plot["y"]])))
-                curves.setdefault(tuple(row[column] for column in plot["by"]), []).append(point)
-    series = [
-        plots.Series(", ".join(map(format_value, name)), *zip(*sorted(points), strict=True))
-        for name, points in sorted(curves.items())
-    ]
-    return plots.lines(series, plot["title"], plot["x"], plot["y"], log_x=bool(plot.get("log_x")))
+        if not {*needed, *plot["by"]} <= {column.name for column in table.columns}:
+            continue
+        for row in table.rows:
+            if all(row.get(column) == value for column, value in plot.get("where", {}).items()):
+                point = [float(Fraction(str(row[column]))) for column in needed]
+                points.setdefault(tuple(row[column] for column in plot["by"]), []).append(point)
+    if "y" in plot:
+        curves = [
+            _series(name, *zip(*sorted(found), strict=True))
+            for name, found in sorted(points.items())
+        ]
+        log_x = bool(plot.get("log_x"))
+        return plots.lines(curves, plot["title"], plot["x"], plot["y"], log_x=log_x)
+    rows = []
+    for name, found in points.items():
+        x, *whiskers = zip(*found, strict=True)
+        rows.append(_series(name, x, x, *whiskers))
+    return plots.ratios(rows, plot["title"], plot["x"])
+
+
+def _series(name: tuple[Any, ...], *numbers: Any) -> plots.Series:
+    shown = (f"{part:g}" if isinstance(part, float) else format_value(part) for part in name)
+    return plots.Series(", ".join(shown), *numbers)
 
 
 def grids_page(data: dict[str, Any]) -> str:
@@ -123,13 +139,24 @@ def read_result(path: Path) -> dict[str, Any]:
     known = isinstance(result, dict)
     schema = result.get("schema") if known else None
     if known and schema is None and isinstance(result.get("page"), str) and "grids" in result:
-        return {**result, "schema": GRIDS}
+        return {**result, "schema": GRIDS, "grids": _found(path, result["grids"])}
     if not isinstance(schema, str) or schema not in KINDS or schema == GRIDS:
         there = ", ".join(name for name in KINDS if name != GRIDS)
         raise KVTierError(
             f"{path}: no result that can be drawn. Its schema must be one of: {there}"
         )
     return result
+
+
+def _found(path: Path, grids: Any) -> Any:
+    """The grids, those of other pages' data taken from there."""
+    found = {}
+    for name, grid in grids.items() if isinstance(grids, dict) else ():
+        source = grid.get("same_as") if isinstance(grid, dict) else None
+        if source:
+            grid = read_result(path.with_name(source[0]))["grids"].get(source[1], grid)
+        found[name] = grid
+    return found
 
 
 KINDS = {

@@ -65,7 +65,7 @@ GRIDS = {
             "command": "kvtier compare restore --lengths 2k",
             "commit": "abc",
         },
-        "elsewhere": {"same_as": ["other.json", "small"]},
+        "written by a command": {"generated": "some table"},
     },
 }
 
@@ -77,11 +77,30 @@ def test_data_of_a_results_page_are_shown_with_their_commands_and_the_plot_they_
     source.write_text(json.dumps(GRIDS))
     assert main(["report", str(source), "--html", str(page), "--svg", str(plot)]) == 0
     shown = capsys.readouterr().out
-    assert "small" in shown and "elsewhere" not in shown
+    assert "small" in shown and "written by a command" not in shown
     assert "1/4" in shown and "2.50" in shown and "--lengths 2k" in shown
     drawn = plot.read_text()
     assert drawn.startswith("<svg") and all(text in drawn for text in ("Faster", ">a<", ">b<"))
     assert "Faster" in page.read_text() and "2.50" in page.read_text()
+
+
+def test_grids_of_another_page_are_taken_from_its_data_and_rows_are_named_beside_a_line_at_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.json").write_text(json.dumps(GRIDS))
+    spec = {"title": "Over stock", "x": "times", "by": ["Model", "Load / compute"]}
+    other = {
+        "page": "other.md",
+        "plot": {**spec, "where": {"Model": "a"}},
+        "grids": {"again": {"same_as": ["data.json", "small"]}},
+    }
+    source, plot = tmp_path / "other.json", tmp_path / "plot.svg"
+    source.write_text(json.dumps(other))
+    assert main(["report", str(source), "--svg", str(plot)]) == 0
+    assert "again" in capsys.readouterr().out
+    drawn = plot.read_text()
+    assert all(text in drawn for text in ("Over stock", ">a, 1/4<", ">a, 1<"))
+    assert ">b, 1<" not in drawn
 
 
 def test_data_without_a_plot_are_drawn_without_one_and_asking_for_one_says_so(
