@@ -245,6 +245,11 @@ def add_load_arguments(
         ),
         ("max-prompt-tokens", "N", "cut sessions before a longer prompt"),
         (
+            "min-prompt-tokens",
+            "N",
+            f"pass over sessions without a prompt of N tokens {default('least_prompt_tokens')}",
+        ),
+        (
             "max-output-tokens",
             "N",
             f"generate at most N tokens a call {default('most_output_tokens')}",
@@ -285,6 +290,7 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
         turns=args.turns or defaults.turns,
         divisor=args.divisor or defaults.divisor,
         most_prompt_tokens=args.max_prompt_tokens,
+        least_prompt_tokens=args.min_prompt_tokens or defaults.least_prompt_tokens,
         most_output_tokens=args.max_output_tokens or defaults.most_output_tokens,
         seed=args.seed,
         begin=defaults.begin if args.begin is None else args.begin,

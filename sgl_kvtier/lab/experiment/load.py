@@ -34,6 +34,7 @@ class LoadOptions:
     turns: int | None = None
     divisor: int = 4
     most_prompt_tokens: int | None = None
+    least_prompt_tokens: int = 0
     most_output_tokens: int | None = None
     seed: int = 0
     begin: float = 0.0
@@ -115,6 +116,7 @@ def load(options: LoadOptions, encoder: Encoder) -> Load:
         encoder=encoder,
         max_calls=None if options.begin else options.turns,
         max_prompt_tokens=options.most_prompt_tokens,
+        min_prompt_tokens=options.least_prompt_tokens,
     )
     sessions: Sequence[Session] = result.sessions
     if options.begin:

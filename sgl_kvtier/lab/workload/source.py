@@ -50,7 +50,9 @@ class LoadResult:
     """Sessions that end early because of max_calls or max_prompt_tokens."""
     calls_cut: int = 0
     sessions_dropped: int = 0
-    """Sessions whose first prompt is longer than max_prompt_tokens already."""
+    """Sessions whose first prompt is longer than max_prompt_tokens already, or whose longest is
+    shorter than min_prompt_tokens.
+    """
 
     @property
     def calls(self) -> int:
@@ -68,17 +70,20 @@ def load_sessions(
     encoder: Encoder | None = None,
     max_calls: int | None = None,
     max_prompt_tokens: int | None = None,
+    min_prompt_tokens: int = 0,
 ) -> LoadResult:
     """The sessions of `source`: a file, a trace's short name, or `generated:PRESET`.
 
     At most `limit` sessions after `skip` (lines of a file; sub-agents come with their owners and
     are not counted). Each is cut after `max_calls` calls. It is cut before the first call whose
-    prompt is longer than `max_prompt_tokens` in the ids of `encoder`. `seed` is for generated ones.
+    prompt is longer than `max_prompt_tokens` in the ids of `encoder`. One without a prompt of
+    `min_prompt_tokens` is passed over. `seed` is for generated ones.
     Raises TraceError when there is nothing to read, ConfigError on wrong arguments.
     """
-    if max_prompt_tokens is not None and encoder is None:
+    if (max_prompt_tokens is not None or min_prompt_tokens) and encoder is None:
         raise ConfigError(
-            "max_prompt_tokens needs an encoder: without one there are no tokens to count"
+            "max_prompt_tokens and min_prompt_tokens need an encoder: without one there are no "
+            "tokens to count"
         )
     if (limit is not None and limit < 1) or skip < 0 or (max_calls is not None and max_calls < 1):
         raise ConfigError(
@@ -99,7 +104,7 @@ def load_sessions(
         origin = origin_of(path)
         groups = _read_file(path, origin, skip, bad)
         title = name_of(path) + (f" ({origin.source}, {origin.licence})" if origin.licence else "")
-    chosen = _Chosen(encoder, max_calls, max_prompt_tokens)
+    chosen = _Chosen(encoder, max_calls, max_prompt_tokens, min_prompt_tokens)
     for group in groups:
         chosen.take(group)
         if limit is not None and chosen.groups == limit:
@@ -137,6 +142,15 @@ def cut_session(
     return dataclasses.replace(session, events=_up_to_call(session.events, kept))
 
 
+def longest_prompt(session: Session, encoder: Encoder) -> int:
+    """Tokens of its longest prompt."""
+    tokens, longest = PromptTokens(encoder), 0
+    for _, prompt in Context(session).calls():
+        tokens.show(prompt)
+        longest = max(longest, len(tokens))
+    return longest
+
+
 def enter_late(session: Session, share: float) -> Session:
     """The session without the first `share` of its calls. Their messages are context of the first
     call that is left, which is made without a wait. The last call always remains.
@@ -166,6 +180,7 @@ class _Chosen:
     encoder: Encoder | None
     max_calls: int | None
     max_prompt_tokens: int | None
+    min_prompt_tokens: int
     sessions: list[Session] = field(default_factory=list)
     groups: int = 0
     cut: int = 0
@@ -183,7 +198,7 @@ class _Chosen:
             )
             lost = session.calls - fitting.calls
             self.calls_cut += lost
-            if not fitting.calls:
+            if not fitting.calls or self._is_short(fitting):
                 self.dropped += 1
                 if session.parent is None:
                     return
@@ -191,6 +206,11 @@ class _Chosen:
             self.cut += lost > 0
             self.sessions.append(fitting)
             self.groups += session.parent is None
+
+    def _is_short(self, session: Session) -> bool:
+        if not self.min_prompt_tokens or self.encoder is None:
+            return False
+        return longest_prompt(session, self.encoder) < self.min_prompt_tokens
 
     def result(self, title: str, bad: list[BadLine]) -> LoadResult:
         if not self.sessions:
@@ -214,7 +234,11 @@ class _Chosen:
         if bad:
             notes.append(f"{len(bad)} bad lines were passed over, the first: {bad[0]}.")
         if self.cut or self.dropped:
-            limits = {"max_calls": self.max_calls, "max_prompt_tokens": self.max_prompt_tokens}
+            limits = {
+                "max_calls": self.max_calls,
+                "max_prompt_tokens": self.max_prompt_tokens,
+                "min_prompt_tokens": self.min_prompt_tokens or None,
+            }
             given = ", ".join(
                 f"{name} = {value}" for name, value in limits.items() if value is not None
             )

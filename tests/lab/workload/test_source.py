@@ -139,6 +139,16 @@ def test_a_session_whose_first_prompt_is_too_long_is_dropped_and_the_next_one_ta
     assert loaded.sessions_dropped == 1
 
 
+def test_sessions_that_stay_short_are_passed_over_for_longer_ones(write_trace: WriteTrace) -> None:
+    turns = user("x" * 400), assistant("b"), user("y" * 4000), assistant("c")
+    long = swe_record(*turns, session_id="long")
+    path = str(write_trace("a.jsonl", *numbered(2, calls=2), long))
+    loaded = load_sessions(path, limit=1, encoder=ByteEncoder(512), min_prompt_tokens=1000)
+    assert [s.session_id for s in loaded.sessions] == ["long"]
+    assert loaded.sessions_dropped == 2
+    assert "(min_prompt_tokens = 1000)" in loaded.description
+
+
 def test_a_prompt_that_an_edit_makes_longer_is_seen() -> None:
     events = (Append(Message("user", "a")), Call(), Edit((Message("user", "x" * 4000),)), Call())
     cut = cut_session(Session("s", "t", events), encoder=ByteEncoder(512), max_prompt_tokens=100)
@@ -146,7 +156,14 @@ def test_a_prompt_that_an_edit_makes_longer_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"limit": 0}, {"skip": -1}, {"max_calls": 0}, {"max_prompt_tokens": 5}]
+    "wrong",
+    [
+        {"limit": 0},
+        {"skip": -1},
+        {"max_calls": 0},
+        {"max_prompt_tokens": 5},
+        {"min_prompt_tokens": 5},
+    ],
 )
 def test_wrong_limits_are_named(write_trace: WriteTrace, wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
