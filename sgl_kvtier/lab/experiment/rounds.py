@@ -14,7 +14,7 @@ import contextlib
 import random
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -93,6 +93,13 @@ class Plan:
     place: Callable[[str], str] = lambda _arm: ""
     """Where the log keeps an arm's rounds: rounds of one place are the same for all plans."""
     until: float | None = None
+    once: Collection[str] = ()
+    """Arms that are measured in the first round alone."""
+
+    def arms_of(self, number: int) -> list[str]:
+        """The arms of round `number`, from 1, in their order."""
+        arms = self.order(self.arms, number)
+        return arms if number == 1 else [arm for arm in arms if arm not in self.once]
 
 
 @dataclass
@@ -187,15 +194,19 @@ class Rounds:
                     shown.advance(note=f"{arm} ready")
 
     def _is_left(self, arm: str) -> bool:
-        place, numbers = self._plan.place(arm), range(1, self._plan.rounds + 1)
-        return any((place, arm, number) not in self._log.rounds for number in numbers)
+        plan, kept = self._plan, self._log.rounds
+        return any(
+            arm in plan.arms_of(number) and (plan.place(arm), arm, number) not in kept
+            for number in range(1, plan.rounds + 1)
+        )
 
     def _run_rounds(self) -> None:
         plan, work, outcome = self._plan, self._work, self._outcome
-        total = plan.rounds * len(plan.arms) * work.steps
+        numbers = range(1, plan.rounds + 1)
+        total = sum(len(plan.arms_of(number)) for number in numbers) * work.steps
         with progress("measuring", total, work.unit) as shown:
-            for number in range(1, plan.rounds + 1):
-                for arm in plan.order(plan.arms, number):
+            for number in numbers:
+                for arm in plan.arms_of(number):
                     if arm in outcome.failures:
                         continue
                     if self._take_over(arm, number):
@@ -210,7 +221,7 @@ class Rounds:
                     with self._carrying_on(arm, shown):
                         self._run_round(arm, number, shown)
                     if arm in outcome.failures:
-                        left = plan.rounds - number
+                        left = sum(arm in plan.arms_of(later) for later in numbers[number:])
                         shown.expect((shown.total or 0) - left * work.steps)
 
     def _take_over(self, arm: str, number: int) -> bool:

@@ -145,7 +145,10 @@ class Paced:
             for name, own in _OWN.items():
                 # argparse takes the beginning of a name for it, as --tp for --tp-size.
                 if len(flag) > len("--") + 1 and name.startswith(flag) and given != own:
-                    raise BenchError(f"{flag} {given}: {PACED}{self.profile.name} has {own}")
+                    raise BenchError(
+                        f"{flag} {given}: {PACED}{self.profile.name} has {own}. A server that "
+                        "computes takes others: --device cpu or cuda"
+                    )
 
     def env(self, log: Path, most_log_bytes: int = 0) -> dict[str, str]:
         """Variables of the server's process. `most_log_bytes` is `PaceLog`'s `most_bytes`."""

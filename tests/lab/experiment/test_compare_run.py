@@ -9,18 +9,16 @@ import os
 import signal
 import subprocess
 import time
+from argparse import ArgumentParser
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import Command, Done, child, environment, run_child
 
-SMALL = [
-    "compare",
-    "--device",
-    "cpu",
-    "--lab-model",
-    "tiny-qwen3",
+from sgl_kvtier.lab.experiment.scenarios import compare as scenario
+
+LOAD = [
     "--trace",
     "generated:swe-mini",
     "--sessions",
@@ -34,6 +32,8 @@ SMALL = [
     "--servers",
     "together",
 ]
+COMPUTED = ["--device", "cpu", "--lab-model", "tiny-qwen3"]
+PACED = ["--device", "paced:h100-llama8b", "--dilation", "2"]
 
 
 @pytest.fixture
@@ -41,7 +41,17 @@ def compare(kvtier: Command, tmp_path: Path) -> Command:
     """kvtier compare on a small load, its files in the test's folder."""
 
     def run(*extra: str, task: str = "") -> Done:
-        return kvtier(tmp_path, *SMALL, *extra, task=task)
+        return kvtier(tmp_path, "compare", *COMPUTED, *LOAD, *extra, task=task)
+
+    return run
+
+
+@pytest.fixture
+def paced(kvtier: Command, tmp_path: Path) -> Command:
+    """The same on a paced device."""
+
+    def run(*extra: str, task: str = "") -> Done:
+        return kvtier(tmp_path, "compare", *PACED, *LOAD, *extra, task=task)
 
     return run
 
@@ -113,7 +123,9 @@ def test_other_tokens_than_recomputes_are_noticed(compare: Command) -> None:
 
 def test_an_arm_that_does_not_start_is_shown_and_the_others_go_on(tmp_path: Path) -> None:
     arms = ("--arms", "recompute,hicache,kvtier")
-    done = run_child(tmp_path, *SMALL, "--rounds", "1", *arms, task="hicache:refuse")
+    done = run_child(
+        tmp_path, "compare", *COMPUTED, *LOAD, "--rounds", "1", *arms, task="hicache:refuse"
+    )
     result = done.result
     assert done.status == 1
     assert "no memory left for you" in done.err
@@ -185,7 +197,7 @@ def test_a_stopped_comparison_leaves_no_server_and_writes_what_it_has(
         "recompute,kvtier",
     ]
     process = subprocess.Popen(
-        child(tmp_path, *SMALL, *extra),
+        child(tmp_path, "compare", *COMPUTED, *LOAD, *extra),
         env={**os.environ, **environment(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -227,10 +239,9 @@ def test_a_mistake_is_told_before_any_server_starts(
 
 
 def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
-    compare: Command, tmp_path: Path
+    paced: Command, tmp_path: Path
 ) -> None:
-    paced = ["--device", "paced:h100-llama8b", "--dilation", "2", "--rounds", "1"]
-    done = compare(*paced, "--html", str(tmp_path / "out.html"))
+    done = paced("--rounds", "1", "--html", str(tmp_path / "out.html"))
     assert done.status == 1, "a device that wrote no step is not known to have kept pace"
     result = done.result
     assert "INVALID: kvtier: the paced device wrote no step." in result["notes"]
@@ -241,7 +252,7 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
         512.0,
     )
     assert "aiconfigurator" in device["source"]["database"]
-    assert list(result["arms"]) == ["hicache-file", "kvtier"]
+    assert list(result["arms"]) == ["recompute", "hicache", "hicache-file", "kvtier"]
     assert result["arms"]["kvtier"]["ttft_later_ms"]["n"] == 2
     assert result["settings"]["page_size"] == 64
     assert result["settings"]["chunk_tokens"] == 8192
@@ -250,7 +261,48 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     assert "paced h100-llama8b, not computed" in (tmp_path / "out.html").read_text()
 
 
-def test_another_model_on_a_paced_device_is_refused(compare: Command) -> None:
-    done = compare("--device", "paced:h100-llama8b", "--model-path", "/some/model")
+@pytest.mark.parametrize("other", [("--model-path", "/some/model"), ("--lab-model", "lab-mha")])
+def test_another_model_on_a_paced_device_is_refused(paced: Command, other: tuple[str, str]) -> None:
+    done = paced(*other)
     assert done.status == 1
     assert "brings a model of its own" in done.err
+
+
+def test_recompute_is_measured_once_on_a_paced_device_and_all_are_compared_with_it(
+    paced: Command,
+) -> None:
+    result = paced("--rounds", "2", "--arms", "recompute,kvtier").result
+    rounds = {name: [one["round"] for one in arm["rounds"]] for name, arm in result["arms"].items()}
+    assert rounds == {"recompute": [1], "kvtier": [1, 2]}
+    assert result["arms"]["kvtier"]["compared_requests"] == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ([], "paced:h100-llama8b"),
+        (["--quick"], "paced:h100-llama8b"),
+        (["--lab-model", "lab-gqa"], "cpu"),
+        (["--model-path", "/some/model"], "cpu"),
+        (["--device", "cpu"], "cpu"),
+    ],
+)
+def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], device: str
+) -> None:
+    monkeypatch.setattr(scenario, "detect_device", lambda: "cpu")
+    parser = ArgumentParser()
+    scenario.add_arguments(parser)
+    args = parser.parse_args(options)
+    scenario.choose_device(args)
+    assert args.device == device
+    assert args.lab_model == "lab-gqa" if "--lab-model" in options else "lab-mha"
+
+
+def test_with_a_card_servers_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scenario, "detect_device", lambda: "cuda")
+    parser = ArgumentParser()
+    scenario.add_arguments(parser)
+    args = parser.parse_args([])
+    scenario.choose_device(args)
+    assert args.device == "cuda"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     thresholds,
     words,
 )
-from sgl_kvtier.lab.experiment.arms import ARMS, DEFAULT_ARMS, Setup, check_arms
+from sgl_kvtier.lab.experiment.arms import ARMS, BASELINE, DEFAULT_ARMS, Setup, check_arms
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
@@ -34,7 +34,7 @@ from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog,
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
 from sgl_kvtier.lab.pages.compare import SCHEMA, compare_page, compare_tables
-from sgl_kvtier.launch import host_of
+from sgl_kvtier.launch import detect_device, host_of
 
 _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
 # One core computes about 1,800 prompt tokens a second of lab-mha: these loads keep the promised
@@ -44,18 +44,28 @@ _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=12)
 _GPU = LoadOptions(turns=40, divisor=1)
 # Nothing is computed there, so sessions have their full length; what came before they were entered
 # is one cold prompt each.
-_PACED = LoadOptions(turns=8, divisor=1, most_output_tokens=16, begin=0.6)
-_PACED_QUICK = LoadOptions(sessions=6, turns=5, divisor=1, most_output_tokens=16, begin=0.6)
-_PACED_ARMS = ("hicache-file", "kvtier")
+_PACED = LoadOptions(
+    sessions=12, turns=6, divisor=1, most_output_tokens=16, least_prompt_tokens=36_000, begin=0.8
+)
+_PACED_QUICK = LoadOptions(sessions=6, turns=4, divisor=1, most_output_tokens=16, begin=0.6)
+_PACED_ROUNDS = 4
+"""So many that a difference can be told from noise."""
+_DEFAULT_DEVICE = "paced:h100-llama8b"
+"""Where there is no card and nothing is asked for that only computing servers have."""
 _LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 """kvtier.json's policy of the paced arm: both engines."""
 # Three to six agents worked at a time when the default trace was recorded.
 _REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
 _SERVER_HELP = {
+    "device": {
+        "help": f"default: cuda where there is an NVIDIA device, else {_DEFAULT_DEVICE}; cpu with --model-path or "
+        "--lab-model. paced: computes nothing and takes the time of an accelerator (sgl_kvtier/lab/paced)"
+    },
     "model_path": {
         "help": "a model's folder or name (default: a lab model is written; a paced device brings its own)"
     },
+    "lab_model": {"default": None, "help": "which one (default lab-mha)"},
     "dtype": {
         "help": "default: float32 on a CPU, bfloat16 for models of ours on a GPU, else the model's; a paced device has "
         "float32 alone"
@@ -83,8 +93,11 @@ _STANDING = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    quick = "a small load, two rounds, without the arm hicache: under 3 minutes on a CPU"
-    rounds = "rounds, each with every arm (default 3; 2 with --quick)"
+    quick = "a small load without the arm hicache: under 3 minutes"
+    rounds = (
+        f"rounds, each with every arm (default {_PACED_ROUNDS} on a paced device, where recompute has one; else 3, "
+        "or 2 with --quick)"
+    )
     add_options(
         parser,
         RUN,
@@ -95,8 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arms",
         metavar="A,B",
-        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off; "
-        f"{','.join(_QUICK_ARMS)} with --quick; {','.join(_PACED_ARMS)} on a paced device)",
+        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off; {','.join(_QUICK_ARMS)} with --quick)",
     )
     servers = parser.add_argument_group("servers")
     add_options(servers, PACED_SERVER, "", **_SERVER_HELP)
@@ -132,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
+    choose_device(args)
     check(args)
     arms = _arms(args)
     outcome = Outcome()
@@ -145,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
             arms=arms,
             setup=setup,
             folder=folder,
-            rounds=args.rounds or (2 if args.quick else 3),
+            rounds=args.rounds or _rounds(args, shape.device),
+            once=(BASELINE,) if is_paced(shape.device) else (),
             together={"auto": None, "together": True, "fresh": False}[args.servers],
             until=None if args.minutes is None else time.monotonic() + 60 * args.minutes,
         )
@@ -272,6 +286,8 @@ def _paced_notes(paced: Paced | None) -> list[str]:
         f"Paced, not computed: forwards, copies and the disk take the time of profile "
         f"{paced.profile.name} ({paced.profile.source['database']}), dilation {paced.dilation:g}; "
         "times are divided by it.",
+        "Answers follow from the tokens alone: recompute is measured in the first round, and every arm's answers are "
+        "compared with it.",
         "The arm kvtier looks ahead (policy: prefetch on, eviction next-use, sessions).",
     ]
 
@@ -293,17 +309,34 @@ def lost_pace(paced: Paced | None, outcome: Outcome) -> list[str]:
     return notes
 
 
+def choose_device(args: argparse.Namespace) -> None:
+    """The device and the lab model, where the options do not say."""
+    if args.device is None:
+        found = detect_device()
+        computes = found != "cpu" or args.model_path is not None or args.lab_model is not None
+        args.device = found if computes else _DEFAULT_DEVICE
+    if is_paced(args.device) and args.lab_model is not None:
+        raise BenchError(f"--lab-model: {args.device} brings a model of its own")
+    args.lab_model = args.lab_model or "lab-mha"
+
+
+def _rounds(args: argparse.Namespace, device: str) -> int:
+    if is_paced(device):
+        return _PACED_ROUNDS
+    return 2 if args.quick else 3
+
+
 def _load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
     if is_paced(device):
-        return _PACED_QUICK if args.quick else _PACED
+        usual = _PACED_QUICK if args.quick else _PACED
+        # Of another trace, or at another scale, sessions may all be shorter.
+        return replace(usual, least_prompt_tokens=0) if args.trace or args.divisor else usual
     if args.quick:
         return _QUICK
     return _CPU if device == "cpu" else _GPU
 
 
 def _arms(args: argparse.Namespace) -> list[str]:
-    if args.arms is None and is_paced(args.device):
-        return list(_PACED_ARMS)
     if args.arms is None:
         return [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
     arms = words(args.arms)
