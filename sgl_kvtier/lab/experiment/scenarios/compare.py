@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ _LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 # Three to six agents worked at a time when the default trace was recorded.
 _REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
-_SERVER_HELP = {
+_SERVER_HELP: Mapping[str, Mapping[str, Any]] = {
     "device": {
         "help": f"default: cuda where there is an NVIDIA device, else {_DEFAULT_DEVICE}; cpu with --model-path or "
         "--lab-model. paced: computes nothing and takes the time of an accelerator (sgl_kvtier/lab/paced)"
