@@ -19,8 +19,14 @@ from sgl_kvtier.types import Link
 
 TIERS = ("device", "host", "storage")
 TIMES = ("ttft_ms", "tpot_ms", "e2e_ms")
-_BESIDE = (("ttft_ms", "mean"), ("ttft_ms", "p90"), ("e2e_ms", "mean"))
-"""Figures of a round whose ratios stand beside those of its medians."""
+_PAIRED = (
+    *((name, "p50") for name in TIMES),
+    ("ttft_ms", "mean"),
+    ("ttft_ms", "p90"),
+    ("e2e_ms", "mean"),
+    *(("ttft_later_ms", figure) for figure in ("p50", "mean", "p99")),
+)
+"""Figures of a round's requests that ratios are taken of."""
 
 
 @dataclass
@@ -37,8 +43,10 @@ class Round:
     usage: Usage | None = None
     disk_bytes: tuple[int, int] | None = None
     complete: bool = False
+    began_s: float = 0.0
+    """When its replay began, on the monotonic clock."""
     occupancy: list[dict[str, float]] = field(default_factory=list)
-    """Tokens in each tier over time, where that was watched."""
+    """Tokens in each tier and bytes that storage moved, over time, where that was watched."""
     dilation: float = 1.0
     """Factor by which seconds of a paced device's server are longer."""
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -140,35 +148,46 @@ def ratios(
 ) -> dict[str, Any]:
     """Our arm's rounds over each other arm's, round by round, so that a slow round cancels out.
 
-    Medians of the ratios are under the metric's name. Beside them are means and the 90th percentile
-    of the time to first token. A round that is not complete has other requests in it than its
-    partner, so it makes no pair.
+    Medians of a round's requests are under the metric's name, other figures of it beside them. A
+    round that is not complete has other requests in it than its partner, so it makes no pair.
     """
     if OURS not in arms:
         return {}
-    complete = {(one.arm, one.number) for one in rounds if one.complete}
-    numbers = sorted({number for _, number in complete})
-    good = [row for row in rows if row["error"] is None and (row["arm"], row["round"]) in complete]
-    each = {
-        (arm, name): [
-            summary(r[name] for r in good if r["arm"] == arm and r["round"] == n) for n in numbers
-        ]
-        for arm in arms
-        for name in TIMES
-    }
+    figures = {(one.arm, one.number): _round_figures(one, rows) for one in rounds if one.complete}
+    numbers = sorted({number for _, number in figures})
 
-    def pair(other: str, name: str, figure: str) -> dict[str, float | int | None]:
-        ours, theirs = ([one[figure] for one in each[arm, name]] for arm in (OURS, other))
+    def pair(other: str, metric: str) -> dict[str, float | int | None]:
+        ours, theirs = (
+            [figures.get((arm, number), {}).get(metric) for number in numbers]
+            for arm in (OURS, other)
+        )
         return pair_ratios(ours, theirs)
 
+    metrics = dict.fromkeys(metric for found in figures.values() for metric in found)
     return {
-        f"{OURS}/{other}": {
-            **{name: pair(other, name, "p50") for name in TIMES},
-            **{f"{name}_{figure}": pair(other, name, figure) for name, figure in _BESIDE},
-        }
+        f"{OURS}/{other}": {metric: pair(other, metric) for metric in metrics}
         for other in arms
         if other != OURS
     }
+
+
+def _round_figures(one: Round, rows: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
+    """What ratios are taken of: figures of one round."""
+    good = [
+        row
+        for row in rows
+        if (row["arm"], row["round"], row["error"]) == (one.arm, one.number, None)
+    ]
+    later = [row for row in good if row["turn"] > 1]
+    found: dict[str, float | None] = {}
+    for name, figure in _PAIRED:
+        over = later if name == "ttft_later_ms" else good
+        values = summary(row[name.replace("_later", "")] for row in over)
+        found[name if figure == "p50" else f"{name}_{figure}"] = values[figure]
+    output_tokens = sum(row["output_tokens"] for row in good)
+    found["wall_s"] = one.wall_s or None
+    found["throughput_tokens_per_s"] = output_tokens / one.wall_s if one.wall_s else None
+    return found
 
 
 def left_out(rounds: Iterable[Round]) -> list[str]:

@@ -34,7 +34,8 @@ def summary(values: Iterable[float | None]) -> dict[str, float | int | None]:
 def pair_ratios(
     ours: Sequence[float | None], theirs: Sequence[float | None]
 ) -> dict[str, float | int | None]:
-    """Median and quartiles of ours/theirs taken pair by pair: below 1 means `ours` is smaller.
+    """Median and quartiles of ours/theirs taken pair by pair: below 1 means `ours` is smaller. `a`
+    and `b` are the means of ours and theirs over the same pairs.
 
     The two sequences are paired by position: round i of one arm with round i of the other. So a
     machine's disturbance during a round cancels out. A pair with a missing value or a zero below
@@ -42,10 +43,20 @@ def pair_ratios(
     """
     if len(ours) != len(theirs):
         raise ValueError(f"pairs need equally many rounds, not {len(ours)} and {len(theirs)}")
-    pairs = zip(ours, theirs, strict=True)
-    ratios = [a / b for a, b in pairs if a is not None and b and _is_present(a) and _is_present(b)]
+    pairs = [
+        (a, b)
+        for a, b in zip(ours, theirs, strict=True)
+        if a is not None and b and _is_present(a) and _is_present(b)
+    ]
+    ratios = [a / b for a, b in pairs]
+    a, b = (_mean([pair[side] for pair in pairs]) for side in (0, 1))
     quartiles = [percentile(ratios, q) for q in (50, 25, 75)]
-    return {"median": quartiles[0], "p25": quartiles[1], "p75": quartiles[2], "n": len(ratios)}
+    named = dict(zip(("median", "p25", "p75"), quartiles, strict=True))
+    return {**named, "n": len(ratios), "a": a, "b": b}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

@@ -167,6 +167,25 @@ def test_means_may_say_the_opposite_of_medians_and_stand_beside_them() -> None:
     assert found["ttft_ms_p90"]["median"] == pytest.approx(0.2 / 0.82)
 
 
+def test_later_turns_and_the_time_of_a_round_are_paired_too() -> None:
+    rounds = [
+        make_round("kvtier", 1, [9.0, 0.1, 0.3]),
+        make_round("hicache-file", 1, [1.0, 0.8, 0.8]),
+        make_round("kvtier", 2, [9.0, 0.1, 0.3]),
+        make_round("hicache-file", 2, [1.0, 0.4, 0.4]),
+    ]
+    for one in rounds:
+        one.wall_s = 1.0 if one.arm == "kvtier" else 4.0
+    found = ratios(rounds, sample_rows(rounds), ["hicache-file", "kvtier"])["kvtier/hicache-file"]
+    mean = found["ttft_later_ms_mean"]
+    assert (mean["median"], mean["n"]) == (pytest.approx((0.25 + 0.5) / 2), 2)
+    assert (mean["a"], mean["b"]) == (pytest.approx(200), pytest.approx(600))
+    assert found["ttft_later_ms_p99"]["a"] == pytest.approx(298)
+    assert found["ttft_later_ms"]["a"] == pytest.approx(200)
+    assert found["wall_s"]["median"] == pytest.approx(0.25)
+    assert found["throughput_tokens_per_s"]["median"] == pytest.approx(4.0)
+
+
 def test_without_our_arm_there_are_no_ratios() -> None:
     rounds = [make_round("hicache", 1, [0.1])]
     assert ratios(rounds, sample_rows(rounds), ["hicache"]) == {}

@@ -46,11 +46,13 @@ def test_a_summary_counts_what_it_is_made_of() -> None:
 def test_ratios_are_taken_pair_by_pair_so_a_slow_round_cancels_out() -> None:
     # Round 2 ran on a machine ten times slower; the ratio of the medians would be 0.5 / (10 / 2).
     result = pair_ratios([1, 10, 2], [2, 20, 4])
-    assert result == {"median": 0.5, "p25": 0.5, "p75": 0.5, "n": 3}
+    quartiles = {"median": 0.5, "p25": 0.5, "p75": 0.5, "n": 3}
+    assert result == {**quartiles, "a": 13 / 3, "b": 26 / 3}
 
 
 def test_quartiles_of_ratios_are_reported() -> None:
-    assert pair_ratios([1, 2, 3], [1, 1, 1]) == {"median": 2, "p25": 1.5, "p75": 2.5, "n": 3}
+    quartiles = {"median": 2, "p25": 1.5, "p75": 2.5, "n": 3}
+    assert pair_ratios([1, 2, 3], [1, 1, 1]) == {**quartiles, "a": 2, "b": 1}
 
 
 def test_a_pair_without_a_value_or_with_nothing_to_divide_by_is_dropped() -> None:
@@ -59,6 +61,8 @@ def test_a_pair_without_a_value_or_with_nothing_to_divide_by_is_dropped() -> Non
         "p25": 0.5,
         "p75": 0.5,
         "n": 1,
+        "a": 1,
+        "b": 2,
     }
     assert pair_ratios([], [])["median"] is None
 
