@@ -77,6 +77,7 @@ class FakeServer:
                 "cached_tokens": sum(tiers.values()),
                 "cached_tokens_details": tiers,
                 "queue_time": 0.5,
+                "id": body.get("rid", "chosen by the server"),
             }
             if body.get("return_logprob"):
                 meta["output_token_logprobs"] = [

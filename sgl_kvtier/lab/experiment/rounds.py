@@ -298,7 +298,7 @@ class Rounds:
             one.before = await client.metrics()
             disk = server.disk_bytes()
             watch = CpuWatch(lambda: server.usage().cpu_s)
-            began = time.monotonic()
+            one.began_s = time.monotonic()
             try:
                 await self._work.measure(client, one, advance)
             finally:
@@ -312,7 +312,7 @@ class Rounds:
             server.raise_if_ended(f"in round {one.number}")
             if paced is not None:
                 lines = pace.read(server.folder / launching.LOG)
-                one.steps = [line for line in lines if line["at"] >= began]
+                one.steps = [line for line in lines if line["at"] >= one.began_s]
             one.complete = True
             notes += not_cold(one)
 

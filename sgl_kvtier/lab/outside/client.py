@@ -69,6 +69,8 @@ class Completion:
     server_queue_s: float | None = None
     storage_wait_s: float | None = None
     error: str | None = None
+    rid: str | None = None
+    """The server's name for the request."""
     logprobs: tuple[float, ...] = ()
     """Log-probs of the output tokens, where they were asked for."""
     margins: tuple[float, ...] = ()
@@ -362,6 +364,7 @@ class _Reading:
         self._logprobs: list[float] = []
         self._margins: list[float] = []
         self._prompt_tokens: int | None = None
+        self._rid: str | None = None
         self._queue_s: float | None = None
         self._storage_wait_s: float | None = None
         self._cached: Cached | None = None
@@ -380,6 +383,7 @@ class _Reading:
         meta = _field(event, "meta_info", dict) or {}
         self._take_tokens(_field(event, "output_ids", list) or [], meta)
         self._prompt_tokens = _whole(meta, "prompt_tokens")
+        self._rid = _field(meta, "id", str)
         self._queue_s = _seconds(meta, "queue_time")
         self._storage_wait_s = _seconds(meta, "storage_prefetch_wait")
         self._cached = _cached(meta)
@@ -442,15 +446,19 @@ class _Reading:
             server_queue_s=self._queue_s,
             storage_wait_s=self._storage_wait_s,
             error=error,
+            rid=self._rid,
             logprobs=tuple(self._logprobs),
             margins=tuple(self._margins),
         )
 
 
+_KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
+
+
 def _field(data: Mapping[str, Any], name: str, kind: type) -> Any:
     value = data.get(name)
     if value is not None and not isinstance(value, kind):
-        raise BadAnswer(refusal(name, value, "an object" if kind is dict else "a list"))
+        raise BadAnswer(refusal(name, value, _KINDS[kind]))
     return value
 
 

@@ -50,7 +50,15 @@ class PaceLog:
         gap_s = max(called - self._free_at, 0.0) if going_on else 0.0
         late_s = max(returned - end, 0.0)
         self._free_at, self._went_on = max(end, returned), tuple(rids)
-        row = {"step": kind, "at": called, "seconds": end - begin, "late_s": late_s, "gap_s": gap_s}
+        row: dict[str, Any] = {
+            "step": kind,
+            "at": called,
+            "seconds": end - begin,
+            "late_s": late_s,
+            "gap_s": gap_s,
+        }
+        if kind == "prefill":  # whose prompt was computed when; a decode step would name all
+            row |= {"begin": begin, "rids": list(rids)}
         self._write({**row, "requests": len(rids), **more})
 
     def mismatch(self, at: float, what: str, rid: str, tier: str) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from commands import Command, Done
 
-from sgl_kvtier.lab.experiment.lookahead.occupancy import occupancy
-from sgl_kvtier.lab.outside.client import Metrics
 from sgl_kvtier.lab.pages.lookahead import losing, statements
 
 SMALL = [
@@ -143,23 +141,6 @@ def test_too_much_oversubscription_is_refused_before_anything_starts(compare: Co
     done = compare("--oversubscription", "50")
     assert (done.status, done.result) == (1, {})
     assert "take more with --sessions" in done.err
-
-
-def test_tiers_are_read_from_what_a_server_counts() -> None:
-    text = (
-        'sglang:kv_used_tokens{a="1"} 16\nsglang:kv_evictable_tokens{a="1"} 100\nsglang:hicache_host_used_tokens 64\n'
-        'kvtier:store_pages{tp_rank="0"} 5\nkvtier:store_pages{tp_rank="1"} 5\nsglang:backuped_tokens_total 999\n'
-    )
-    assert occupancy(Metrics.parse(text), Metrics({}), 16) == {
-        "device": 116.0,
-        "host": 64.0,
-        "storage": 80.0,
-    }
-    file = Metrics.parse("sglang:backuped_tokens_total 999\n")
-    assert occupancy(file, Metrics.parse("sglang:backuped_tokens_total 900\n"), 16) == {
-        "storage": 99.0
-    }
-    assert occupancy(Metrics({}), Metrics({}), 16) == {}
 
 
 def test_a_comparison_in_pieces_measures_every_trial_once_and_the_oracle_once_per_pause(

@@ -45,6 +45,7 @@ def test_tokens_and_their_times_are_read_from_either_kind_of_stream(incremental:
     assert done.cached == Cached(storage=16, total=16)
     assert done.prompt_tokens == 3
     assert done.server_queue_s == 0.5
+    assert done.rid == "chosen by the server"
 
 
 def test_generation_is_greedy_and_of_a_fixed_length(fake_server: FakeServer) -> None:
@@ -273,6 +274,7 @@ FIELDS = (
     "cached_tokens_details",
     "queue_time",
     "storage_prefetch_wait",
+    "id",
     "output_token_logprobs",
     "finish_reason",
 )
@@ -282,6 +284,7 @@ RIGHT = {
     "cached_tokens_details": [{"a": 1}],
     "queue_time": [5, -1],
     "storage_prefetch_wait": [5, -1],
+    "id": ["x"],
 }
 MALFORMED: dict[str, HostileServer] = {
     **{

@@ -57,6 +57,13 @@ def test_checking_longer_than_the_step_is_late(tmp_path):
     assert lines[0]["late_s"] == 0.5
 
 
+def test_a_prefill_step_says_whose_prompts_it_computed_and_when(tmp_path):
+    step = {"called": 1.0, "begin": 1.5, "end": 2.5, "returned": 1.1}
+    prefill, decode = log(tmp_path / "log", {**step, "kind": "prefill", "rids": ["a", "b"]}, step)
+    assert (prefill["rids"], prefill["begin"], prefill["seconds"]) == (["a", "b"], 1.5, 1.0)
+    assert "rids" not in decode
+
+
 def test_overrun_is_what_was_lost_of_all_steps(tmp_path):
     lines = log(
         tmp_path / "log",

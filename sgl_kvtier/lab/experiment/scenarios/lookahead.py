@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +40,10 @@ from sgl_kvtier.lab.experiment.lookahead.arms import (
     arm_setup,
     pools,
 )
-from sgl_kvtier.lab.experiment.lookahead.occupancy import watch
 from sgl_kvtier.lab.experiment.lookahead.result import Cell, make_results, notes_of
-from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.experiment.rounds import Plan, Replaying, RoundLog, Rounds
 from sgl_kvtier.lab.experiment.scenarios.compare import about
-from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.experiment.timeline import watch
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.pages.lookahead import SCHEMA, lookahead_page, lookahead_tables
 from sgl_kvtier.outside import is_number, shown
@@ -220,7 +218,10 @@ class _Run:
                 file=sys.stderr,
             )
             options = replace(self.replaying, pause_s=cell.gap_s)
-            path, beside = plan.folder / "requests.jsonl", _watching(plan.setup.page_size)
+            path, beside = (
+                plan.folder / "requests.jsonl",
+                partial(watch, page_tokens=plan.setup.page_size),
+            )
             work = Replaying(self.chosen, options, plan.setup, path, beside)
             try:
                 Rounds(plan, work, cell.outcome, log).run()
@@ -262,13 +263,6 @@ def _place(oversubscription: float, gap_s: float, arm: str) -> str:
     """
     pause = f"pause {gap_s:g} s"
     return pause if arm == ORACLE else f"{oversubscription:g}x, {pause}"
-
-
-def _watching(page_tokens: int) -> Any:
-    def beside(client: Client, one: Round) -> Coroutine[Any, Any, None]:
-        return watch(client, one, page_tokens)
-
-    return beside
 
 
 def _setup(args: argparse.Namespace, model: str, chosen: Load) -> Setup:

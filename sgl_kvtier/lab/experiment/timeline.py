@@ -1,0 +1,138 @@
+"""A round over time: how full each tier is and what storage moved, read from a server's /metrics
+while sessions are replayed; and when each request waited, was computed and decoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from sgl_kvtier.lab.experiment.measures import Round
+from sgl_kvtier.lab.outside.client import Client, Completion, Metrics
+
+PERIOD_S = 1.0
+"""Seconds between two readings. One costs some ten milliseconds of the HTTP process, the same in
+every arm.
+"""
+_TOUCHING_S = 0.002
+"""Two spans of computing with less time between them are one."""
+
+
+def occupancy(metrics: Metrics, before: Metrics, page_tokens: int) -> dict[str, float]:
+    """Tokens in each tier: cached or in use on the device, in host memory, and in storage. A tier
+    that is not there, or whose server counts nothing, is left out. SGLang's file backend counts
+    what it has written, which it keeps.
+    """
+    found: dict[str, float | None] = {}
+    used, evictable = (metrics.total(f"sglang:kv_{kind}_tokens") for kind in ("used", "evictable"))
+    found["device"] = None if used is None else used + (evictable or 0.0)
+    found["host"] = metrics.total("sglang:hicache_host_used_tokens")
+    pages = metrics.total("kvtier:store_pages", tp_rank="0")
+    if pages is not None:
+        found["storage"] = pages * page_tokens
+    else:
+        found["storage"] = _grown(metrics, before, "sglang:backuped_tokens_total")
+    return {tier: tokens for tier, tokens in found.items() if tokens is not None}
+
+
+def moved(metrics: Metrics, before: Metrics) -> dict[str, float]:
+    """Bytes that storage read and wrote since `before`: by the store's own count, else SGLang's
+    tokens times its bytes per token. What is not counted is left out.
+    """
+    tokens, nbytes = (
+        metrics.total(f"sglang:hicache_backup_{what}_total") for what in ("tokens", "bytes")
+    )
+    per_token = nbytes / tokens if tokens and nbytes else None
+    found: dict[str, float | None] = {}
+    for name, ours, stock in (
+        ("read_bytes", "kvtier:bytes_read_total", "sglang:prefetched_tokens_total"),
+        ("written_bytes", "kvtier:bytes_written_total", "sglang:backuped_tokens_total"),
+    ):
+        found[name] = _grown(metrics, before, ours)
+        count = _grown(metrics, before, stock)
+        if found[name] is None and count is not None:
+            found[name] = count * per_token if per_token else None if count else 0.0
+    return {name: value for name, value in found.items() if value is not None}
+
+
+async def watch(client: Client, one: Round, page_tokens: int, period_s: float = PERIOD_S) -> None:
+    """Puts a reading into `one.occupancy` every period, until it is cancelled. Seconds are those
+    of a server that is not dilated, since `one.began_s`.
+    """
+    while True:
+        metrics = await client.metrics()
+        reading = occupancy(metrics, one.before, page_tokens) | moved(metrics, one.before)
+        at = (time.monotonic() - one.began_s) / one.dilation
+        one.occupancy.append({"t_s": round(at, 3), **reading})
+        await asyncio.sleep(period_s * one.dilation)
+
+
+def timelines(rounds: Iterable[Round]) -> list[dict[str, Any]]:
+    """The first complete round of each arm over time, `timeline` of docs/manual/json.md."""
+    first: dict[str, Round] = {}
+    for one in rounds:
+        if one.complete and one.samples:
+            first.setdefault(one.arm, one)
+    return [
+        {"arm": one.arm, "round": one.number, "requests": _requests(one), "tiers": one.occupancy}
+        for one in first.values()
+    ]
+
+
+def _requests(one: Round) -> list[dict[str, Any]]:
+    # A log of an older version does not say when its rounds began.
+    began = one.began_s or min(sample.completion.sent_s for sample in one.samples)
+    steps = _steps_by_request(one.steps)
+    rows = []
+    for sample in sorted(one.samples, key=lambda sample: sample.completion.sent_s):
+        done = sample.completion
+        begin = (done.sent_s - began) / one.dilation
+        spans = steps.get(done.rid or "")
+        computing = (
+            _taken(done, begin)
+            if spans is None
+            else [[(at - began) / one.dilation for at in span] for span in spans]
+        )
+        rows.append(
+            {
+                "session": sample.session,
+                "turn": sample.turn,
+                "begin_s": round(begin, 3),
+                "first_s": None if done.ttft_s is None else round(begin + done.ttft_s, 3),
+                "end_s": round(begin + done.e2e_s, 3),
+                "computing_s": [[round(at, 3) for at in span] for span in computing],
+            }
+        )
+    return rows
+
+
+def _taken(done: Completion, begin: float) -> list[list[float]]:
+    """The span from when the scheduler took a request to its first token, where steps are not
+    known.
+    """
+    if done.ttft_s is None or done.server_queue_s is None:
+        return []
+    return [[begin + min(done.server_queue_s, done.ttft_s), begin + done.ttft_s]]
+
+
+def _steps_by_request(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """When each request's prompt was computed, as a paced device wrote it: spans of the monotonic
+    clock. A step that waits for pages computes when they have come.
+    """
+    found: dict[str, list[list[float]]] = {}
+    for step in steps:
+        for rid in step.get("rids", ()):
+            begin = step["begin"] + step.get("load_wait_s", 0.0)
+            spans = found.setdefault(rid, [])
+            if spans and begin - spans[-1][1] < _TOUCHING_S:
+                spans[-1][1] = begin + step["seconds"]
+            else:
+                spans.append([begin, begin + step["seconds"]])
+    return found
+
+
+def _grown(metrics: Metrics, before: Metrics, name: str) -> float | None:
+    now = metrics.total(name)
+    return None if now is None else max(0.0, now - (before.total(name) or 0.0))
