@@ -3,7 +3,7 @@
 from sgl_kvtier.console.document import check_target, envelope, to_json, write_json, write_text
 from sgl_kvtier.console.environment import environment
 from sgl_kvtier.console.progress import Progress, format_duration
-from sgl_kvtier.console.show import print_table, progress
+from sgl_kvtier.console.show import print_statement, print_table, progress
 from sgl_kvtier.console.table import MISSING, Column, Table, format_share, format_value, to_markdown
 from sgl_kvtier.sizes import format_bytes
 
@@ -19,6 +19,7 @@ __all__ = [
     "format_duration",
     "format_share",
     "format_value",
+    "print_statement",
     "print_table",
     "progress",
     "to_json",

@@ -5,6 +5,7 @@ installed, plain text where not.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import threading
 import time
@@ -34,6 +35,17 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
         return
     encoding = getattr(file, "encoding", None) or "utf-8"
     print(encodable("\n".join(plain_lines(table)), encoding), file=file)
+
+
+def print_statement(text: str, is_bad: bool, file: TextIO | None = None) -> None:
+    """Prints a sentence and an empty line to `file` (stdout if None): on a terminal bold, and red
+    where it is bad news.
+    """
+    file = file or sys.stdout
+    text = encodable(text, getattr(file, "encoding", None) or "utf-8")
+    if file.isatty() and "NO_COLOR" not in os.environ:
+        text = f"\033[{'1;31' if is_bad else '1'}m{text}\033[0m"
+    print(f"{text}\n", file=file)
 
 
 @contextmanager

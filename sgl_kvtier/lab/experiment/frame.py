@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.console import Table, check_target, envelope, print_table, write_json, write_text
+from sgl_kvtier.console import (
+    Table,
+    check_target,
+    envelope,
+    print_statement,
+    print_table,
+    write_json,
+    write_text,
+)
 from sgl_kvtier.console.environment import planner_build
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.server import end_on_signals
@@ -28,7 +36,8 @@ from sgl_kvtier.launch import missing_packages, paced_device
 class Experiment:
     """One run of a command: what it does, and what follows from that.
 
-    `measured` says whether anything was; a failure before that writes nothing. `standing` are notes
+    `sentence` is printed first, and whether it is bad news; `behind` after the tables: where more
+    is. `measured` says whether anything was; a failure before that writes nothing. `standing` are notes
     of every such result: they are in the result and on its page, and not printed.
     """
 
@@ -38,6 +47,8 @@ class Experiment:
     results: Callable[[], dict[str, Any]]
     tables: Callable[[dict[str, Any]], Sequence[Table]]
     page: Callable[[dict[str, Any]], str] | None = None
+    sentence: Callable[[dict[str, Any]], tuple[str, bool]] | None = None
+    behind: str = ""
     standing: Sequence[str] = ()
     notes: Callable[[], Sequence[str]] = lambda: ()
     measured: Callable[[], bool] = lambda: True
@@ -74,9 +85,13 @@ class Experiment:
     def _report(self, result: dict[str, Any], said: Sequence[str]) -> None:
         page = getattr(self.args, "html", None)
         shown = sys.stderr if "-" in (self.args.json, page) else sys.stdout
+        if self.sentence is not None:
+            print_statement(*self.sentence(result), shown)
         for table in self.tables(result):
             print_table(table, shown)
             print(file=shown)
+        if self.behind:
+            print(self.behind, file=shown)
         for note in said:
             print(note, file=shown)
         if self.args.json is not None:

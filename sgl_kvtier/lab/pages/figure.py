@@ -36,18 +36,20 @@ _KNOWN = {
     "recompute": "#767676",
     "hicache": "#56B4E9",
     "hicache-file": "#0072B2",
+    "kvtier-off": "#E69F00",
     "kvtier": "#D55E00",
 }
-_FREE = ("#009E73", "#CC79A7", "#E69F00", "#000000", "#8C564B", "#117733", "#882255", "#44AA99")
+_FREE = ("#009E73", "#CC79A7", "#000000", "#8C564B", "#117733", "#882255", "#44AA99")
 _DASHES = {
     "recompute": (0, (1, 1.2)),
     "hicache": (0, (4, 1.6)),
     "hicache-file": (0, (5, 1.4, 1, 1.4)),
+    "kvtier-off": (0, (1, 1.2, 4, 1.2)),
     "kvtier": "-",
 }
 _FREE_DASHES = ("-", (0, (4, 1.6)), (0, (5, 1.4, 1, 1.4)), (0, (1, 1.2)))
-_MARKERS = {"recompute": "s", "hicache": "^", "hicache-file": "D", "kvtier": "o"}
-_FREE_MARKERS = "v<>PX*hp"
+_MARKERS = {"recompute": "s", "hicache": "^", "hicache-file": "D", "kvtier-off": "v", "kvtier": "o"}
+_FREE_MARKERS = "<>PX*hpd"
 
 # One hue from dark to light for cached tokens, nearest tier darkest: the order survives grey print
 # and colour blindness.
@@ -97,6 +99,11 @@ def new_figure(height_in: float = SIZE_IN[1]) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(SIZE_IN[0], height_in), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
+    _styled(axes)
+    return figure, axes
+
+
+def _styled(axes: Axes) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -104,7 +111,19 @@ def new_figure(height_in: float = SIZE_IN[1]) -> tuple[Figure, Axes]:
     axes.grid(True, color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=8, length=3, color="#8b929c")
-    return figure, axes
+
+
+def new_panels(count: int) -> tuple[Figure, list[Axes]]:
+    """Plots one above the other with a common x axis, otherwise as `new_figure`."""
+    figure, axes = new_figure(height_in=1.0 + 1.05 * count)
+    figure.delaxes(axes)
+    found: list[Axes] = []
+    for place in range(count):
+        one = figure.add_subplot(count, 1, place + 1, sharex=found[0] if found else None)
+        _styled(one)
+        one.tick_params(labelbottom=place == count - 1)
+        found.append(one)
+    return figure, found
 
 
 def add_heading(figure: Figure, axes: Axes, title: str) -> None:

@@ -88,8 +88,8 @@ def result_page(
     losing: str,
     configuration: str,
 ) -> str:
-    """The page of an experiment: its outcome, its tables, where ours is worse, and how to repeat
-    it.
+    """The page of an experiment: its outcome, its plots and tables, where ours is worse, its
+    settings, and how to repeat it.
 
     `figures` are plots with their captions; None where no request ended without an error.
     """
@@ -102,10 +102,10 @@ def result_page(
     again = "The same command on a quiet machine of the same kind. All figures of this page are in the command's --json output."
     sections = [
         Section("headline", "Headline", headline),
-        Section("configuration", "Configuration", f"{configuration}\n<h3>Notes</h3>\n{notes}"),
-        Section("tables", "Tables", "\n".join(table_html(one, colour, "kvtier") for one in tables)),
         Section("plots", "Plots", _plots(figures)),
+        Section("tables", "Tables", "\n".join(table_html(one, colour, "kvtier") for one in tables)),
         Section("losing-cells", "Losing cells", losing),
+        Section("configuration", "Configuration", f"{configuration}\n<h3>Notes</h3>\n{notes}"),
         Section("environment", "Environment", definitions_html(environment)),
         Section("repeat", "How to repeat", command + paragraph_html(again)),
     ]
@@ -191,6 +191,11 @@ def statements_html(statements: Sequence[tuple[str, bool]]) -> str:
     """Sentences one below the other; those with True are problems and stand out."""
     items = "".join(f"<li{_bad(is_bad)}>{escape(text)}</li>" for text, is_bad in statements)
     return f'<ul class="statements">{items}</ul>'
+
+
+def lead_html(text: str, is_bad: bool) -> str:
+    """The sentence that a page begins with; one that is bad stands out."""
+    return f'<p class="lead{" bad" if is_bad else ""}">{escape(text)}</p>'
 
 
 def paragraph_html(text: str) -> str:

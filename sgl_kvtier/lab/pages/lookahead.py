@@ -9,7 +9,8 @@ from typing import Any
 
 from sgl_kvtier.console.table import Column, Table, format_share
 from sgl_kvtier.lab.pages import html
-from sgl_kvtier.lab.pages.compare import OURS, TIERS, first_token_cdf, has_samples
+from sgl_kvtier.lab.pages.compare.figures import first_token_cdf, has_samples
+from sgl_kvtier.lab.pages.compare.result import OURS, TIERS
 from sgl_kvtier.lab.pages.plots import Series, lines
 from sgl_kvtier.sizes import format_bytes
 

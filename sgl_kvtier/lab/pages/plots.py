@@ -22,6 +22,7 @@ from sgl_kvtier.lab.pages.figure import (
     dashes,
     markers,
     new_figure,
+    new_panels,
     plots_available,
     save_plot,
     svg_text,
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bar",
+    "Panel",
     "Series",
     "cdf",
     "intervals",
     "lines",
+    "panels",
     "plots_available",
     "ratios",
     "save_plot",
@@ -45,6 +48,8 @@ __all__ = [
 
 _EMPHASISED = "kvtier"
 
+_MOST_LANES_IN = 4.5
+"""Inches that the rows of a timeline have at most."""
 _MOST_STEPS = 1000
 """Steps of a distribution that are drawn; more would only make the file large."""
 
@@ -70,6 +75,14 @@ class Bar:
     start: float
     stop: float
     kind: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of several plots with a common x axis: what its y axis is, and its curves."""
+
+    y_label: str
+    series: Sequence[Series]
 
 
 def lines(
@@ -108,6 +121,37 @@ def lines(
     if whole_x:
         _whole_ticks(axes, [x for one in series for x in one.x])
     add_heading(figure, axes, _safe(title))
+    return svg_text(figure, f"{title}: {', '.join(names)}")
+
+
+def panels(rows: Sequence[Panel], title: str, x_label: str, *, steps: bool = False) -> str:
+    """Curves over one x axis, in plots one above the other. With `steps` a value holds from the x
+    before its own.
+    """
+    figure, axes = new_panels(len(rows))
+    from matplotlib import ticker  # heavy and optional, see figure.new_figure
+
+    names = list(dict.fromkeys(one.name for row in rows for one in row.series if one.y))
+    colour, dash = colours(names), dashes(names)
+    for name in names:  # one legend, also of curves that the first panel does not have
+        axes[0].plot([], [], label=_safe(name), color=colour[name], linestyle=dash[name])
+    for row, place in zip(rows, axes, strict=True):
+        for one in row.series:
+            place.plot(
+                one.x,
+                _floats(one.y),
+                color=colour.get(one.name),
+                linestyle=dash.get(one.name, "-"),
+                linewidth=_weight(one.name),
+                drawstyle="steps-pre" if steps else "default",
+            )
+        _label(place, "", row.y_label)
+        _scale(place, log_x=False, log_y=False)
+        place.yaxis.set_major_locator(ticker.MaxNLocator(4))
+    _label(axes[-1], x_label, rows[-1].y_label)
+    axes[-1].set_xlim(left=0)
+    figure.align_ylabels(axes)
+    add_heading(figure, axes[0], _safe(title))
     return svg_text(figure, f"{title}: {', '.join(names)}")
 
 
@@ -234,27 +278,35 @@ def ratios(rows: Sequence[Series], title: str, x_label: str) -> str:
     return svg_text(figure, f"{title}: {', '.join(row.name for row in rows)}")
 
 
-def timeline(bars: Sequence[Bar], title: str, x_label: str) -> str:
-    """Bars over time: one row per `Bar.lane` in the order of first appearance, one colour
-    per kind.
+def timeline(
+    bars: Sequence[Bar],
+    fills: Mapping[str, str],
+    title: str,
+    x_label: str,
+    y_label: str = "",
+    *,
+    until: float | None = None,
+) -> str:
+    """Bars over time: one row per `Bar.lane` in the order of first appearance, each kind in the
+    colour that `fills` has for it, in its order. The x axis ends at `until`.
     """
     lanes = list(dict.fromkeys(bar.lane for bar in bars))
-    kinds = list(dict.fromkeys(bar.kind for bar in bars))
-    figure, axes = new_figure(height_in=1.35 + 0.34 * max(len(lanes), 1))
-    colour = colours(kinds)
+    kinds = [kind for kind in fills if any(bar.kind == kind for bar in bars)]
+    figure, axes = new_figure(height_in=1.35 + min(0.34 * max(len(lanes), 1), _MOST_LANES_IN))
     for kind in kinds:
         mine = [bar for bar in bars if bar.kind == kind]
         axes.barh(
             [lanes.index(bar.lane) for bar in mine],
             [bar.stop - bar.start for bar in mine],
             left=[bar.start for bar in mine],
-            height=0.66, color=colour[kind], label=_safe(kind), edgecolor="white", linewidth=0.4,
+            height=0.66, color=fills[kind], label=_safe(kind), linewidth=0,
         )  # fmt: skip
     axes.set_yticks(range(len(lanes)), [_safe(lane) for lane in lanes])
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
+    axes.set_xlim(0, until)
     axes.grid(False, axis="y")
     axes.tick_params(axis="y", length=0)
-    _label(axes, x_label, "")
+    _label(axes, x_label, y_label)
     add_heading(figure, axes, _safe(title))
     return svg_text(figure, f"{title}: {', '.join(kinds)}")
 

@@ -10,10 +10,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.console import Column, Table, check_target, print_table, write_text
+from sgl_kvtier.console import Column, Table, check_target, print_statement, print_table, write_text
 from sgl_kvtier.console.table import format_value
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.pages import compare, html, lookahead, plots, restore
+from sgl_kvtier.lab.pages import html, lookahead, plots, restore
+from sgl_kvtier.lab.pages.compare.page import compare_page
+from sgl_kvtier.lab.pages.compare.result import SCHEMA as COMPARE
+from sgl_kvtier.lab.pages.compare.sentence import sentence
+from sgl_kvtier.lab.pages.compare.tables import compare_tables
 from sgl_kvtier.outside import parse_json
 
 GRIDS = "grids"
@@ -46,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise KVTierError(f"{args.file} describes no plot: leave --svg away, or use --html")
     try:
         tables = tables_of(result)
+        said = sentence(result) if result["schema"] == COMPARE else None
         page = None if args.html is None else page_of(result)
         drawn = None if args.svg is None else grids_plot(result)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
@@ -54,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
             "Give the file that --json wrote"
         ) from error
     shown = sys.stderr if "-" in (args.html, args.svg) else sys.stdout
+    if said is not None:
+        print_statement(*said, shown)
     for table in tables:
         print_table(table, shown)
         print(file=shown)
@@ -160,7 +167,7 @@ def _found(path: Path, grids: Any) -> Any:
 
 
 KINDS = {
-    compare.SCHEMA: (compare.compare_tables, compare.compare_page),
+    COMPARE: (compare_tables, compare_page),
     lookahead.SCHEMA: (lookahead.lookahead_tables, lookahead.lookahead_page),
     restore.SCHEMA: (restore.restore_tables, restore.restore_page),
     GRIDS: (grid_tables, grids_page),

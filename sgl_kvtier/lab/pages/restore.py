@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from sgl_kvtier.console.table import Column, Table, format_share, format_value
 from sgl_kvtier.lab.pages import html
-from sgl_kvtier.lab.pages.compare import OURS
+from sgl_kvtier.lab.pages.compare.result import OURS
 from sgl_kvtier.lab.pages.plots import Series, lines
 
 SCHEMA = "kvtier.restore/1"

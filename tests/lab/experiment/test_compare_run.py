@@ -84,8 +84,31 @@ def test_every_arm_replays_every_request_in_every_round(compare: Command, tmp_pa
     assert not [
         note for note in result["notes"] if "not cold" in note or "did not come back" in note
     ]
-    assert "Time to first token" in done.out
-    assert (tmp_path / "page.html").read_text().startswith("<!DOCTYPE html>")
+    page = (tmp_path / "page.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "two rounds: too few to tell" in result["summary"]
+    assert result["summary"] in page
+
+
+def test_a_sentence_and_one_table_are_printed_and_where_the_others_are(compare: Command) -> None:
+    done = compare("--rounds", "1", "--arms", "recompute,kvtier")
+    assert done.out.startswith(done.result["summary"])
+    titles = [line for line in done.out.splitlines() if line.startswith("Time ")]
+    assert titles == ["Time to first token of later and first turns"]
+    assert "kvtier report FILE" in done.out
+
+
+def test_a_round_of_each_arm_is_kept_over_time(compare: Command) -> None:
+    result = compare("--rounds", "2", "--arms", "recompute,kvtier").result
+    assert [(one["arm"], one["round"]) for one in result["timeline"]] == [
+        ("recompute", 1),
+        ("kvtier", 1),
+    ]
+    for one in result["timeline"]:
+        assert len(one["requests"]) == 4
+        for request in one["requests"]:
+            assert 0 <= request["begin_s"] <= request["first_s"] <= request["end_s"]
+    assert result["timeline"][1]["tiers"][0]["written_bytes"] == 0
 
 
 def test_the_order_of_arms_moves_on_from_round_to_round(compare: Command) -> None:
@@ -256,8 +279,10 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     assert result["arms"]["kvtier"]["ttft_later_ms"]["n"] == 2
     assert result["settings"]["page_size"] == 64
     assert result["settings"]["chunk_tokens"] == 8192
-    titles = [line for line in done.out.splitlines() if "not computed" in line]
-    assert len(titles) >= 5
+    said = "INVALID: the paced device did not keep pace in "
+    assert result["summary"].startswith(said)
+    assert done.out.startswith(said)
+    assert "(paced h100-llama8b, not computed)" in done.out
     assert "paced h100-llama8b, not computed" in (tmp_path / "out.html").read_text()
 
 

@@ -35,7 +35,10 @@ def make_result() -> dict:
     arms = {name: _arm(name, samples) for name in ARMS}
     medians = {name: _round_medians(name, samples) for name in ARMS}
     ratios = {
-        f"kvtier/{other}": {"ttft_ms": pair_ratios(medians["kvtier"], medians[other])}
+        f"kvtier/{other}": {
+            "ttft_ms": pair_ratios(medians["kvtier"], medians[other]),
+            "ttft_later_ms_mean": pair_ratios(medians["kvtier"], medians[other]),
+        }
         for other in ARMS
         if other != "kvtier"
     }
@@ -63,9 +66,11 @@ def make_result() -> dict:
             "arms": {name: ["--page-size", "64", "--mem-fraction-static", "0.5"] for name in ARMS},
             "trace": None,
         },
+        "summary": "kvtier and hicache-file: three rounds: too few to tell.",
         "rounds": ROUNDS,
         "arms": arms,
         "ratios": ratios,
+        "timeline": [_over_time(name, samples) for name in ("hicache-file", "kvtier")],
         "samples": samples,
         "interrupted": False,
         "notes": ["Outputs are generated greedily & fed back.", "Tool gaps are divided by 10."],
@@ -118,8 +123,9 @@ def _arm(name: str, samples: list[dict]) -> dict:
     stored = name in ("hicache-file", "kvtier")
     return {
         **{metric: summary(s[metric] for s in good) for metric in METRICS},
-        "ttft_later_ms": summary(s["ttft_ms"] for s in good if s["turn"] > 0),
+        "ttft_later_ms": summary(s["ttft_ms"] for s in good if s["turn"] > 1),
         "equal_tokens_fraction": sum(known) / len(known) if known else None,
+        "compared_requests": len(known),
         "cached_tokens": {
             tier: sum(s["cached"][tier] for s in good) for tier in ("device", "host", "storage")
         },
@@ -129,6 +135,38 @@ def _arm(name: str, samples: list[dict]) -> dict:
         "bytes": {"read": 412 << 20 if stored else 0, "written": 777 << 20 if stored else None},
         "restore": None,
     }
+
+
+def _over_time(arm: str, samples: list[dict]) -> dict:
+    """The first round of an arm: each session's requests a second apart, a reading a second."""
+    requests, free = [], dict.fromkeys(range(SESSIONS), 0.0)
+    for one in samples:
+        if (one["arm"], one["round"]) == (arm, 1):
+            begin = free[one["session"]] + 1.0
+            first, end = begin + one["ttft_ms"] / 1000, begin + one["e2e_ms"] / 1000
+            free[one["session"]] = end
+            requests.append(
+                {
+                    "session": one["session"],
+                    "turn": one["turn"],
+                    "begin_s": begin,
+                    "first_s": first,
+                    "end_s": end,
+                    "computing_s": [[begin + 0.4 * (first - begin), first]],
+                }
+            )
+    tiers = [
+        {
+            "t_s": float(second),
+            "device": min(4096, 800 * second),
+            "host": min(6144, 700 * second),
+            "storage": 650 * second,
+            "read_bytes": (9 << 20) * max(0, second - 4),
+            "written_bytes": (30 << 20) * second,
+        }
+        for second in range(int(max(free.values())) + 1)
+    ]
+    return {"arm": arm, "round": 1, "requests": requests, "tiers": tiers}
 
 
 def _round_medians(name: str, samples: list[dict]) -> list[float | None]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.lab.pages.compare import compare_page
+from sgl_kvtier.lab.pages.compare.page import compare_page
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -114,14 +114,14 @@ def test_the_dom_has_all_tables_and_plots_and_no_element_from_a_setting(
 ) -> None:
     pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
     dom = open_in_browser(f"{site.address}/compare.html", tmp_path)
-    assert dom.count("<table>") == 7
-    assert dom.count("<svg") == 4
+    assert dom.count("<table>") == 8
+    assert dom.count("<svg") == 8
     assert len(re.findall(r"<section id=", dom)) == 7
     assert "<b id=" not in dom
     rows = re.findall(
         r'<span class="swatch"[^>]*></span>(recompute|hicache|hicache-file|kvtier)</td>', dom
     )
-    assert rows == ["recompute", "hicache", "hicache-file", "kvtier"] * 4
+    assert rows == ["recompute", "hicache", "hicache-file", "kvtier"] * 5
 
 
 def test_the_page_fetches_nothing(site: Site, tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_no_label_is_cut_or_covered_and_the_page_never_scrolls_sideways(
         "cut": [],
         "overlapping": [],
         "wide": 0,
-        "plots": 4,
+        "plots": 8,
     }

@@ -46,7 +46,10 @@ def drawn() -> dict[str, str]:
         ),
         "intervals": intervals(series, "Intervals", "round", "TTFT (ms)", log_y=True),
         "timeline": timeline(
-            [Bar("GPU", 0, 2, "compute"), Bar("SSD", 0.5, 1, "read")], "Timeline", "time (s)"
+            [Bar("GPU", 0, 2, "compute"), Bar("SSD", 0.5, 1, "read")],
+            {"compute": "#123456", "read": "#654321"},
+            "Timeline",
+            "time (s)",
         ),
     }
 
@@ -154,7 +157,7 @@ def test_plots_of_nothing_are_empty_plots() -> None:
         stacked_bars({}, "T", "x"),
         stacked_bars({"a": {"device": 0}}, "T", "x"),
         intervals([], "T", "x", "y"),
-        timeline([], "T", "x"),
+        timeline([], {}, "T", "x"),
     ):
         assert "T" in texts(svg)
 

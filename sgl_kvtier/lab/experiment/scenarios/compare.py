@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,13 @@ from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
+from sgl_kvtier.lab.experiment.timeline import timelines, watch
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
-from sgl_kvtier.lab.pages.compare import SCHEMA, compare_page, compare_tables
+from sgl_kvtier.lab.pages.compare.page import compare_page
+from sgl_kvtier.lab.pages.compare.result import SCHEMA
+from sgl_kvtier.lab.pages.compare.sentence import sentence
+from sgl_kvtier.lab.pages.compare.tables import main_tables
 from sgl_kvtier.launch import detect_device, host_of
 
 _QUICK_ARMS = ("recompute", "hicache-file", "kvtier")
@@ -82,6 +87,10 @@ _SERVER_HELP: Mapping[str, Mapping[str, Any]] = {
         "help": f"chunked prefill size (default 512 on a CPU, 4096 on a GPU, {CHUNK_TOKENS} on a paced device)"
     },
 }
+
+_BEHIND = (
+    "All tables: kvtier report FILE, of what --json FILE wrote. Plots: the page of --html PAGE."
+)
 
 _STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
@@ -167,14 +176,17 @@ def run(args: argparse.Namespace) -> int:
         replaying = replay_options(args, wanted.most_output_tokens)
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
         print(_announcement(plan, chosen), file=sys.stderr)
-        work = Replaying(chosen, replaying, setup, folder / "requests.jsonl")
+        watching = partial(watch, page_tokens=setup.page_size)
+        work = Replaying(chosen, replaying, setup, folder / "requests.jsonl", watching)
         return Experiment(
             args,
             SCHEMA,
             measure=Rounds(plan, work, outcome, log).run,
             results=lambda: results(plan, work, outcome),
-            tables=compare_tables,
+            tables=main_tables,
             page=compare_page,
+            sentence=sentence,
+            behind=_BEHIND,
             standing=[
                 *_paced_notes(setup.paced),
                 *chosen.notes,
@@ -253,15 +265,17 @@ def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
         "commands": outcome.commands,
     }
     paced = plan.setup.paced
-    return {
+    found: dict[str, Any] = {
         **({} if paced is None else {"device": {"paced": paced.document()}}),
         "workload": work.load.to_json(),
         "settings": settings,
         "rounds": plan.rounds,
         "arms": figures,
         "ratios": ratios(outcome.rounds, rows, plan.arms),
+        "timeline": timelines(outcome.rounds),
         "samples": rows,
     }
+    return {"summary": sentence(found)[0], **found}
 
 
 def replay_notes(options: ReplayOptions) -> list[str]:

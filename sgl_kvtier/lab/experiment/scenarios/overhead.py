@@ -24,7 +24,7 @@ from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Rounds, backwards
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.outside.lab_model import BYTES, write_named
 from sgl_kvtier.lab.outside.replay import Sample, milliseconds
-from sgl_kvtier.lab.pages.compare import overhead_tables
+from sgl_kvtier.lab.pages.compare.tables import overhead_tables
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile
 
 SCHEMA = "kvtier.restore-overhead/1"

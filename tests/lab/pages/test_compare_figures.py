@@ -1,0 +1,112 @@
+"""The plots of a comparison over time."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sgl_kvtier.lab.pages.compare.figures import (
+    COMPUTING,
+    DECODING,
+    FAILED,
+    GAP,
+    WAITING,
+    figures,
+    session_bars,
+)
+from sgl_kvtier.lab.pages.plots import Bar, Panel, Series, panels, timeline
+
+pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+
+LANES = {"a": "1", "b": "2"}
+
+
+def request(session: str, begin: float, first: float | None, end: float, *spans: list) -> dict:
+    return {
+        "session": session,
+        "turn": 1,
+        "begin_s": begin,
+        "first_s": first,
+        "end_s": end,
+        "computing_s": list(spans),
+    }
+
+
+def test_a_request_waits_where_its_prompt_is_not_computed_and_then_decodes() -> None:
+    assert session_bars([request("a", 0, 4, 5, [1, 2], [3, 3.5])], LANES) == [
+        Bar("1", 0, 1, WAITING),
+        Bar("1", 1, 2, COMPUTING),
+        Bar("1", 2, 3, WAITING),
+        Bar("1", 3, 3.5, COMPUTING),
+        Bar("1", 3.5, 4, WAITING),
+        Bar("1", 4, 5, DECODING),
+    ]
+
+
+def test_a_session_has_a_tool_gap_between_its_requests_and_a_row_of_its_own() -> None:
+    made = [request("b", 0, 1, 2), request("a", 1, 2, 3), request("b", 5, 6, 7)]
+    bars = session_bars(made, LANES)
+    assert Bar("2", 2, 5, GAP) in bars
+    assert [bar.lane for bar in bars] == ["1"] * 2 + ["2"] * 5
+
+
+def test_spans_outside_of_a_request_are_cut_to_it_and_bars_never_overlap() -> None:
+    bars = session_bars([request("a", 1, 3, 4, [0, 1.5], [1.2, 1.4], [2, 9])], LANES)
+    assert all(one.stop <= two.start for one, two in itertools.pairwise(bars))
+    assert (bars[0].start, bars[-1].stop) == (1, 4)
+    assert sum(bar.stop - bar.start for bar in bars if bar.kind == COMPUTING) == 1.5
+
+
+def test_a_request_without_a_token_failed() -> None:
+    assert session_bars([request("a", 1, None, 4, [2, 3])], LANES) == [Bar("1", 1, 4, FAILED)]
+
+
+def titles(result: dict) -> list[str]:
+    return [svg.split('aria-label="')[1].split('"')[0] for svg, _ in figures(result)]
+
+
+def test_what_a_result_does_not_have_is_not_drawn(compare_result: dict) -> None:
+    whole = titles(compare_result)
+    assert len(whole) == 8
+    assert [title.split(":")[0] for title in whole[4:]] == [
+        "Tokens in each tier",
+        "Storage traffic (MB/s)",
+        "Sessions over time",
+        "Sessions over time",
+    ]
+    del compare_result["timeline"]
+    assert titles(compare_result) == whole[:4]
+
+
+def test_storage_traffic_of_a_paced_device_is_that_of_the_model(compare_result: dict) -> None:
+    paced = {"profile": "h100-llama8b", "bytes_scale": 512.0}
+    scaled = {**compare_result, "device": {"paced": paced}}
+    assert any("Storage traffic (GB/s)" in title for title in titles(scaled))
+    assert any("times 512" in caption for _, caption in figures(scaled))
+
+
+def test_an_arm_has_one_colour_in_all_plots(compare_result: dict) -> None:
+    drawn = [svg for svg, _ in figures(compare_result)]
+    for svg in (drawn[0], drawn[1], drawn[3], drawn[4], drawn[5]):
+        assert "#d55e00" in svg.lower()  # kvtier
+        assert "#0072b2" in svg.lower()  # hicache-file
+
+
+def test_panels_share_one_legend_also_of_curves_that_the_first_one_has_not() -> None:
+    rows = [
+        Panel("device", [Series("hicache", [0, 1], [1, 2]), Series("kvtier", [], [])]),
+        Panel("storage", [Series("hicache", [], []), Series("kvtier", [0, 1], [5, None])]),
+    ]
+    svg = panels(rows, "Tokens", "seconds", steps=True)
+    assert svg.count(">hicache<") == svg.count(">kvtier<") == 1
+    assert ">device<" in svg and ">storage<" in svg
+
+
+def test_a_timeline_keeps_the_colours_it_is_given_and_ends_where_it_is_told() -> None:
+    bars = [Bar("1", 0, 1, "b"), Bar("1", 1, 2, "a")]
+    fills = {"a": "#123456", "b": "#654321", "c": "#ffffff"}
+    svg = timeline(bars, fills, "T", "s", "session", until=50)
+    assert svg.index(">a<") < svg.index(">b<")
+    assert "#123456" in svg and "#654321" in svg and ">c<" not in svg
+    assert ">50<" in svg
