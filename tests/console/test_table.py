@@ -8,7 +8,15 @@ import re
 import numpy
 import pytest
 
-from sgl_kvtier.console import MISSING, Column, Table, format_value, print_table, to_markdown
+from sgl_kvtier.console import (
+    MISSING,
+    Column,
+    Table,
+    format_value,
+    print_statement,
+    print_table,
+    to_markdown,
+)
 from sgl_kvtier.console.table import field_of
 
 ANSI = re.compile(r"\x1b\[")
@@ -170,3 +178,26 @@ def test_markdown_has_units_alignment_and_notes() -> None:
 def test_markdown_cells_cannot_break_the_table() -> None:
     text = to_markdown(Table("", (Column("a", "A"),), ({"a": "x|y\n<think> *z* &lt;"},)))
     assert text.splitlines()[-1] == "| x\\|y &lt;think> \\*z\\* &amp;lt; |"
+
+
+def test_a_statement_is_red_on_a_terminal_where_it_is_bad_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    good, bad = Terminal(), Terminal()
+    print_statement("All is well.", False, good)
+    print_statement("INVALID.", True, bad)
+    assert good.getvalue() == "\x1b[1mAll is well.\x1b[0m\n\n"
+    assert bad.getvalue() == "\x1b[1;31mINVALID.\x1b[0m\n\n"
+
+
+def test_a_statement_is_plain_text_without_a_terminal_or_colours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipe, plain, ascii_pipe = io.StringIO(), Terminal(), AsciiPipe()
+    print_statement("INVALID.", True, pipe)
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_statement("INVALID.", True, plain)
+    print_statement(f"{MISSING} s", False, ascii_pipe)
+    assert pipe.getvalue() == plain.getvalue() == "INVALID.\n\n"
+    assert ascii_pipe.text() == "- s\n\n"

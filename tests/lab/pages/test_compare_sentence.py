@@ -127,6 +127,12 @@ def test_a_lost_pace_is_all_that_is_said(pace: dict, said: str) -> None:
     assert bad
 
 
+def test_an_arm_that_measured_nothing_lost_no_pace() -> None:
+    result = on_a_paced_device(compared(FASTER, MORE), valid=None, overrun=None)
+    result["arms"]["kvtier"] |= {"requests": 0, "ttft_later_ms": {"mean": None}}
+    assert sentence(result)[0].startswith("Nothing to compare on paced h100-llama8b: first token")
+
+
 def test_unequal_answers_come_first() -> None:
     result = compared(FASTER, MORE)
     result["arms"]["kvtier"]["equal_tokens_fraction"] = 141 / 144

@@ -54,7 +54,7 @@ def _lost_pace(result: dict) -> str | None:
     lost = []
     for name, arm in result["arms"].items():
         pace = arm.get("pace") or {}
-        if pace.get("valid") is True:
+        if pace.get("valid") is True or not arm.get("requests"):
             continue
         if pace.get("mismatches"):
             lost.append(f"{name} ({pace['mismatches']} wrong keys and values)")
