@@ -148,7 +148,7 @@ def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_result: dict)
     assert leads[0]["class"] == "lead bad"
     said = "UNEQUAL ANSWERS: other tokens than recompute's first ones: hicache 1 of 96. FAILED:"
     assert said in page.text
-    assert page.text.index(said) < page.text.index("Later turns p50")
+    assert page.text.index(said) < page.text.index("First turns mean")
 
 
 def test_an_arm_that_failed_and_an_early_end_stand_out(compare_result: dict) -> None:
@@ -184,10 +184,17 @@ def test_one_table_of_at_most_nine_columns_is_printed(compare_result: dict) -> N
     prompts = sum(sample["prompt_tokens"] for sample in good)
     cached = sum(sum(sample["cached"].values()) for sample in good)
     stored = sum(sample["cached"]["storage"] for sample in good)
-    shares = f"{100 * (prompts - cached) / prompts:.1f} % / {100 * stored / prompts:.1f} %"
+    shares = f"{100 * (prompts - cached) / prompts:.0f} % / {100 * stored / prompts:.0f} %"
     assert hicache_file[6] == shares
     first = [sample["ttft_ms"] for sample in good if sample["turn"] == 1]
     assert hicache_file[4] == f"{sum(first) / len(first):,.1f}"
+
+
+def test_a_share_that_is_not_all_is_not_shown_as_all() -> None:
+    cached = {"device": 0, "host": 0, "storage": 2}
+    result = two_arms(1, 1, samples=[{"arm": "kvtier", "prompt_tokens": 1000, "cached": cached}])
+    (table,) = main_tables(result)
+    assert table.cells()[1][6] == "> 99 % / < 1 %"
 
 
 def test_times_of_a_second_and_more_are_in_seconds() -> None:

@@ -46,8 +46,8 @@ def test_it_says_how_long_a_later_turn_waits_the_throughput_and_whether_answers_
 def test_fewer_than_four_rounds_give_both_figures_and_no_winner(n: int, said: str) -> None:
     text, bad = sentence(compared({**FASTER, "n": n}, {**MORE, "n": n}))
     assert text == (
-        "kvtier and hicache-file: first token of later turns after 1.52 s and 7.31 s, 56 and 16 "
-        f"output tokens/s; {said}: too few to tell, all 288 answers equal."
+        "kvtier and hicache-file: first token of later turns after 1.52 s and 7.31 s, 56.0 and "
+        f"16.0 output tokens/s; {said}: too few to tell; all 288 answers equal."
     )
     assert not bad
 

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_kvtier.console.table import format_share, format_value
+from sgl_kvtier.console.table import format_share
 from sgl_kvtier.lab.pages.compare.result import BASELINE, OURS, STOCK, later_times, paced
 
 LEAST_ROUNDS = 4
@@ -104,7 +104,7 @@ def _compared(result: dict) -> tuple[str, bool]:
     if OURS not in known or not others:
         times = ", ".join(f"{arm} {seconds(ms)}" for arm, ms in known.items())
         what = f"first token of later turns after {times}" if known else "no later turn measured"
-        return f"Nothing to compare{where}: {what}{_equality(result)}.", False
+        return f"Nothing to compare{where}: {_joined(what, _equality(result))}.", False
     rival = STOCK if STOCK in others else min(others, key=lambda arm: known[arm])
     ratios = result.get("ratios") or {}
     text, is_slower = _against(result, rival, where, ratios.get(f"{OURS}/{rival}") or {})
@@ -128,24 +128,24 @@ def _against(result: dict, rival: str, where: str, ratio: Mapping[str, Any]) -> 
     if found in (Verdict.TOO_FEW, Verdict.NO_DIFFERENCE):
         both = f"{seconds(ours, theirs)} and {seconds(theirs, ours)}"
         start = f"{OURS} and {rival}{where}: first token of later turns after {both}"
-        if found is Verdict.TOO_FEW:
-            return f"{start}{_too_few(result, rival, time.get('n') or 0)}{equal}", False
-        return f"{start}, no difference beyond the noise{behind}{equal}", is_less
+        if found is Verdict.NO_DIFFERENCE:
+            return _joined(start, "no difference beyond the noise", behind, equal), is_less
+        why = f"{_COUNTS[min(time.get('n') or 0, LEAST_ROUNDS - 1)]}: too few to tell"
+        return _joined(_joined(start, _rates(result, rival)), why, equal, by="; "), False
     is_slower = found is Verdict.MORE
     subject = f"{OURS}{where}{' is slower' if is_slower else ''}"
     both = f"{seconds(ours, theirs)} instead of {seconds(theirs, ours).split()[0]} ({rival})"
-    text = f"{subject}: first token of later turns after {both}{behind}{equal}"
+    text = _joined(f"{subject}: first token of later turns after {both}", behind, equal)
     return text, is_slower or is_less
 
 
-def _too_few(result: dict, rival: str, rounds: int) -> str:
-    rates = [result["arms"][arm].get(_RATE) for arm in (OURS, rival)]
-    told = (
-        ""
-        if None in rates
-        else f", {format_value(rates[0])} and {format_value(rates[1])} output tokens/s"
-    )
-    return f"{told}; {_COUNTS[min(rounds, LEAST_ROUNDS - 1)]}: too few to tell"
+def _joined(*parts: str, by: str = ", ") -> str:
+    return by.join(filter(None, parts))
+
+
+def _rates(result: dict, rival: str) -> str:
+    ours, theirs = (result["arms"][arm].get(_RATE) for arm in (OURS, rival))
+    return "" if None in (ours, theirs) else f"{ours:,.1f} and {theirs:,.1f} output tokens/s"
 
 
 _RATE = "throughput_tokens_per_s"
@@ -157,9 +157,9 @@ def _throughput(ratio: Mapping[str, Any]) -> tuple[str, bool]:
     if found is Verdict.TOO_FEW:
         return "", False
     if found is Verdict.NO_DIFFERENCE:
-        return ", throughput equal within the noise", False
+        return "throughput equal within the noise", False
     times = ratio["median"]
-    return f", {times:.{1 if times >= 2 else 2}f} times the throughput", found is Verdict.LESS
+    return f"{times:.{1 if times >= 2 else 2}f} times the throughput", found is Verdict.LESS
 
 
 def _of_later(ratio: Mapping[str, Any]) -> Verdict:
@@ -172,11 +172,11 @@ def _equality(result: dict) -> str:
         arm for arm in result["arms"].values() if arm.get("equal_tokens_fraction") is not None
     ]
     if not compared:
-        return ", answers not compared"
+        return "answers not compared"
     if _unequal(result):
         return ""
     count = sum(arm.get("compared_requests") or 0 for arm in compared)
-    return f", all {count:,} answers equal" if count else ", all compared answers equal"
+    return f"all {count:,} answers equal" if count else "all compared answers equal"
 
 
 def _mean(paired: float | None, overall: float | None) -> float:

@@ -32,6 +32,10 @@ _RATIOS = {
     "wall_s": "time of the round",
     "throughput_tokens_per_s": "output tokens/s (above 1: more)",
 }
+_FIRST_TURNS = (
+    "Later turns: all but a session's first, of which no cache has anything. Stored: prompt tokens "
+    "that came from storage."
+)
 _QUANTILES = ("p50", "p90", "p99")
 
 
@@ -64,7 +68,7 @@ def detail_tables(result: dict) -> list[Table]:
 
 
 def outcome_table(result: dict) -> Table:
-    """Per arm: time to first token of later and of first turns, throughput, how much of the prompts
+    """Per arm: time to first token of later turns and of first ones, throughput, how much of the prompts
     was computed and came from storage, errors, equality.
     """
     times = {arm: _turn_times(result, arm) for arm in result["arms"]}
@@ -77,16 +81,16 @@ def outcome_table(result: dict) -> Table:
         rows.append({**row, "times": in_unit, "shares": _shares(result, row["arm"])})
     columns = (
         Column("arm", "Arm"),
-        Column("times.p50", "Later turns p50", unit, decimals=decimals),
-        Column("times.p99", "later p99", unit, decimals=decimals),
-        Column("times.mean", "later mean", unit, decimals=decimals),
+        Column("times.p50", "p50", unit, decimals=decimals),
+        Column("times.p99", "p99", unit, decimals=decimals),
+        Column("times.mean", "mean", unit, decimals=decimals),
         Column("times.first", "First turns mean", unit, decimals=decimals),
         Column("throughput_tokens_per_s", "Output", "tokens/s", decimals=1),
-        Column("shares", "Computed / from storage"),
+        Column("shares", "Computed / stored"),
         Column("errors", "Errors"),
         Column("equal_tokens_fraction", "Equal", format=format_share),
     )
-    return Table("Time to first token of later and first turns", columns, rows)
+    return Table("Time to first token of later turns", columns, rows, (_FIRST_TURNS,))
 
 
 def _turn_times(result: dict, arm: str) -> Mapping[str, float | None]:
@@ -100,12 +104,19 @@ def _turn_times(result: dict, arm: str) -> Mapping[str, float | None]:
 
 
 def _shares(result: dict, arm: str) -> str | None:
-    """ "23.0 % / 41.5 %": of an arm's prompt tokens those that were computed, and those from storage."""
+    """ "23 % / 41 %": of an arm's prompt tokens those that were computed, and those from storage."""
     parts = prompt_parts(result, arm)
     total = sum(value or 0 for value in parts.values())
     if not total:
         return None
-    return " / ".join(format_share((parts[name] or 0) / total) for name in ("computed", "storage"))
+    return " / ".join(_whole((parts[name] or 0) / total) for name in ("computed", "storage"))
+
+
+def _whole(share: float) -> str:
+    """In whole per cent; all and none only where it is exactly that."""
+    if 0 < share < 0.01 or 0.99 < share < 1:
+        return "< 1 %" if share < 0.5 else "> 99 %"
+    return f"{100 * share:.0f} %"
 
 
 def _marked(table: Table, result: dict) -> Table:
@@ -125,7 +136,7 @@ def later_table(result: dict) -> Table:
         Column(f"{LATER}.n", "Requests"),
     )
     rows = [{**row, LATER: later_times(result, str(row["arm"]))} for row in arm_rows(result)]
-    return Table("Time to first token of later turns", columns, rows)
+    return Table("Time to first token of later turns, in full", columns, rows)
 
 
 def device_table(result: dict) -> Table:
