@@ -36,9 +36,9 @@ from sgl_kvtier.launch import missing_packages, paced_device
 class Experiment:
     """One run of a command: what it does, and what follows from that.
 
-    `sentence` is printed first, and whether it is bad news; `behind` after the tables: where more
-    is. `measured` says whether anything was; a failure before that writes nothing. `standing` are notes
-    of every such result: they are in the result and on its page, and not printed.
+    `sentence` is printed before the tables, with whether it is bad news; `behind` after them: where
+    more is. `measured` says whether anything was; a failure before that writes nothing. `standing`
+    are notes of every such result: they are in the result and on its page, and not printed.
     """
 
     args: argparse.Namespace

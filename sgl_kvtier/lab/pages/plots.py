@@ -131,8 +131,9 @@ def panels(rows: Sequence[Panel], title: str, x_label: str, *, steps: bool = Fal
     figure, axes = new_panels(len(rows))
     from matplotlib import ticker  # heavy and optional, see figure.new_figure
 
-    names = list(dict.fromkeys(one.name for row in rows for one in row.series if one.y))
-    colour, dash = colours(names), dashes(names)
+    every = list(dict.fromkeys(one.name for row in rows for one in row.series))
+    names = [name for name in every if any(o.y for r in rows for o in r.series if o.name == name)]
+    colour, dash = colours(every), dashes(every)
     for name in names:  # one legend, also of curves that the first panel does not have
         axes[0].plot([], [], label=_safe(name), color=colour[name], linestyle=dash[name])
     for row, place in zip(rows, axes, strict=True):
@@ -140,8 +141,8 @@ def panels(rows: Sequence[Panel], title: str, x_label: str, *, steps: bool = Fal
             place.plot(
                 one.x,
                 _floats(one.y),
-                color=colour.get(one.name),
-                linestyle=dash.get(one.name, "-"),
+                color=colour[one.name],
+                linestyle=dash[one.name],
                 linewidth=_weight(one.name),
                 drawstyle="steps-pre" if steps else "default",
             )

@@ -15,6 +15,7 @@ from sgl_kvtier.lab.pages.compare.figures import (
     figures,
     session_bars,
 )
+from sgl_kvtier.lab.pages.figure import colours
 from sgl_kvtier.lab.pages.plots import Bar, Panel, Series, panels, timeline
 
 pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
@@ -101,6 +102,15 @@ def test_panels_share_one_legend_also_of_curves_that_the_first_one_has_not() -> 
     svg = panels(rows, "Tokens", "seconds", steps=True)
     assert svg.count(">hicache<") == svg.count(">kvtier<") == 1
     assert ">device<" in svg and ">storage<" in svg
+
+
+def test_a_curve_keeps_its_colour_where_another_has_no_values() -> None:
+    known, other = Series("mooncake", [0, 1], [1, 2]), Series("nixl", [0, 1], [2, 3])
+    both = panels([Panel("device", [known, other])], "T", "s")
+    one = panels([Panel("device", [Series("mooncake", [], []), other])], "T", "s")
+    colour = colours(["mooncake", "nixl"])["nixl"].lower()
+    assert colour in both.lower() and colour in one.lower()
+    assert ">mooncake<" not in one
 
 
 def test_a_timeline_keeps_the_colours_it_is_given_and_ends_where_it_is_told() -> None:
