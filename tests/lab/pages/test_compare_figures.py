@@ -80,6 +80,19 @@ def test_what_a_result_does_not_have_is_not_drawn(compare_result: dict) -> None:
     assert titles(compare_result) == whole[:4]
 
 
+def test_sources_of_prompts_are_shares_so_that_arms_with_fewer_rounds_compare(
+    compare_result: dict,
+) -> None:
+    def drawn() -> str:
+        (svg,) = (svg for svg, _ in figures(compare_result) if "share of prompt tokens" in svg)
+        return svg
+
+    whole = drawn()
+    twice = [s for s in compare_result["samples"] if s["arm"] == "recompute"]
+    compare_result["samples"] += twice
+    assert drawn() == whole
+
+
 def test_storage_traffic_of_a_paced_device_is_that_of_the_model(compare_result: dict) -> None:
     paced = {"profile": "h100-llama8b", "bytes_scale": 512.0}
     scaled = {**compare_result, "device": {"paced": paced}}

@@ -57,16 +57,25 @@ def figures(result: dict) -> Iterator[tuple[str, str]]:
     title = "Time to first token by turn"
     caption = "Median of each turn of the sessions; the band holds the middle half of the requests."
     yield lines(_series(result, "turn"), title, "turn", _TIMES, whole_x=True), caption
-    bars = {arm: prompt_parts(result, arm) for arm in result["arms"]}
+    # Shares, because an arm may have fewer rounds than another.
+    bars = {arm: _percents(prompt_parts(result, arm)) for arm in result["arms"]}
     caption = (
-        f"Prompt tokens of all requests: served from {', '.join(TIERS)}, or computed. Shares are "
-        "of the arm's own total."
+        f"Of the prompt tokens of an arm's requests: served from {', '.join(TIERS)}, or computed."
     )
-    yield stacked_bars(bars, "Where the prompts' tokens came from", "prompt tokens"), caption
+    axis = "share of prompt tokens (%)"
+    yield stacked_bars(bars, "Where the prompts' tokens came from", axis), caption
     title, over = _of_later(result)
     caption = f"Median and middle half of {over} in each round: how much noise moves the figures."
     yield intervals(_series(result, "round"), f"{title} by round", "round", _TIMES), caption
     yield from _over_time(result)
+
+
+def _percents(parts: Mapping[str, float | None]) -> dict[str, float | None]:
+    total = sum(value or 0 for value in parts.values())
+    return {
+        name: None if value is None or not total else 100 * value / total
+        for name, value in parts.items()
+    }
 
 
 def first_token_cdf(result: dict, over: str) -> tuple[str, str]:
