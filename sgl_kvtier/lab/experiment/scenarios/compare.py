@@ -55,7 +55,7 @@ _PACED = LoadOptions(
 )
 _PACED_QUICK = LoadOptions(sessions=6, turns=4, divisor=1, most_output_tokens=16, begin=0.6)
 _PACED_ROUNDS = 4
-"""So many that a difference can be told from noise."""
+"""At least four, or no winner is named."""
 _DEFAULT_DEVICE = "paced:h100-llama8b"
 """Where there is no card and nothing is asked for that only computing servers have."""
 _LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
