@@ -300,12 +300,19 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
 def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOptions) -> None:
     """How to replay them."""
     group = parser.add_argument_group("replay")
-    group.add_argument(
+    how_many = group.add_mutually_exclusive_group()
+    # No default: argparse does not take an option for given where it has its default's value.
+    how_many.add_argument(
         "--concurrency",
         type=positive,
-        default=defaults.concurrency,
         metavar="N",
-        help="sessions at a time (default %(default)s)",
+        help=f"sessions at a time: the next begins when one ends (default {defaults.concurrency})",
+    )
+    how_many.add_argument(
+        "--rate",
+        type=above_nought,
+        metavar="R",
+        help="open loop instead: R sessions arrive a second on average, at random times that follow from the seed",
     )
     group.add_argument(
         "--feedback",
@@ -333,11 +340,13 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
 
 
 def replay_options(
-    args: argparse.Namespace, most_output_tokens: int | None = None
+    args: argparse.Namespace, defaults: ReplayOptions, most_output_tokens: int | None = None
 ) -> ReplayOptions:
-    """The options that `add_replay_arguments` parsed."""
+    """The options that `add_replay_arguments` parsed; `defaults` fill those not given."""
     return ReplayOptions(
-        concurrency=args.concurrency,
+        concurrency=None if args.rate is not None else args.concurrency or defaults.concurrency,
+        rate=args.rate,
+        seed=args.seed,
         feedback=args.feedback,
         gap_scale=args.gap_scale,
         gap_cap_s=args.gap_cap,

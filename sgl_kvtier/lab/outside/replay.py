@@ -1,5 +1,7 @@
-"""Closed-loop replay: N sessions at a time, each waiting for its answer and its tool before it asks
-again.
+"""Replay of sessions, each waiting for its answer and its tool before it asks again.
+
+Closed loop: N sessions at a time, the next begins when one ends. Open loop: sessions arrive at a
+rate, however many are under way.
 
 Outputs are fed back. With "recorded" (the default) the next prompt continues with the trace's own
 output. So every server gets exactly the same prompts and arms can be compared request by request;
@@ -13,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
+import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +37,21 @@ class ReplayOptions:
     """Options of a replay. Gaps are the recorded waits between a response and the next request.
     With `pause_s` each is that long instead, and a session's first request does not wait. `named`:
     requests say which session they are of.
+
+    `concurrency` sessions run at a time. With a `rate`, in sessions per second, there is no such
+    limit: they arrive at random, as `arrivals` says.
     """
 
-    concurrency: int = 8
+    concurrency: int | None = 8
     feedback: str = "recorded"
     gap_scale: float = 1.0
     gap_cap_s: float | None = None
     most_output_tokens: int | None = None
     pause_s: float | None = None
     named: bool = False
+    rate: float | None = None
+    seed: int = 0
+    """Of the arrivals."""
 
     def wait_s(self, turn: int, recorded_s: float) -> float:
         """How long to wait before a turn, counted from 1, where the trace waited `recorded_s`."""
@@ -116,17 +126,12 @@ async def replay(
     log: SampleLog | None = None,
     on_done: Callable[[Sample], object] | None = None,
 ) -> None:
-    """Replays all sessions, `options.concurrency` at a time in their order, and puts every request
-    into `samples`.
+    """Replays all sessions in their order, as many at a time or at the rate that `options` say, and
+    puts every request into `samples`.
 
     `samples` is the caller's, so what was measured before a cancellation is not lost. A failed
     request counts as one and its session goes on with the recorded output.
     """
-    waiting = deque(sessions)
-
-    async def worker() -> None:
-        while waiting:
-            await _replay_session(waiting.popleft(), client, encoder, options, keep)
 
     async def keep(sample: Sample) -> None:
         samples.append(sample)
@@ -135,15 +140,43 @@ async def replay(
         if on_done is not None:
             on_done(sample)
 
-    workers = [
-        asyncio.create_task(worker()) for _ in range(min(options.concurrency, len(sessions)))
-    ]
+    def play(session: Session) -> Coroutine[Any, Any, None]:
+        return _replay_session(session, client, encoder, options, keep)
+
+    async def arrive(session: Session, at_s: float) -> None:
+        await asyncio.sleep(at_s * client.dilation)
+        await play(session)
+
+    waiting = deque(sessions)
+
+    async def worker() -> None:
+        while waiting:
+            await play(waiting.popleft())
+
+    if options.rate is None:
+        at_a_time = min(options.concurrency or len(sessions), len(sessions))
+        tasks = [asyncio.create_task(worker()) for _ in range(at_a_time)]
+    else:
+        times = arrivals(len(sessions), options.rate, options.seed)
+        pairs = zip(sessions, times, strict=True)
+        tasks = [asyncio.create_task(arrive(session, at_s)) for session, at_s in pairs]
     try:
-        await asyncio.gather(*workers)
+        await asyncio.gather(*tasks)
     finally:
-        for task in workers:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """When `count` sessions arrive, in seconds: the first at 0, the others after exponentially
+    distributed pauses of 1/`rate` seconds on average. The same in every process.
+    """
+    drawn = random.Random(f"arrivals {seed}")
+    times = [0.0]
+    while len(times) < count:
+        times.append(times[-1] - math.log1p(-drawn.random()) / rate)
+    return times[:count]
 
 
 async def _replay_session(

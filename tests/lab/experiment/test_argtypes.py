@@ -7,9 +7,11 @@ import argparse
 import pytest
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import replay_options
 from sgl_kvtier.lab.experiment.frame import check
-from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, restore
+from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, replay, restore
 from sgl_kvtier.lab.fuzz import command as fuzz
+from sgl_kvtier.lab.outside.replay import ReplayOptions
 
 PACED = ("--device", "paced:h100-llama8b")
 
@@ -80,3 +82,23 @@ def test_only_a_comparison_on_a_paced_device_has_a_dilation():
     args = parser_of(compare).parse_args(["--device", "cpu", "--dilation", "2"])
     with pytest.raises(BenchError, match="--dilation: only a paced device has it"):
         check(args, starts_servers=False)
+
+
+@pytest.mark.parametrize("command", [compare, replay])
+def test_sessions_come_so_many_at_a_time_or_at_a_rate_but_not_both(command, capsys):
+    needed = [] if command is compare else ["http://server"]
+    with pytest.raises(SystemExit):
+        parser_of(command).parse_args([*needed, "--rate", "0.5", "--concurrency", "4"])
+    said = capsys.readouterr().err
+    assert "--concurrency: not allowed with argument --rate" in said
+
+
+def test_the_settings_of_a_replay_name_its_rate_or_its_concurrency():
+    parser = parser_of(replay)
+    by_rate, by_number, usual = (
+        replay_options(parser.parse_args(["http://server", *words]), ReplayOptions(concurrency=8))
+        for words in (["--rate", "0.5", "--seed", "7"], ["--concurrency", "3"], [])
+    )
+    assert (by_rate.rate, by_rate.concurrency, by_rate.seed) == (0.5, None, 7)
+    assert (by_number.rate, by_number.concurrency) == (None, 3)
+    assert (usual.rate, usual.concurrency) == (None, 8)

@@ -111,6 +111,14 @@ def test_a_round_of_each_arm_is_kept_over_time(compare: Command) -> None:
     assert result["timeline"][1]["tiers"][0]["written_bytes"] == 0
 
 
+def test_sessions_may_arrive_at_a_rate_which_the_result_names(compare: Command) -> None:
+    arms = ("--arms", "recompute,kvtier")
+    result = compare("--rate", "1000", "--rounds", "1", *arms, "--sessions", "3").result
+    assert (result["settings"]["rate"], result["settings"]["concurrency"]) == (1000.0, None)
+    assert [arm["requests"] for arm in result["arms"].values()] == [6, 6]
+    assert any(note.startswith("Open loop: 1000 sessions arrive") for note in result["notes"])
+
+
 def test_the_order_of_arms_moves_on_from_round_to_round(compare: Command) -> None:
     result = compare("--rounds", "2", "--arms", "recompute,hicache,kvtier").result
     order: list[tuple[int, str]] = []

@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
             together={"auto": None, "together": True, "fresh": False}[args.servers],
             until=None if args.minutes is None else time.monotonic() + 60 * args.minutes,
         )
-        replaying = replay_options(args, wanted.most_output_tokens)
+        replaying = replay_options(args, _REPLAY, wanted.most_output_tokens)
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
         print(_announcement(plan, chosen), file=sys.stderr)
         watching = partial(watch, page_tokens=setup.page_size)
@@ -211,6 +211,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load)
     paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
     cpu, page = host_of(shape.device) == "cpu", shape.page
     share = 5 if paced is None else 3
+    at_once = replay_options(args, _REPLAY).concurrency or len(chosen.sessions)
     least = max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // share) + 2 * page
     tokens = -(-(args.device_tokens or least) // page) * page
     if tokens < chosen.longest_tokens + page:
@@ -224,7 +225,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load)
         device_tokens=tokens,
         host_ratio=args.host_ratio,
         context_tokens=tokens if cpu else None,
-        max_running=max(args.concurrency, 8) if cpu else None,
+        max_running=max(at_once, 8) if cpu else None,
         **(thresholds(chosen, page) | _paced_sections(paced, chosen, page)),
     )
 
@@ -285,7 +286,15 @@ def replay_notes(options: ReplayOptions) -> list[str]:
         "recorded": "The trace's own outputs are fed back, so all arms get the same prompts.",
         "server": "The server's own outputs are fed back, so arms whose answers differ get different prompts.",
     }
+    arrive = (
+        []
+        if options.rate is None
+        else [
+            f"Open loop: {options.rate:g} sessions arrive a second on average, at the same random times in all arms and rounds."
+        ]
+    )
     return [
+        *arrive,
         f"Tool gaps are the trace's times {scale:g}"
         + ("." if cap is None else f", at most {cap:g} s."),
         "Outputs are as long as the trace's"

@@ -140,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
             concurrency=args.concurrency or len(chosen.sessions),
             most_output_tokens=wanted.most_output_tokens,
             named=True,
+            seed=args.seed,
         )
         one = _Run(args, arms, setup, chosen, replaying, folder)
         cells += one.cells()

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     KVTierError.
     """
     check(args, starts_servers=False)
-    options = replay_options(args)
+    options = replay_options(args, _REPLAY)
     one = Round(_ARM, 1)
     model = args.tokenizer or Path(asyncio.run(_served_model(args.url)))
     encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
