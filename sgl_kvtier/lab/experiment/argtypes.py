@@ -314,6 +314,11 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
         metavar="R",
         help="open loop instead: R sessions arrive a second on average, at random times that follow from the seed",
     )
+    add_session_arguments(group, defaults)
+
+
+def add_session_arguments(group: argparse._ArgumentGroup, defaults: ReplayOptions) -> None:
+    """How each session is replayed, however many there are at a time."""
     group.add_argument(
         "--feedback",
         choices=FEEDBACK,

@@ -143,6 +143,17 @@ def arm_figures(
     }
 
 
+def within_bound(arm: str, rounds: Sequence[Round], bound_ms: float) -> float | None:
+    """An arm's requests per second of wall time whose first token came within `bound_ms`: its
+    goodput. None where no time passed.
+    """
+    mine = [one for one in rounds if one.arm == arm]
+    wall_s = sum(one.wall_s for one in mine)
+    times = [s.completion.ttft_s for one in mine for s in _good(one.samples)]
+    in_time = sum(time_s is not None and 1000 * time_s <= bound_ms for time_s in times)
+    return in_time / wall_s if wall_s else None
+
+
 def ratios(
     rounds: Sequence[Round], rows: Sequence[Mapping[str, Any]], arms: Sequence[str]
 ) -> dict[str, Any]:

@@ -146,29 +146,55 @@ class RoundLog(Log):
         self.rounds[record.place, record.arm, record.number] = record
 
 
+@dataclass
+class Up:
+    """Servers that are up, by arm, and the arms that have been warmed up."""
+
+    servers: dict[str, Server] = field(default_factory=dict)
+    warm: set[str] = field(default_factory=set)
+
+
+@contextlib.contextmanager
+def servers_up() -> Iterator[Up]:
+    """Servers that stay up from one run of rounds to the next; none is left behind the block."""
+    up = Up()
+    try:
+        yield up
+    finally:
+        stop_servers(list(up.servers.values()))
+
+
 class Rounds:
-    """One run. What it measures is in the `outcome` given to it, also when it is interrupted."""
+    """One run. What it measures is in the `outcome` given to it, also when it is interrupted.
+
+    Servers of `up` are used again, and those that are started stay there; without it none is left.
+    """
 
     def __init__(
-        self, plan: Plan, work: Work, outcome: Outcome, log: RoundLog | None = None
+        self,
+        plan: Plan,
+        work: Work,
+        outcome: Outcome,
+        log: RoundLog | None = None,
+        up: Up | None = None,
     ) -> None:
         check_arms(plan.arms, plan.setup.variants)
         self._plan = plan
         self._work = work
         self._outcome = outcome
         self._log = log or RoundLog()
+        self._up = up
         self._servers: dict[str, Server] = {}
         self._warm: set[str] = set()
 
     def run(self) -> None:
-        """All rounds; no server is left. Raises BenchError when every arm failed."""
+        """All rounds. Raises BenchError when every arm failed."""
         plan, outcome = self._plan, self._outcome
-        try:
+        with servers_up() if self._up is None else contextlib.nullcontext(self._up) as up:
+            self._servers, self._warm = up.servers, up.warm
             if self._together():
                 self._start_all()
             self._run_rounds()
-        finally:
-            stop_servers(list(self._servers.values()))
         if len(outcome.failures) == len(plan.arms):
             raise BenchError("no arm could be measured.\n" + "\n".join(outcome.failures.values()))
 
@@ -178,17 +204,18 @@ class Rounds:
             return plan.together
         if plan.setup.host != "cpu":
             return False  # each server takes most of the accelerator's memory
-        needed = SERVER_BYTES * len(plan.arms) + (1 << 30)
+        needed = SERVER_BYTES * len([arm for arm in plan.arms if arm not in self._servers])
+        needed += 1 << 30 if needed else 0
         return psutil.virtual_memory().available >= needed
 
     def _start_all(self) -> None:
-        arms = [arm for arm in self._plan.arms if self._is_left(arm)]
+        arms = [a for a in self._plan.arms if self._is_left(a) and a not in self._servers]
         with progress("starting servers", len(arms), "ready") as shown:
             shown.describe(", ".join(arms))
             for arm in arms:
                 with self._carrying_on(arm, shown):
                     self._start(arm)
-            for arm in list(self._servers):
+            for arm in [arm for arm in arms if arm in self._servers]:
                 with self._carrying_on(arm, shown):
                     self._await(arm)
                     shown.advance(note=f"{arm} ready")
@@ -246,6 +273,7 @@ class Rounds:
             self._outcome.failures[arm] = str(error)
             shown.say(f"{error}\nGoing on without {arm}.")
             server = self._servers.pop(arm, None)
+            self._warm.discard(arm)
             if server is not None:
                 server.stop()
 
@@ -256,6 +284,7 @@ class Rounds:
             self._start(arm)
             self._await(arm)
         server = self._servers[arm]
+        outcome.commands.setdefault(arm, server.command)
         one = Round(arm, plan.first_round + number - 1)
         outcome.rounds.append(one)
         try:

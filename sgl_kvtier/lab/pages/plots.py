@@ -57,7 +57,7 @@ _MOST_STEPS = 1000
 @dataclass(frozen=True)
 class Series:
     """One named curve. `low` and `high`, if given, are a band around it (or whiskers), as long as
-    `y`.
+    `y`. `labels` stand beside its points.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Series:
     y: Sequence[float | None]
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
+    labels: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def lines(
             marker="o" if len(one.x) <= 12 else None,
             markersize=3,
         )
+        _point_labels(axes, one, colour[one.name])
     _label(axes, x_label, y_label)
     _scale(axes, log_x=log_x, log_y=log_y)
     if whole_x:
@@ -310,6 +312,14 @@ def timeline(
     _label(axes, x_label, y_label)
     add_heading(figure, axes, _safe(title))
     return svg_text(figure, f"{title}: {', '.join(kinds)}")
+
+
+def _point_labels(axes: Axes, one: Series, colour: str) -> None:
+    for text, x, y in zip(one.labels, one.x, _floats(one.y), strict=False):
+        if math.isfinite(y):
+            axes.annotate(
+                _safe(text), (x, y), (4, 4), textcoords="offset points", fontsize=7, color=colour
+            )
 
 
 def _floats(values: Sequence[float | None]) -> list[float]:

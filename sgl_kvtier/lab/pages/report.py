@@ -13,7 +13,7 @@ from typing import Any
 from sgl_kvtier.console import Column, Table, check_target, print_statement, print_table, write_text
 from sgl_kvtier.console.table import format_value
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.pages import html, lookahead, plots, restore
+from sgl_kvtier.lab.pages import html, lookahead, plots, restore, sweep
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import SCHEMA as COMPARE
 from sgl_kvtier.lab.pages.compare.sentence import sentence
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="what --json of kvtier compare, compare restore or compare lookahead wrote, or a file of "
+        help="what --json of kvtier compare, compare restore, compare lookahead or compare sweep wrote, or a file of "
         "docs/results/data",
     )
     parser.add_argument(
@@ -169,6 +169,7 @@ def _found(path: Path, grids: Any) -> Any:
 KINDS = {
     COMPARE: (compare_tables, compare_page),
     lookahead.SCHEMA: (lookahead.lookahead_tables, lookahead.lookahead_page),
+    sweep.SCHEMA: (sweep.sweep_tables, sweep.sweep_page),
     restore.SCHEMA: (restore.restore_tables, restore.restore_page),
     GRIDS: (grid_tables, grids_page),
 }

@@ -17,6 +17,7 @@ LOAD = "--device cpu --lab-model tiny-qwen3 --trace generated:swe-mini --session
 RUNS = {
     "compare": f"compare {LOAD} --gap-scale 0 --servers together --arms recompute,kvtier",
     "restore": "compare restore --device cpu --models tiny-qwen3 --lengths 512 --foreign 99 --load-over-compute 1",
+    "sweep": f"compare sweep {LOAD} --gap-scale 0 --servers together --arms recompute,kvtier --concurrency 1,2",
     "lookahead": f"compare lookahead {LOAD} --gaps 0 --oversubscription 1.5 --arms recompute,kvtier",
 }
 

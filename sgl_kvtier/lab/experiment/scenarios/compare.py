@@ -61,7 +61,7 @@ _DEFAULT_DEVICE = "paced:h100-llama8b"
 _LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 """kvtier.json's policy of the paced arm: both engines."""
 # Three to six agents worked at a time when the default trace was recorded.
-_REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
+REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
 _SERVER_HELP: Mapping[str, Mapping[str, Any]] = {
     "device": {
@@ -92,7 +92,7 @@ _BEHIND = (
     "All tables: kvtier report FILE, of what --json FILE wrote. Plots: the page of --html PAGE."
 )
 
-_STANDING = (
+STANDING = (
     "Every round starts cold: device and host pools flushed, storage emptied. The operating system's page cache is not.",
     "The arm recompute has no host pool; the others have the same one.",
     "equal_tokens_fraction of recompute compares its later rounds with its first: what repeating alone changes.",
@@ -108,6 +108,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"rounds, each with every arm (default {_PACED_ROUNDS} on a paced device, where recompute has one; else 3, "
         "or 2 with --quick)"
     )
+    add_comparison(parser, quick, rounds)
+    add_replay_arguments(parser, REPLAY)
+
+
+def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> None:
+    """The options of a comparison, but for how sessions are replayed. Help texts of two of them are
+    given.
+    """
     add_options(
         parser,
         RUN,
@@ -147,7 +155,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on a paced device with --quick": _PACED_QUICK,
     }
     add_load_arguments(parser, _CPU, others)
-    add_replay_arguments(parser, _REPLAY)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -156,12 +163,12 @@ def run(args: argparse.Namespace) -> int:
     """
     choose_device(args)
     check(args)
-    arms = _arms(args)
+    arms = chosen_arms(args)
     outcome = Outcome()
     with work_folder(args.folder, lambda: bool(outcome.failures)) as folder:
         shape = shape_of(args)
         model = model_of(args, shape.device)
-        wanted = load_options(args, _load_defaults(args, shape.device))
+        wanted = load_options(args, load_defaults(args, shape.device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         setup = make_setup(args, shape, model, chosen)
         plan = Plan(
@@ -173,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
             together={"auto": None, "together": True, "fresh": False}[args.servers],
             until=None if args.minutes is None else time.monotonic() + 60 * args.minutes,
         )
-        replaying = replay_options(args, _REPLAY, wanted.most_output_tokens)
+        replaying = replay_options(args, REPLAY, wanted.most_output_tokens)
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
         print(_announcement(plan, chosen), file=sys.stderr)
         watching = partial(watch, page_tokens=setup.page_size)
@@ -188,10 +195,10 @@ def run(args: argparse.Namespace) -> int:
             sentence=sentence,
             behind=_BEHIND,
             standing=[
-                *_paced_notes(setup.paced),
+                *paced_notes(setup.paced),
                 *chosen.notes,
                 *replay_notes(replaying),
-                *_STANDING,
+                *STANDING,
             ],
             notes=lambda: [
                 *lost_pace(setup.paced, outcome),
@@ -211,7 +218,7 @@ def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load)
     paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
     cpu, page = host_of(shape.device) == "cpu", shape.page
     share = 5 if paced is None else 3
-    at_once = replay_options(args, _REPLAY).concurrency or len(chosen.sessions)
+    at_once = replay_options(args, REPLAY).concurrency or len(chosen.sessions)
     least = max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // share) + 2 * page
     tokens = -(-(args.device_tokens or least) // page) * page
     if tokens < chosen.longest_tokens + page:
@@ -286,15 +293,9 @@ def replay_notes(options: ReplayOptions) -> list[str]:
         "recorded": "The trace's own outputs are fed back, so all arms get the same prompts.",
         "server": "The server's own outputs are fed back, so arms whose answers differ get different prompts.",
     }
-    arrive = (
-        []
-        if options.rate is None
-        else [
-            f"Open loop: {options.rate:g} sessions arrive a second on average, at the same random times in all arms and rounds."
-        ]
-    )
+    arrive = "Open loop: sessions arrive at random times, the same in all arms and rounds."
     return [
-        *arrive,
+        *([] if options.rate is None else [arrive]),
         f"Tool gaps are the trace's times {scale:g}"
         + ("." if cap is None else f", at most {cap:g} s."),
         "Outputs are as long as the trace's"
@@ -303,7 +304,8 @@ def replay_notes(options: ReplayOptions) -> list[str]:
     ]
 
 
-def _paced_notes(paced: Paced | None) -> list[str]:
+def paced_notes(paced: Paced | None) -> list[str]:
+    """What has to be known of a result of a paced device; nothing of another."""
     if paced is None:
         return []
     return [
@@ -350,7 +352,8 @@ def _rounds(args: argparse.Namespace, device: str) -> int:
     return 2 if args.quick else 3
 
 
-def _load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
+def load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
+    """Which sessions are replayed on a device where nothing else is asked for."""
     if is_paced(device):
         usual = _PACED_QUICK if args.quick else _PACED
         # Of another trace, or at another scale, sessions may all be shorter.
@@ -360,7 +363,8 @@ def _load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
     return _CPU if device == "cpu" else _GPU
 
 
-def _arms(args: argparse.Namespace) -> list[str]:
+def chosen_arms(args: argparse.Namespace) -> list[str]:
+    """The arms to compare, in their order. Raises BenchError."""
     if args.arms is None:
         return [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
     arms = words(args.arms)

@@ -1,0 +1,140 @@
+"""Whole sweeps through the command line, with fakes for servers: one comparison for each load, on
+the same servers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Command, Done
+from fake_arms import ThreadServer
+
+from sgl_kvtier.lab.experiment import rounds
+
+SMALL = [
+    *("compare", "sweep", "--device", "cpu", "--lab-model", "tiny-qwen3"),
+    *("--trace", "generated:swe-mini", "--turns", "2", "--divisor", "16", "--gap-scale", "0"),
+    *("--servers", "together", "--arms", "hicache-file,kvtier", "--rounds", "1"),
+]
+
+
+@pytest.fixture
+def sweep(kvtier: Command, tmp_path: Path) -> Command:
+    """kvtier compare sweep on a small load, its files in the test's folder."""
+
+    def run(*extra: str, task: str = "") -> Done:
+        return kvtier(tmp_path, *SMALL, *extra, task=task)
+
+    return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, kvtier: Command) -> list[str]:
+    """The arms whose servers were started, in order."""
+    arms: list[str] = []
+
+    class Counted(ThreadServer):
+        def start(self) -> None:
+            arms.append(self.name)
+            super().start()
+
+    monkeypatch.setattr(rounds, "Server", Counted)
+    return arms
+
+
+LOADS = ("--concurrency", "1,3", "--sessions", "3")
+
+
+def test_every_load_is_one_comparison_of_the_same_arms(sweep: Command) -> None:
+    done = sweep(*LOADS)
+    assert done.status == 0, done.err
+    result = done.result
+    assert result["schema"] == "kvtier.sweep/1"
+    assert result["settings"]["concurrency"] == [1, 3]
+    assert [cell["concurrency"] for cell in result["cells"]] == [1, 3]
+    for cell in result["cells"]:
+        assert list(cell["arms"]) == ["hicache-file", "kvtier"]
+        assert [arm["requests"] for arm in cell["arms"].values()] == [6, 6]
+        assert cell["ratios"]["kvtier/hicache-file"]["ttft_ms"]["n"] == 1
+    assert [arm["requests"] for arm in result["arms"].values()] == [12, 12]
+    assert "Throughput and time to first token" in done.out
+
+
+def test_servers_stay_up_from_one_load_to_the_next(sweep: Command, started: list[str]) -> None:
+    assert sweep(*LOADS).status == 0
+    assert started == ["hicache-file", "kvtier"]
+
+
+def test_every_load_begins_cold_though_its_servers_were_used_before(sweep: Command) -> None:
+    result = sweep(*LOADS).result
+    assert not [note for note in result["notes"] if "not cold" in note]
+
+
+def test_another_arm_begins_in_the_next_cell(sweep: Command) -> None:
+    result = sweep(*LOADS).result
+    firsts = [
+        next(row["arm"] for row in result["samples"] if row["concurrency"] == load)
+        for load in (1, 3)
+    ]
+    assert firsts == ["hicache-file", "kvtier"]
+
+
+def test_rates_are_swept_alike(sweep: Command) -> None:
+    result = sweep("--rate", "1000,500", "--sessions", "2").result
+    assert [cell["rate"] for cell in result["cells"]] == [500.0, 1000.0]
+    assert result["settings"]["rate"] == [500.0, 1000.0]
+    assert result["settings"]["concurrency"] is None
+
+
+def test_goodput_counts_the_requests_whose_first_token_came_in_time(sweep: Command) -> None:
+    result = sweep("--concurrency", "1", "--sessions", "2", "--ttft-bound-ms", "60000").result
+    (cell,) = result["cells"]
+    for arm in cell["arms"].values():
+        wall_s = sum(one["wall_s"] for one in arm["rounds"])
+        assert arm["goodput_requests_per_s"] == pytest.approx(arm["requests"] / wall_s)
+    late = sweep("--concurrency", "1", "--sessions", "2", "--ttft-bound-ms", "0.001").result
+    assert [a["goodput_requests_per_s"] for a in late["cells"][0]["arms"].values()] == [0.0, 0.0]
+
+
+def test_as_many_sessions_are_replayed_as_are_at_a_time(sweep: Command) -> None:
+    assert sweep("--quick", "--concurrency", "7").result["workload"]["sessions"] == 7
+    refused = sweep("--concurrency", "1,4", "--sessions", "3")
+    assert refused.status == 1
+    assert "--sessions 3: --concurrency 4 needs at least 4 sessions" in refused.err
+
+
+def test_an_arm_that_died_at_one_load_is_started_anew_at_the_next(
+    sweep: Command, started: list[str]
+) -> None:
+    done = sweep(*LOADS, task="kvtier:die")
+    assert done.status == 1
+    assert started == ["hicache-file", "kvtier", "kvtier"]
+    assert [cell["arms"]["hicache-file"]["errors"] for cell in done.result["cells"]] == [0, 0]
+    assert any(note.startswith("concurrency 1: kvtier failed") for note in done.result["notes"])
+
+
+def test_a_sweep_goes_on_from_its_log_with_a_place_for_each_cell(
+    sweep: Command, started: list[str], tmp_path: Path
+) -> None:
+    log = ("--log", str(tmp_path / "log.jsonl"), "--sessions", "3")
+    first = sweep("--concurrency", "3", *log).result
+    again = sweep("--concurrency", "3", *log)
+    assert started == ["hicache-file", "kvtier"], "nothing is left to measure the second time"
+    assert again.result["cells"] == first["cells"]
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert {json.loads(line)["round"]["place"] for line in lines[1:]} == {"concurrency 3"}
+
+
+@pytest.mark.parametrize("words", [("--concurrency", "0,1"), ("--rate", "0"), ("--rate", "1,1")])
+def test_a_load_that_is_none_is_refused(sweep: Command, words: tuple[str, str]) -> None:
+    done = sweep(*words)
+    assert done.status == 2
+    assert "must be" in done.err
+
+
+def test_concurrencies_and_rates_exclude_each_other(sweep: Command) -> None:
+    done = sweep("--concurrency", "1", "--rate", "0.5")
+    assert done.status == 2
+    assert "--rate: not allowed with argument --concurrency" in done.err

@@ -1,0 +1,100 @@
+"""The table and the page of a comparison at rising load."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from sgl_kvtier.console.table import field_of
+from sgl_kvtier.lab.pages.stats import summary
+from sgl_kvtier.lab.pages.sweep import losing, pareto, statements, sweep_page, sweep_tables
+
+pytest.importorskip("matplotlib", reason="the plots need the extra [lab]")
+
+TIMES = {"hicache-file": {1: 200.0, 4: 900.0}, "kvtier": {1: 250.0, 4: 300.0}}
+
+
+def figures(arm: str, load: int) -> dict:
+    first_ms = TIMES[arm][load]
+    return {
+        "ttft_ms": summary([first_ms, 2 * first_ms]),
+        "ttft_later_ms": summary([first_ms]),
+        "throughput_tokens_per_s": 40.0 * load if arm == "kvtier" else 30.0 * load,
+        "goodput_requests_per_s": 0.5 * load,
+        "errors": 0,
+    }
+
+
+@pytest.fixture
+def result() -> dict:
+    """Two arms at two loads: ours is slower at the first and faster at the second."""
+    return {
+        "settings": {"ttft_bound_ms": 2000.0},
+        "rounds": 1,
+        "arms": {arm: {"errors": 0, "requests": 4} for arm in TIMES},
+        "cells": [
+            {"concurrency": load, "arms": {arm: figures(arm, load) for arm in TIMES}, "ratios": {}}
+            for load in (1, 4)
+        ],
+        "samples": [{"arm": arm, "ttft_ms": 10.0, "error": None} for arm in TIMES],
+        "notes": ["a note"],
+    }
+
+
+def test_the_table_has_a_row_for_every_load_and_arm_in_at_most_8_columns(result: dict) -> None:
+    (table,) = sweep_tables(result)
+    assert len(table.columns) <= 8
+    assert [(row["load"], row["arm"]) for row in table.rows] == [
+        ("1", "hicache-file"),
+        ("1", "kvtier"),
+        ("4", "hicache-file"),
+        ("4", "kvtier"),
+    ]
+    assert field_of(table.rows[3], "throughput_tokens_per_s") == 160.0
+
+
+def test_the_plot_has_a_line_for_each_arm_and_a_label_at_each_load(result: dict) -> None:
+    svg = ElementTree.fromstring(pareto(result, "p99"))
+    texts = ["".join(node.itertext()).strip() for node in svg.iter() if node.tag.endswith("}text")]
+    assert texts.count("hicache-file") == texts.count("kvtier") == 1
+    assert texts.count("×1") == texts.count("×4") == 2
+
+
+def test_an_arm_that_measured_nothing_at_a_load_has_no_point_there(result: dict) -> None:
+    result["cells"][1]["arms"]["kvtier"]["throughput_tokens_per_s"] = None
+    assert pareto(result, "p50").count("×4") == 1
+
+
+def test_the_page_says_at_which_load_and_in_what_ours_is_worse(result: dict) -> None:
+    found = [text for text, _ in losing(result)]
+    assert found == [
+        "concurrency 1, TTFT p50: kvtier 375.00 ms, hicache-file 300.00 ms.",
+        "concurrency 1, TTFT p99: kvtier 497.50 ms, hicache-file 398.00 ms.",
+    ]
+    page = sweep_page(result)
+    assert all(text in page for text in found)
+    assert page.count("<svg") == 3
+
+
+def test_a_page_without_a_worse_cell_says_so(result: dict) -> None:
+    del result["cells"][0]
+    ((text, bad),) = losing(result)
+    assert text.startswith("None:") and not bad
+
+
+def test_a_load_that_a_paced_device_could_not_keep_up_with_is_said_first(result: dict) -> None:
+    result["device"] = {"paced": {"profile": "h100-llama8b"}}
+    for cell in result["cells"]:
+        for arm, one in cell["arms"].items():
+            one["pace"] = {"valid": (arm, cell["concurrency"]) != ("kvtier", 4)}
+    first = "The paced device did not keep pace: kvtier at concurrency 4."
+    assert statements(result)[0] == (first, True)
+    assert "paced h100-llama8b, not computed" in sweep_tables(result)[0].title
+
+
+def test_loads_may_be_rates(result: dict) -> None:
+    for cell in result["cells"]:
+        cell["rate"] = cell.pop("concurrency") / 10
+    assert [row["load"] for row in sweep_tables(result)[0].rows] == ["0.1", "0.1", "0.4", "0.4"]
+    assert "0.4/s" in pareto(result, "p50")
