@@ -249,13 +249,15 @@ def add_load_arguments(
             "N",
             f"pass over sessions without a prompt of N tokens {default('least_prompt_tokens')}",
         ),
-        (
-            "max-output-tokens",
-            "N",
-            f"generate at most N tokens a call {default('most_output_tokens')}",
-        ),
     ):
         group.add_argument(f"--{name}", type=positive, metavar=letter, help=about)
+    group.add_argument(
+        "--max-output-tokens",
+        type=_most_tokens,
+        metavar="N|recorded",
+        help="generate at most N tokens a call; recorded, or 0: as many as the trace says, without a limit "
+        f"{default('most_output_tokens', 'recorded')}",
+    )
     group.add_argument(
         "--begin",
         type=number_from(0, 1),
@@ -265,12 +267,24 @@ def add_load_arguments(
     )
 
 
-def _default(usual: LoadOptions, others: Mapping[str, LoadOptions], name: str) -> str:
-    """The defaults of one option as its help names them."""
+def _most_tokens(text: str) -> int:
+    """A limit of output tokens; 0 is none."""
+    if text == "recorded":
+        return 0
+    try:
+        return count(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or recorded") from error
+
+
+def _default(
+    usual: LoadOptions, others: Mapping[str, LoadOptions], name: str, without: str = "all"
+) -> str:
+    """The defaults of one option as its help names them; `without` is what no limit is called."""
 
     def amount(options: LoadOptions) -> str:
         value: float | None = getattr(options, name)
-        return "all" if value is None else f"{value:g}"
+        return without if value is None else f"{value:g}"
 
     places: dict[str, list[str]] = {amount(usual): []}
     for where, options in others.items():
@@ -282,6 +296,7 @@ def _default(usual: LoadOptions, others: Mapping[str, LoadOptions], name: str) -
 
 def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions:
     """The options that `add_load_arguments` parsed; `defaults` fill those not given."""
+    most = args.max_output_tokens
     return LoadOptions(
         source=args.trace,
         traces_dir=args.traces_dir,
@@ -291,7 +306,7 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
         divisor=args.divisor or defaults.divisor,
         most_prompt_tokens=args.max_prompt_tokens,
         least_prompt_tokens=args.min_prompt_tokens or defaults.least_prompt_tokens,
-        most_output_tokens=args.max_output_tokens or defaults.most_output_tokens,
+        most_output_tokens=defaults.most_output_tokens if most is None else most or None,
         seed=args.seed,
         begin=defaults.begin if args.begin is None else args.begin,
     )
@@ -347,7 +362,9 @@ def add_session_arguments(group: argparse._ArgumentGroup, defaults: ReplayOption
 def replay_options(
     args: argparse.Namespace, defaults: ReplayOptions, most_output_tokens: int | None = None
 ) -> ReplayOptions:
-    """The options that `add_replay_arguments` parsed; `defaults` fill those not given."""
+    """The options that `add_replay_arguments` parsed; `defaults` fill those not given. The load
+    says how many tokens are generated.
+    """
     return ReplayOptions(
         concurrency=None if args.rate is not None else args.concurrency or defaults.concurrency,
         rate=args.rate,
@@ -355,5 +372,5 @@ def replay_options(
         feedback=args.feedback,
         gap_scale=args.gap_scale,
         gap_cap_s=args.gap_cap,
-        most_output_tokens=args.max_output_tokens or most_output_tokens,
+        most_output_tokens=most_output_tokens,
     )

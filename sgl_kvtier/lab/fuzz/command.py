@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     model = write_named(fuzzed_model(args))
     wanted = load_options(args, _LOAD)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
-    sessions = calls_of(chosen, wanted.most_output_tokens or 8)
+    sessions = calls_of(chosen, wanted.most_output_tokens)
     setup = make_setup(args, model, chosen)
     floor = None if args.floor is None else read_floor(args.floor, setup)
     log = FuzzLog.open(args.log, about(setup))

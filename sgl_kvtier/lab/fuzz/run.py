@@ -95,7 +95,7 @@ def _session_name(place: int) -> str:
     return f"fuzz-{place}"
 
 
-def calls_of(load: Load, most_outputs: int) -> list[list[Asked]]:
+def calls_of(load: Load, most_outputs: int | None) -> list[list[Asked]]:
     """The sessions' prompts as they are sent."""
     sessions = []
     for place, session in enumerate(load.sessions):

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import replay_options
+from sgl_kvtier.lab.experiment.argtypes import load_options, replay_options
 from sgl_kvtier.lab.experiment.frame import check
 from sgl_kvtier.lab.experiment.scenarios import compare, lookahead, overhead, replay, restore
 from sgl_kvtier.lab.fuzz import command as fuzz
@@ -49,7 +49,7 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
         ("sessions", "(default 8; 6 with --quick, on a paced device with --quick)"),
         ("divisor", "(default 4; 1 on a GPU, on a paced device, on a paced device with --quick)"),
         ("begin", "(default 0; 0.6 on a paced device, on a paced device with --quick)"),
-        ("max-output-tokens", "(default 16; all on a GPU; 12 with --quick)"),
+        ("max-output-tokens", "(default 16; recorded on a GPU; 12 with --quick)"),
         ("rounds", "(default 3; 2 with --quick)"),
     ],
 )
@@ -102,3 +102,21 @@ def test_the_settings_of_a_replay_name_its_rate_or_its_concurrency():
     assert (by_rate.rate, by_rate.concurrency, by_rate.seed) == (0.5, None, 7)
     assert (by_number.rate, by_number.concurrency) == (None, 3)
     assert (usual.rate, usual.concurrency) == (None, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "most"), [((), 16), (("0",), None), (("recorded",), None), (("5",), 5)]
+)
+def test_outputs_may_be_as_long_as_recorded_where_the_default_is_a_limit(words, most):
+    given = ["--max-output-tokens", *words] if words else []
+    args = parser_of(compare).parse_args([*PACED, *given])
+    wanted = load_options(args, compare.load_defaults(args, args.device))
+    assert wanted.most_output_tokens == most
+    options = replay_options(args, compare.REPLAY, wanted.most_output_tokens)
+    assert options.most_output_tokens == most
+
+
+def test_another_word_for_as_recorded_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parser_of(compare).parse_args(["--max-output-tokens", "all"])
+    assert "must be a whole number of at least 0, or recorded" in capsys.readouterr().err

@@ -66,11 +66,12 @@ def run(args: argparse.Namespace) -> int:
     KVTierError.
     """
     check(args, starts_servers=False)
-    options = replay_options(args, _REPLAY)
+    wanted = load_options(args, _LOAD)
+    options = replay_options(args, _REPLAY, wanted.most_output_tokens)
     one = Round(_ARM, 1)
     model = args.tokenizer or Path(asyncio.run(_served_model(args.url)))
     encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
-    chosen = load(load_options(args, _LOAD), encoder)
+    chosen = load(wanted, encoder)
     print(chosen.description, file=sys.stderr)
     return Experiment(
         args,
