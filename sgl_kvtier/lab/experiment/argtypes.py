@@ -29,6 +29,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions
 from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, serving_dtype, write_named
+from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse
 from sgl_kvtier.launch import detect_device, host_of
@@ -335,6 +336,13 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
 def add_session_arguments(group: argparse._ArgumentGroup, defaults: ReplayOptions) -> None:
     """How each session is replayed, however many there are at a time."""
     group.add_argument(
+        "--route",
+        choices=tuple(ROUTES),
+        default=defaults.route,
+        help="how servers are asked: SGLang's /generate, or /v1/completions as OpenAI's API has it, with token ids as prompts "
+        "and text as answers (default %(default)s)",
+    )
+    group.add_argument(
         "--feedback",
         choices=FEEDBACK,
         default=defaults.feedback,
@@ -369,6 +377,7 @@ def replay_options(
         concurrency=None if args.rate is not None else args.concurrency or defaults.concurrency,
         rate=args.rate,
         seed=args.seed,
+        route=args.route,
         feedback=args.feedback,
         gap_scale=args.gap_scale,
         gap_cap_s=args.gap_cap,

@@ -62,7 +62,7 @@ class Round:
         return None if after is None else grown / slower
 
 
-Reference = dict[tuple[str, int], tuple[int, ...]]
+Reference = dict[tuple[str, int], tuple[int, ...] | str]
 
 
 def reference_arm(rounds: Sequence[Round]) -> str:
@@ -83,7 +83,7 @@ def reference_outputs(rounds: Sequence[Round]) -> Reference:
     for one in rounds:
         if one.arm == arm:
             for sample in _good(one.samples):
-                found.setdefault((sample.session, sample.turn), sample.completion.output_ids)
+                found.setdefault((sample.session, sample.turn), sample.completion.answer)
     return found
 
 
@@ -105,7 +105,7 @@ def sample_rows(rounds: Sequence[Round]) -> list[dict[str, Any]]:
                 if one.arm == first_arm and key not in used:
                     used.add(key)
                 else:
-                    row["equal"] = sample.completion.output_ids == reference[key]
+                    row["equal"] = sample.completion.answer == reference[key]
             rows.append(row)
     return rows
 

@@ -90,6 +90,7 @@ class Plan:
     order: Callable[[Sequence[str], int], list[str]] = rotated
     request_timeout_s: float = 300.0
     first_round: int = 1
+    client: type[Client] = Client
     place: Callable[[str], str] = lambda _arm: ""
     """Where the log keeps an arm's rounds: rounds of one place are the same for all plans."""
     until: float | None = None
@@ -210,6 +211,8 @@ class Rounds:
 
     def _start_all(self) -> None:
         arms = [a for a in self._plan.arms if self._is_left(a) and a not in self._servers]
+        if not arms:
+            return
         with progress("starting servers", len(arms), "ready") as shown:
             shown.describe(", ".join(arms))
             for arm in arms:
@@ -315,7 +318,7 @@ class Rounds:
         plan, notes = self._plan, self._outcome.notes
         paced = plan.setup.paced
         one.dilation = 1.0 if paced is None else paced.dilation
-        async with Client(
+        async with plan.client(
             server.url, timeout_s=plan.request_timeout_s, dilation=one.dilation
         ) as client:
             if one.arm not in self._warm:

@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -28,7 +28,7 @@ MOST_LINE_BYTES = 16 << 20
 _MOST_ANSWER_BYTES = 64 << 20
 """Most bytes of any other answer: the metrics of a large server have a few MB."""
 _MOST_SAID_BYTES = 64 << 10
-_MORE_TOKENS = 1024
+MORE_TOKENS = 1024
 """Output tokens beyond those asked for that are more than a miscount."""
 
 KEEP_OPEN_S = 2.0
@@ -77,6 +77,8 @@ class Completion:
     """The lead of each output token's log-prob over that of the next best token, where that was
     asked for.
     """
+    text: str = ""
+    """The output, where the server sends text and no token ids."""
 
     def undilated(self, dilation: float) -> Completion:
         """The same on a clock that runs `dilation` times as fast; `sent_s` stays."""
@@ -91,6 +93,11 @@ class Completion:
             server_queue_s=faster(self.server_queue_s),
             storage_wait_s=faster(self.storage_wait_s),
         )
+
+    @property
+    def answer(self) -> tuple[int, ...] | str:
+        """What two servers that answer alike both say: token ids, or text without them."""
+        return self.output_ids or self.text
 
     @property
     def ttft_s(self) -> float | None:
@@ -176,13 +183,18 @@ class Client:
         body |= {} if session_id is None else {"session_id": session_id}
         body |= {"return_logprob": True} if logprobs or margins else {}
         body |= {"top_logprobs_num": 2} if margins else {}
-        reading = _Reading(time.monotonic(), max_new_tokens + _MORE_TOKENS)
+        return await self.stream("/generate", body, _Reading(time.monotonic(), max_new_tokens))
+
+    async def stream(self, path: str, body: Mapping[str, Any], reading: Reading) -> Completion:
+        """Posts a request, and what came of it by `reading` its streamed events. Never raises for a
+        server's or network's failures.
+        """
         error: str | None
         # aiohttp does not say what it raises for a wrong answer; a run must not end with it
         try:
-            async with self._open().post(f"{self.url}/generate", json=body) as answer:
+            async with self._open().post(self.url + path, json=body) as answer:
                 if answer.status != 200:
-                    error = f"HTTP {answer.status}: {_short(await _text(answer, _MOST_SAID_BYTES))}"
+                    error = f"HTTP {answer.status}: {short(await _text(answer, _MOST_SAID_BYTES))}"
                 else:
                     async for event in _events(answer.content):
                         reading.take(event)
@@ -190,7 +202,7 @@ class Client:
         except asyncio.TimeoutError:
             error = f"no end after {self._timeout.total:g} s"
         except Exception as problem:
-            error = f"{type(problem).__name__}: {_short(str(problem))}"
+            error = f"{type(problem).__name__}: {short(str(problem))}"
         done = reading.completion(error)
         return done if self.dilation == 1.0 else done.undilated(self.dilation)
 
@@ -206,13 +218,17 @@ class Client:
 
     async def model_info(self) -> dict[str, Any]:
         """The server's description of its model. Raises BenchError when nothing usable answers."""
+        return await self.get_object("/model_info")
+
+    async def get_object(self, path: str) -> dict[str, Any]:
+        """The object at this path. Raises BenchError when nothing usable answers."""
         try:
-            async with self._open().get(f"{self.url}/model_info") as answer:
+            async with self._open().get(self.url + path) as answer:
                 answer.raise_for_status()
                 return _object(await _text(answer))
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             raise BenchError(
-                f"no SGLang server answers at {self.url}: {_short(str(error))}. Start one: kvtier "
+                f"no server answers at {self.url}{path}: {short(str(error))}. Start one: kvtier "
                 "serve MODEL"
             ) from error
 
@@ -272,9 +288,9 @@ class Client:
                 text = await _text(answer)
                 if answer.status == 200:
                     return text
-                problem = f"HTTP {answer.status}: {_short(text)}"
+                problem = f"HTTP {answer.status}: {short(text)}"
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            problem = f"{type(error).__name__}: {_short(str(error))}"
+            problem = f"{type(error).__name__}: {short(str(error))}"
         raise BenchError(f"the server at {self.url} did not {what}: {problem}")
 
     def _open(self) -> aiohttp.ClientSession:
@@ -351,14 +367,27 @@ class BadAnswer(ValueError):
     """A server sent no answer of its route. Becomes the error of that request."""
 
 
+class Reading(Protocol):
+    """What was read of one streamed answer."""
+
+    def take(self, event: Any) -> None:
+        """Adds one event. Raises BadAnswer on what is none; what was taken before stays."""
+
+    def verdict(self) -> str | None:
+        """None when the answer came to its regular end, else what was wrong."""
+
+    def completion(self, error: str | None) -> Completion:
+        """The outcome so far."""
+
+
 class _Reading:
     """The part of one streamed answer that has arrived. Everything in it was checked: a server may
     send anything.
     """
 
-    def __init__(self, sent_s: float, most_tokens: int) -> None:
+    def __init__(self, sent_s: float, asked_tokens: int) -> None:
         self._sent_s = sent_s
-        self._most_tokens = most_tokens
+        self._most_tokens = asked_tokens + MORE_TOKENS
         self._ids: list[int] = []
         self._times: list[float] = []
         self._logprobs: list[float] = []
@@ -376,24 +405,22 @@ class _Reading:
         if not isinstance(event, dict):
             raise BadAnswer(f"not an answer of /generate: {shown(event)}")
         if "error" in event:
-            detail = event["error"]
-            said = detail.get("message", detail) if isinstance(detail, dict) else detail
-            self._problem = _short(said if isinstance(said, str) else shown(said))
+            self._problem = problem_in(event)
             return
-        meta = _field(event, "meta_info", dict) or {}
-        self._take_tokens(_field(event, "output_ids", list) or [], meta)
-        self._prompt_tokens = _whole(meta, "prompt_tokens")
-        self._rid = _field(meta, "id", str)
+        meta = part_of(event, "meta_info", dict) or {}
+        self._take_tokens(part_of(event, "output_ids", list) or [], meta)
+        self._prompt_tokens = whole_of(meta, "prompt_tokens")
+        self._rid = part_of(meta, "id", str)
         self._queue_s = _seconds(meta, "queue_time")
         self._storage_wait_s = _seconds(meta, "storage_prefetch_wait")
         self._cached = _cached(meta)
-        self._reason = _field(meta, "finish_reason", dict)
+        self._reason = part_of(meta, "finish_reason", dict)
 
     def _take_tokens(self, ids: list[Any], meta: Mapping[str, Any]) -> None:
         # Each event carries all tokens so far, or with --incremental-streaming-output only the new
         # ones.
         now = time.monotonic() - self._sent_s
-        if len(ids) == _whole(meta, "completion_tokens"):
+        if len(ids) == whole_of(meta, "completion_tokens"):
             del self._ids[len(ids) :]
             ids = ids[len(self._ids) :]
         if not all(is_whole(token, 0) for token in ids):
@@ -402,7 +429,7 @@ class _Reading:
         if len(self._ids) > self._most_tokens:
             raise BadAnswer(f"{len(self._ids)} output tokens, more than were asked for")
         self._times += [now] * (len(self._ids) - len(self._times))
-        entries = _field(meta, "output_token_logprobs", list) or []
+        entries = part_of(meta, "output_token_logprobs", list) or []
         if len(entries) == len(self._ids):
             del self._logprobs[len(entries) :]
             entries = entries[len(self._logprobs) :]
@@ -411,7 +438,7 @@ class _Reading:
                 refusal("output_token_logprobs", entries, "lists that begin with a number")
             )
         self._logprobs += [float(entry[0]) for entry in entries]
-        self._take_margins(_field(meta, "output_top_logprobs", list) or [])
+        self._take_margins(part_of(meta, "output_top_logprobs", list) or [])
 
     def _take_margins(self, positions: list[Any]) -> None:
         if len(positions) == len(self._ids):
@@ -432,7 +459,7 @@ class _Reading:
             return "the stream ended before the answer did"
         kind, said = self._reason.get("type"), self._reason.get("message", "")
         if kind == "abort":
-            return f"{ABORTED}: {_short(said if isinstance(said, str) else shown(said))}"
+            return f"{ABORTED}: {short(said if isinstance(said, str) else shown(said))}"
         return None if isinstance(kind, str) else refusal("finish_reason.type", kind, "a text")
 
     def completion(self, error: str | None) -> Completion:
@@ -455,14 +482,23 @@ class _Reading:
 _KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "a text"}
 
 
-def _field(data: Mapping[str, Any], name: str, kind: type) -> Any:
+def problem_in(event: Mapping[str, Any]) -> str:
+    """What an event with an error says."""
+    detail = event["error"]
+    said = detail.get("message", detail) if isinstance(detail, dict) else detail
+    return short(said if isinstance(said, str) else shown(said))
+
+
+def part_of(data: Mapping[str, Any], name: str, kind: type) -> Any:
+    """An object or a list in an answer; None where there is none. Raises BadAnswer on another."""
     value = data.get(name)
     if value is not None and not isinstance(value, kind):
         raise BadAnswer(refusal(name, value, _KINDS[kind]))
     return value
 
 
-def _whole(data: Mapping[str, Any], name: str) -> int | None:
+def whole_of(data: Mapping[str, Any], name: str) -> int | None:
+    """A count in an answer; None where there is none. Raises BadAnswer on what is no count."""
     value = data.get(name)
     if value is not None and not is_whole(value, 0):
         raise BadAnswer(refusal(name, value, "a whole number of at least 0"))
@@ -477,9 +513,9 @@ def _seconds(data: Mapping[str, Any], name: str) -> float | None:
 
 
 def _cached(meta: Mapping[str, Any]) -> Cached | None:
-    total = _whole(meta, "cached_tokens")
-    details = _field(meta, "cached_tokens_details", dict) or {}
-    tiers = {tier: _whole(details, tier) or 0 for tier in ("device", "host", "storage")}
+    total = whole_of(meta, "cached_tokens")
+    details = part_of(meta, "cached_tokens_details", dict) or {}
+    tiers = {tier: whole_of(details, tier) or 0 for tier in ("device", "host", "storage")}
     return None if total is None else Cached(**tiers, total=total)
 
 
@@ -524,6 +560,7 @@ def _object(text: str) -> dict[str, Any]:
     return data
 
 
-def _short(text: str, most: int = 300) -> str:
+def short(text: str, most: int = 300) -> str:
+    """A server's words in one line, of at most so many characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"

@@ -52,6 +52,8 @@ class ReplayOptions:
     rate: float | None = None
     seed: int = 0
     """Of the arrivals."""
+    route: str = "generate"
+    """How a server is asked: a name of `openai.ROUTES`."""
 
     def wait_s(self, turn: int, recorded_s: float) -> float:
         """How long to wait before a turn, counted from 1, where the trace waited `recorded_s`."""
@@ -90,9 +92,10 @@ class Sample:
             "queue_ms": milliseconds(done.server_queue_s),
             "storage_wait_ms": milliseconds(done.storage_wait_s),
             "prompt_tokens": done.prompt_tokens,
-            "output_tokens": len(done.output_ids),
+            "output_tokens": len(done.token_times_s),
             "cached": None if done.cached is None else dataclasses.asdict(done.cached),
             "output_ids": list(done.output_ids),
+            "output_text": done.text or None,
             "error": done.error,
         }
 
@@ -199,8 +202,14 @@ async def _replay_session(
         # A hash-only trace has no recorded output to replace: there the next prompt's blocks hold
         # it already.
         if options.feedback == "server" and done.error is None and call.output is not None:
-            context.answer(Message("assistant", token_ids=done.output_ids))
+            context.answer(_message(done))
         await keep(Sample(session.session_id, turn, done))
+
+
+def _message(done: Completion) -> Message:
+    if done.output_ids:
+        return Message("assistant", token_ids=done.output_ids)
+    return Message("assistant", text=done.text)
 
 
 def milliseconds(seconds: float | None) -> float | None:

@@ -102,7 +102,7 @@ def lines(
     figure, axes = new_figure()
     names = [one.name for one in series]
     colour, dash = colours(names), dashes(names)
-    for one in series:
+    for index, one in enumerate(series):
         if one.low and one.high:
             band = (_floats(one.low), _floats(one.high))
             axes.fill_between(one.x, *band, color=colour[one.name], alpha=0.13, linewidth=0)
@@ -117,7 +117,7 @@ def lines(
             marker="o" if len(one.x) <= 12 else None,
             markersize=3,
         )
-        _point_labels(axes, one, colour[one.name])
+        _point_labels(axes, one, colour[one.name], -10 if index % 2 else 4)
     _label(axes, x_label, y_label)
     _scale(axes, log_x=log_x, log_y=log_y)
     if whole_x:
@@ -314,11 +314,11 @@ def timeline(
     return svg_text(figure, f"{title}: {', '.join(kinds)}")
 
 
-def _point_labels(axes: Axes, one: Series, colour: str) -> None:
+def _point_labels(axes: Axes, one: Series, colour: str, up: int) -> None:
     for text, x, y in zip(one.labels, one.x, _floats(one.y), strict=False):
         if math.isfinite(y):
             axes.annotate(
-                _safe(text), (x, y), (4, 4), textcoords="offset points", fontsize=7, color=colour
+                _safe(text), (x, y), (4, up), textcoords="offset points", fontsize=7, color=colour
             )
 
 

@@ -122,7 +122,8 @@ def pareto(result: dict, quantile: str) -> str:
             x, y, labels = zip(*points, strict=True)
             series.append(Series(arm, x, y, labels=labels))
     title = f"Throughput and time to first token, {quantile}"
-    return lines(series, title, "output tokens per second", f"TTFT {quantile} (ms)")
+    axes = ("output tokens per second", f"TTFT {quantile} (ms), logarithmic")
+    return lines(series, title, *axes, log_y=True)
 
 
 def load_of(result: dict) -> str:

@@ -17,6 +17,7 @@ from sgl_kvtier.cli import main
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
 from sgl_kvtier.lab.outside.client import Client, Completion, Metrics
 from sgl_kvtier.lab.outside.lab_model import write_model
+from sgl_kvtier.lab.outside.openai import OpenAIClient
 from sgl_kvtier.lab.outside.server import Server
 from sgl_kvtier.launch import detect_device, missing_packages
 
@@ -146,6 +147,39 @@ def test_replay_command_reports_every_request(
     assert sum(result["figures"]["cached_tokens"].values()) > 0
     assert len(log.read_text().splitlines()) == 9
     assert "9 requests, 0 of them failed" in capsys.readouterr().out
+
+
+def test_the_openai_route_measures_what_sglangs_own_does(server: Server) -> None:
+    prompt = PROMPT[2:]
+
+    async def ask() -> list[Completion]:
+        async with Client(server.url) as own, OpenAIClient(server.url) as client:
+            found = []
+            for one in (own, client, own, client):
+                found.append(await one.generate(prompt, 12))
+                await stored(own, 384)
+                await own.flush()
+            return found
+
+    computed, from_storage, ids, text = asyncio.run(ask())
+    assert [done.error for done in (computed, from_storage, ids, text)] == [None] * 4
+    assert [len(done.token_times_s) for done in (ids, text)] == [12, 12]
+    assert from_storage.cached == ids.cached == text.cached
+    assert text.cached is not None and text.cached.sums_up and text.cached.storage == 384
+    assert text.prompt_tokens == ids.prompt_tokens == 398
+    assert from_storage.text == text.text and text.text
+    assert computed.output_ids == ids.output_ids
+
+
+def test_the_replay_command_may_go_that_way_too(server: Server, tmp_path: Path) -> None:
+    out = tmp_path / "replay.json"
+    load = ["--trace", "generated:swe-mini", "--sessions", "2", "--turns", "3", "--divisor", "16"]
+    words = ["replay", server.url, *load, "--gap-scale", "0", "--route", "openai", "--flush"]
+    model = server.command[server.command.index("--model-path") + 1]
+    assert main([*words, "--tokenizer", model, "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert (result["figures"]["requests"], result["figures"]["errors"]) == (6, 0)
+    assert result["figures"]["cached_tokens_check"]["requests_whose_tiers_do_not_sum"] == 0
 
 
 def test_memory_and_descriptors_of_the_whole_tree_are_seen(server: Server) -> None:

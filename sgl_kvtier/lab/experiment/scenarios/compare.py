@@ -34,6 +34,7 @@ from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, lo
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
 from sgl_kvtier.lab.experiment.timeline import timelines, watch
+from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
 from sgl_kvtier.lab.pages.compare.page import compare_page
@@ -171,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
         wanted = load_options(args, load_defaults(args, shape.device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         setup = make_setup(args, shape, model, chosen)
+        replaying = replay_options(args, REPLAY, wanted.most_output_tokens)
         plan = Plan(
             arms=arms,
             setup=setup,
@@ -179,8 +181,8 @@ def run(args: argparse.Namespace) -> int:
             once=(BASELINE,) if is_paced(shape.device) else (),
             together={"auto": None, "together": True, "fresh": False}[args.servers],
             until=None if args.minutes is None else time.monotonic() + 60 * args.minutes,
+            client=ROUTES[replaying.route],
         )
-        replaying = replay_options(args, REPLAY, wanted.most_output_tokens)
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
         print(_announcement(plan, chosen), file=sys.stderr)
         watching = partial(watch, page_tokens=setup.page_size)

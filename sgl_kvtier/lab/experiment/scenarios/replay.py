@@ -24,7 +24,7 @@ from sgl_kvtier.lab.experiment.frame import Experiment, check
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
-from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
 
 SCHEMA = "kvtier.replay/1"
@@ -36,7 +36,10 @@ _REPLAY = ReplayOptions(concurrency=8)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("url", help="the server, such as http://127.0.0.1:30000")
+    parser.add_argument(
+        "url",
+        help="the server, such as http://127.0.0.1:30000; with --route openai of any kind that has /v1/completions",
+    )
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -69,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = load_options(args, _LOAD)
     options = replay_options(args, _REPLAY, wanted.most_output_tokens)
     one = Round(_ARM, 1)
-    model = args.tokenizer or Path(asyncio.run(_served_model(args.url)))
+    model = args.tokenizer or Path(asyncio.run(_served_model(args)))
     encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
     chosen = load(wanted, encoder)
     print(chosen.description, file=sys.stderr)
@@ -85,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
     ).run()
 
 
-async def _served_model(url: str) -> str:
-    async with Client(url, timeout_s=30) as client:
+async def _served_model(args: argparse.Namespace) -> str:
+    async with ROUTES[args.route](args.url, timeout_s=30) as client:
         return str((await client.model_info()).get("model_path", ""))
 
 
@@ -101,7 +104,7 @@ def _folder(model: Path) -> Path:
 async def _measure(
     args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round
 ) -> None:
-    async with Client(args.url, timeout_s=args.timeout) as client:
+    async with ROUTES[args.route](args.url, timeout_s=args.timeout) as client:
         if args.flush:
             await client.flush()
         one.before = await client.metrics()
@@ -164,11 +167,15 @@ def _table(result: dict[str, Any]) -> Table:
     )
     cached = figures["cached_tokens"]
     rate = figures["throughput_tokens_per_s"]
+    good = [row for row in result["samples"] if row["error"] is None and row["cached"]]
+    total = sum(row["cached"]["total"] for row in good)
+    untold = total - sum(cached.values())
     notes = [
         f"{figures['requests']:,} requests, {figures['errors']:,} of them failed"
         + (": " + "; ".join(figures["error_messages"]) if figures["errors"] else ""),
         f"{figures['prompt_tokens']:,} prompt tokens: {cached['device']:,} from device, {cached['host']:,} from host, "
-        f"{cached['storage']:,} from storage",
+        f"{cached['storage']:,} from storage"
+        + (f", {untold:,} from a cache that the server does not name" if untold > 0 else ""),
         f"storage read {format_bytes(figures['bytes']['read'] or 0)}, written {format_bytes(figures['bytes']['written'] or 0)}",
     ]
     if rate is not None:

@@ -54,6 +54,7 @@ from sgl_kvtier.lab.experiment.scenarios.compare import (
     paced_notes,
     replay_notes,
 )
+from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.pages.sweep import SCHEMA, sweep_page, sweep_tables
 from sgl_kvtier.outside import is_number, is_whole, shown
@@ -180,6 +181,7 @@ class Sweep:
                     first_round=place * rounds + 1,
                     place=partial(_place, f"{self.name} {value:g}"),
                     until=until,
+                    client=ROUTES[self.replaying.route],
                 ),
             )
             for place, value in enumerate(values)
@@ -195,7 +197,7 @@ class Sweep:
         return (
             f"{self.chosen.describe('round and arm')}; device pool {setup.device_tokens:,} tokens, "
             f"host pool {setup.host_tokens:,}\n"
-            f"arms: {', '.join(self.arms)}; {self.name} {values}; {cells[0].plan.rounds} rounds of each; "
+            f"arms: {', '.join(self.arms)}; {self.name} {values}; rounds of each: {cells[0].plan.rounds}; "
             f"logs in {self.folder}"
         )
 
