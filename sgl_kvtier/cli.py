@@ -76,8 +76,9 @@ COMMANDS = {
     ),
     "trace": Command(
         "sgl_kvtier.lab.workload.commands",
-        "list, describe and generate workloads",
-        "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10",
+        "list, describe, generate and export workloads",
+        "kvtier trace list\n  kvtier trace describe generated:claude-code --sessions 10\n"
+        "  kvtier trace export swe_mini_deepseek --sessions 8 --out agents.json",
     ),
     "sim": Command(
         "sgl_kvtier.lab.sim_command",

@@ -561,6 +561,6 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def short(text: str, most: int = 300) -> str:
-    """A server's words in one line, of at most so many characters."""
+    """A server's words in one line of at most `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else text[: most - 1] + "…"

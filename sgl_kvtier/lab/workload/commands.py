@@ -1,19 +1,31 @@
-"""`kvtier trace`: what traces there are, what is in one, and making sessions up."""
+"""`kvtier trace`: what traces there are, what is in one, making sessions up, and writing them for
+SGLang's own benchmark.
+"""
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import json
 import sys
 from pathlib import Path
 from typing import IO, Any
 
 from sgl_kvtier.arguments import count, positive, seed
-from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
+from sgl_kvtier.console import (
+    Column,
+    Table,
+    check_target,
+    envelope,
+    print_table,
+    write_json,
+    write_text,
+)
 from sgl_kvtier.errors import KVTierError
+from sgl_kvtier.lab.workload.agentic import FORMAT, to_document
 from sgl_kvtier.lab.workload.catalogue import known_traces, trace_files
 from sgl_kvtier.lab.workload.describe import describe
-from sgl_kvtier.lab.workload.encoder import ByteEncoder
+from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder
 from sgl_kvtier.lab.workload.generate import Preset, generate, load_preset, presets
 from sgl_kvtier.lab.workload.source import GENERATED, LoadResult, load_sessions
 from sgl_kvtier.lab.workload.swe import to_line
@@ -28,34 +40,23 @@ _WIDE_VOCABULARY = (1 << 31) - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `list`, `describe` and `generate` with their options."""
+    """Adds `list`, `describe`, `generate` and `export` with their options."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="{list,describe,generate}"
+        dest="action", required=True, metavar="{list,describe,generate,export}"
     )
 
     listing = actions.add_parser(
         "list", help="the trace files found, and the presets for generated sessions"
     )
-    _add_common(listing)
+    _add_folder(listing)
+    listing.add_argument(
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+    )
 
     describing = actions.add_parser(
         "describe", help="lengths, waits and prefix reuse of a workload"
     )
-    describing.add_argument(
-        "source", help="a trace file, a trace's short name, or generated:PRESET"
-    )
-    describing.add_argument(
-        "--sessions",
-        type=positive,
-        metavar="N",
-        help="read N sessions (default: all; 20 generated)",
-    )
-    describing.add_argument(
-        "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
-    )
-    describing.add_argument(
-        "--seed", type=seed, default=0, help="for generated sessions (default 0)"
-    )
+    _add_source(describing)
     describing.add_argument(
         "--divisor",
         type=positive,
@@ -71,15 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="page of the cache (default 16)",
     )
     describing.add_argument(
-        "--max-calls", type=positive, metavar="N", help="cut sessions after N calls"
+        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
     )
-    describing.add_argument(
-        "--max-prompt-tokens",
-        type=positive,
-        metavar="N",
-        help="cut before a longer prompt, after scaling",
-    )
-    _add_common(describing)
 
     making = actions.add_parser(
         "generate", help="write generated sessions to a file that can be read again"
@@ -95,11 +89,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", required=True, metavar="FILE", help=".jsonl, .jsonl.gz, or - for standard output"
     )
 
+    exporting = actions.add_parser(
+        "export", help="write a workload for the benchmark of SGLang, and read it again as a trace"
+    )
+    _add_source(exporting)
+    exporting.add_argument(
+        "--format",
+        choices=(FORMAT,),
+        default=FORMAT,
+        help=f"{FORMAT}: python -m sglang.bench_serving --dataset-name {FORMAT} (default)",
+    )
+    exporting.add_argument(
+        "--out", required=True, metavar="FILE", help="a .json file, or - for standard output"
+    )
+
 
 def run(args: argparse.Namespace) -> int:
     """Carries out one `kvtier trace` command; the exit status. Raises KVTierError."""
     if args.action == "generate":
         return _generate(args.preset, args.sessions, args.seed, args.out)
+    if args.action == "export":
+        return _export(args)
     if args.json is not None:
         check_target(args.json)
     return _list(args) if args.action == "list" else _describe(args)
@@ -145,19 +155,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _describe(args: argparse.Namespace) -> int:
     encoder = ByteEncoder(_WIDE_VOCABULARY, args.divisor)
-    sessions = args.sessions
-    if sessions is None and args.source.startswith(GENERATED):
-        sessions = _GENERATED_SESSIONS
-    loaded = load_sessions(
-        args.source,
-        limit=sessions,
-        skip=args.skip,
-        seed=args.seed,
-        traces_dir=args.traces,
-        encoder=encoder,
-        max_calls=args.max_calls,
-        max_prompt_tokens=args.max_prompt_tokens,
-    )
+    loaded = _load(args, encoder)
     stats = describe(loaded.sessions, encoder, page_tokens=args.page_tokens)
     _report_bad_lines(loaded)
     if args.json is not None:
@@ -188,6 +186,42 @@ def _describe(args: argparse.Namespace) -> int:
     )
     print_table(Table("Distributions", columns, stats.rows(), notes=(note,)))
     return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    check_target(args.out)
+    encoder = ByteEncoder(_WIDE_VOCABULARY)
+    loaded = _load(args, encoder)
+    document = to_document(loaded.sessions, encoder)
+    _report_bad_lines(loaded)
+    turns = sum(len(turns) for turns in document["conversations"])
+    if not turns:
+        raise KVTierError(
+            f"{args.source}: every session replaces its context before its first call"
+        )
+    write_text(json.dumps(document) + "\n", args.out)
+    count = len(document["conversations"])
+    said = f"{loaded.description}\n{count} sessions, {turns} calls written to {args.out}"
+    if turns < loaded.calls:
+        said += f"; {loaded.calls - turns} calls behind a replaced context cannot be written"
+    print(said, file=sys.stderr if args.out == "-" else sys.stdout)
+    return 0
+
+
+def _load(args: argparse.Namespace, encoder: Encoder) -> LoadResult:
+    sessions = args.sessions
+    if sessions is None and args.source.startswith(GENERATED):
+        sessions = _GENERATED_SESSIONS
+    return load_sessions(
+        args.source,
+        limit=sessions,
+        skip=args.skip,
+        seed=args.seed,
+        traces_dir=args.traces,
+        encoder=encoder,
+        max_calls=args.max_calls,
+        max_prompt_tokens=args.max_prompt_tokens,
+    )
 
 
 def _report_bad_lines(loaded: LoadResult) -> None:
@@ -237,12 +271,33 @@ def _write_sessions(
         stream.close()
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="a trace file, a trace's short name, or generated:PRESET")
     parser.add_argument(
-        "--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)"
+        "--sessions",
+        type=positive,
+        metavar="N",
+        help="read N sessions (default: all; 20 generated)",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="write the result as JSON; - for standard output"
+        "--skip", type=count, default=0, metavar="N", help="pass over the first N sessions"
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="for generated sessions (default 0)")
+    parser.add_argument(
+        "--max-calls", type=positive, metavar="N", help="cut sessions after N calls"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=positive,
+        metavar="N",
+        help="cut before a longer prompt, at 4 characters a token and after scaling",
+    )
+    _add_folder(parser)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder with traces (default ../shared/traces)"
     )
 
 

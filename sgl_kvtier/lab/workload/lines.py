@@ -19,6 +19,8 @@ MOST_LINE_BYTES = 64 << 20
 """The longest line of the existing traces has under 1 MB. A packed file of 1 MB may hold one of a
 GB.
 """
+MOST_DOCUMENT_BYTES = 256 << 20
+"""The longest trace that is one JSON object. All 145 sessions of swe_mini_deepseek take 21 MB."""
 MOST_BAD_LINES = 10_000
 """Bad lines after which a file is given up: each is kept with its reason."""
 MOST_TOKENS = 1 << 24
@@ -80,6 +82,32 @@ def read_lines(path: Path, bad: list[BadLine]) -> Iterator[tuple[int, str]]:
                 note(bad, path, number, f"not UTF-8 at byte {error.start}")
                 continue
             yield number, text
+
+
+def beginning_of(path: Path, nbytes: int) -> str:
+    """The first bytes of a file as text, unpacked; of a damaged one what can be read. Raises
+    TraceError when it cannot be opened.
+    """
+    with _open(path) as stream:
+        try:
+            return stream.read(nbytes).decode("utf-8", "replace")
+        except (OSError, EOFError, zlib.error):
+            return ""
+
+
+def read_document(path: Path) -> str:
+    """A whole file as text, unpacked. Raises TraceError when it cannot be read, is not UTF-8 or has
+    more than `MOST_DOCUMENT_BYTES`.
+    """
+    with _open(path) as stream:
+        try:
+            raw = stream.read(MOST_DOCUMENT_BYTES + 1)
+            if len(raw) > MOST_DOCUMENT_BYTES:
+                most = MOST_DOCUMENT_BYTES >> 20
+                raise TraceError(f"{path} has more than {most} MiB. Split it")
+            return raw.decode("utf-8")
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise TraceError(f"cannot read {path}: {error}. Copy the file again") from error
 
 
 def note(bad: list[BadLine], path: Path, number: int, reason: str) -> None:

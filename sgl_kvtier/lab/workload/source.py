@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from sgl_kvtier.errors import ConfigError, TraceError
+from sgl_kvtier.lab.workload.agentic import is_agentic, read_conversations
 from sgl_kvtier.lab.workload.catalogue import Origin, find_trace, name_of, origin_of
 from sgl_kvtier.lab.workload.encoder import Encoder, PromptTokens
 from sgl_kvtier.lab.workload.generate import generate, load_preset
@@ -102,7 +103,8 @@ def load_sessions(
     else:
         path = find_trace(source, traces_dir)
         origin = origin_of(path)
-        groups = _read_file(path, origin, skip, bad)
+        read = read_conversations if is_agentic(path) else _read_file
+        groups = read(path, origin, skip, bad)
         title = name_of(path) + (f" ({origin.source}, {origin.licence})" if origin.licence else "")
     chosen = _Chosen(encoder, max_calls, max_prompt_tokens, min_prompt_tokens)
     for group in groups:
@@ -289,7 +291,8 @@ def _reader_for(path: Path, origin: Origin) -> Reader:
             break
     raise TraceError(
         f"{path} is in no format this reads: a line must have 'turns' (agent sessions), 'requests' "
-        "and 'block_size' (Claude Code blocks), 'hash_ids' and 'input_length' (Mooncake), or the "
-        "file the header of an Azure trace"
+        "and 'block_size' (Claude Code blocks), "
+        "'hash_ids' and 'input_length' (Mooncake), or the file 'conversations' (SGLang's "
+        "agentic-trace) or the header of an Azure trace"
         + (f". Its first bad line: {ignored[0]}" if ignored else "")
     )
