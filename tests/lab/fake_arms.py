@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
+from fake_openai import FakeOpenAI
 from fake_restore import RestoringServer
 from fake_sglang import FakeServer
 
@@ -78,6 +79,11 @@ class Arm(FakeServer):
         self.stored.add(head)
         self.written += 32
         return await super().generate(request)
+
+    def add_routes(self, app: web.Application) -> None:
+        other = FakeOpenAI(cached=0)
+        app.router.add_post("/v1/completions", other.completions)
+        app.router.add_get("/v1/models", other.list_models)
 
     async def note(self, request: web.Request) -> web.Response:
         if request.path.endswith("clear"):

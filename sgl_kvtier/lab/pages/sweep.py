@@ -79,7 +79,9 @@ def statements(result: dict) -> list[tuple[str, bool]]:
     lost = [
         f"{arm} at {load_of(result)} {load:g}"
         for load, arm, one in _each(result)
-        if paced(result) is not None and (one.get("pace") or {}).get("valid") is not True
+        if paced(result) is not None
+        and one.get("throughput_tokens_per_s") is not None
+        and (one.get("pace") or {}).get("valid") is not True
     ]
     if lost:
         found.insert(0, (f"The paced device did not keep pace: {', '.join(lost)}.", True))

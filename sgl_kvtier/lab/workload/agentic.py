@@ -80,7 +80,8 @@ def to_document(sessions: Sequence[Session], encoder: Encoder) -> dict[str, Any]
         if turns:
             conversations.append(turns)
             heads.append(_head(session, len(turns)))
-    return {"metadata": {"sessions": heads}, "conversations": conversations}
+    # first what the file is known by
+    return {"conversations": conversations, "metadata": {"sessions": heads}}
 
 
 def _heads(document: dict[str, Any], count: int) -> list[dict[str, Any]]:

@@ -119,6 +119,16 @@ def test_sessions_may_arrive_at_a_rate_which_the_result_names(compare: Command) 
     assert any(note.startswith("Open loop: sessions arrive") for note in result["notes"])
 
 
+def test_arms_may_be_asked_by_the_route_that_openais_api_has(compare: Command) -> None:
+    done = compare("--route", "openai", "--rounds", "1", "--arms", "recompute,kvtier")
+    assert done.status == 0, done.err
+    result = done.result
+    assert result["settings"]["route"] == "openai"
+    assert result["arms"]["kvtier"]["equal_tokens_fraction"] == 1.0
+    assert {sample["output_text"] is not None for sample in result["samples"]} == {True}
+    assert [sample["output_ids"] for sample in result["samples"]] == [[]] * 8
+
+
 def test_the_order_of_arms_moves_on_from_round_to_round(compare: Command) -> None:
     result = compare("--rounds", "2", "--arms", "recompute,hicache,kvtier").result
     order: list[tuple[int, str]] = []

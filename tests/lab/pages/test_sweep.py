@@ -93,6 +93,17 @@ def test_a_load_that_a_paced_device_could_not_keep_up_with_is_said_first(result:
     assert "paced h100-llama8b, not computed" in sweep_tables(result)[0].title
 
 
+def test_a_load_that_was_not_measured_is_not_said_to_have_lost_pace(result: dict) -> None:
+    result["device"] = {"paced": {"profile": "h100-llama8b"}}
+    for cell in result["cells"]:
+        for one in cell["arms"].values():
+            one["pace"] = {"valid": True}
+    last = result["cells"][1]["arms"]["kvtier"]
+    del last["pace"]
+    last["throughput_tokens_per_s"] = None
+    assert not [text for text, _ in statements(result) if "keep pace" in text]
+
+
 def test_loads_may_be_rates(result: dict) -> None:
     for cell in result["cells"]:
         cell["rate"] = cell.pop("concurrency") / 10

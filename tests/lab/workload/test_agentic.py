@@ -82,6 +82,12 @@ def test_a_session_that_is_written_is_read_again_as_it_was(tmp_path: Path) -> No
     assert found == FULL
 
 
+def test_a_file_of_very_many_sessions_is_known_as_well(tmp_path: Path) -> None:
+    made = [dataclasses.replace(FULL, session_id=f"s{number}") for number in range(1000)]
+    found = load_sessions(str(written(tmp_path / "a.json", *made))).sessions
+    assert found == tuple(made)
+
+
 @pytest.mark.parametrize("preset", ["swe-mini", "swe-openhands", "chat"])
 def test_generated_sessions_come_back_whole(tmp_path: Path, preset: str) -> None:
     made = [generate(load_preset(preset), 5, number) for number in range(4)]
