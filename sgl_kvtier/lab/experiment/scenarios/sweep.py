@@ -22,7 +22,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     replay_options,
     shape_of,
 )
-from sgl_kvtier.lab.experiment.arms import Setup
+from sgl_kvtier.lab.experiment.arms import BASELINE, Setup
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, choose_encoder, load
 from sgl_kvtier.lab.experiment.measures import (
@@ -47,6 +47,7 @@ from sgl_kvtier.lab.experiment.scenarios.compare import (
     STANDING,
     about,
     add_comparison,
+    choose_device,
     chosen_arms,
     load_defaults,
     lost_pace,
@@ -103,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     """Compares and reports. The exit status: 0, 1 when an arm failed, 130 after Ctrl-C. Raises
     KVTierError.
     """
+    choose_device(args)
     check(args)
     name, values = _loads(args)
     # one server for all loads, and so for the largest
@@ -176,6 +178,7 @@ class Sweep:
                     setup=self.setup,
                     folder=self.folder,
                     rounds=rounds,
+                    once=(BASELINE,) if self.setup.paced is not None else (),
                     together=together,
                     order=partial(_begin_further_on, place),
                     first_round=place * rounds + 1,
