@@ -91,6 +91,7 @@ class Plan:
     request_timeout_s: float = 300.0
     first_round: int = 1
     client: type[Client] = Client
+    """How servers are asked."""
     place: Callable[[str], str] = lambda _arm: ""
     """Where the log keeps an arm's rounds: rounds of one place are the same for all plans."""
     until: float | None = None

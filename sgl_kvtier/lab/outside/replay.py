@@ -146,23 +146,12 @@ async def replay(
     def play(session: Session) -> Coroutine[Any, Any, None]:
         return _replay_session(session, client, encoder, options, keep)
 
-    async def arrive(session: Session, at_s: float) -> None:
-        await asyncio.sleep(at_s * client.dilation)
-        await play(session)
-
-    waiting = deque(sessions)
-
-    async def worker() -> None:
-        while waiting:
-            await play(waiting.popleft())
-
     if options.rate is None:
-        at_a_time = min(options.concurrency or len(sessions), len(sessions))
-        tasks = [asyncio.create_task(worker()) for _ in range(at_a_time)]
+        work = _in_turn(sessions, options.concurrency or len(sessions), play)
     else:
         times = arrivals(len(sessions), options.rate, options.seed)
-        pairs = zip(sessions, times, strict=True)
-        tasks = [asyncio.create_task(arrive(session, at_s)) for session, at_s in pairs]
+        work = _arriving(sessions, [client.dilation * at_s for at_s in times], play)
+    tasks = [asyncio.create_task(one) for one in work]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -180,6 +169,31 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
     while len(times) < count:
         times.append(times[-1] - math.log1p(-drawn.random()) / rate)
     return times[:count]
+
+
+_Play = Callable[[Session], Coroutine[Any, Any, None]]
+
+
+def _in_turn(
+    sessions: Sequence[Session], at_a_time: int, play: _Play
+) -> list[Coroutine[Any, Any, None]]:
+    waiting = deque(sessions)
+
+    async def worker() -> None:
+        while waiting:
+            await play(waiting.popleft())
+
+    return [worker() for _ in range(min(at_a_time, len(sessions)))]
+
+
+def _arriving(
+    sessions: Sequence[Session], times_s: Sequence[float], play: _Play
+) -> list[Coroutine[Any, Any, None]]:
+    async def arrive(session: Session, at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        await play(session)
+
+    return [arrive(session, at_s) for session, at_s in zip(sessions, times_s, strict=True)]
 
 
 async def _replay_session(

@@ -43,11 +43,17 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
         ("arms", "(default: all but kvtier-off; recompute,hicache-file,kvtier with --quick)"),
         ("device-tokens", "a third on a paced device"),
         ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),
-        ("sessions", "(default 8; 6 with --quick, on a paced device with --quick; 12 on a paced device)"),
+        (
+            "sessions",
+            "(default 8; 6 with --quick, on a paced device with --quick; 12 on a paced device)",
+        ),
         ("divisor", "(default 4; 1 on a GPU, on a paced device, on a paced device with --quick)"),
         ("begin", "(default 0; 0.8 on a paced device; 0.6 on a paced device with --quick)"),
         ("max-output-tokens", "(default 16; recorded on a GPU; 12 with --quick)"),
-        ("rounds", "(default 4 on a paced device, where recompute has one; else 3, or 2 with --quick)"),
+        (
+            "rounds",
+            "(default 4 on a paced device, where recompute has one; else 3, or 2 with --quick)",
+        ),
     ],
 )
 def test_the_help_of_compare_names_the_defaults_of_every_device(option, said):
