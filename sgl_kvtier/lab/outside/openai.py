@@ -16,6 +16,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.client import (
     ABORTED,
     MORE_TOKENS,
+    MOST_LINE_BYTES,
     BadAnswer,
     Cached,
     Client,
@@ -97,6 +98,7 @@ class _Reading:
         self._sent_s = sent_s
         self._most_tokens = asked_tokens + MORE_TOKENS
         self._text: list[str] = []
+        self._chars = 0
         self._ids: list[int] = []
         self._times: list[float] = []
         self._last_s = 0.0
@@ -132,6 +134,9 @@ class _Reading:
         if not all(is_whole(token, 0) for token in ids):
             raise BadAnswer(refusal("token_ids", ids, "token ids"))
         self._text.append(text)
+        self._chars += len(text)
+        if self._chars > MOST_LINE_BYTES:
+            raise BadAnswer(f"a text of more than {MOST_LINE_BYTES >> 20} Mi characters")
         self._ids += ids
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
@@ -141,7 +146,7 @@ class _Reading:
 
     def _count(self, counted: int | None, said: bool) -> None:
         """Gives each new token the time of the last event that had a part of the output."""
-        known = counted or len(self._ids) or len(self._times) + said
+        known = max(counted or 0, len(self._ids)) or len(self._times) + said
         if known > self._most_tokens:
             raise BadAnswer(f"{known} output tokens, more than were asked for")
         self._times += [self._last_s] * (known - len(self._times))

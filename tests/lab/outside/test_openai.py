@@ -16,6 +16,7 @@ from test_replay import ENCODER, make_session, recorded_prompts
 from sgl_kvtier.cli import main
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.measures import Round, sample_rows
+from sgl_kvtier.lab.outside import openai
 from sgl_kvtier.lab.outside.client import Cached, Completion
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.openai import OpenAIClient
@@ -98,6 +99,7 @@ def test_a_failed_request_is_a_completion_with_an_error(failure: str, message: s
         {"choices": [7]},
         {"choices": [{"text": 7}]},
         {"choices": [{"token_ids": [-1]}]},
+        {"choices": [{"token_ids": [1] * 2000}], "usage": {"completion_tokens": 1}},
         {"choices": [{"finish_reason": 3}]},
         {"usage": {"completion_tokens": 1 << 40}},
         {"usage": {"completion_tokens": "many"}},
@@ -109,6 +111,18 @@ def test_an_answer_that_is_none_is_an_error_not_an_exception(event: dict[str, An
     done = ask(FakeOpenAI(strange=event), [1], 2)
     assert done.error is not None
     assert len(done.error) < 500
+
+
+def test_text_without_end_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "MOST_LINE_BYTES", 1 << 10)
+
+    class Talkative(FakeOpenAI):
+        def words(self, prompt: list[int], count: int) -> list[str]:
+            return ["w" * 700] * count
+
+    done = ask(Talkative(), [1], 4)
+    assert "a text of more than" in (done.error or "")
+    assert len(done.text) < 3 * 700
 
 
 def test_token_ids_that_a_server_sends_are_the_answer() -> None:
