@@ -490,7 +490,9 @@ def problem_in(event: Mapping[str, Any]) -> str:
 
 
 def part_of(data: Mapping[str, Any], name: str, kind: type) -> Any:
-    """An object or a list in an answer; None where there is none. Raises BadAnswer on another."""
+    """An object, a list or a text in an answer; None where there is none. Raises BadAnswer on
+    another.
+    """
     value = data.get(name)
     if value is not None and not isinstance(value, kind):
         raise BadAnswer(refusal(name, value, _KINDS[kind]))

@@ -106,6 +106,7 @@ class _Reading:
         self._cached_tokens: int | None = None
         self._tiers: dict[str, int] | None = None
         self._reason: str | None = None
+        self._rid: str | None = None
         self._problem: str | None = None
 
     def take(self, event: Any) -> None:
@@ -115,6 +116,7 @@ class _Reading:
         if "error" in event:
             self._problem = problem_in(event)
             return
+        self._rid = part_of(event, "id", str) or self._rid
         said = False
         for choice in part_of(event, "choices", list) or []:
             if not isinstance(choice, dict):
@@ -188,4 +190,5 @@ class _Reading:
             cached=None if unknown else Cached(**tiers, total=total),
             error=error,
             text="".join(self._text),
+            rid=self._rid,
         )

@@ -15,7 +15,7 @@ from sgl_kvtier.lab.pages.compare.result import OURS, STOCK, paced
 from sgl_kvtier.lab.pages.plots import Series, lines
 
 SCHEMA = "kvtier.sweep/1"
-_LOADS = {"concurrency": "Sessions at a time", "rate": "Sessions a second"}
+_LOADS = {"concurrency": "at a time", "rate": "a second"}
 _COMPARED = (
     ("TTFT p50", "ms", ("ttft_ms", "p50")),
     ("TTFT p99", "ms", ("ttft_ms", "p99")),
@@ -28,18 +28,18 @@ _COMPARED = (
 def sweep_tables(result: dict) -> list[Table]:
     """The one table that a sweep prints: every load and arm."""
     columns = (
-        Column("load", _LOADS[load_of(result)]),
+        Column("load", "Sessions", _LOADS[load_of(result)]),
         Column("arm", "Arm"),
         Column("ttft_ms.p50", "TTFT p50", "ms", decimals=1),
         Column("ttft_ms.p99", "TTFT p99", "ms", decimals=1),
-        Column("ttft_later_ms.p50", "Later turns p50", "ms", decimals=1),
+        Column("ttft_later_ms.p50", "later p50", "ms", decimals=1),
         Column("throughput_tokens_per_s", "Output", "tokens/s", decimals=1),
         Column("goodput_requests_per_s", "In time", "requests/s", decimals=2),
         Column("errors", "Errors"),
     )
     rows = [{"load": f"{load:g}", "arm": arm, **figures} for load, arm, figures in _each(result)]
     bound = result["settings"]["ttft_bound_ms"]
-    note = f"In time: requests a second whose first token came within {bound:g} ms."
+    note = f"In time: requests whose first token came within {bound:g} ms. Later: without each session's first."
     table = Table("Throughput and time to first token", columns, rows, notes=(note,))
     device = paced(result)
     if device is None:
@@ -134,7 +134,7 @@ def load_of(result: dict) -> str:
 
 
 def _figures(result: dict) -> Iterator[tuple[str, str]]:
-    what = _LOADS[load_of(result)].lower()
+    what = f"sessions {_LOADS[load_of(result)]}"
     for quantile in ("p50", "p99"):
         caption = f"A point for each load, labelled with its {what}. Further right and further down is better."
         yield pareto(result, quantile), caption

@@ -97,6 +97,7 @@ def test_a_failed_request_is_a_completion_with_an_error(failure: str, message: s
     [
         {"choices": "none"},
         {"choices": [7]},
+        {"id": 7},
         {"choices": [{"text": 7}]},
         {"choices": [{"token_ids": [-1]}]},
         {"choices": [{"token_ids": [1] * 2000}], "usage": {"completion_tokens": 1}},
@@ -123,6 +124,10 @@ def test_text_without_end_is_an_error_and_is_not_kept(monkeypatch: pytest.Monkey
     done = ask(Talkative(), [1], 4)
     assert "a text of more than" in (done.error or "")
     assert len(done.text) < 3 * 700
+
+
+def test_a_request_has_the_name_that_the_server_gave_it() -> None:
+    assert ask(FakeOpenAI(strange={"id": "cmpl-7", "choices": []}), [1], 1).rid == "cmpl-7"
 
 
 def test_token_ids_that_a_server_sends_are_the_answer() -> None:
