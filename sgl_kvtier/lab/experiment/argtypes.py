@@ -313,8 +313,10 @@ def load_options(args: argparse.Namespace, defaults: LoadOptions) -> LoadOptions
     )
 
 
-def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOptions) -> None:
-    """How to replay them."""
+def add_replay_arguments(
+    parser: argparse.ArgumentParser, defaults: ReplayOptions, elsewhere: str = ""
+) -> None:
+    """How to replay them. `elsewhere` says what is the default number at a time otherwise."""
     group = parser.add_argument_group("replay")
     how_many = group.add_mutually_exclusive_group()
     # No default: argparse does not take an option for given where it has its default's value.
@@ -322,7 +324,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser, defaults: ReplayOption
         "--concurrency",
         type=positive,
         metavar="N",
-        help=f"sessions at a time: the next begins when one ends (default {defaults.concurrency})",
+        help=f"sessions at a time: the next begins when one ends (default {defaults.concurrency}{elsewhere})",
     )
     how_many.add_argument(
         "--rate",

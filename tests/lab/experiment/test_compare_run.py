@@ -296,6 +296,7 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
     assert list(result["arms"]) == ["recompute", "hicache", "hicache-file", "kvtier"]
     assert result["arms"]["kvtier"]["ttft_later_ms"]["n"] == 2
     assert result["settings"]["page_size"] == 64
+    assert result["settings"]["concurrency"] == len(result["workload"]["rows"]) == 2
     assert result["settings"]["chunk_tokens"] == 8192
     said = "INVALID: the paced device did not keep pace in "
     assert result["summary"].startswith(said)

@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or 2 with --quick)"
     )
     add_comparison(parser, quick, rounds)
-    add_replay_arguments(parser, REPLAY)
+    add_replay_arguments(parser, REPLAY, "; on a paced device all")
 
 
 def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> None:
@@ -172,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
         wanted = load_options(args, load_defaults(args, shape.device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
         setup = make_setup(args, shape, model, chosen)
-        replaying = replay_options(args, REPLAY, wanted.most_output_tokens)
+        usual = replay_defaults(shape.device, chosen)
+        replaying = replay_options(args, usual, wanted.most_output_tokens)
         plan = Plan(
             arms=arms,
             setup=setup,
@@ -220,7 +221,8 @@ def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load)
     paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
     cpu, page = host_of(shape.device) == "cpu", shape.page
     share = 5 if paced is None else 3
-    at_once = replay_options(args, REPLAY).concurrency or len(chosen.sessions)
+    usual = replay_defaults(shape.device, chosen)
+    at_once = replay_options(args, usual).concurrency or len(chosen.sessions)
     least = max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // share) + 2 * page
     tokens = -(-(args.device_tokens or least) // page) * page
     if tokens < chosen.longest_tokens + page:
@@ -363,6 +365,11 @@ def load_defaults(args: argparse.Namespace, device: str) -> LoadOptions:
     if args.quick:
         return _QUICK
     return _CPU if device == "cpu" else _GPU
+
+
+def replay_defaults(device: str, chosen: Load) -> ReplayOptions:
+    """How they are replayed where nothing else is asked for: on a paced device all at a time."""
+    return replace(REPLAY, concurrency=len(chosen.sessions)) if is_paced(device) else REPLAY
 
 
 def chosen_arms(args: argparse.Namespace) -> list[str]:
