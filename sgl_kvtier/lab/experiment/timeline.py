@@ -69,6 +69,14 @@ async def watch(client: Client, one: Round, page_tokens: int, period_s: float = 
         await asyncio.sleep(period_s * one.dilation)
 
 
+async def watch_first(client: Client, one: Round, page_tokens: int) -> None:
+    """The same in the first round alone, which `timelines` is made of: reading takes processor time
+    from the server.
+    """
+    if one.number == 1:
+        await watch(client, one, page_tokens)
+
+
 def timelines(rounds: Iterable[Round]) -> list[dict[str, Any]]:
     """The first complete round of each arm over time, `timeline` of docs/manual/json.md."""
     first: dict[str, Round] = {}

@@ -33,7 +33,7 @@ from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
-from sgl_kvtier.lab.experiment.timeline import timelines, watch
+from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, Paced, is_paced, parse
@@ -54,7 +54,7 @@ _GPU = LoadOptions(turns=40, divisor=1)
 _PACED = LoadOptions(
     sessions=12, turns=6, divisor=1, most_output_tokens=16, least_prompt_tokens=36_000, begin=0.8
 )
-_PACED_QUICK = LoadOptions(sessions=6, turns=4, divisor=1, most_output_tokens=16, begin=0.6)
+_PACED_QUICK = LoadOptions(sessions=5, turns=4, divisor=1, most_output_tokens=16, begin=0.6)
 _PACED_ROUNDS = 4
 """At least four, or no winner is named."""
 _DEFAULT_DEVICE = "paced:h100-llama8b"
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
         )
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
         print(_announcement(plan, chosen), file=sys.stderr)
-        watching = partial(watch, page_tokens=setup.page_size)
+        watching = partial(watch_first, page_tokens=setup.page_size)
         work = Replaying(chosen, replaying, setup, folder / "requests.jsonl", watching)
         return Experiment(
             args,
