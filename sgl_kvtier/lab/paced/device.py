@@ -115,7 +115,7 @@ class Device:
             waiting=self._restoring(),
             called=called,
             begin=begin,
-            end=end - load_wait_s,
+            end=end,
             returned=clock.now(),
             load_wait_s=load_wait_s,
             scheduler_s=spent_s - self._spent_s,

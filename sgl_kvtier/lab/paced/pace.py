@@ -40,11 +40,12 @@ class PaceLog:
         begin: float,
         end: float,
         returned: float,
+        load_wait_s: float = 0.0,
         **more: Any,
     ) -> None:
-        """A step called for at `called`, that the device computes from `begin` to `end`. The call
-        ended at `returned`. A gap before it counts if it goes on with a request of the step before
-        that did not wait for pages.
+        """A step called for at `called`, that occupies the device from `begin` to `end`, of which
+        it waits `load_wait_s` for pages. The call ended at `returned`. A gap before it counts if it
+        goes on with a request of the step before that did not wait for pages.
         """
         going_on = set(rids) & set(self._went_on) - waiting
         gap_s = max(called - self._free_at, 0.0) if going_on else 0.0
@@ -53,13 +54,13 @@ class PaceLog:
         row: dict[str, Any] = {
             "step": kind,
             "at": called,
-            "seconds": end - begin,
+            "seconds": end - begin - load_wait_s,
             "late_s": late_s,
             "gap_s": gap_s,
         }
         if kind == "prefill":  # whose prompt was computed when; a decode step would name all
             row |= {"begin": begin, "rids": list(rids)}
-        self._write({**row, "requests": len(rids), **more})
+        self._write({**row, "requests": len(rids), "load_wait_s": load_wait_s, **more})
 
     def mismatch(self, at: float, what: str, rid: str, tier: str) -> None:
         """Wrong keys and values were found."""

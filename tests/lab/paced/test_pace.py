@@ -52,6 +52,15 @@ def test_waiting_for_pages_is_no_gap(tmp_path):
     assert lines[1]["gap_s"] == 0.0
 
 
+def test_a_step_that_waits_for_pages_occupies_the_device_until_they_have_come(tmp_path):
+    waits = {"called": 0.0, "begin": 0.0, "end": 3.0, "load_wait_s": 2.0, "returned": 1.5}
+    first, second = log(
+        tmp_path / "log", waits, {"called": 2.5, "begin": 3.0, "end": 4.0, "returned": 2.6}
+    )
+    assert (first["seconds"], first["late_s"], first["load_wait_s"]) == (1.0, 0.0, 2.0)
+    assert second["gap_s"] == 0.0
+
+
 def test_checking_longer_than_the_step_is_late(tmp_path):
     lines = log(tmp_path / "log", {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 1.5})
     assert lines[0]["late_s"] == 0.5
