@@ -81,19 +81,58 @@ class PaceLog:
         self._bytes += len(line)
 
 
+class Reader:
+    """The lines of a file as a device writes them. One thread; the file may not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Those written since the last call; one that is not whole yet is left for the next."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                found = file.read()
+        except FileNotFoundError:
+            return []
+        whole = found[: found.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return _rows(whole.decode())
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines there are; a torn last one is left away."""
-    rows = []
     try:
-        text = path.read_text(encoding="utf-8")
+        return _rows(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    rows = []
     for line in text.splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:
             continue
     return rows
+
+
+def lost_seconds(steps: Iterable[Mapping[str, Any]]) -> float:
+    """The time that these steps lost, with dilation."""
+    return sum((row["late_s"] + row["gap_s"] for row in steps), 0.0)
+
+
+def verdict(name: str, found: Mapping[str, Any]) -> list[str]:
+    """A note where `figures` of what is called so are not valid."""
+    if not found["steps"]:
+        return [f"INVALID: {name}: the paced device wrote no step."]
+    if found["valid"]:
+        return []
+    return [
+        f"INVALID: {name} lost {found['overrun']:.0%} of its steps' time ({MOST_OVERRUN:.0%} are "
+        f"allowed), {found['mismatches']} mismatches."
+    ]
 
 
 def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any]:

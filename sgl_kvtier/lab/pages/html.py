@@ -7,6 +7,7 @@ does not leak.
 
 from __future__ import annotations
 
+import dataclasses
 import html as stdlib_html
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,6 +111,17 @@ def result_page(
         Section("repeat", "How to repeat", command + paragraph_html(again)),
     ]
     return page(title, f"{subtitle} · {date}", sections)
+
+
+def paced_mark(result: Mapping[str, Any]) -> str:
+    """What stands behind every title of a result of a paced device; "" where all was computed."""
+    device = (result.get("device") or {}).get("paced")
+    return "" if device is None else f" (paced {device['profile']}, not computed)"
+
+
+def marked(table: Table, result: Mapping[str, Any]) -> Table:
+    """The table with that behind its title."""
+    return dataclasses.replace(table, title=table.title + paced_mark(result))
 
 
 def equality(result: Mapping[str, Any]) -> tuple[str, bool] | None:

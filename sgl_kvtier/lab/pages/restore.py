@@ -21,7 +21,24 @@ def restore_tables(result: dict) -> list[Table]:
         if result.get("cells")
         else []
     )
-    return [*tables, fluctuation_table(result)] if result.get("fluctuation") else tables
+    tables += [pace_table(result)] if result.get("pace") else []
+    tables += [fluctuation_table(result)] if result.get("fluctuation") else []
+    return [html.marked(table, result) for table in tables]
+
+
+def pace_table(result: dict) -> Table:
+    """Per arm: how well the paced device kept pace until the first token, and what its checks found."""
+    rows = [{"arm": arm, **figures} for arm, figures in result["pace"].items()]
+    columns = (
+        Column("arm", "Arm"),
+        Column("overrun", "Time lost", format=format_share),
+        Column("overrun_p99", "per step p99", format=format_share),
+        Column("steps", "Steps"),
+        Column("load_wait_s", "Waited for pages", "s", decimals=2),
+        Column("checked_tokens", "Tokens checked"),
+        Column("mismatches", "Wrong"),
+    )
+    return Table("Pace of the device until the first token", columns, rows)
 
 
 def grid_table(result: dict) -> Table:
@@ -126,7 +143,7 @@ def restore_page(result: dict) -> str:
     arms = html.definitions_html(result.get("arms") or {})
     return html.result_page(
         result,
-        "Restoring a stored prompt",
+        "Restoring a stored prompt" + html.paced_mark(result),
         f"{len(cells)} cells",
         headline=html.statements_html(statements(result)),
         tables=restore_tables(result),
@@ -230,7 +247,8 @@ def _figures(result: dict) -> Iterator[tuple[str, str]]:
         x = [cell["load_over_compute"] for cell in cells]
         series = [_series(cells, arm) for arm in result["arms"]]
         series.append(Series("T_opt", x, [cell["bound_ms"] for cell in cells]))
-        where, axis = f"{model}, {length:,} tokens", "loading over computing"
+        axis = "loading over computing"
+        where = f"{model}, {length:,} tokens{html.paced_mark(result)}"
         title = f"Time to first token, {where}"
         yield (
             lines(series, title, axis, "TTFT (ms)", log_x=True, log_y=True),

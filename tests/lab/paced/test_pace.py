@@ -136,3 +136,17 @@ def test_a_log_without_a_bound_keeps_every_line(tmp_path):
 
 def test_nothing_measured_is_neither_valid_nor_invalid():
     assert pace.figures([], dilation=1.0)["valid"] is None
+
+
+def test_a_reader_gives_every_line_once_and_waits_for_the_end_of_one(tmp_path):
+    path = tmp_path / "log"
+    reader = pace.Reader(path)
+    assert reader.new() == []
+    log(path, {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    with path.open("a") as file:
+        file.write('{"mismatch": "1 of 8')
+    assert [row["step"] for row in reader.new()] == ["decode"]
+    with path.open("a") as file:
+        file.write(' tokens", "at": 2.0}\n')
+    assert [row["at"] for row in reader.new()] == [2.0]
+    assert reader.new() == []

@@ -82,10 +82,15 @@ def restore_choice(name: str) -> float:
 
 
 class ArmSwitch:
-    """Sets a server to an arm and a bandwidth. Remembers both and sends only what changes."""
+    """Sets a server to an arm and a bandwidth. Remembers both and sends only what changes.
 
-    def __init__(self, client: Client) -> None:
+    Bandwidths are those of the modelled machine. A paced device moves one byte for `bytes_scale` of
+    them, and its client knows its dilation.
+    """
+
+    def __init__(self, client: Client, bytes_scale: float = 1.0) -> None:
         self._client = client
+        self._slower = bytes_scale * client.dilation
         self._restore: str | None = None
         self._prefetch: str | None = None
         self._gbps: float | None = None
@@ -122,5 +127,5 @@ class ArmSwitch:
         while a prefix is being restored.
         """
         if read_gbps != self._gbps:
-            await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps})
+            await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps / self._slower})
             self._gbps = read_gbps

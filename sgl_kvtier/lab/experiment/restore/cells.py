@@ -26,12 +26,14 @@ from sgl_kvtier.lab.experiment.restore.log import (
     PAGE,
     PRIME,
     RESIDENT,
+    WARM,
     RestoreLog,
     Scale,
     seconds,
 )
 from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
 from sgl_kvtier.lab.outside.replay import milliseconds
+from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.pages.stats import percentile
 
 LOGPROB_TOLERANCE = 1e-3
@@ -60,10 +62,28 @@ def results_of(log: RestoreLog) -> dict[str, Any]:
         "cells": rows,
         "summary": summary_of(rows, log.fluctuations, measured),
         "curves": measured,
-        "trials": [dataclasses.asdict(trial) for trial in log.trials],
+        "trials": [_row(trial) for trial in log.trials],
     }
     fluctuation = {"cells": log.fluctuations, "aim": AIM}
     return {**found, "fluctuation": fluctuation} if log.fluctuations else found
+
+
+def pace_of(log: RestoreLog, dilation: float) -> dict[str, dict[str, Any]]:
+    """How well a paced device kept pace until the first token, by arm: in the trials that count.
+    Wrong keys and values count in all.
+    """
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for trial in log.trials:
+        counts = trial.kind not in (WARM, DISCARDED)
+        mine = rows.setdefault(trial.arm, [])
+        mine += [row for row in trial.steps if counts or "mismatch" in row]
+    return {arm: pace.figures(found, dilation) for arm, found in rows.items()}
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    row = dataclasses.asdict(dataclasses.replace(trial, steps=()))
+    del row["steps"]
+    return row
 
 
 def cells(log: RestoreLog) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from sgl_kvtier.lab.pages.stats import percentile
 
 RATIOS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0, 16.0)
 LENGTHS = (2048, 4096, 8192, 16384)
+PACED_LENGTHS = (8192, 16384, 32768, 65536)
 CURVE_ROUNDS = 3
 SLOW = 3.0
 """An arm that takes this many times as long as the best of its cell is slow: see
@@ -69,6 +70,12 @@ class GridOptions:
     """Prime and warm up also where every trial is in the log already: something else follows that
     needs it.
     """
+    curve_step: int | None = None
+    """Tokens between two points of the compute curve; None: a chunk."""
+
+    def curve_points(self, length: int) -> list[int]:
+        """Where the compute curve of a length is measured."""
+        return curve_points(length, self.curve_step or self.chunk)
 
 
 @dataclass
@@ -121,8 +128,10 @@ class Grid:
 
     async def _calibrate(self, length: int, ids: Sequence[int], page_bytes: float) -> Scale:
         options = self.options
-        base = Trial(options.model, length, CURVE, COMPUTE, 0, 0.0)
+        base = Trial(options.model, length, WARM, COMPUTE, 0, 0.0)
         made = [await self.trials.run(base, ids) for _ in range(_CALIBRATIONS)]
+        for one in made:
+            self.log.keep(one)
         failed = next((one.error for one in made if one.error is not None), None)
         middle = percentile(seconds(made), 50)
         if failed is not None or middle is None:
@@ -192,7 +201,7 @@ class Grid:
                     )
 
     async def _curve(self, scale: Scale, ids: Sequence[int], number: int) -> None:
-        for tokens in curve_points(scale.length, self.options.chunk):
+        for tokens in self.options.curve_points(scale.length):
             base = Trial(
                 scale.model, scale.length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens
             )
@@ -255,7 +264,7 @@ def planned(options: GridOptions, length: int) -> Iterator[Trial]:
     """Every trial of a length that is counted as progress, as far as it is known in advance."""
     for number in range(1, options.rounds + 1):
         if number in curve_rounds(options.rounds):
-            for tokens in curve_points(length, options.chunk):
+            for tokens in options.curve_points(length):
                 yield Trial(
                     options.model, length, CURVE, COMPUTE, number, 0.0, prompt_tokens=tokens
                 )

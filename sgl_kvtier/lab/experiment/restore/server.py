@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
@@ -18,6 +19,8 @@ from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS
 from sgl_kvtier.lab.experiment.rounds import START_S
 from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, kv_bytes, write_named
 from sgl_kvtier.lab.outside.server import Launch, Server
+from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced, parse
+from sgl_kvtier.launch import host_of
 from sgl_kvtier.sizes import format_bytes
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -29,7 +32,9 @@ _LEAST_STORAGE = 4 << 30
 
 @dataclass(frozen=True)
 class Target:
-    """A server to be measured. `pid` None: its processor use is not told from that of others."""
+    """A server to be measured. `pid` None: its processor use is not told from that of others.
+    `pace_log` is what a paced device writes.
+    """
 
     model: str
     url: str
@@ -38,6 +43,7 @@ class Target:
     page: int
     chunk: int
     command: Sequence[str] = ()
+    pace_log: Path | None = None
 
 
 @contextmanager
@@ -55,12 +61,16 @@ def started(
     # It listens on this machine only; the key keeps other programs here from changing what is
     # measured.
     key = secrets.token_hex(8)
-    launch = prepare(OURS, setup_for(args, shape, model, lengths, decision_log, key), folder)
+    setup = setup_for(args, shape, model, lengths, decision_log, key)
+    pace_log = None if setup.paced is None else folder / LOG
+    if pace_log is not None:
+        pace_log.unlink(missing_ok=True)
+    launch = prepare(OURS, setup, folder)
     launch = Launch(launch.arguments, {**launch.env, **(STRICT if args.strict else {})})
     with Server(f"{model} on kvtier", launch, folder) as server:
         server.wait_until_healthy(START_S)
         shown = ["***" if word == key else word for word in server.command]
-        yield Target(model, server.url, key, server.pid, shape.page, shape.chunk, shown)
+        yield Target(model, server.url, key, server.pid, shape.page, shape.chunk, shown, pace_log)
         server.raise_if_ended("while it was measured")
 
 
@@ -73,30 +83,37 @@ def setup_for(
     key: str,
 ) -> Setup:
     """The same settings as in a comparison, with a store whose bandwidth can be changed."""
+    paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
     stored = storage_bytes(args.storage_size, model, shape.dtype, sum(lengths))
     tokens = -(-(max(lengths) * 5 // 4 + _SPARE_TOKENS) // shape.page) * shape.page
-    cpu = shape.device == "cpu"
+    cpu = host_of(shape.device) == "cpu"
     dummy = ("--load-format", "dummy") if model in UNWEIGHTED else ()
     return setup_of(
         args,
         shape,
-        _path_of(model, shape.device, args.seed),
+        _path_of(model, shape.device, args.seed) if paced is None else paced.model(),
         storage_bytes=stored,
         device_tokens=tokens,
         context_tokens=tokens if cpu else None,
         max_running=8 if cpu else None,
-        # A throttle has to be there to be changed; so much is none. A mode named at the start is
-        # restored in anywhere.
-        sections={
-            "lab": {"throttle": {"read_gbps": 1000.0}},
-            "policy": {
-                "restore": "both",
-                "decision_log": decision_log,
-                "rules": FIXED_SPLITS if args.fluctuate else "",
-            },
-        },
+        sections=_sections(args, decision_log, paced),
         extra=("--admin-api-key", key, *dummy, *args.server_arg),
     )
+
+
+def _sections(
+    args: argparse.Namespace, decision_log: str, paced: Paced | None
+) -> dict[str, dict[str, Any]]:
+    # A throttle has to be there to be changed; so much is none. A mode named at the start is
+    # restored in anywhere.
+    free: dict[str, dict[str, Any]] = {"lab": {"throttle": {"read_gbps": 1000.0}}, "policy": {}}
+    found = free if paced is None else paced.sections()
+    found["policy"] |= {
+        "restore": "both",
+        "decision_log": decision_log,
+        "rules": FIXED_SPLITS if args.fluctuate else "",
+    }
+    return found
 
 
 def storage_bytes(wanted: int | None, model: str, dtype: str, tokens: int) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.machine import CpuWatch, pace_seconds
 from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, ArmSwitch
 from sgl_kvtier.lab.outside.client import Cached, Client, Completion, Metrics
+from sgl_kvtier.lab.paced.pace import MOST_OVERRUN, Reader, lost_seconds
 
 OUTPUT_TOKENS = 4
 """Generated per trial: the first for its time, the others for the pace of decoding and for
@@ -46,7 +48,7 @@ machines from one moment to the next, and evens out over rounds.
 @dataclass(frozen=True)
 class Trial:
     """One request's outcome. `kind` is what it was measured for; seconds; `gbps` the bandwidth of
-    the throttled store.
+    the throttled store. Of a paced device they are those of the modelled machine.
     """
 
     model: str
@@ -73,6 +75,12 @@ class Trial:
     fixed_split: float | None = None
     """The computed share of the prefix, where it was fixed beforehand."""
     error: str | None = None
+    lost_s: float | None = None
+    """Seconds until the first token that a paced device lost because this machine was too slow."""
+    steps: tuple[dict[str, Any], ...] = ()
+    """The lines that a paced device wrote of it up to its first token (`lab.paced.pace`), and of all
+    that was wrong.
+    """
 
 
 Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
@@ -113,8 +121,10 @@ class ServerCpu:
 class Trials:
     """Makes trials against one server.
 
-    A trial is repeated when others use more than `quiet_foreign` cores, or when the machine's
-    slowness is above `slowest`. `discard` takes the attempts that do not count, as such.
+    A trial is repeated when others use more than `quiet_foreign` cores, when the machine's slowness
+    is above `slowest`, or when a paced device lost too much of its time. `discard` takes the
+    attempts that do not count, as such. Of a paced device `bytes_scale` is the bytes of the model
+    for each byte moved, and `steps` its log.
     """
 
     def __init__(
@@ -129,9 +139,13 @@ class Trials:
         unwatched_s: float = UNWATCHED_S,
         pace: Callable[[], float] = pace_seconds,
         discard: Callable[[Trial], None] = lambda _: None,
+        bytes_scale: float = 1.0,
+        steps: Reader | None = None,
     ) -> None:
         self.client = client
-        self.switch = ArmSwitch(client)
+        self.switch = ArmSwitch(client, bytes_scale)
+        self._bytes_scale = bytes_scale
+        self._steps = steps
         self._cpu = cpu
         self._quiet_foreign = quiet_foreign
         self._most_repeats = most_repeats
@@ -172,7 +186,8 @@ class Trials:
     def _disturbance(self, one: Trial) -> float:
         """Above 1 it was disturbed. Others' use that is not known does not count."""
         others = (one.foreign_cores or 0.0) + one.stolen_cores
-        return max(others / self._quiet_foreign, one.slowness / self._slowest)
+        lost = one.lost_s / one.ttft_s if one.lost_s and one.ttft_s else 0.0
+        return max(others / self._quiet_foreign, one.slowness / self._slowest, lost / MOST_OVERRUN)
 
     def _slowness(self) -> float:
         now = self._pace()
@@ -190,6 +205,7 @@ class Trials:
         over = asyncio.Event()
         other = asyncio.create_task(beside(over)) if beside is not None else None
         watch = CpuWatch(self._cpu.seconds)
+        began = time.monotonic()
         done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
         share = watch.stop()
         over.set()
@@ -201,12 +217,24 @@ class Trials:
             stolen_cores=share.stolen_cores,
             slowness=max(before, self._slowness()),
             repeats=attempt,
+            **self._kept_pace(began),
         )
+
+    def _kept_pace(self, began: float) -> dict[str, Any]:
+        """What a paced device wrote of a trial. What it found wrong before belongs to it too, so
+        that nothing is passed over.
+        """
+        if self._steps is None:
+            return {}
+        new = self._steps.new()
+        first = [row for row in new if row.get("step") == "prefill" and row["at"] >= began]
+        wrong = [row for row in new if "mismatch" in row]
+        return {"steps": (*first, *wrong), "lost_s": lost_seconds(first) / self.client.dilation}
 
     async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
         """Computes a prompt and waits until the store has all its whole pages.
 
-        Returns the trial, and the bytes of one page. Raises BenchError when the pages do not get
+        Returns the trial, and the bytes of one page of the modelled machine. Raises BenchError when the pages do not get
         there.
         """
         await self.settle()
@@ -224,7 +252,7 @@ class Trials:
             after.total("kvtier:pages_written_total") or 0.0, 1.0
         )
         trial = outcome(Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0), done, len(ids))
-        return trial, nbytes
+        return trial, nbytes * self._bytes_scale
 
     async def settle(self, most_s: float = 20.0) -> None:
         """Waits until the server does nothing: what follows is not slowed by pages still being
@@ -246,7 +274,8 @@ class Trials:
 
     async def _stored(self, pages: int, before: Metrics) -> Metrics:
         loop = asyncio.get_running_loop()
-        until = loop.time() + STORED_WITHIN_S
+        within_s = STORED_WITHIN_S * self.client.dilation
+        until = loop.time() + within_s
         while loop.time() < until:
             after = await self.client.metrics()
             # A page of a prompt that was primed before is kept, not written again.
@@ -258,7 +287,7 @@ class Trials:
                 return after
             await asyncio.sleep(min(0.25, 3 * self._look_every_s))
         raise BenchError(
-            f"{pages} pages were not in the store after {STORED_WITHIN_S:.0f} s, only "
+            f"{pages} pages were not in the store after {within_s:.0f} s, only "
             f"{grown(before, after, 'kvtier:pages_written_total'):.0f}. Does the server run with the kvtier backend, "
             "--enable-metrics and write-through?"
         )

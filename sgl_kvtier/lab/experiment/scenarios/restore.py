@@ -16,26 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier import __version__
-from sgl_kvtier.arguments import not_negative, positive
-from sgl_kvtier.console import Progress, check_target, progress
-from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.argtypes import RUN, SERVER, add_options, shape_of, words
+from sgl_kvtier.console import Progress, progress
+from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.machine import made_with
-from sgl_kvtier.lab.experiment.restore.arms import (
-    DEFAULT_RESTORE_ARMS,
-    RESTORE_ARMS,
-    check_restore_arms,
-)
+from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_RESTORE_ARMS, check_restore_arms
 from sgl_kvtier.lab.experiment.restore.cells import (
     LOGPROB_TOLERANCE,
     failures,
     is_sound,
+    pace_of,
     results_of,
 )
 from sgl_kvtier.lab.experiment.restore.fluctuate import Fluctuation, FluctuationOptions
 from sgl_kvtier.lab.experiment.restore.grid import (
     LENGTHS,
+    PACED_LENGTHS,
     RATIOS,
     SLOW,
     Grid,
@@ -46,15 +42,26 @@ from sgl_kvtier.lab.experiment.restore.grid import (
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog
 from sgl_kvtier.lab.experiment.restore.server import Target, started
 from sgl_kvtier.lab.experiment.restore.trial import UNWATCHED_S, ServerCpu, Trials
+from sgl_kvtier.lab.experiment.scenarios.restore_arguments import (
+    FOREIGN_CORES,
+    PACED_FOREIGN_CORES,
+    add_arguments,
+    check_arguments,
+)
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, UNWEIGHTED
+from sgl_kvtier.lab.paced import pace
+from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
 from sgl_kvtier.lab.pages.restore import SCHEMA, restore_page, restore_tables
-from sgl_kvtier.outside import is_number, is_whole, shown
+
+__all__ = ["add_arguments", "run"]
 
 _COUNTED = "kvtier:restore_"
 """Prefix of the server's counters of restorations. Their growth over a run is in the result."""
 
 _QUICK_LENGTHS, _QUICK_RATIOS, _QUICK_ROUNDS = (2048,), (0.25, 0.5, 1.0, 2.0, 4.0), 2
+_PACED_QUICK_LENGTHS = (8192, 16384)
+_PACED_CURVE_STEP = 2048
+"""Tokens. One chunk of a paced device is a whole short prompt: its points are closer together."""
 
 STANDING = (
     "All arms run in one server process; between two requests its device and host caches are emptied and it is waited for "
@@ -73,105 +80,6 @@ STANDING = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
-    add_options(
-        parser,
-        RUN,
-        "quick rounds json html log seed",
-        quick={"help": "one length, five bandwidths, two rounds: about 3 minutes on 2 cores"},
-        rounds={"help": "rounds, every second one backwards (default 5)"},
-        log={
-            "help": "keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else"
-        },
-    )
-    parser.add_argument(
-        "--lengths",
-        type=lengths,
-        metavar="N,N",
-        help="prefixes in tokens, k = 1024 (default 2k,4k,8k,16k)",
-    )
-    parser.add_argument(
-        "--load-over-compute",
-        type=ratios,
-        metavar="X,X",
-        help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default 1/16 to 16)",
-    )
-    parser.add_argument(
-        "--slow-rounds",
-        type=positive,
-        metavar="N",
-        help="measure arms that take over 3 times the best of their cell in the first N rounds only (default: in all)",
-    )
-    parser.add_argument(
-        "--arms",
-        type=words,
-        metavar="A,B",
-        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)})",
-    )
-    parser.add_argument(
-        "--fluctuate",
-        type=positive,
-        metavar="N",
-        help="also N traces of each kind of fluctuation per length",
-    )
-    parser.add_argument(
-        "--no-grid", action="store_true", help="with --fluctuate: only what its bound needs"
-    )
-    parser.add_argument(
-        "--foreign",
-        type=not_negative,
-        default=0.1,
-        metavar="CORES",
-        help="repeat trials during which others used more (default %(default)s)",
-    )
-    _add_server_arguments(parser.add_argument_group("server"))
-
-
-def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
-    add_options(
-        server,
-        SERVER,
-        "device dtype threads page-size chunk storage-size server-arg folder",
-        storage_size={
-            "default": None,
-            "help": "of the store (default: 4GiB, or more where all prompts of a model of ours need it)",
-        },
-        threads={
-            "default": 1,
-            "help": "torch threads on a CPU (default 1: a core is left for I/O)",
-        },
-    )
-    server.add_argument(
-        "--models",
-        type=words,
-        metavar="A,B",
-        help=f"lab models ({', '.join(SHAPES)}), for an accelerator drawn ones ({', '.join(DRAWN)}) and shapes without weights "
-        f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b)",
-    )
-    server.add_argument(
-        "--strict",
-        action="store_true",
-        help="with SGLang's own memory checks in every step; slower",
-    )
-    server.add_argument(
-        "--decision-log",
-        type=Path,
-        metavar="FILE",
-        help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name",
-    )
-    server.add_argument(
-        "--url",
-        help="measure a running server instead: kvtier backend, a section lab.throttle (and policy.rules = sgl_kvtier.lab.rules:FixedSplit for --fluctuate), --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (an accelerator, several ranks)",
-    )
-    server.add_argument("--admin-key", help="with --url: its admin key")
-    server.add_argument(
-        "--pid",
-        type=positive,
-        help="with --url: its process, to tell its processor use from that of others",
-    )
-
-
 def run(args: argparse.Namespace) -> int:
     """Measures and reports. The exit status: 0, 1 when tokens or log-probs of an answer differed or
     a request failed, 130 after Ctrl-C. Raises KVTierError; where the bench could not go on, after
@@ -179,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check(args, starts_servers=args.url is None)
     check_restore_arms(args.arms or DEFAULT_RESTORE_ARMS)
-    _check(args)
+    check_arguments(args)
     one = Restoring(args, RestoreLog.open(args.log, _about(args)))
     return Experiment(
         args,
@@ -188,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
         results=one.results,
         tables=restore_tables,
         page=restore_page,
-        standing=standing(args.slow_rounds),
+        standing=[*_paced_notes(_paced(args)), *standing(args.slow_rounds)],
         notes=one.notes,
         measured=lambda: bool(one.log.trials),
-        sound=lambda result: is_sound(result["summary"]),
+        sound=lambda result: is_sound(result["summary"]) and not one.lost_pace(),
     ).run()
 
 
@@ -223,7 +131,9 @@ class Restoring:
         )
 
         async def go(shown: Progress) -> None:
-            async with Client(target.url, admin_key=target.admin_key) as client:
+            async with Client(
+                target.url, admin_key=target.admin_key, dilation=args.dilation
+            ) as client:
                 before = (await client.metrics()).sums(_COUNTED)
                 try:
                     await self._measure(client, target, options, wanted, shown)
@@ -244,7 +154,15 @@ class Restoring:
     ) -> None:
         log = self.log
         cpu = ServerCpu(target.pid)
-        trials = Trials(client, cpu, quiet_foreign=self.args.foreign, discard=log.keep)
+        paced = _paced(self.args)
+        trials = Trials(
+            client,
+            cpu,
+            quiet_foreign=_foreign(self.args),
+            discard=log.keep,
+            bytes_scale=1.0 if paced is None else paced.bytes_scale,
+            steps=None if target.pace_log is None else pace.Reader(target.pace_log),
+        )
         await Grid(options, trials, log, shown.advance, shown.describe).run()
         for length in options.lengths if wanted.traces else ():
             scale = log.scale(options.model, length)
@@ -261,17 +179,24 @@ class Restoring:
             "rounds": _rounds(args),
             "slow_rounds": args.slow_rounds,
             "seed": args.seed,
-            "foreign_cores_limit": args.foreign,
+            "foreign_cores_limit": _foreign(args),
             "cores": os.cpu_count(),
             "server_commands": self.commands,
         }
-        return {"settings": settings, **results_of(self.log), "counters": self.counters}
+        paced = _paced(args)
+        return {
+            **({} if paced is None else {"device": {"paced": paced.document()}}),
+            "settings": settings,
+            **results_of(self.log),
+            **({} if paced is None else {"pace": pace_of(self.log, paced.dilation)}),
+            "counters": self.counters,
+        }
 
     def notes(self) -> list[str]:
         """Notes that this run has to be read with."""
         log, args = self.log, self.args
         found = results_of(log)
-        notes = failures(log, found["summary"]["errors"])
+        notes = [*self.lost_pace(), *failures(log, found["summary"]["errors"])]
         if log.continued:
             notes.append(f"{log.continued} trials were in the log before this run.")
         if not found["cells"]:
@@ -282,6 +207,12 @@ class Restoring:
                 f"again for it, and the server was left alone for {UNWATCHED_S:g} s before each."
             )
         return notes
+
+    def lost_pace(self) -> list[str]:
+        """A note for every arm that a paced device could not keep the pace of."""
+        paced = _paced(self.args)
+        found = {} if paced is None else pace_of(self.log, paced.dilation)
+        return [note for arm, figures in found.items() for note in pace.verdict(arm, figures)]
 
 
 def standing(slow_rounds: int | None) -> list[str]:
@@ -295,52 +226,33 @@ def standing(slow_rounds: int | None) -> list[str]:
     return [*STANDING, slow]
 
 
-def lengths(text: str) -> list[int]:
-    """Tokens as 2k,4k,6000."""
-    try:
-        found = [
-            int(part[:-1]) * 1024 if part.lower().endswith("k") else int(part)
-            for part in text.split(",")
-        ]
-    except ValueError:
-        found = []
-    if not all(is_whole(n, 256) for n in found) or not found or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)}: must be lengths of at least 256 tokens, as 2k,4k"
-        )
-    return found
-
-
-def ratios(text: str) -> list[float]:
-    """Ratios as 1/4,1,4."""
-    try:
-        parts = (part.partition("/") for part in text.split(","))
-        found = [float(a) / float(b or 1) for a, _, b in parts]
-    except (ValueError, ZeroDivisionError):
-        found = []
-    above = all(is_number(ratio) and ratio > 0 for ratio in found)
-    if not above or not found or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be ratios above 0, as 1/4,1,4")
-    return found
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.no_grid and not args.fluctuate:
-        raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
-    if args.decision_log is not None:
-        if args.url is not None:
-            raise BenchError(
-                "--decision-log: the server at --url names its own, policy.decision_log of its settings"
-            )
-        check_target(str(args.decision_log))
-    page = args.page_size or 16
-    if any(length % page for length in args.lengths or ()):
-        raise BenchError(f"--lengths: must be whole pages of {page} tokens")
-
-
 def _models(args: argparse.Namespace) -> list[str]:
+    paced = _paced(args)
+    if paced is not None:
+        return [paced.profile.name]
     default = "lab-mha" if shape_of(args).device == "cpu" else "lab-gpu-1b"
     return list(args.models or [default])
+
+
+def _paced(args: argparse.Namespace) -> Paced | None:
+    return parse(args.device, args.dilation) if is_paced(args.device) else None
+
+
+def _paced_notes(paced: Paced | None) -> list[str]:
+    if paced is None:
+        return []
+    return [
+        f"Paced, not computed: forwards, copies and the disk take the time of profile {paced.profile.name} "
+        f"({paced.profile.source['database']}), dilation {paced.dilation:g}; times are divided by it. Bytes and bandwidths are "
+        f"those of the modelled machine: {paced.bytes_scale:g} times those kept and moved here.",
+        "A trial that lost more than 10 % of the time to its first token because this machine was too slow is made again. `pace` has "
+        "the forwards up to the first token; every row of every prefix was checked.",
+    ]
+
+
+def _foreign(args: argparse.Namespace) -> float:
+    usual = PACED_FOREIGN_CORES if is_paced(args.device) else FOREIGN_CORES
+    return usual if args.foreign is None else float(args.foreign)
 
 
 def _rounds(args: argparse.Namespace) -> int:
@@ -348,19 +260,21 @@ def _rounds(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, model: str, page: int, chunk: int) -> GridOptions:
-    quick = args.quick
+    quick, paced = args.quick, is_paced(args.device)
     chosen = args.load_over_compute or (_QUICK_RATIOS if quick else RATIOS)
+    usual = (PACED_LENGTHS, _PACED_QUICK_LENGTHS) if paced else (LENGTHS, _QUICK_LENGTHS)
     return GridOptions(
         model=model,
         page=page,
         chunk=chunk,
-        lengths=args.lengths or (_QUICK_LENGTHS if quick else LENGTHS),
+        lengths=args.lengths or usual[quick],
         ratios=() if args.no_grid else chosen,
         arms=args.arms or DEFAULT_RESTORE_ARMS,
         rounds=_rounds(args),
         slow_rounds=args.slow_rounds,
         seed=args.seed,
         always_store=bool(args.fluctuate),
+        curve_step=min(chunk, _PACED_CURVE_STEP) if paced else None,
     )
 
 
@@ -377,7 +291,7 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that trials of one log have in common. Models, lengths, ratios, arms and rounds
     are not in it: a log may get more.
     """
-    shape = shape_of(args, "")
+    shape, paced = shape_of(args, ""), _paced(args)
     return {
         "kvtier": __version__,
         "seed": args.seed,
@@ -390,6 +304,7 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
         "chunk": shape.chunk,
         "strict": args.strict,
         "server_args": args.server_arg,
+        **({} if paced is None else {"paced": paced.document()}),
     }
 
 

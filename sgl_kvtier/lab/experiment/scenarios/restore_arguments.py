@@ -1,0 +1,186 @@
+"""The options of `kvtier compare restore`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sgl_kvtier.arguments import not_negative, positive
+from sgl_kvtier.console import check_target
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import PACED_SERVER, RUN, add_options, shape_of, words
+from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_RESTORE_ARMS, RESTORE_ARMS
+from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, UNWEIGHTED
+from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced
+from sgl_kvtier.outside import is_number, is_whole, shown
+
+FOREIGN_CORES, PACED_FOREIGN_CORES = 0.1, 0.5
+"""Defaults of --foreign: a paced server leaves most of its cores to others."""
+_NOT_PACED = {
+    "models": "brings a model of its own",
+    "url": "is started by this command, which reads the device's own log; leave one of the two out",
+    "fluctuate": "has the grid alone: the other requests of a fluctuation cost nothing there",
+}
+"""Options that a paced device has no use for, and why."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    add_options(
+        parser,
+        RUN,
+        "quick rounds json html log seed",
+        quick={
+            "help": "one length (two on a paced device), five bandwidths, two rounds: about 3 minutes on 2 cores"
+        },
+        rounds={"help": "rounds, every second one backwards (default 5)"},
+        log={
+            "help": "keep every trial in FILE and continue from what is in it; models, lengths, ratios, arms and rounds may be others then, nothing else"
+        },
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lengths,
+        metavar="N,N",
+        help="prefixes in tokens, k = 1024 (default 2k,4k,8k,16k; 8k,16k,32k,64k on a paced device)",
+    )
+    parser.add_argument(
+        "--load-over-compute",
+        type=ratios,
+        metavar="X,X",
+        help="loading over computing, as 1/4,1,4: the bandwidth is derived from the measured time of computing (default 1/16 to 16)",
+    )
+    parser.add_argument(
+        "--slow-rounds",
+        type=positive,
+        metavar="N",
+        help="measure arms that take over 3 times the best of their cell in the first N rounds only (default: in all)",
+    )
+    parser.add_argument(
+        "--arms",
+        type=words,
+        metavar="A,B",
+        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)})",
+    )
+    parser.add_argument(
+        "--fluctuate",
+        type=positive,
+        metavar="N",
+        help="also N traces of each kind of fluctuation per length",
+    )
+    parser.add_argument(
+        "--no-grid", action="store_true", help="with --fluctuate: only what its bound needs"
+    )
+    parser.add_argument(
+        "--foreign",
+        type=not_negative,
+        metavar="CORES",
+        help=f"repeat trials during which others used more (default {FOREIGN_CORES:g}; {PACED_FOREIGN_CORES:g} on a paced "
+        "device, where those that lost over 10 %% of their time to the first token are repeated too)",
+    )
+    _add_server_arguments(parser.add_argument_group("server"))
+
+
+def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
+    add_options(
+        server,
+        PACED_SERVER,
+        "device dilation dtype threads page-size chunk storage-size server-arg folder",
+        dtype={
+            "help": "default: float32 on a CPU and a paced device, bfloat16 for models of ours elsewhere, else the model's"
+        },
+        page_size={
+            "help": "tokens per page (default 16 on a CPU, else 64, which a paced device has alone)"
+        },
+        chunk={
+            "help": f"chunked prefill size (default 512 on a CPU, 4096 on a GPU, {CHUNK_TOKENS} on a paced device)"
+        },
+        storage_size={
+            "default": None,
+            "help": "of the store (default: 4GiB, or more where all prompts of a model of ours need it)",
+        },
+        threads={
+            "default": 1,
+            "help": "torch threads on a CPU (default 1: a core is left for I/O; a paced device has 1 alone)",
+        },
+    )
+    server.add_argument(
+        "--models",
+        type=words,
+        metavar="A,B",
+        help=f"lab models ({', '.join(SHAPES)}), for an accelerator drawn ones ({', '.join(DRAWN)}) and shapes without weights "
+        f"({', '.join(UNWEIGHTED)}), folders or names (default lab-mha on a CPU, else lab-gpu-1b; a paced device brings its own)",
+    )
+    server.add_argument(
+        "--strict",
+        action="store_true",
+        help="with SGLang's own memory checks in every step; slower",
+    )
+    server.add_argument(
+        "--decision-log",
+        type=Path,
+        metavar="FILE",
+        help="let the server write down its planner's decisions, for kvtier bench restore-timeline; with several models one file each, the model in its name",
+    )
+    server.add_argument(
+        "--url",
+        help="measure a running server instead: kvtier backend, a section lab.throttle (and policy.rules = sgl_kvtier.lab.rules:FixedSplit for --fluctuate), --enable-metrics, --enable-cache-report, --admin-api-key; policy.restore = both where auto is off (an accelerator, several ranks)",
+    )
+    server.add_argument("--admin-key", help="with --url: its admin key")
+    server.add_argument(
+        "--pid",
+        type=positive,
+        help="with --url: its process, to tell its processor use from that of others",
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises BenchError for options that do not go together."""
+    if is_paced(args.device):
+        _check_paced(args)
+    if args.no_grid and not args.fluctuate:
+        raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
+    if args.decision_log is not None:
+        if args.url is not None:
+            raise BenchError(
+                "--decision-log: the server at --url names its own, policy.decision_log of its settings"
+            )
+        check_target(str(args.decision_log))
+    page = shape_of(args, "").page
+    if any(length % page for length in args.lengths or ()):
+        raise BenchError(f"--lengths: must be whole pages of {page} tokens")
+
+
+def _check_paced(args: argparse.Namespace) -> None:
+    for name, why in _NOT_PACED.items():
+        if getattr(args, name):
+            raise BenchError(f"--{name}: {args.device} {why}")
+
+
+def lengths(text: str) -> list[int]:
+    """Tokens as 2k,4k,6000."""
+    try:
+        found = [
+            int(part[:-1]) * 1024 if part.lower().endswith("k") else int(part)
+            for part in text.split(",")
+        ]
+    except ValueError:
+        found = []
+    if not all(is_whole(n, 256) for n in found) or not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: must be lengths of at least 256 tokens, as 2k,4k"
+        )
+    return found
+
+
+def ratios(text: str) -> list[float]:
+    """Ratios as 1/4,1,4."""
+    try:
+        parts = (part.partition("/") for part in text.split(","))
+        found = [float(a) / float(b or 1) for a, _, b in parts]
+    except (ValueError, ZeroDivisionError):
+        found = []
+    above = all(is_number(ratio) and ratio > 0 for ratio in found)
+    if not above or not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be ratios above 0, as 1/4,1,4")
+    return found
