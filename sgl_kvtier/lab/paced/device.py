@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prometheus_client import Gauge
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -26,6 +27,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.paced import clock, profile
 from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend
+from sgl_kvtier.lab.paced.launching import METRIC
 from sgl_kvtier.lab.paced.pace import PaceLog
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
 from sgl_kvtier.runtime.cpu import copies as host_copies
@@ -242,11 +244,20 @@ def install() -> None:
             host_copies.transfer_kv_all_layer_direct_lf_pf
         )
     _hook_storage(settings, device.pages)
+    _say(settings)
     logger.warning(
         "paced: %s, dilation %g: nothing is computed, steps and copies take the profile's time",
         settings.profile,
         settings.dilation,
     )
+
+
+def _say(settings: Settings) -> None:
+    """Has /metrics name the device, for clients that did not start the server."""
+    gauge = Gauge(
+        METRIC, "seconds here for one of the profile", ["profile"], multiprocess_mode="max"
+    )
+    gauge.labels(profile=settings.profile).set(settings.dilation)
 
 
 def _hook_storage(settings: Settings, pages: Pages) -> None:

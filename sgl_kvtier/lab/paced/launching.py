@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ LOG = "pace.jsonl"
 """In a server's folder: `pace.PaceLog`."""
 DISK_READ_GBYTES_PER_S, DISK_WRITE_GBYTES_PER_S = 6.4, 4.0
 """One PCIe 4.0 x4 drive, as they are sold: 6.4 to 7 GB/s read, 4 to 5 written."""
+
+METRIC = "kvtier:paced_dilation"
+"""The gauge in which a server on a paced device says its dilation, and in a label its profile."""
 
 _VARIABLE = "KVTIER_PACED"
 _INSTALL = "sgl_kvtier.lab.paced.device:install"
@@ -127,6 +130,11 @@ class Paced:
         """Bytes of the model for each byte that is kept and moved here."""
         return self.profile.kv_bytes_per_token / _KINDS[self.profile.kind][1]
 
+    @property
+    def slower(self) -> float:
+        """By how much a bandwidth is lower here: there are fewer bytes, and times are longer."""
+        return self.bytes_scale * self.dilation
+
     def document(self) -> dict[str, Any]:
         """The device as results describe it, under `device.paced`."""
         return {
@@ -208,10 +216,9 @@ class Paced:
         """Sections of kvtier.json beside the store: the disk at the scale of bytes and
         times here.
         """
-        slower = self.bytes_scale * self.dilation
         throttle = {
-            "read_gbps": self.disk_read_gbytes_per_s * 8 / slower,
-            "write_gbps": self.disk_write_gbytes_per_s * 8 / slower,
+            "read_gbps": self.disk_read_gbytes_per_s * 8 / self.slower,
+            "write_gbps": self.disk_write_gbytes_per_s * 8 / self.slower,
         }
         return {"lab": {"throttle": throttle}, "policy": {"load_deadline_s": 2.0 * self.dilation}}
 
@@ -232,6 +239,16 @@ def parse(device: str, dilation: float = 1.0) -> Paced:
     if not 0.1 <= dilation <= 100:
         raise BenchError(f"--dilation {dilation:g}: must be from 0.1 to 100")
     return Paced(profile.read(device.removeprefix(PACED)), dilation)
+
+
+def of_server(metrics: Iterable[Sequence[Any]]) -> Paced | None:
+    """The paced device that a running server says it is on, in its /metrics as `Metrics.to_json`
+    has them; None where it computes. Raises BenchError for a profile that is not known here.
+    """
+    for name, labels, value in metrics:
+        if name == METRIC:
+            return parse(f"{PACED}{labels.get('profile', '')}", value)
+    return None
 
 
 def _write_model(kind: str) -> Path:

@@ -26,6 +26,8 @@ from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round, arm_figures, sample_rows
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
+from sgl_kvtier.lab.paced.launching import Paced, of_server
+from sgl_kvtier.lab.pages.html import marked
 
 SCHEMA = "kvtier.replay/1"
 
@@ -38,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
         "url",
-        help="the server, such as http://127.0.0.1:30000; with --route openai of any kind that has /v1/completions",
+        help="the server, such as http://127.0.0.1:30000; with --route openai of any kind that has /v1/completions. One on a paced "
+        "device says so itself, and times are divided by its dilation",
     )
     parser.add_argument(
         "--tokenizer",
@@ -71,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     check(args, starts_servers=False)
     wanted = load_options(args, _LOAD)
     options = replay_options(args, _REPLAY, wanted.most_output_tokens)
-    one = Round(_ARM, 1)
-    model = args.tokenizer or Path(asyncio.run(_served_model(args)))
+    path, paced = asyncio.run(_server(args))
+    one = Round(_ARM, 1, dilation=1.0 if paced is None else paced.dilation)
+    model = args.tokenizer or Path(path)
     encoder = choose_encoder(_folder(model), args.divisor or _LOAD.divisor)
     chosen = load(wanted, encoder)
     print(chosen.description, file=sys.stderr)
@@ -80,17 +84,29 @@ def run(args: argparse.Namespace) -> int:
         args,
         SCHEMA,
         measure=lambda: asyncio.run(_measure(args, options, chosen, one)),
-        results=lambda: _results(args, options, chosen, one),
-        tables=lambda result: [_table(result)],
-        standing=chosen.notes,
+        results=lambda: _results(args, options, chosen, one, paced),
+        tables=lambda result: [marked(_table(result), result)],
+        standing=[*_paced_notes(paced), *chosen.notes],
         measured=lambda: bool(one.samples),
         sound=lambda result: not result["figures"]["errors"],
     ).run()
 
 
-async def _served_model(args: argparse.Namespace) -> str:
+async def _server(args: argparse.Namespace) -> tuple[str, Paced | None]:
+    """Its model's path, and the paced device that it is on."""
     async with ROUTES[args.route](args.url, timeout_s=30) as client:
-        return str((await client.model_info()).get("model_path", ""))
+        path = str((await client.model_info()).get("model_path", ""))
+        return path, of_server((await client.metrics()).to_json())
+
+
+def _paced_notes(paced: Paced | None) -> list[str]:
+    if paced is None:
+        return []
+    return [
+        f"Paced, not computed: the server says that it has profile {paced.profile.name} and dilation {paced.dilation:g}. Gaps and "
+        "--timeout are that many times as long, and times are divided by it. Whether it kept pace is in its own log, "
+        "STORE.pace.jsonl."
+    ]
 
 
 def _folder(model: Path) -> Path:
@@ -104,7 +120,9 @@ def _folder(model: Path) -> Path:
 async def _measure(
     args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round
 ) -> None:
-    async with ROUTES[args.route](args.url, timeout_s=args.timeout) as client:
+    async with ROUTES[args.route](
+        args.url, timeout_s=args.timeout, dilation=one.dilation
+    ) as client:
         if args.flush:
             await client.flush()
         one.before = await client.metrics()
@@ -122,7 +140,7 @@ async def _measure(
                 )
                 one.complete = True
             finally:
-                one.wall_s = watch.stop().wall_s
+                one.wall_s = watch.stop().wall_s / one.dilation
         one.after = await client.metrics()
 
 
@@ -137,10 +155,11 @@ def _log_path(path: Path | None) -> Path | None:
 
 
 def _results(
-    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round
+    args: argparse.Namespace, options: ReplayOptions, chosen: Load, one: Round, paced: Paced | None
 ) -> dict[str, Any]:
     rows = sample_rows([one])
     return {
+        **({} if paced is None else {"device": {"paced": paced.document()}}),
         "workload": chosen.to_json(),
         "settings": {"url": args.url, "flushed_first": args.flush, **asdict(options)},
         "figures": arm_figures(_ARM, [one], rows),

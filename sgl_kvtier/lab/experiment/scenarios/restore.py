@@ -17,6 +17,7 @@ from typing import Any
 
 from sgl_kvtier import __version__
 from sgl_kvtier.console import Progress, progress
+from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.machine import made_with
@@ -50,7 +51,7 @@ from sgl_kvtier.lab.experiment.scenarios.restore_arguments import (
 )
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.paced import pace
-from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
+from sgl_kvtier.lab.paced.launching import Paced, is_paced, of_server, parse
 from sgl_kvtier.lab.pages.restore import SCHEMA, restore_page, restore_tables
 
 __all__ = ["add_arguments", "run"]
@@ -134,7 +135,13 @@ class Restoring:
             async with Client(
                 target.url, admin_key=target.admin_key, dilation=args.dilation
             ) as client:
-                before = (await client.metrics()).sums(_COUNTED)
+                begun = await client.metrics()
+                if args.url is not None and of_server(begun.to_json()) is not None:
+                    raise BenchError(
+                        f"--url: {args.url} is on a paced device, whose own log cannot "
+                        "be read there; leave --url out, and give --device paced:PROFILE"
+                    )
+                before = begun.sums(_COUNTED)
                 try:
                     await self._measure(client, target, options, wanted, shown)
                 finally:

@@ -1,0 +1,101 @@
+"""`kvtier replay` and `compare restore --url` against a server that says it is on a paced device,
+with a fake for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_restore import RestoringServer
+from fake_sglang import FakeServer
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside.client import Metrics
+from sgl_kvtier.lab.paced import launching
+
+SAID = 'kvtier:paced_dilation{profile="h100-llama8b"} 4.0\n'
+SMALL = ("--trace", "generated:swe-mini", "--sessions", "2", "--turns", "2", "--divisor", "16")
+
+
+@contextmanager
+def served(fake: FakeServer) -> Iterator[str]:
+    """The fake in a thread of its own; its address."""
+    up, over = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with fake.up():
+            up.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread.start()
+    assert up.wait(30)
+    try:
+        yield fake.url
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(30)
+
+
+def replayed(tmp_path: Path, fake: FakeServer, *words: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    model = str(launching.parse("paced:h100-llama8b").model())
+    with served(fake) as url:
+        files = ("--tokenizer", model, "--json", str(out))
+        assert main(["replay", url, *SMALL, "--gap-scale", "0", *files, *words]) == 0
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_times_of_a_paced_server_are_divided_by_the_dilation_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeServer(metrics_text=SAID)  # its queue takes 0.5 s
+    result = replayed(tmp_path, fake)
+    assert {sample["queue_ms"] for sample in result["samples"]} == {125.0}
+    assert result["device"]["paced"]["dilation"] == 4.0
+    assert result["notes"][0].startswith("Paced, not computed: the server says")
+    assert "Replay (paced h100-llama8b, not computed)" in capsys.readouterr().out
+
+
+def test_a_server_that_computes_is_not_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = replayed(tmp_path, FakeServer())
+    assert {sample["queue_ms"] for sample in result["samples"]} == {500.0}
+    assert "device" not in result
+    assert "paced" not in capsys.readouterr().out
+
+
+def test_a_profile_that_is_not_known_here_is_refused_with_those_that_are() -> None:
+    said = Metrics.parse('kvtier:paced_dilation{profile="h900"} 1.0').to_json()
+    with pytest.raises(BenchError, match=r"no profile named 'h900'. There are: .*h100-llama8b"):
+        launching.of_server(said)
+
+
+def test_the_grid_refuses_a_paced_server_that_it_did_not_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Paced(RestoringServer):
+        async def metrics(self, request: Any) -> Any:
+            answer = await super().metrics(request)
+            answer.text = f"{answer.text}{SAID}"
+            return answer
+
+    with served(Paced()) as url:
+        assert main(["compare", "restore", "--url", url, "--admin-key", "secret"]) == 1
+    assert "is on a paced device" in capsys.readouterr().err
