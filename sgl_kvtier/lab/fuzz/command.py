@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,11 @@ from sgl_kvtier.console import Column, Table, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.equal.command import read_floor
 from sgl_kvtier.lab.experiment.argtypes import (
+    PACED_SERVER,
     RUN,
-    SERVER,
     add_load_arguments,
     add_options,
     load_options,
-    setup_of,
-    shape_of,
 )
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
@@ -34,15 +32,28 @@ from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
 from sgl_kvtier.lab.fuzz.run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
 from sgl_kvtier.lab.fuzz.scenes import SCENES, parse_scenes, play, scenes_table
-from sgl_kvtier.lab.fuzz.server import FuzzServer
+from sgl_kvtier.lab.fuzz.server import (
+    AHEAD,
+    CHUNK,
+    PACED_CHUNK,
+    FuzzServer,
+    fuzzed_model,
+    make_setup,
+    sections,
+)
 from sgl_kvtier.lab.fuzz.stage import StageOptions
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import check_heads, write_named
+from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.paced.launching import Paced, is_paced, parse
+from sgl_kvtier.lab.pages.html import marked
 
 SCHEMA = "kvtier.restore-fuzz/1"
 _LOAD = LoadOptions(sessions=16, turns=6, divisor=4, most_output_tokens=8)
-_SETTLED_TOKENS = 64
-_AHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
+_PACED = LoadOptions(sessions=16, turns=6, divisor=1, most_output_tokens=8, begin=0.6)
+_PACED_GBPS = 128.0
+"""Bandwidths on a paced device over those for a lab model, at the modelled machine: 2 to 512
+Gbit/s.
+"""
 _SHOWN = (
     "requests",
     "completed",
@@ -124,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_nought,
         default=60.0,
         metavar="S",
-        help="a request that takes longer hangs (default %(default)s)",
+        help="a request that takes longer hangs (default %(default)s); of a paced device undilated",
     )
     add_options(
         parser,
@@ -146,12 +157,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     add_options(
         server,
-        SERVER,
-        "lab-model device dtype threads tp chunk storage-size server-arg folder",
-        lab_model={"default": None, "help": "default tiny-qwen3 on a CPU, else lab-gpu-tiny"},
+        PACED_SERVER,
+        "lab-model device dilation dtype threads tp chunk storage-size server-arg folder",
+        lab_model={
+            "default": None,
+            "help": "default tiny-qwen3 on a CPU, else lab-gpu-tiny; a paced device brings its own",
+        },
         storage_size={"default": 1 << 30, "help": "of the store (default 1GiB)"},
         threads={"default": 1, "help": "torch threads on a CPU (default 1)"},
-        chunk={"default": 256, "help": "chunked prefill size (default %(default)s)"},
+        chunk={"help": f"chunked prefill size (default {CHUNK}, {PACED_CHUNK} on a paced device)"},
     )
     server.add_argument(
         "--overlap",
@@ -170,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="host pool as a multiple of it (default %(default)s)",
     )
-    add_load_arguments(parser, _LOAD)
+    add_load_arguments(parser, _LOAD, {"on a paced device": _PACED})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -185,8 +199,11 @@ def run(args: argparse.Namespace) -> int:
             "--scene: scenes end by themselves; --scale says how long they are, not --requests, "
             "--restored or --minutes"
         )
-    model = write_named(fuzzed_model(args))
-    wanted = load_options(args, _LOAD)
+    paced = _paced(args)
+    if paced is not None and scenes:
+        raise BenchError(f"--scene: {args.device} has none; leave --scene or --device out")
+    model = write_named(fuzzed_model(args)) if paced is None else paced.model()
+    wanted = load_options(args, _LOAD if paced is None else _PACED)
     chosen = load(wanted, choose_encoder(model, wanted.divisor))
     sessions = calls_of(chosen, wanted.most_output_tokens)
     setup = make_setup(args, model, chosen)
@@ -205,42 +222,6 @@ def run(args: argparse.Namespace) -> int:
             measured=lambda: bool(log.attempts),
             sound=lambda _: one.is_sound(),
         ).run()
-
-
-def fuzzed_model(args: argparse.Namespace) -> str:
-    """The name of the model that is fuzzed. Raises BenchError for one the device cannot serve."""
-    device = shape_of(args, "").device
-    name: str = args.lab_model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
-    check_heads(device, name)
-    return name
-
-
-def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
-    """The server's setup, with small pools. The clients' prompts evict each other from the device,
-    and from the host pool into the store.
-    """
-    shape = replace(shape_of(args, fuzzed_model(args)), page=16)
-    page = shape.page
-    longest = chosen.longest_tokens + _SETTLED_TOKENS
-    at_once = sorted((row["longest_tokens"] for row in chosen.rows), reverse=True)[
-        : args.concurrency
-    ]
-    tokens = args.device_tokens or max(longest * 5 // 4, sum(at_once) * 3 // 4)
-    tokens = -(-tokens // page) * page
-    if tokens < longest:
-        raise BenchError(f"--device-tokens {tokens}: the longest request alone needs {longest}")
-    overlap = () if args.overlap == "on" else ("--disable-overlap-schedule",)
-    return setup_of(
-        args,
-        shape,
-        model,
-        device_tokens=tokens,
-        context_tokens=tokens,
-        host_ratio=args.host_ratio,
-        prefetch_threshold=32,
-        max_running=max(args.concurrency, 8),
-        extra=(*overlap, *args.server_arg),
-    )
 
 
 def about(setup: Setup) -> dict[str, Any]:
@@ -279,13 +260,15 @@ class Fuzzing:
         options = StageOptions(
             args.scale, args.concurrency, args.deadline, args.lookahead, args.seed
         )
-        ahead = _AHEAD if args.lookahead else {}
+        ahead = AHEAD if args.lookahead else {}
         play(self.scenes, options, self.setup, ahead, self.sessions, log, folder, self.played)
 
     def results(self) -> dict[str, Any]:
         """The trials and findings, schema kvtier.restore-fuzz/1 (docs/manual/json.md)."""
         args = self.args
+        paced = self.setup.paced
         return {
+            **({} if paced is None else {"device": {"paced": paced.document()}}),
             "workload": self.chosen.to_json(),
             "settings": {
                 **asdict(self.setup),
@@ -305,6 +288,7 @@ class Fuzzing:
         """
         figures = counts(self.log)
         shown = bool(self.scenes) or figures["compared"] > 0
+        shown = shown and (self.setup.paced is None or figures["checked_tokens"] > 0)
         return shown and not any(figures[name] for name in MUST_BE_ZERO)
 
     def notes(self) -> list[str]:
@@ -313,12 +297,15 @@ class Fuzzing:
         events = ", ".join(f"{count} {name}" for name, count in figures["events"].items())
         ahead = f"Looking ahead, by the servers' counters: {figures['ahead']}"
         vain = "No answer was compared: the run showed nothing. Give it more time."
+        paced = self.setup.paced is not None
+        checked = f"Keys and values compared in place: {figures['checked_tokens']:,} tokens."
         return [
             f"Done to the server: {events or 'nothing'}. Restored by mode: "
             f"{figures['restored_by_mode']}",
             "How restorations ended, by the servers' counters: "
             f"{figures['restorations'] or 'none'}",
             *([ahead] if figures["ahead"] else []),
+            *([checked] if paced else []),
             *([] if figures["compared"] or self.scenes else [vain]),
             *self.log.findings[:10],
             *figures["error_messages"],
@@ -337,7 +324,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     ours = {"restored by kvtier": figures["restorations"].get("met", 0)}
     tried = counted("What was tried", _SHOWN, ours)
     scenes = [scenes_table(result["scenes"])] if result["scenes"] else []
-    return [tried, *scenes, counted("What must be 0", MUST_BE_ZERO, {})]
+    found = [tried, *scenes, counted("What must be 0", MUST_BE_ZERO, {})]
+    return [marked(table, result) for table in found]
 
 
 def _reference(
@@ -371,7 +359,7 @@ def _fuzz(
 ) -> None:
     place = folder / "fuzzed"
     shutil.rmtree(place / "storage", ignore_errors=True)
-    server = FuzzServer(OURS, setup, place, log, _sections(chaos, args.fault_rank, args.lookahead))
+    server = FuzzServer(OURS, setup, place, log, sections(setup, chaos, args))
     no_limit = args.requests is None and args.restored is None and args.minutes is None
     options = FuzzOptions(
         run=f"{args.seed}-{args.overlap}-{len(log.attempts)}",
@@ -381,6 +369,9 @@ def _fuzz(
         restored=args.restored,
         seconds=None if args.minutes is None else args.minutes * 60,
         deadline_s=args.deadline,
+        page_tokens=setup.page_size,
+        dilation=setup.dilation,
+        gbps_scale=1.0 if setup.paced is None else _PACED_GBPS / setup.paced.slower,
         ahead=args.lookahead,
     )
     by_restored = options.requests is None and options.restored is not None
@@ -398,14 +389,5 @@ def _fuzz(
         server.stop()
 
 
-def _sections(chaos: Chaos, rank: int | None, ahead: bool) -> dict[str, dict[str, Any]]:
-    faults = chaos.faults() | ({} if rank is None else {"rank": rank})
-    # A stall of 0.4 s is past a deadline of 0.1 s.
-    policy = {
-        "restore": "both",
-        "min_restore_tokens": 32,
-        "load_deadline_s": 0.1,
-        "load_tokens": 32,
-    }
-    policy |= _AHEAD if ahead else {}
-    return {"policy": policy, "lab": {"throttle": {"read_gbps": 1.0}, "faults": faults}}
+def _paced(args: argparse.Namespace) -> Paced | None:
+    return parse(args.device, args.dilation) if is_paced(args.device) else None

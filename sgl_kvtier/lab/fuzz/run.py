@@ -85,6 +85,9 @@ class FuzzOptions:
     seconds: float | None = None
     deadline_s: float = 60.0
     page_tokens: int = 16
+    dilation: float = 1.0
+    gbps_scale: float = 1.0
+    """Bandwidths that the server is set to, over those of `chaos`."""
     ahead: bool = False
     """The server looks ahead: sessions are named, pause between their turns, and are spoken of in
     hints.
@@ -176,7 +179,10 @@ class FuzzRun:
         self._until = time.monotonic() + limit
         # The deadline is the client's: what has not ended by then hangs.
         async with Client(
-            self._server.url, timeout_s=options.deadline_s, admin_key=self._server.admin_key
+            self._server.url,
+            timeout_s=options.deadline_s,
+            admin_key=self._server.admin_key,
+            dilation=options.dilation,
         ) as client:
             self._client = client
             self._before = await self._totals()
@@ -214,7 +220,7 @@ class FuzzRun:
         number, chaos = self._sent, self._options.chaos
         self._sent += 1
         if self._options.ahead:
-            await asyncio.sleep(chaos.pause_before(number))
+            await asyncio.sleep(chaos.pause_before(number) * self._options.dilation)
         await self._open.wait()
         if chaos.flushes_before(number):
             await self._alone(self._flush)
@@ -260,7 +266,7 @@ class FuzzRun:
             prompt_tokens=len(asked.ids),
             mode=mode,
             fate=accident.fate.value,
-            seconds=time.monotonic() - began,
+            seconds=(time.monotonic() - began) / self._options.dilation,
             host_tokens=cached.host if cached is not None else 0,
             storage_tokens=cached.storage if cached is not None else 0,
             tokens=done.output_ids if done is not None else (),
@@ -279,7 +285,7 @@ class FuzzRun:
         """
         if accident.fate is Fate.ANSWERED:
             return await task
-        finished, _ = await asyncio.wait({task}, timeout=accident.after_s)
+        finished, _ = await asyncio.wait({task}, timeout=accident.after_s * self._options.dilation)
         if finished:
             return task.result()
         if accident.fate is Fate.ABORTED:
@@ -422,7 +428,8 @@ class FuzzRun:
         try:
             await self._client.set_state({"kvtier.policy.restore": restore_choice(mode)})
             if gbps is not None:
-                await self._client.set_state({"kvtier.throttle.read_gbps": gbps})
+                read_gbps = gbps * self._options.gbps_scale
+                await self._client.set_state({"kvtier.throttle.read_gbps": read_gbps})
         except BenchError:
             if self._open.is_set():
                 raise

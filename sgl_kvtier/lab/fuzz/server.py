@@ -4,6 +4,7 @@ same store.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -11,29 +12,104 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.argtypes import setup_of, shape_of
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
+from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.restore.server import STRICT
+from sgl_kvtier.lab.fuzz.chaos import Chaos
 from sgl_kvtier.lab.fuzz.log import FuzzLog, suspicious
+from sgl_kvtier.lab.outside.lab_model import check_heads
 from sgl_kvtier.lab.outside.server import Launch, Server, Usage, free_port
+from sgl_kvtier.lab.paced.launching import LOG, is_paced
+from sgl_kvtier.lab.paced.pace import Reader
 
 SCHEDULER = "sglang::scheduler"
 """How SGLang's scheduler processes call themselves."""
 
+AHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
+"""kvtier.json's policy of a server that looks ahead."""
+CHUNK, PACED_CHUNK = 256, 2048
+"""Tokens of a prefill chunk, on a paced device too: small, so that there are many borders."""
+_SETTLED_TOKENS = 64
 _IDLE_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 _START_S = 400.0
 _DRAIN_S = 60.0
 """SGLang looks every 5 s whether it was asked to end, and whether its requests have ended."""
 
 
+def fuzzed_model(args: argparse.Namespace) -> str:
+    """The name of the model that is fuzzed. Raises BenchError for one the device cannot serve."""
+    device = shape_of(args, "").device
+    if is_paced(device):
+        if args.lab_model is not None:
+            raise BenchError(f"--lab-model: {device} brings a model of its own")
+        return ""
+    name: str = args.lab_model or ("tiny-qwen3" if device == "cpu" else "lab-gpu-tiny")
+    check_heads(device, name)
+    return name
+
+
+def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
+    """The server's setup, with small pools. The clients' prompts evict each other from the device,
+    and from the host pool into the store.
+    """
+    shape, paced = shape_of(args, fuzzed_model(args)), is_paced(args.device)
+    page = shape.page if paced else 16
+    shape = replace(shape, page=page, chunk=args.chunk or (PACED_CHUNK if paced else CHUNK))
+    longest = chosen.longest_tokens + _SETTLED_TOKENS
+    at_once = sorted((row["longest_tokens"] for row in chosen.rows), reverse=True)[
+        : args.concurrency
+    ]
+    tokens = args.device_tokens or max(longest * 5 // 4, sum(at_once) * 3 // 4)
+    tokens = -(-tokens // page) * page
+    if tokens < longest:
+        raise BenchError(f"--device-tokens {tokens}: the longest request alone needs {longest}")
+    overlap = () if args.overlap == "on" else ("--disable-overlap-schedule",)
+    return setup_of(
+        args,
+        shape,
+        model,
+        device_tokens=tokens,
+        context_tokens=tokens,
+        host_ratio=args.host_ratio,
+        prefetch_threshold=2 * page,
+        max_running=max(args.concurrency, 8),
+        extra=(*overlap, *args.server_arg),
+    )
+
+
+def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The sections of the fuzzed server's kvtier.json beside the store. Little is enough to be
+    restored, and to be loaded at a time.
+    """
+    rank, few = args.fault_rank, 2 * setup.page_size
+    faults = chaos.faults() | ({} if rank is None else {"rank": rank})
+    # A stall of 0.4 s is past a deadline of 0.1 s.
+    policy = {
+        "restore": "both",
+        "min_restore_tokens": few,
+        "load_deadline_s": 0.1 * setup.dilation,
+        "load_tokens": few,
+    }
+    policy |= AHEAD if args.lookahead else {}
+    lab = {"throttle": {"read_gbps": 1.0}}
+    if setup.paced is not None:
+        lab = setup.paced.sections()["lab"]
+        faults |= {"stall_ms": faults.get("stall_ms", 0.0) * setup.dilation}
+    return {"policy": policy, "lab": {**lab, "faults": faults}}
+
+
 class FuzzServer:
-    """One server after another on one port, folder and key. Findings in their logs go to `log`;
-    `env` are more variables, and `signals` what each in turn is ended with.
+    """One server after another on one port, folder and key. Findings in their logs, and in that of
+    a paced device, go to `log`. `env` are more variables, and `signals` what each in turn is ended
+    with.
     """
 
     def __init__(
@@ -56,6 +132,8 @@ class FuzzServer:
             launch.arguments, {**launch.env, **STRICT, **_IDLE_CHECKS, **(env or {})}
         )
         self._signals = itertools.cycle(signals)
+        (folder / LOG).unlink(missing_ok=True)
+        self._steps = Reader(folder / LOG)
         self._port = free_port()
         self._server: Server | None = None
         self._read = 0
@@ -143,7 +221,8 @@ class FuzzServer:
                     process.resume()
 
     def look(self) -> None:
-        """Reads what its log has grown by, and keeps what it must not say."""
+        """Reads what its logs have grown by, and keeps what they must not say."""
+        self._look_at_steps()
         path = self._folder / "server.log"
         try:
             with path.open("rb") as file:
@@ -154,6 +233,15 @@ class FuzzServer:
         self._read += len(new)
         for text in suspicious(new.decode(errors="replace")):
             self._log.find(text)
+
+    def _look_at_steps(self) -> None:
+        checked = 0
+        for row in self._steps.new():
+            checked += row.get("checked", 0)
+            if "mismatch" in row:
+                self._log.find(f"mismatch: {row['mismatch']}")
+        if checked:
+            self._log.add("checked", checked)
 
     def stop(self) -> None:
         """Looks at its log a last time and ends it."""

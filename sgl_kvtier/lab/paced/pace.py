@@ -10,6 +10,7 @@ dilation.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,7 +70,15 @@ class PaceLog:
     def _open(self) -> TextIO:
         file = self._path.open("a", buffering=1, encoding="utf-8")
         self._bytes = file.tell()
+        if self._bytes and not self._ends_whole():
+            # A server that was killed left a torn line; the next one is whole.
+            self._bytes += file.write("\n")
         return file
+
+    def _ends_whole(self) -> bool:
+        with self._path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read() == b"\n"
 
     def _write(self, row: Mapping[str, Any]) -> None:
         line = json.dumps(row) + "\n"

@@ -27,7 +27,7 @@ def helped(command, option: str) -> str:
     return parser_of(command)._option_string_actions[f"--{option}"].help or ""
 
 
-@pytest.mark.parametrize("command", [lookahead, overhead, restore, fuzz])
+@pytest.mark.parametrize("command", [lookahead, overhead])
 def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
     parser = parser_of(command)
     assert "paced" not in parser.format_help()
@@ -58,6 +58,22 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
 )
 def test_the_help_of_compare_names_the_defaults_of_every_device(option, said):
     assert said in helped(compare, option)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "said"),
+    [
+        (restore, "lengths", "8k,16k,32k,64k on a paced device"),
+        (restore, "models", "a paced device brings its own"),
+        (restore, "foreign", "(default 0.1; 0.5 on a paced device"),
+        (restore, "chunk", "8192 on a paced device"),
+        (fuzz, "chunk", "(default 256, 2048 on a paced device)"),
+        (fuzz, "divisor", "(default 4; 1 on a paced device)"),
+        (fuzz, "lab-model", "a paced device brings its own"),
+    ],
+)
+def test_the_help_of_a_command_names_the_defaults_of_a_paced_device(command, option, said):
+    assert said in helped(command, option)
 
 
 @pytest.mark.parametrize(

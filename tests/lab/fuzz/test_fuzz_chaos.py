@@ -183,6 +183,15 @@ def test_lines_of_a_log_that_nobody_wants_are_found(line: str, kind: str | None)
     assert [text.split(":")[0] for text in found] == ([] if kind is None else [kind])
 
 
+def test_a_server_that_asked_itself_before_it_listened_did_not_crash() -> None:
+    told = "[2026-11-23 12:18:01] post-warmup freeze_gc failed\n"
+    trace = "Traceback (most recent call last):\n  File x\nConnectionRefusedError: [Errno 111]\n"
+    both = "The above exception was the direct cause of the following exception:\n\n"
+    after = "[2026-11-23 12:18:02] the server is fired up\n"
+    assert suspicious(f"{told}{trace}\n{both}{trace}{after}") == []
+    assert len(suspicious(f"{told}{trace}{after}{trace}")) == 1
+
+
 def test_a_prompt_and_the_length_of_its_answer_have_one_name() -> None:
     assert prompt_name([1, 2], 3) == prompt_name((1, 2), 3)
     assert prompt_name([1, 2], 3) != prompt_name([1, 2], 4)

@@ -114,6 +114,13 @@ def test_a_torn_last_line_is_left_away(tmp_path):
     assert len(pace.read(path)) == 1
 
 
+def test_the_log_of_a_server_that_was_killed_goes_on_with_a_whole_line(tmp_path):
+    path = tmp_path / "log"
+    path.write_text('{"step": "dec')
+    log(path, {"called": 0.0, "begin": 0.0, "end": 1.0, "returned": 0.1})
+    assert [row["step"] for row in pace.read(path)] == ["decode"]
+
+
 def test_a_bounded_log_keeps_the_newest_lines_in_two_files(tmp_path):
     path = tmp_path / "log"
     for start in (0, 50):  # a server that is started again goes on in the same files
