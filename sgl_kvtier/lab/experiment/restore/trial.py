@@ -234,8 +234,8 @@ class Trials:
     async def prime(self, model: str, ids: Sequence[int], page: int) -> tuple[Trial, float]:
         """Computes a prompt and waits until the store has all its whole pages.
 
-        Returns the trial, and the bytes of one page of the modelled machine. Raises BenchError when the pages do not get
-        there.
+        Returns the trial, and the bytes of one page of the modelled machine. Raises BenchError when
+        the pages do not get there.
         """
         await self.settle()
         await self.client.flush()
