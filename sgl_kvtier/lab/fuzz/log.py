@@ -26,7 +26,7 @@ _CRASH = re.compile(
     r"|Fatal Python error"
 )
 _FREEZE = re.compile(r"post-warmup freeze_gc failed\n(?:(?!\[\d{4}-).*\n)*")
-"""What SGLang 0.5.23 says with --skip-server-warmup: it asks itself /freeze_gc before it listens."""
+"""SGLang 0.5.23 says it with --skip-server-warmup, since it asks itself before it listens."""
 
 
 @dataclass(frozen=True)
