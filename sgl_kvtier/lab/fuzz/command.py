@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=above_nought,
         default=60.0,
         metavar="S",
-        help="a request that takes longer hangs (default %(default)s); of a paced device undilated",
+        help="a request that takes longer hangs (default %(default)s; times --dilation)",
     )
     add_options(
         parser,
