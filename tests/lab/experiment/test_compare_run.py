@@ -322,24 +322,25 @@ def test_recompute_is_measured_once_on_a_paced_device_and_all_are_compared_with_
 
 
 @pytest.mark.parametrize(
-    ("options", "device"),
+    ("options", "device", "dilation"),
     [
-        ([], "paced:h100-llama8b"),
-        (["--quick"], "paced:h100-llama8b"),
-        (["--lab-model", "lab-gqa"], "cpu"),
-        (["--model-path", "/some/model"], "cpu"),
-        (["--device", "cpu"], "cpu"),
+        ([], "paced:h100-llama8b", 2.0),
+        (["--dilation", "3"], "paced:h100-llama8b", 3.0),
+        (["--quick"], "paced:h100-llama8b", 1.0),
+        (["--lab-model", "lab-gqa"], "cpu", 1.0),
+        (["--model-path", "/some/model"], "cpu", 1.0),
+        (["--device", "cpu"], "cpu", 1.0),
     ],
 )
 def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, options: list[str], device: str
+    monkeypatch: pytest.MonkeyPatch, options: list[str], device: str, dilation: float
 ) -> None:
     monkeypatch.setattr(scenario, "detect_device", lambda: "cpu")
     parser = ArgumentParser()
     scenario.add_arguments(parser)
     args = parser.parse_args(options)
     scenario.choose_device(args)
-    assert args.device == device
+    assert (args.device, args.dilation) == (device, dilation)
     assert args.lab_model == "lab-gqa" if "--lab-model" in options else "lab-mha"
 
 

@@ -57,6 +57,7 @@ _PACED = LoadOptions(
 _PACED_QUICK = LoadOptions(sessions=5, turns=4, divisor=1, most_output_tokens=16, begin=0.6)
 _PACED_ROUNDS = 4
 """At least four, or no winner is named."""
+_PACED_DILATION = 2.0
 _DEFAULT_DEVICE = "paced:h100-llama8b"
 """Where there is no card and nothing is asked for that only computing servers have."""
 _LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
@@ -71,6 +72,11 @@ _SERVER_HELP: Mapping[str, Mapping[str, Any]] = {
     },
     "model_path": {
         "help": "a model's folder or name (default: a lab model is written; a paced device brings its own)"
+    },
+    "dilation": {
+        "default": None,
+        "help": "of a paced device: everything takes D times as long, and results are divided by it. Two cores keep pace "
+        "with 2 (default 2; 1 with --quick)",
     },
     "lab_model": {"default": None, "help": "which one (default lab-mha)"},
     "dtype": {
@@ -340,11 +346,13 @@ def lost_pace(paced: Paced | None, outcome: Outcome) -> list[str]:
 
 
 def choose_device(args: argparse.Namespace) -> None:
-    """The device and the lab model, where the options do not say."""
+    """The device, its dilation and the lab model, where the options do not say."""
     if args.device is None:
         found = detect_device()
         computes = found != "cpu" or args.model_path is not None or args.lab_model is not None
         args.device = found if computes else _DEFAULT_DEVICE
+    if args.dilation is None:
+        args.dilation = _PACED_DILATION if is_paced(args.device) and not args.quick else 1.0
     if is_paced(args.device) and args.lab_model is not None:
         raise BenchError(f"--lab-model: {args.device} brings a model of its own")
     args.lab_model = args.lab_model or "lab-mha"
