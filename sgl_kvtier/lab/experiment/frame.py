@@ -110,7 +110,7 @@ def check(args: argparse.Namespace, *, starts_servers: bool = True) -> None:
     device.
     """
     given = vars(args)
-    paced = paced_device(given.get("device") or "", given.get("dilation", 1.0))
+    paced = paced_device(given.get("device") or "", given.get("dilation") or 1.0)
     if paced is not None:
         paced.refuse_others(_server_words(given))
     for target in (args.json, getattr(args, "html", None)):

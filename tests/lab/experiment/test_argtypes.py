@@ -45,7 +45,7 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
         ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),
         (
             "sessions",
-            "(default 8; 6 with --quick, on a paced device with --quick; 12 on a paced device)",
+            "(default 8; 6 with --quick; 12 on a paced device; 5 on a paced device with --quick)",
         ),
         ("divisor", "(default 4; 1 on a GPU, on a paced device, on a paced device with --quick)"),
         ("begin", "(default 0; 0.8 on a paced device; 0.6 on a paced device with --quick)"),
