@@ -211,8 +211,9 @@ class StepView:
     `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring
     request that holds the engine's one slot for chunked prefill, or None when it is free;
     `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
-    this step's prefill, `fresh_tokens` are waiting prefill tokens of requests that restore nothing,
-    `decoding` counts running requests.
+    this step's prefill, `fresh_tokens` are what waiting requests that restore nothing will have
+    computed: without prefixes that the engine loads and, where the planner is asked about one
+    request, of those before it in the queue. `decoding` counts running requests.
 
     `free_pages` may be claimed, per tier: destinations of loads come from the device and, where the
     executor stages in host memory, from host memory. `empty_pages` are those of them that hold

@@ -14,33 +14,62 @@ PAGE = 4
 OFFER = RestoreOffered("r", 0.0, 50, 2, 10, ((Span(2, 4), Tier.HOST), (Span(4, 10), Tier.STORAGE)))
 
 
-def parts_with(query: Any, fresh_tokens: int) -> Parts:
-    """Parts whose view of the queue has so many fresh tokens, and whose planner answers so."""
+class Queue:
+    """A view of the queue with `fresh` tokens, `before` of them before any request; what it is told
+    of prefixes left to SGLang is in `left`.
+    """
+
+    def __init__(self, fresh: int, before: int) -> None:
+        self.view = StepView(3.0, ("r",), fresh_tokens=fresh)
+        self.before = before
+        self.left_tokens: dict[str, int] = {}
+
+    def of(self, scheduler: Any, now: float) -> StepView:
+        return self.view
+
+    def fresh_before(self, scheduler: Any, rid: str) -> int:
+        return self.before
+
+    def left(self, rid: str, tokens: int) -> None:
+        self.left_tokens[rid] = tokens
+
+
+def parts_with(query: Any, queue: Queue) -> Parts:
+    """Parts with this view of the queue, and whose planner answers so."""
     parts = object.__new__(Parts)
-    view = StepView(3.0, ("r",), fresh_tokens=fresh_tokens)
     parts.context = SimpleNamespace(page=PAGE, scheduler=object(), moment=lambda: 3.0)  # type: ignore[assignment]
-    parts.views = SimpleNamespace(of=lambda scheduler, now: view)  # type: ignore[assignment]
+    parts.views = queue  # type: ignore[assignment]
     parts.planner = SimpleNamespace(query=query)  # type: ignore[assignment]
     parts.engine = SimpleNamespace(counters=RestoreCounters())  # type: ignore[assignment]
     return parts
 
 
-def test_what_a_request_itself_would_compute_is_not_fresh_in_the_view_it_is_asked_with() -> None:
+def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked_with() -> None:
     asked: list[LeftToEngine] = []
-    parts = parts_with(asked.append, fresh_tokens=100)
+    parts = parts_with(asked.append, Queue(fresh=100, before=30))
     assert parts._why_left(OFFER) is None
     (question,) = asked
     assert question.offer is OFFER
-    assert question.view.fresh_tokens == 100 - (50 - 4 * PAGE), (
-        "of its 50 tokens 4 pages are on the device or in host memory"
-    )
+    assert question.view.fresh_tokens == 30
+
+
+def test_a_prefix_that_is_left_to_sglang_is_told_to_those_behind_it() -> None:
+    queue = Queue(fresh=0, before=0)
+    assert parts_with(lambda question: "no room", queue)._why_left(OFFER) == "no room"
+    assert queue.left_tokens == {"r": 10 * PAGE}
+
+
+def test_a_prefix_that_is_offered_is_not_loaded_by_sglang() -> None:
+    queue = Queue(fresh=0, before=0)
+    assert parts_with(lambda question: None, queue)._why_left(OFFER) is None
+    assert queue.left_tokens == {"r": 0}
 
 
 def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted() -> None:
     def fails(question: Any) -> str:
         raise ValueError("a defect")
 
-    parts = parts_with(fails, fresh_tokens=0)
+    parts = parts_with(fails, Queue(fresh=0, before=0))
     assert parts._why_left(OFFER) == "planner failed"
     assert parts.engine.counters.planner_failures == 1
 

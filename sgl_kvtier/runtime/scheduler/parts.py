@@ -25,7 +25,6 @@ from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.sglang import tree_ranks
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Tree
 from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.types import Tier
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +104,7 @@ class Parts:
         """A request is gone: finished, aborted or retracted."""
         self.engine.forget(rid)
         self.turns.forget(rid)
+        self.views.forget(rid)
 
     def reset(self) -> None:
         """Before the pools are emptied: blocks until no transfer is under way into them."""
@@ -157,12 +157,10 @@ class Parts:
         try:
             assert context.scheduler is not None, "an offer is of a request that waits"
             view = self.views.of(context.scheduler, context.moment())
-            in_host = sum(len(span) for span, tier in offer.sources if tier is Tier.HOST)
-            own = (
-                offer.prompt_tokens - (offer.resident + in_host) * context.page
-            )  # what the view counts of it as fresh
-            beside = replace(view, fresh_tokens=max(0, view.fresh_tokens - own))
-            return self.planner.query(LeftToEngine(offer, beside))
+            before = self.views.fresh_before(context.scheduler, offer.rid)
+            why = self.planner.query(LeftToEngine(offer, replace(view, fresh_tokens=before)))
+            self.views.left(offer.rid, 0 if why is None else offer.pages * context.page)
+            return why
         except Exception:
             logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")
             self.engine.counters.planner_failures += 1

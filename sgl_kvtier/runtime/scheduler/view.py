@@ -25,22 +25,48 @@ class Views:
         self._context = engine.context
         self._chunk_tokens = chunk_tokens
         self._host_tokens = host_tokens
+        self._stored: dict[str, int] = {}
+
+    def left(self, rid: str, tokens: int) -> None:
+        """Notes that SGLang loads the first `tokens` of a waiting request."""
+        self._stored[rid] = tokens
+
+    def forget(self, rid: str) -> None:
+        """A request is gone: finished, aborted or retracted."""
+        self._stored.pop(rid, None)
+
+    def fresh_before(self, scheduler: Scheduler, rid: str) -> int:
+        """Tokens that requests before this one in the queue will have computed; of all that wait,
+        where it is not in the queue yet.
+        """
+        fresh = 0
+        for req in step.waiting(scheduler)[:_WAITING]:
+            if req.rid == rid:
+                break
+            fresh += self._fresh(req)
+        return fresh
+
+    def _fresh(self, req: Req) -> int:
+        """Tokens of a waiting request that are neither in memory nor left to SGLang to load; none
+        of one that restores.
+        """
+        if req.rid in self._engine.restorations:
+            return 0
+        stored = self._stored.get(req.rid, 0) - requests.found(req).tokens
+        return max(0, requests.missing_tokens(req) - max(0, stored))
 
     def of(self, scheduler: Scheduler, now: float) -> StepView:
         """The view of this step. `now` is the agreed time in seconds."""
         engine, chunked = self._engine, step.in_slot(scheduler)
         waiting = step.waiting(scheduler)[:_WAITING]
         holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
-        fresh = sum(
-            requests.missing_tokens(req) for req in waiting if req.rid not in engine.restorations
-        )
         return StepView(
             now=now,
             waiting=tuple(req.rid for req in waiting),
             slot=holder,
             slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool),
             prefill_tokens=self._chunk_tokens,
-            fresh_tokens=fresh,
+            fresh_tokens=sum(self._fresh(req) for req in waiting),
             decoding=step.decoding_count(scheduler),
             free_pages=self.free_pages(step.decoding(scheduler), chunked),
             empty_pages=self._empty_pages() if self._context.looking_ahead else {},

@@ -1,0 +1,91 @@
+"""What the planner is shown of the queue: tokens that will be computed, not those that are loaded."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_kvtier.runtime.scheduler.view import Views
+
+PAGE = 16
+
+
+def request(rid: str, prompt: int, prefix: int = 0, host: int = 0) -> Any:
+    return SimpleNamespace(
+        rid=rid, origin_input_ids=range(prompt), prefix_len=prefix, host_hit_length=host
+    )
+
+
+def scheduler(*waiting: Any) -> Any:
+    batch = SimpleNamespace(reqs=[], batch_is_full=False)
+    return SimpleNamespace(
+        chunked_req=None, waiting_queue=list(waiting), running_batch=batch, last_batch=None
+    )
+
+
+def views(*restoring: str) -> Views:
+    tree = SimpleNamespace(req_to_token_pool=SimpleNamespace(available_size=lambda: 8))
+    context = SimpleNamespace(
+        tree=tree, page=PAGE, device=SimpleNamespace(claimable=lambda: 1024),
+        slots=SimpleNamespace(host_tokens=0), looking_ahead=False,
+    )  # fmt: skip
+    engine = SimpleNamespace(context=context, restorations=dict.fromkeys(restoring))
+    return Views(engine, 512, 4096)  # type: ignore[arg-type]
+
+
+def fresh(shown: Views, queue: Any) -> int:
+    return shown.of(queue, 0.0).fresh_tokens
+
+
+def test_what_lies_in_memory_is_not_computed() -> None:
+    assert fresh(views(), scheduler(request("a", 1000, prefix=320, host=160))) == 520
+
+
+def test_a_stored_prefix_that_is_left_to_sglang_is_not_computed() -> None:
+    shown, queue = views(), scheduler(request("a", 1000), request("b", 600))
+    shown.left("a", 960)
+    assert fresh(shown, queue) == 40 + 600
+
+
+def test_what_came_to_memory_beyond_the_stored_prefix_counts_too() -> None:
+    shown = views()
+    shown.left("a", 320)
+    assert fresh(shown, scheduler(request("a", 1000, prefix=640))) == 360
+
+
+def test_a_prefix_that_is_offered_after_all_is_not_loaded_by_sglang() -> None:
+    shown = views()
+    shown.left("a", 960)
+    shown.left("a", 0)
+    assert fresh(shown, scheduler(request("a", 1000))) == 1000
+
+
+def test_a_request_that_restores_is_told_apart() -> None:
+    assert fresh(views("a"), scheduler(request("a", 1000), request("b", 600))) == 600
+
+
+def test_only_requests_before_one_in_the_queue_are_computed_before_it() -> None:
+    queue = scheduler(request("a", 300), request("b", 500), request("c", 700))
+    assert views().fresh_before(queue, "a") == 0
+    assert views().fresh_before(queue, "c") == 800
+
+
+def test_all_that_wait_are_before_one_that_is_not_in_the_queue_yet() -> None:
+    assert views().fresh_before(scheduler(request("a", 300), request("b", 500)), "c") == 800
+
+
+def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute() -> None:
+    """Six agents whose contexts are stored: the seventh sees their last turns, not their contexts."""
+    shown = views()
+    queue = scheduler(*(request(str(n), 30_000) for n in range(7)))
+    for n in range(6):
+        shown.left(str(n), 29_696)
+    assert shown.fresh_before(queue, "6") == 6 * 304
+
+
+def test_requests_that_have_gone_are_forgotten() -> None:
+    shown = views()
+    shown.left("a", 960)
+    shown.forget("a")
+    shown.forget("never seen")
+    assert fresh(shown, scheduler(request("a", 1000))) == 1000
