@@ -211,9 +211,10 @@ class StepView:
     `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring
     request that holds the engine's one slot for chunked prefill, or None when it is free;
     `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
-    this step's prefill, `fresh_tokens` are what waiting requests that restore nothing will have
-    computed: without prefixes that the engine loads and, where the planner is asked about one
-    request, of those before it in the queue. `decoding` counts running requests.
+    this step's prefill. Of waiting requests that restore nothing, `fresh_tokens` will be computed:
+    they are neither in memory nor loaded by the engine. `wanted_tokens` will be on the device, and
+    are not yet. In a question about one request both count those before it in the queue.
+    `decoding` counts running requests.
 
     `free_pages` may be claimed, per tier: destinations of loads come from the device and, where the
     executor stages in host memory, from host memory. `empty_pages` are those of them that hold
@@ -232,6 +233,7 @@ class StepView:
     free_pages: dict[Tier, int] = field(default_factory=dict)
     empty_pages: dict[Tier, int] = field(default_factory=dict)
     owed_pages: int = 0
+    wanted_tokens: int = 0
 
 
 # --- the plan: what to do next --------------------------------------------------------------------

@@ -29,6 +29,7 @@ from sgl_kvtier.policy.pages.page_state import PageView
 from sgl_kvtier.policy.restore.planner import RestorePlanner
 from sgl_kvtier.policy.rules import Rules, rules_of, tune
 from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.types import Tier
 
 _A = TypeVar("_A")
 
@@ -52,7 +53,7 @@ class Planner:
         known = profile or {}
         self.rules = rules_of(config.rules) if rules is None else rules
         self._restore = RestorePlanner(
-            config, engine, known.get("links"), known.get("prefill"), self.rules
+            config, engine, known.get("links"), known.get("prefill"), self.rules, self._room
         )
         self._ahead = Lookahead(config, engine, self._restore.bandwidth, self.rules)
         self._answers: dict[type, Callable[[Any], Any]] = {
@@ -94,6 +95,14 @@ class Planner:
         """
         answer: _A = self._answers[type(question)](question)
         return answer
+
+    def _room(self, view: StepView, pages: int, until: float) -> int:
+        """Who may claim device memory: a restoration takes no page that another request or a
+        session needs before it would be done. Where nothing is known of that, all that is free.
+        """
+        if not self._ahead.active or self._failed:
+            return min(pages, view.free_pages[Tier.DEVICE])
+        return self._ahead.room(view, pages, until)
 
     def _tune(self, question: RulesTuned) -> str | None:
         return tune(self.rules, question.name, question.value)

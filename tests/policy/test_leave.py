@@ -9,16 +9,20 @@ from virtual_hands import COST, ENGINE, profile_of
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import CacheFlow, Cake
 from sgl_kvtier.policy.messages import (
+    Hint,
+    Hinted,
     LeftToEngine,
     Mode,
     PagesLost,
+    PagesPlaced,
+    RequestArrived,
     RequestFinished,
     RestoreOffered,
     StepView,
     TransferDone,
 )
 from sgl_kvtier.policy.planner import Planner, make_planner
-from sgl_kvtier.types import Link, Span, Tier
+from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 
@@ -103,14 +107,72 @@ def test_storage_that_computing_can_help_or_beat_is_not_left_to_loading(ratio):
     assert planner(storage=rate(4096, ratio)).query(LeftToEngine(offer(storage=256), VIEW)) is None
 
 
+def why(one: Planner, view: StepView, pages: int = 256) -> str | None:
+    return one.query(LeftToEngine(offer(storage=pages), view))
+
+
 def test_while_device_memory_is_short_for_what_waits_nothing_is_loaded_into_it():
-    one = planner(storage=rate(4096, 1))
-    asked = offer(storage=256)  # and 64 tokens more: 260 pages
+    one = planner(storage=rate(4096, 1))  # 256 pages and 64 tokens more: 260 pages
     rooms = {pages: replace(VIEW, free_pages={Tier.DEVICE: pages}) for pages in (259, 260)}
-    assert [one.query(LeftToEngine(asked, view)) for view in rooms.values()] == ["no room", None]
-    beside = replace(rooms[260], fresh_tokens=1)
-    assert one.query(LeftToEngine(asked, beside)) == "no room"
-    assert planner(storage=rate(4096, 1), restore="both").query(LeftToEngine(asked, beside)) is None
+    assert [why(one, view) for view in rooms.values()] == ["no room", None]
+    beside = replace(rooms[260], wanted_tokens=1)
+    assert why(one, beside) == "no room"
+    asked = LeftToEngine(offer(storage=256), beside)
+    assert planner(storage=rate(4096, 1), restore="both").query(asked) is None
+
+
+def test_what_restorations_under_way_have_not_claimed_yet_is_not_room_for_another():
+    one = planner(storage=rate(4096, 1))
+    one.observe(replace(offer(storage=256), rid="b"))
+    plan = one.step(replace(VIEW, waiting=("b",), free_pages={Tier.DEVICE: 1000}))
+    claimed = sum(len(load.span) for load in plan.loads)
+    assert 0 < claimed < 256
+    least = 260 + 260 - claimed
+    views = [replace(VIEW, free_pages={Tier.DEVICE: pages}) for pages in (least - 1, least)]
+    assert [why(one, view) for view in views] == ["no room", None]
+
+
+def test_what_the_holder_of_the_slot_will_claim_is_not_among_the_free_pages():
+    one = planner(storage=rate(4096, 1))
+    one.observe(replace(offer(storage=256), rid="b"))
+    one.step(replace(VIEW, waiting=("b",), free_pages={Tier.DEVICE: 1000}))
+    assert why(one, replace(VIEW, slot="b", free_pages={Tier.DEVICE: 260})) is None
+
+
+KEYS = tuple(PageKey(bytes([n // 256, n % 256])) for n in range(300))
+
+
+def looking_ahead(returns_after_s: float) -> Planner:
+    """A planner that expects a session with all 300 pages of the device so long from time 0 on."""
+    one = planner(storage=rate(4096, 1), prefetch="on", eviction="next-use")
+    one.observe(RequestArrived("b", 0.0, 300 * 16, KEYS, "s"))
+    one.observe(PagesPlaced(KEYS, Tier.DEVICE, 0.0))
+    one.observe(RequestFinished("b", 0.0, keys=KEYS))
+    said = one.query(Hinted("s", Hint(expected_delay_s=returns_after_s), 0.0))
+    assert said.accepted
+    return one
+
+
+def test_no_page_that_is_needed_before_it_would_be_restored_is_taken_for_a_restoration():
+    """Restoring takes about a second and a half."""
+    full = replace(VIEW, free_pages={Tier.DEVICE: 300}, empty_pages={Tier.DEVICE: 0})
+    assert why(looking_ahead(0.2), full) == "no room"
+    assert why(looking_ahead(60.0), full) is None
+
+
+def test_empty_pages_are_room_whoever_is_expected():
+    half = replace(VIEW, free_pages={Tier.DEVICE: 300}, empty_pages={Tier.DEVICE: 260})
+    assert why(looking_ahead(0.2), half) is None
+
+
+def test_asking_for_room_leaves_no_trace_in_the_order_of_evictions():
+    orders = []
+    for asked in (0, 2):
+        one = looking_ahead(60.0)
+        for _ in range(asked):
+            why(one, replace(VIEW, free_pages={Tier.DEVICE: 300}, empty_pages={Tier.DEVICE: 0}))
+        orders.append(one.pages.victims_aside(Tier.DEVICE, 300))
+    assert orders[0] == orders[1]
 
 
 def test_a_prefix_that_is_mostly_copied_is_not_taken_for_one_that_computing_helps():

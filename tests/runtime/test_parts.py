@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,20 +16,20 @@ OFFER = RestoreOffered("r", 0.0, 50, 2, 10, ((Span(2, 4), Tier.HOST), (Span(4, 1
 
 
 class Queue:
-    """A view of the queue with `fresh` tokens, `before` of them before any request; what it is told
-    of prefixes left to SGLang is in `left`.
+    """A view of the queue with `fresh` tokens, `ahead` of them before any request; what it is told
+    of prefixes left to SGLang is in `left_tokens`.
     """
 
-    def __init__(self, fresh: int, before: int) -> None:
+    def __init__(self, fresh: int, ahead: int) -> None:
         self.view = StepView(3.0, ("r",), fresh_tokens=fresh)
-        self.before = before
+        self.ahead = ahead
         self.left_tokens: dict[str, int] = {}
 
     def of(self, scheduler: Any, now: float) -> StepView:
         return self.view
 
-    def fresh_before(self, scheduler: Any, rid: str) -> int:
-        return self.before
+    def before(self, view: StepView, scheduler: Any, rid: str) -> StepView:
+        return replace(view, fresh_tokens=self.ahead)
 
     def left(self, rid: str, tokens: int) -> None:
         self.left_tokens[rid] = tokens
@@ -46,7 +47,7 @@ def parts_with(query: Any, queue: Queue) -> Parts:
 
 def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked_with() -> None:
     asked: list[LeftToEngine] = []
-    parts = parts_with(asked.append, Queue(fresh=100, before=30))
+    parts = parts_with(asked.append, Queue(fresh=100, ahead=30))
     assert parts._why_left(OFFER) is None
     (question,) = asked
     assert question.offer is OFFER
@@ -54,13 +55,13 @@ def test_only_what_is_computed_before_a_request_is_fresh_in_the_view_it_is_asked
 
 
 def test_a_prefix_that_is_left_to_sglang_is_told_to_those_behind_it() -> None:
-    queue = Queue(fresh=0, before=0)
+    queue = Queue(fresh=0, ahead=0)
     assert parts_with(lambda question: "no room", queue)._why_left(OFFER) == "no room"
     assert queue.left_tokens == {"r": 10 * PAGE}
 
 
 def test_a_prefix_that_is_offered_is_not_loaded_by_sglang() -> None:
-    queue = Queue(fresh=0, before=0)
+    queue = Queue(fresh=0, ahead=0)
     assert parts_with(lambda question: None, queue)._why_left(OFFER) is None
     assert queue.left_tokens == {"r": 0}
 
@@ -69,7 +70,7 @@ def test_a_planner_that_fails_leaves_the_prefix_to_sglang_and_is_counted() -> No
     def fails(question: Any) -> str:
         raise ValueError("a defect")
 
-    parts = parts_with(fails, Queue(fresh=0, before=0))
+    parts = parts_with(fails, Queue(fresh=0, ahead=0))
     assert parts._why_left(OFFER) == "planner failed"
     assert parts.engine.counters.planner_failures == 1
 

@@ -12,7 +12,8 @@ PAGE = 16
 
 def request(rid: str, prompt: int, prefix: int = 0, host: int = 0) -> Any:
     return SimpleNamespace(
-        rid=rid, origin_input_ids=range(prompt), prefix_len=prefix, host_hit_length=host
+        rid=rid, origin_input_ids=range(prompt), full_untruncated_fill_ids=(), prefix_len=prefix,
+        host_hit_length=host,
     )
 
 
@@ -35,6 +36,11 @@ def views(*restoring: str) -> Views:
 
 def fresh(shown: Views, queue: Any) -> int:
     return shown.of(queue, 0.0).fresh_tokens
+
+
+def before(shown: Views, queue: Any, rid: str) -> tuple[int, int]:
+    view = shown.before(shown.of(queue, 0.0), queue, rid)
+    return view.fresh_tokens, view.wanted_tokens
 
 
 def test_what_lies_in_memory_is_not_computed() -> None:
@@ -64,23 +70,33 @@ def test_a_request_that_restores_is_told_apart() -> None:
     assert fresh(views("a"), scheduler(request("a", 1000), request("b", 600))) == 600
 
 
+def test_what_is_not_on_the_device_is_still_to_be_claimed_there() -> None:
+    queue = scheduler(request("a", 1000, prefix=320, host=160), request("b", 600))
+    shown = views("b")
+    shown.left("a", 960)
+    assert shown.of(queue, 0.0).wanted_tokens == 680
+
+
 def test_only_requests_before_one_in_the_queue_are_computed_before_it() -> None:
-    queue = scheduler(request("a", 300), request("b", 500), request("c", 700))
-    assert views().fresh_before(queue, "a") == 0
-    assert views().fresh_before(queue, "c") == 800
+    queue = scheduler(request("a", 300), request("b", 500, host=400), request("c", 700))
+    assert before(views(), queue, "a") == (0, 0)
+    assert before(views(), queue, "c") == (400, 800)
 
 
 def test_all_that_wait_are_before_one_that_is_not_in_the_queue_yet() -> None:
-    assert views().fresh_before(scheduler(request("a", 300), request("b", 500)), "c") == 800
+    queue = scheduler(request("a", 300), request("b", 500))
+    assert before(views(), queue, "c") == (800, 800)
 
 
 def test_requests_left_to_sglang_do_not_grow_into_seconds_of_compute() -> None:
-    """Six agents whose contexts are stored: the seventh sees their last turns, not their contexts."""
+    """Six agents whose contexts are stored: the seventh sees their last turns, not their contexts,
+    as compute. All of it will be on the device.
+    """
     shown = views()
     queue = scheduler(*(request(str(n), 30_000) for n in range(7)))
     for n in range(6):
         shown.left(str(n), 29_696)
-    assert shown.fresh_before(queue, "6") == 6 * 304
+    assert before(shown, queue, "6") == (6 * 304, 6 * 30_000)
 
 
 def test_requests_that_have_gone_are_forgotten() -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.ahead.charge import Room
 from sgl_kvtier.policy.ahead.idle import MOST_IDLE, IdleSessions
 from sgl_kvtier.policy.ahead.prefetch import SCOPE, Prefetch, Prefetcher
 from sgl_kvtier.policy.ahead.turns import Turn
@@ -49,7 +50,7 @@ from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.sessions.sessions import Sessions
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.types import Link, PageKey
+from sgl_kvtier.types import Link, PageKey, Tier
 
 _KEEP: Final = 0.8
 _STEADY: Final = 0.1
@@ -141,6 +142,14 @@ class Lookahead:
     def tally(self) -> Tally:
         """The results of its moves so far. Any thread."""
         return Tally(self.prefetcher.brought.wasted, dict(self.prefetcher.overlaps.counts))
+
+    def room(self, view: StepView, pages: int, until: float) -> int:
+        """How many of this many device pages may be claimed now without evicting any that is needed
+        before `until`, in seconds of the executor's clock. Leaves no trace.
+        """
+        free, empty = view.free_pages[Tier.DEVICE], view.empty_pages.get(Tier.DEVICE)
+        with self.map.aside():
+            return Room(self.map, Tier.DEVICE, free, empty).take(pages, until)
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
 from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, Ways, choose_mode, leave
@@ -16,11 +17,17 @@ _LOOK_AGAIN: Final = 16
 least its last page loaded: the link may have become faster.
 """
 
+Room: TypeAlias = Callable[[StepView, int, float], int]
+"""How many of this many device pages may be claimed now without evicting any that is needed before
+a time, in seconds of the planner's clock.
+"""
+
 
 class Offers:
     """Offers without an answer yet, and the answers to them."""
 
-    def __init__(self, under_way: UnderWay, outlook: Outlook) -> None:
+    def __init__(self, under_way: UnderWay, outlook: Outlook, room: Room) -> None:
+        self._room = room
         self._under_way = under_way
         self._outlook = outlook
         self._open: list[RestoreOffered] = []
@@ -75,14 +82,24 @@ class Offers:
         learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(
             Link.STORAGE_TO_DEVICE
         )
-        ways = Ways(forecast, item, self._knows(offer), learns, self._crowded(offer, view))
+        crowded = self._crowded(offer, view, forecast.both(item).seconds)
+        ways = Ways(forecast, item, self._knows(offer), learns, crowded)
         return leave(self._under_way.rules, ways, self._under_way.config)
 
-    def _crowded(self, offer: RestoreOffered, view: StepView) -> bool:
-        """Whether the device has no room for this request and the fresh ones beside it."""
+    def _crowded(self, offer: RestoreOffered, view: StepView, seconds: float) -> bool:
+        """Whether the device has no room for this request, those before it, and what is being
+        restored, without pages that are needed before it would be restored, in `seconds` seconds.
+        """
+        if Tier.DEVICE not in view.free_pages:
+            return False
         page = self._under_way.engine.page_tokens
-        needed = offer.prompt_tokens - offer.resident * page + view.fresh_tokens
-        return Tier.DEVICE in view.free_pages and view.free_pages[Tier.DEVICE] * page < needed
+        tokens = offer.prompt_tokens - offer.resident * page + view.wanted_tokens
+        for rid, item in self._under_way.items.items():
+            if rid != view.slot:  # what that will need is not among the free pages
+                open_pages = item.pointer.free_in(item.remaining_span())
+                tokens += item.prompt_tokens - (item.pointer.units - open_pages) * page
+        pages = -(-tokens // page)
+        return self._room(view, pages, view.now + seconds) < pages
 
     def _copy_first(self, item: Restoration, forecast: Forecast) -> None:
         """A prefix that begins in host memory and continues in lower tiers is computed only behind

@@ -22,11 +22,12 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.policy.restore.chunks import Chunks
 from sgl_kvtier.policy.restore.loads import Loads
-from sgl_kvtier.policy.restore.offers import Offers
+from sgl_kvtier.policy.restore.offers import Offers, Room
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
+from sgl_kvtier.types import Tier
 
 
 class RestorePlanner:
@@ -42,12 +43,16 @@ class RestorePlanner:
         links: Mapping[str, float] | None = None,
         prefill: Mapping[str, float] | None = None,
         rules: Rules | None = None,
+        room: Room | None = None,
     ) -> None:
+        """`room`: what the device has room for, where more is known of its pages than the view
+        says.
+        """
         self._under_way = UnderWay(
             config, engine, links, prefill, Rules() if rules is None else rules
         )
         self._outlook = Outlook(self._under_way)
-        self._offers = Offers(self._under_way, self._outlook)
+        self._offers = Offers(self._under_way, self._outlook, room or _free)
         self._chunks = Chunks(self._under_way, self._outlook)
         self._loads = Loads(self._under_way, self._outlook, self._chunks)
         self.bandwidth = self._under_way.bandwidth
@@ -112,3 +117,9 @@ class RestorePlanner:
     def under_way(self) -> Collection[str]:
         """The same as a view that is quick to search."""
         return self._under_way.items.keys()
+
+
+def _free(view: StepView, pages: int, until: float) -> int:
+    """Nothing is known of when pages are needed: all that the view calls free."""
+    del until
+    return min(pages, view.free_pages[Tier.DEVICE])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered
@@ -157,8 +156,8 @@ class Parts:
         try:
             assert context.scheduler is not None, "an offer is of a request that waits"
             view = self.views.of(context.scheduler, context.moment())
-            before = self.views.fresh_before(context.scheduler, offer.rid)
-            why = self.planner.query(LeftToEngine(offer, replace(view, fresh_tokens=before)))
+            before = self.views.before(view, context.scheduler, offer.rid)
+            why = self.planner.query(LeftToEngine(offer, before))
             self.views.left(offer.rid, 0 if why is None else offer.pages * context.page)
             return why
         except Exception:

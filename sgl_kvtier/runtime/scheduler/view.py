@@ -4,6 +4,8 @@ claimed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.sglang import requests, step
@@ -35,16 +37,23 @@ class Views:
         """A request is gone: finished, aborted or retracted."""
         self._stored.pop(rid, None)
 
-    def fresh_before(self, scheduler: Scheduler, rid: str) -> int:
-        """Tokens that requests before this one in the queue will have computed; of all that wait,
-        where it is not in the queue yet.
+    def before(self, view: StepView, scheduler: Scheduler, rid: str) -> StepView:
+        """The view as of one request: of those that restore nothing only those before it in the
+        queue count; all that wait, where it is not in the queue yet.
         """
-        fresh = 0
+        fresh = wanted = 0
         for req in step.waiting(scheduler)[:_WAITING]:
             if req.rid == rid:
                 break
             fresh += self._fresh(req)
-        return fresh
+            wanted += self._wanted(req)
+        return replace(view, fresh_tokens=fresh, wanted_tokens=wanted)
+
+    def _wanted(self, req: Req) -> int:
+        """Tokens of a waiting request that are not on the device; none of one that restores."""
+        if req.rid in self._engine.restorations:
+            return 0
+        return max(0, requests.prompt_tokens(req) - requests.found(req).device)
 
     def _fresh(self, req: Req) -> int:
         """Tokens of a waiting request that are neither in memory nor left to SGLang to load; none
@@ -67,6 +76,7 @@ class Views:
             slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool),
             prefill_tokens=self._chunk_tokens,
             fresh_tokens=sum(self._fresh(req) for req in waiting),
+            wanted_tokens=sum(self._wanted(req) for req in waiting),
             decoding=step.decoding_count(scheduler),
             free_pages=self.free_pages(step.decoding(scheduler), chunked),
             empty_pages=self._empty_pages() if self._context.looking_ahead else {},
