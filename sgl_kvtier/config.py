@@ -205,6 +205,13 @@ class PolicyConfig:
         low=0,
         high=10_000,
     )
+    queue: str = setting(
+        "shortest",
+        "which waiting request runs next: shortest = the one whose prompt is predicted to be there "
+        "soonest, but nobody waits over twice as long as in the order of arrival; arrival = that "
+        "order. Another --schedule-policy or priorities of requests come first",
+        choices=("shortest", "arrival"),
+    )
     rules: str = setting(
         "",
         "a class of your own that decides instead (see sgl_kvtier/policy/rules.py); empty = "

@@ -33,6 +33,7 @@ class Cake(Rules):
     """
 
     balanced_chunks = False
+    overtaking = 0.0
 
     def mode(self, ways: Ways) -> tuple[Mode, str]:
         """Both."""

@@ -293,6 +293,7 @@ _CODECS: dict[str, _Codec] = {
             messages.Evict,
             messages.Move,
             messages.Queued,
+            messages.Waiter,
         )
     },
     **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView)},
@@ -312,6 +313,7 @@ _QUESTIONS: dict[str, type] = {
         messages.Hinted,
         messages.SessionsWith,
         messages.RulesTuned,
+        messages.RunOrder,
     )
 }
 _RECORDS: dict[str, type] = {

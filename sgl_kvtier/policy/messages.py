@@ -365,6 +365,28 @@ class ReadsDue(Question[tuple[str, ...]]):
 
 
 @message
+class Waiter:
+    """A waiting request. Of its `prompt_tokens`, the first `device_tokens` lie on the device, those
+    behind them in host memory, and those behind in storage.
+    """
+
+    rid: str
+    prompt_tokens: int
+    device_tokens: int = 0
+    host_tokens: int = 0
+    stored_tokens: int = 0
+
+
+@message
+class RunOrder(Question[tuple[str, ...]]):
+    """In which order should these requests run? `waiting` are all that wait, in the order they
+    came. The planner takes note of who came and who went.
+    """
+
+    waiting: tuple[Waiter, ...]
+
+
+@message
 class SessionsWith(Question[tuple[str, ...]]):
     """Which sessions have this page in their prompts, abandoned ones included? Changes nothing."""
 

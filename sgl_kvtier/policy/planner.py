@@ -20,6 +20,7 @@ from sgl_kvtier.policy.messages import (
     Question,
     ReadsDue,
     RulesTuned,
+    RunOrder,
     SessionsWith,
     StepPlan,
     StepView,
@@ -59,6 +60,7 @@ class Planner:
         self._answers: dict[type, Callable[[Any], Any]] = {
             LeftToEngine: self._restore.left_to_engine,
             ReadsDue: due,
+            RunOrder: self._restore.order,
             Hinted: self._ahead.hint,
             SessionsWith: self._ahead.sessions_with,
             RulesTuned: self._tune,

@@ -156,6 +156,10 @@ class Rules:
     """Extra weight of computing per request that waits behind: it delays them all, and a link's
     work goes on beside.
     """
+    overtaking: float = 1.0
+    """A waiting request may be overtaken by shorter ones for this many times the work that stood
+    before it when it came, its own included. 0: requests run in the order of arrival.
+    """
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""
     load_horizon_s: float = 0.3

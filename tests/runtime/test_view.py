@@ -12,7 +12,10 @@ PAGE = 16
 
 def request(rid: str, prompt: int, prefix: int = 0, host: int = 0) -> Any:
     return SimpleNamespace(
-        rid=rid, origin_input_ids=range(prompt), full_untruncated_fill_ids=(), prefix_len=prefix,
+        rid=rid,
+        origin_input_ids=range(prompt),
+        full_untruncated_fill_ids=(),
+        prefix_len=prefix,
         host_hit_length=host,
     )
 

@@ -17,6 +17,7 @@ from sgl_kvtier.policy.messages import (
     Load,
     RequestFinished,
     RestoreOffered,
+    RunOrder,
     StepPlan,
     StepView,
 )
@@ -24,6 +25,7 @@ from sgl_kvtier.policy.restore.chunks import Chunks
 from sgl_kvtier.policy.restore.loads import Loads
 from sgl_kvtier.policy.restore.offers import Offers, Room
 from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.queue_order import QueueOrder
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
@@ -55,6 +57,7 @@ class RestorePlanner:
         self._offers = Offers(self._under_way, self._outlook, room or _free)
         self._chunks = Chunks(self._under_way, self._outlook)
         self._loads = Loads(self._under_way, self._outlook, self._chunks)
+        self._queue = QueueOrder(self._under_way)
         self.bandwidth = self._under_way.bandwidth
         self.links = self._under_way.links
 
@@ -103,6 +106,10 @@ class RestorePlanner:
         Changes nothing.
         """
         return self._offers.left_to_engine(question.offer, question.view)
+
+    def order(self, question: RunOrder) -> tuple[str, ...]:
+        """The order in which these requests should run."""
+        return self._queue.order(question)
 
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""

@@ -136,6 +136,11 @@ class TurnReads:
         found = (self._stored.get(req.rid) for req in step.waiting(self._context.scheduler))
         return [stored.node for stored in found if stored is not None and stored.node is not None]
 
+    def stored_tokens(self, rid: str) -> int:
+        """Leading tokens of a waiting request's prompt that storage or the tree has."""
+        stored = self._stored.get(rid)
+        return 0 if stored is None else stored.end
+
     def forget(self, rid: str) -> None:
         """A request is gone: finished, aborted or retracted."""
         self._stored.pop(rid, None)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_kvtier.runtime.cpu.platform import works_at_once
+from sgl_kvtier.runtime.scheduler import queue
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import parts_of
 from sgl_kvtier.runtime.sglang import step, tree_ranks
@@ -57,6 +58,14 @@ def adder_class(result: Any, scheduler: Scheduler) -> Any:
     from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
 
     return KVTierPrefillAdder
+
+
+def order_queue(result: None, policy: Any, waiting: list[Req], *args: Any, **kwargs: Any) -> None:
+    """After SGLang has ordered its queue."""
+    del result, args, kwargs
+    parts = parts_of(policy.tree_cache)
+    if parts is not None and queue.in_order_of_arrival(policy):
+        parts.order_queue(waiting)
 
 
 def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

@@ -19,10 +19,11 @@ from sgl_kvtier.runtime.records.decision_file import DecisionFile
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
+from sgl_kvtier.runtime.scheduler.queue import Queue
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
 from sgl_kvtier.runtime.sglang import tree_ranks
-from sgl_kvtier.runtime.sglang.types import Handle, Operation, Tree
+from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Tree
 from sgl_kvtier.runtime.step.context import StepContext
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Parts:
         )
         engine.offers.taking = policy.restore != "off"
         self.turns = TurnReads(context, engine, planner, engine.counters.turn_reads)
+        self.queue: Queue | None = Queue(planner, self.turns)
         # Pipeline stages with fewer layers may have room for more tokens.
         self.views = Views(engine, chunk_tokens, agreement.least(context.host.kv_tokens))
         ahead = look_ahead(engine) if look_ahead is not None else None
@@ -91,6 +93,16 @@ class Parts:
         self.tell_ahead(lambda ahead: ahead.found(operation.hash_value[: hit_tokens // page]))
         offered = self.engine.offers.hit(operation, hit_tokens)
         return offered or self.turns.hit(operation, hit_tokens)
+
+    def order_queue(self, waiting: list[Req]) -> None:
+        """Orders SGLang's queue. If that fails, it stays as it is."""
+        if self.queue is None or tree_ranks.stages(self.context.tree) > 1:
+            return
+        try:
+            self.queue.sort(waiting)
+        except Exception:
+            logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
+            self.queue = None
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None when that is SGLang's to

@@ -164,6 +164,13 @@ _IN_SCHEDULERS = (
     ),
     (
         "restore",
+        _ROOT + "managers.schedule_policy.SchedulePolicy.calc_priority",
+        "after",
+        "scheduler.hooks:order_queue",
+        "waiting requests run in the planner's order, where SGLang's is that of arrival",
+    ),
+    (
+        "restore",
         _SCHEDULER + "_get_new_batch_prefill_raw",
         "after",
         "scheduler.hooks:repair_parked",

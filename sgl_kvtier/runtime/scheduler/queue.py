@@ -1,0 +1,60 @@
+"""The order in which SGLang looks at waiting requests: the planner's, where SGLang's own policy is
+the order of arrival.
+
+Another `--schedule-policy`, or priorities of requests, are the user's word and stay in force.
+Scheduler's thread. All ranks are told the same, so they order alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_kvtier.policy.messages import Consulted, RunOrder, Waiter
+from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
+from sgl_kvtier.runtime.sglang import requests
+from sgl_kvtier.runtime.sglang.types import Req
+
+_MOST = 64
+"""Requests that are ordered: those that came first. The others stay behind them."""
+
+
+class Queue:
+    """The waiting requests of one scheduler in the order they came."""
+
+    def __init__(self, planner: Consulted, turns: TurnReads) -> None:
+        self._planner = planner
+        self._turns = turns
+        self._came: dict[str, int] = {}
+        self._number = 0
+        self._asked: tuple[Waiter, ...] = ()
+        self._answer: dict[str, int] = {}
+
+    def sort(self, queue: list[Req]) -> None:
+        """Sorts SGLang's queue in place. The planner is asked when something has changed."""
+        came = {req.rid: self._came.get(req.rid, 0) for req in queue}
+        for rid, number in came.items():
+            if not number:
+                self._number += 1
+                came[rid] = self._number
+        self._came = came
+        if len(queue) < 2 and not self._asked:
+            return
+        there = sorted(queue, key=lambda req: came[req.rid])
+        waiting = tuple([self._waiter(req) for req in there[:_MOST]])
+        if waiting != self._asked:
+            self._asked = waiting
+            order = self._planner.query(RunOrder(waiting))
+            self._answer = {rid: place for place, rid in enumerate(order)}
+        last = len(self._answer)
+        queue.sort(key=lambda req: (self._answer.get(req.rid, last), came[req.rid]))
+
+    def _waiter(self, req: Req) -> Waiter:
+        there = requests.found(req)
+        prompt = requests.prompt_tokens(req)
+        stored = max(0, min(self._turns.stored_tokens(req.rid), prompt) - there.tokens)
+        return Waiter(req.rid, prompt, there.device, there.host, stored)
+
+
+def in_order_of_arrival(policy: Any) -> bool:
+    """Whether SGLang's policy orders nothing by itself."""
+    return policy.policy.value == "fcfs" and not policy.enable_priority_scheduling

@@ -1,0 +1,123 @@
+"""SGLang's queue in the planner's order, where SGLang's own policy is that of arrival."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from sgl_kvtier.policy.messages import RunOrder, Waiter
+from sgl_kvtier.runtime.scheduler.queue import Queue, in_order_of_arrival
+
+
+def request(rid: str, prompt: int = 100, device: int = 0, host: int = 0) -> Any:
+    return SimpleNamespace(
+        rid=rid,
+        origin_input_ids=range(prompt),
+        full_untruncated_fill_ids=(),
+        prefix_len=device,
+        host_hit_length=host,
+    )
+
+
+class Shortest:
+    """A planner that answers with the shortest prompt first, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Waiter, ...]] = []
+
+    def query(self, question: RunOrder) -> tuple[str, ...]:
+        self.asked.append(question.waiting)
+        order = sorted(question.waiting, key=lambda one: one.prompt_tokens)
+        return tuple(one.rid for one in order)
+
+
+def queue(planner: Any, **stored: int) -> Queue:
+    return Queue(planner, SimpleNamespace(stored_tokens=lambda rid: stored.get(rid, 0)))  # type: ignore[arg-type]
+
+
+def rids(waiting: list[Any]) -> list[str]:
+    return [req.rid for req in waiting]
+
+
+def test_the_queue_is_sorted_in_place() -> None:
+    waiting = [request("long", 900), request("short", 100), request("middle", 500)]
+    queue(Shortest()).sort(waiting)
+    assert rids(waiting) == ["short", "middle", "long"]
+
+
+def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted() -> None:
+    planner = Shortest()
+    ordered, waiting = queue(planner), [request("long", 900), request("short", 100)]
+    ordered.sort(waiting)
+    waiting.append(request("new", 10))
+    ordered.sort(waiting)
+    assert [one.rid for one in planner.asked[-1]] == ["long", "short", "new"]
+    assert rids(waiting) == ["new", "short", "long"]
+
+
+def test_the_planner_is_told_what_lies_where() -> None:
+    planner = Shortest()
+    queue(planner, a=640).sort([request("a", 1000, device=320, host=160), request("b")])
+    assert planner.asked[0][0] == Waiter("a", 1000, 320, 160, 160)
+
+
+def test_pages_in_memory_beyond_the_stored_ones_count_once() -> None:
+    planner = Shortest()
+    queue(planner, a=320).sort([request("a", 1000, device=640), request("b")])
+    assert planner.asked[0][0] == Waiter("a", 1000, 640, 0, 0)
+
+
+def test_the_planner_is_asked_again_only_when_something_has_changed() -> None:
+    planner = Shortest()
+    ordered, waiting = queue(planner), [request("a", 900), request("b", 100)]
+    for _ in range(5):
+        ordered.sort(waiting)
+    assert len(planner.asked) == 1
+    waiting[0].prefix_len = 64
+    ordered.sort(waiting)
+    assert len(planner.asked) == 2
+
+
+def test_one_that_waits_alone_is_no_question() -> None:
+    planner = Shortest()
+    queue(planner).sort([request("a")])
+    assert not planner.asked
+
+
+def test_those_that_ran_are_told_by_their_absence() -> None:
+    """The last of two is asked about alone, so that the planner learns that the other has run."""
+    planner = Shortest()
+    ordered, waiting = queue(planner), [request("a"), request("b")]
+    ordered.sort(waiting)
+    ordered.sort(waiting[1:])
+    ordered.sort([])
+    assert [len(asked) for asked in planner.asked] == [2, 1, 0]
+
+
+def test_a_request_that_comes_back_comes_last() -> None:
+    planner = Shortest()
+    ordered = queue(planner)
+    ordered.sort([request("a"), request("b")])
+    ordered.sort([request("b")])
+    ordered.sort([request("b"), request("a")])
+    assert [one.rid for one in planner.asked[-1]] == ["b", "a"]
+
+
+def test_beyond_the_first_that_came_the_order_is_that_of_arrival() -> None:
+    planner, waiting = Shortest(), [request(f"r{n}", 200 - n) for n in range(100)]
+    queue(planner).sort(waiting)
+    assert len(planner.asked[0]) == 64
+    assert rids(waiting)[:64] == [f"r{n}" for n in reversed(range(64))]
+    assert rids(waiting)[64:] == [f"r{n}" for n in range(64, 100)]
+
+
+def policy(name: str, priorities: bool = False) -> Any:
+    return SimpleNamespace(
+        policy=SimpleNamespace(value=name), enable_priority_scheduling=priorities
+    )
+
+
+def test_another_policy_of_sglangs_stays_in_force() -> None:
+    assert in_order_of_arrival(policy("fcfs"))
+    assert not in_order_of_arrival(policy("lpm"))
+    assert not in_order_of_arrival(policy("fcfs", priorities=True))
