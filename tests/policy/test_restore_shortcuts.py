@@ -23,6 +23,7 @@ from sgl_kvtier.policy.restore.loads import Loads
 from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.planner import free
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link
@@ -87,7 +88,7 @@ class PlainPlanner:
             config, engine, known.get("links"), known.get("prefill"), rules or Rules()
         )
         self.outlook = PlainOutlook(self.known)
-        self.offers = Offers(self.known, self.outlook)
+        self.offers = Offers(self.known, self.outlook, free)
         self.chunks = Chunks(self.known, self.outlook)
         self.loads = Loads(self.known, self.outlook, self.chunks)
 

@@ -4,13 +4,12 @@ is, which loads are cancelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
 from sgl_kvtier.policy.restore.modes import LINK_OF, Restoration, chunk_tokens
 from sgl_kvtier.policy.restore.outlook import Outlook
-from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
 from sgl_kvtier.types import Span
 
 _STEP_COVER: Final = 1.5
@@ -223,17 +222,3 @@ def step_cover(under_way: UnderWay) -> float:
     """A link should have work for this many times the time until the next step."""
     alone = under_way.rules.balanced_chunks and len(under_way.items) == 1
     return _STEP_COVER_ALONE if alone else _STEP_COVER
-
-
-def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:
-    """The slot's holder, then waiting requests in the order they will run, then all others in the
-    order of their offers.
-    """
-    seen = {}
-    for rid in (view.slot, *view.waiting):
-        item = under_way.items.get(rid) if rid is not None else None
-        if item is not None and rid not in seen:
-            seen[rid] = True
-            yield item
-    if len(seen) < len(under_way.items):
-        yield from [item for rid, item in under_way.items.items() if rid not in seen]

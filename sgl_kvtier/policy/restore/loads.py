@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from typing import Final
 
 from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
-from sgl_kvtier.policy.restore.chunks import Chunks, in_run_order, step_cover
+from sgl_kvtier.policy.restore.chunks import Chunks, step_cover
 from sgl_kvtier.policy.restore.meeting import Split
 from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Queueing, Restoration
 from sgl_kvtier.policy.restore.outlook import Outlook
-from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Span, Tier
 

@@ -56,7 +56,7 @@ class Offers:
         for offer in self._open:
             self._order += 1
             item = _item(offer, self._order, self._fixed_meet(offer))
-            forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
+            forecast = self._outlook.forecast_in_queue(view, offer.rid)
             self._copy_first(item, forecast)
             ways = Ways(forecast, item, self._knows(offer))
             item.mode, reason = choose_mode(self._under_way.rules, ways, self._under_way.config)
@@ -77,7 +77,7 @@ class Offers:
         Changes nothing.
         """
         item = _item(offer, self._order)
-        forecast = self._outlook.forecast(view, self._outlook.ahead_s(view, item))
+        forecast = self._outlook.forecast_in_queue(view, offer.rid)
         self._copy_first(item, forecast)
         learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(
             Link.STORAGE_TO_DEVICE

@@ -4,12 +4,14 @@ restoration should meet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from sgl_kvtier.policy.messages import StepView
 from sgl_kvtier.policy.restore.meeting import Open, Pace, Split, best_split, open_of
 from sgl_kvtier.policy.restore.modes import Forecast, Restoration
-from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
+from sgl_kvtier.types import Link, Span
 
 _MOST_BEHIND: Final = 8
 """At most this many waiting requests are charged for."""
@@ -42,16 +44,37 @@ class Outlook:
         """Seconds until the present computation is done."""
         return max(0.0, self._under_way.busy_until - view.now)
 
-    def forecast(self, view: StepView, compute_at_s: float) -> Forecast:
-        """Predicts each way to restore a request."""
+    def forecast(
+        self, view: StepView, compute_at_s: float, left_s: Mapping[Link, float] | None = None
+    ) -> Forecast:
+        """Predicts each way to restore a request. `left_s` are seconds of work that links have
+        before it, besides the loads in flight.
+        """
         known = self._under_way
-        return Forecast(
-            known.engine,
-            known.cost.cost,
-            known.bandwidth,
-            compute_at_s,
-            known.links.backlogs(view.now),
-        )
+        backlog_s = known.links.backlogs(view.now)
+        for link, seconds in (left_s or {}).items():
+            backlog_s[link] = backlog_s.get(link, 0.0) + seconds
+        return Forecast(known.engine, known.cost.cost, known.bandwidth, compute_at_s, backlog_s)
+
+    def forecast_in_queue(self, view: StepView, rid: str) -> Forecast:
+        """The same for a waiting request that is not being restored yet: compute and links come to
+        it when they are done with the restorations before it in the queue.
+        """
+        known = self._under_way
+        places = {waiting: place for place, waiting in enumerate(view.waiting)}
+        mine = places.get(rid, len(places))
+        left_s: dict[Link, float] = {}
+        ahead_s = self.busy_s(view) + self.fresh_s(view)
+        for item in in_run_order(known, view):
+            if item.rid != view.slot and places.get(item.rid, -1) > mine:
+                continue
+            split = self.forecast(view, ahead_s, left_s).both(item)
+            rest = Span(split.meet, item.pointer.units)
+            for link, pages in item.link_pages(rest).items():
+                seconds = known.bandwidth.seconds(link, pages * known.engine.page_bytes)
+                left_s[link] = left_s.get(link, 0.0) + seconds
+            ahead_s = max(ahead_s, split.seconds) + self.suffix_s(item)
+        return self.forecast(view, ahead_s, left_s)
 
     def meeting(self, item: Restoration, view: StepView, compute_at_s: float, front: int) -> Split:
         """Where a request's two ends should meet, with its front at a page, like Forecast.both but

@@ -54,7 +54,7 @@ class RestorePlanner:
             config, engine, links, prefill, Rules() if rules is None else rules
         )
         self._outlook = Outlook(self._under_way)
-        self._offers = Offers(self._under_way, self._outlook, room or _free)
+        self._offers = Offers(self._under_way, self._outlook, room or free)
         self._chunks = Chunks(self._under_way, self._outlook)
         self._loads = Loads(self._under_way, self._outlook, self._chunks)
         self._queue = QueueOrder(self._under_way)
@@ -126,7 +126,7 @@ class RestorePlanner:
         return self._under_way.items.keys()
 
 
-def _free(view: StepView, pages: int, until: float) -> int:
+def free(view: StepView, pages: int, until: float) -> int:
     """Nothing is known of when pages are needed: all that the view calls free."""
     del until
     return min(pages, view.free_pages[Tier.DEVICE])

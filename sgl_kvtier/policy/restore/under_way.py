@@ -7,7 +7,7 @@ thread, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
@@ -24,6 +24,7 @@ from sgl_kvtier.policy.messages import (
     PagesLost,
     PolicyChanged,
     RequestFinished,
+    StepView,
     TransferDone,
 )
 from sgl_kvtier.policy.restore.modes import Restoration
@@ -184,3 +185,17 @@ class UnderWay:
         self.complete.pop(rid, None)
         for link in item.unread:
             self.readers[link] -= 1
+
+
+def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:
+    """The slot's holder, then waiting requests in the order they will run, then all others in the
+    order of their offers.
+    """
+    seen = {}
+    for rid in (view.slot, *view.waiting):
+        item = under_way.items.get(rid) if rid is not None else None
+        if item is not None and rid not in seen:
+            seen[rid] = True
+            yield item
+    if len(seen) < len(under_way.items):
+        yield from [item for rid, item in under_way.items.items() if rid not in seen]

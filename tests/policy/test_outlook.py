@@ -1,0 +1,79 @@
+"""What a waiting request is predicted to take, behind the restorations before it in the queue."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from virtual_hands import COST, ENGINE, profile_of
+
+from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.messages import RestoreOffered, StepView
+from sgl_kvtier.policy.restore.modes import Restoration
+from sgl_kvtier.policy.restore.offers import Offers
+from sgl_kvtier.policy.restore.outlook import Outlook
+from sgl_kvtier.policy.restore.planner import free
+from sgl_kvtier.policy.restore.two_pointer import TwoPointer
+from sgl_kvtier.policy.restore.under_way import UnderWay
+from sgl_kvtier.policy.rules import Rules
+from sgl_kvtier.types import Span, Tier
+
+PAGES, SUFFIX = 256, 64
+SOURCES = ((Span(0, PAGES), Tier.STORAGE),)
+TOKENS = PAGES * ENGINE.page_tokens
+COMPUTE_S = COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens)
+VIEW = StepView(0.0, ("a",), prefill_tokens=512)
+
+
+def outlook(*restoring: str) -> Outlook:
+    """Of a planner that restores these, each as much to compute as to load."""
+    profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
+    known = UnderWay(PolicyConfig(), ENGINE, profile["links"], profile["prefill"], Rules())
+    made = Outlook(known)
+    offers = Offers(known, made, free)
+    for rid in restoring:
+        offers.add(RestoreOffered(rid, 0.0, TOKENS + SUFFIX, 0, PAGES, SOURCES))
+        offers.answer(replace(VIEW, waiting=(rid,)))
+    return made
+
+
+def asked(made: Outlook, *waiting: str, **view: object) -> tuple[float, float]:
+    """Seconds until request a is computed, and until it is loaded."""
+    item = Restoration("a", 9, TOKENS + SUFFIX, TwoPointer(0, PAGES), SOURCES)
+    forecast = made.forecast_in_queue(replace(VIEW, waiting=waiting, **view), "a")  # type: ignore[arg-type]
+    return forecast.compute_only(item), forecast.load_only(item)
+
+
+def test_one_that_is_first_has_compute_and_links_to_itself() -> None:
+    assert asked(outlook(), "a") == pytest.approx((COMPUTE_S, COMPUTE_S))
+
+
+def test_one_behind_a_restoration_gets_compute_and_links_when_that_is_done_with_them() -> None:
+    compute_s, load_s = asked(outlook("b"), "b", "a")
+    suffix_s = COST.range_seconds(TOKENS, SUFFIX, ENGINE.chunk_tokens)
+    assert compute_s == pytest.approx(1.5 * COMPUTE_S + suffix_s, rel=0.1), "half and its suffix"
+    assert load_s == pytest.approx(1.5 * COMPUTE_S, rel=0.1), "half of it is loaded"
+
+
+def test_every_restoration_before_it_counts() -> None:
+    compute_s, load_s = asked(outlook("b", "c"), "b", "c", "a")
+    assert compute_s > asked(outlook("b"), "b", "a")[0] + 0.3 * COMPUTE_S
+    assert load_s > asked(outlook("b"), "b", "a")[1] + 0.3 * COMPUTE_S
+
+
+def test_restorations_behind_it_in_the_queue_do_not_count() -> None:
+    assert asked(outlook("b"), "a", "b") == asked(outlook(), "a", "b")
+
+
+def test_the_slots_holder_counts_wherever_it_stands() -> None:
+    assert asked(outlook("b"), "a", slot="b")[0] > 1.4 * COMPUTE_S
+
+
+def test_one_that_is_not_in_the_queue_yet_is_behind_all() -> None:
+    assert asked(outlook("b"), "b") == asked(outlook("b"), "b", "a")
+
+
+def test_fresh_prefill_before_it_takes_compute_alone() -> None:
+    compute_s, load_s = asked(outlook(), "a", fresh_tokens=512)
+    fresh_s = COST.range_seconds(0, 512, ENGINE.chunk_tokens)
+    assert (compute_s, load_s) == pytest.approx((COMPUTE_S + fresh_s, COMPUTE_S))
