@@ -208,7 +208,7 @@ class PolicyConfig:
     queue: str = setting(
         "shortest",
         "which waiting request runs next: shortest = the one whose prompt is predicted to be there "
-        "soonest, but nobody waits over twice as long as in the order of arrival; arrival = that "
+        "soonest, but none waits over twice as long as in the order of arrival; arrival = that "
         "order. Another --schedule-policy or priorities of requests come first",
         choices=("shortest", "arrival"),
     )

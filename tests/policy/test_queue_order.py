@@ -1,4 +1,4 @@
-"""The order of waiting requests: shortest first, and nobody waits longer than the bound allows."""
+"""The order of waiting requests: shortest first, and none waits longer than the bound allows."""
 
 from __future__ import annotations
 

@@ -148,8 +148,11 @@ class Lookahead:
         before `until`, in seconds of the executor's clock. Leaves no trace.
         """
         free, empty = view.free_pages[Tier.DEVICE], view.empty_pages.get(Tier.DEVICE)
-        with self.map.aside():
+        self.map.owners.asked_aside = True
+        try:
             return Room(self.map, Tier.DEVICE, free, empty).take(pages, until)
+        finally:
+            self.map.owners.asked_aside = False
 
     def sessions_with(self, question: SessionsWith) -> tuple[str, ...]:
         """The sessions whose prompts have this page, abandoned ones included. O(pages of those)."""

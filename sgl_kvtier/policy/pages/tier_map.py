@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import repeat
 from operator import itemgetter
 from typing import Final
@@ -185,15 +184,9 @@ class TierMap:
         """The same, for an executor that needs room between two steps. It leaves no trace, so a
         replayed run decides alike.
         """
-        with self.aside():
-            return self.victims(tier, count)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Questions asked within leave no trace, so a replayed run decides alike."""
         self.owners.asked_aside = True
         try:
-            yield
+            return self.victims(tier, count)
         finally:
             self.owners.asked_aside = False
 

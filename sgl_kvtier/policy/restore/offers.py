@@ -17,7 +17,7 @@ _LOOK_AGAIN: Final = 16
 least its last page loaded: the link may have become faster.
 """
 
-Room: TypeAlias = Callable[[StepView, int, float], int]
+RoomFor: TypeAlias = Callable[[StepView, int, float], int]
 """How many of this many device pages may be claimed now without evicting any that is needed before
 a time, in seconds of the planner's clock.
 """
@@ -26,7 +26,7 @@ a time, in seconds of the planner's clock.
 class Offers:
     """Offers without an answer yet, and the answers to them."""
 
-    def __init__(self, under_way: UnderWay, outlook: Outlook, room: Room) -> None:
+    def __init__(self, under_way: UnderWay, outlook: Outlook, room: RoomFor) -> None:
         self._room = room
         self._under_way = under_way
         self._outlook = outlook

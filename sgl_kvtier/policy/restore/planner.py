@@ -23,7 +23,7 @@ from sgl_kvtier.policy.messages import (
 )
 from sgl_kvtier.policy.restore.chunks import Chunks
 from sgl_kvtier.policy.restore.loads import Loads
-from sgl_kvtier.policy.restore.offers import Offers, Room
+from sgl_kvtier.policy.restore.offers import Offers, RoomFor
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.queue_order import QueueOrder
 from sgl_kvtier.policy.restore.under_way import UnderWay
@@ -45,7 +45,7 @@ class RestorePlanner:
         links: Mapping[str, float] | None = None,
         prefill: Mapping[str, float] | None = None,
         rules: Rules | None = None,
-        room: Room | None = None,
+        room: RoomFor | None = None,
     ) -> None:
         """`room`: what the device has room for, where more is known of its pages than the view
         says.

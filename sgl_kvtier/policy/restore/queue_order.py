@@ -1,10 +1,10 @@
 """The order in which waiting requests run: the shortest predicted remaining restoration first, with
-a bound on how long that keeps anybody waiting.
+a bound on how long that keeps a request waiting.
 
-A request that has come is overtaken by later ones for at most `Rules.overtaking` times the work
-that stood before it then, its own included. So nobody starves, and nobody waits more than
-1 + overtaking times as long as in the order of arrival. Work is predicted seconds, no clock: ranks
-that were told the same order alike.
+Later requests overtake one that has come for at most `Rules.overtaking` times the work that stood
+before it then, its own included. So each runs, and none waits longer than 1 + overtaking times what
+the order of arrival would take. Work is predicted seconds. No clock: ranks that were told the same
+order alike.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class QueueOrder:
         return self._sorted([one.rid for one in question.waiting])
 
     def _charge(self, waiting: set[str]) -> None:
-        """Those that wait no more have run: they have overtaken everybody who came earlier."""
+        """Those that wait no more have run, and have overtaken all that came earlier and wait."""
         gone_s = 0.0
         for rid in reversed(list(self._places)):
             place = self._places[rid]
