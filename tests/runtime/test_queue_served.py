@@ -1,0 +1,54 @@
+"""A real server runs waiting requests in the planner's order, and gives the same answers."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from restore_lab import change
+from serving import Served, config_file, flags, prompts, serving
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+LENGTHS = (900, 500, 700, 100)
+"""Sent in this order. The first may be overtaken for as long as it takes itself: by 100 and 500."""
+
+
+def finished(served: Served, asked: list[list[int]], seed: int) -> tuple[list[int], dict]:
+    """Lengths in the order in which their requests finish, one running at a time, and the answers.
+    All wait behind a request that is running.
+    """
+    order: list[int] = []
+    answers = {}
+
+    def ask(prompt: list[int]) -> None:
+        answers[len(prompt)] = served.ask(prompt, 4).tokens
+        order.append(len(prompt))
+
+    with ThreadPoolExecutor(len(asked) + 1) as pool:
+        blocker = pool.submit(served.ask, prompts(1, 64, seed=seed)[0], 300)
+        time.sleep(1.0)
+        sent = []
+        for prompt in asked:
+            sent.append(pool.submit(ask, prompt))
+            time.sleep(0.1)
+        assert not blocker.done(), "all of them wait at once"
+        for one in sent:
+            one.result()
+    return order, answers
+
+
+def test_the_shortest_runs_first_and_the_answers_are_the_same(tmp_path: Path) -> None:
+    config = config_file(tmp_path, policy={"restore": "both"})
+    with serving(tmp_path, flags(page_size=16, max_running_requests=1), config) as served:
+        served.ask(prompts(1, 1200, seed=1)[0], 1)  # what prefill costs is learned
+        asked = [prompts(1, length, seed=length)[0] for length in LENGTHS]
+        shortest, answers = finished(served, asked, 2)
+        assert shortest == [100, 500, 900, 700]
+        served.flush()
+        assert change(served, policy__queue=1)
+        arrived, again = finished(served, asked, 3)
+        assert arrived == list(LENGTHS)
+        assert again == answers
