@@ -384,6 +384,7 @@ class RunOrder(Question[tuple[str, ...]]):
     """
 
     waiting: tuple[Waiter, ...]
+    now: float
 
 
 @message

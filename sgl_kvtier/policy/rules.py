@@ -157,8 +157,9 @@ class Rules:
     work goes on beside.
     """
     overtaking: float = 1.0
-    """A waiting request may be overtaken by shorter ones for this many times the work that stood
-    before it when it came, its own included. 0: requests run in the order of arrival.
+    """Shorter requests go before one that waits for as long as it can still be done within 1 plus
+    this many times the predicted work that stood before it when it came, its own included. 0:
+    requests run in the order of arrival.
     """
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""

@@ -23,8 +23,8 @@ def planner(overtaking: float = 1.0):
     return make_planner(PolicyConfig(), ENGINE, PROFILE, Rules(overtaking=overtaking))
 
 
-def order(queue, *waiting: Waiter) -> tuple[str, ...]:
-    return queue.query(RunOrder(waiting))
+def order(queue, *waiting: Waiter, now: float = 0.0) -> tuple[str, ...]:
+    return queue.query(RunOrder(waiting, now))
 
 
 def test_the_shortest_runs_first() -> None:
@@ -54,10 +54,25 @@ def test_without_overtaking_the_order_is_that_of_arrival() -> None:
 
 
 def test_one_that_was_overtaken_for_long_enough_runs_next() -> None:
+    """The long one takes 0.9 s, so it is due after 1.8 s: eight short ones surely go first."""
     queue = planner()
-    for number in range(9):
-        assert order(queue, Waiter("long", 900), Waiter(f"short {number}", 100))[0] != "long"
-    assert order(queue, Waiter("long", 900), Waiter("short 9", 100))[0] == "long"
+    for number in range(8):
+        asked = Waiter("long", 900), Waiter(f"short {number}", 100)
+        assert order(queue, *asked, now=number * 0.1)[0] != "long"
+    assert order(queue, Waiter("long", 900), Waiter("short 9", 100), now=0.9)[0] == "long"
+
+
+def test_in_a_server_slower_than_predicted_the_order_becomes_that_of_arrival() -> None:
+    queue, asked = planner(), (Waiter("long", 900), Waiter("short", 100), Waiter("new", 50))
+    assert order(queue, *asked)[0] == "new"
+    assert order(queue, *asked, now=60.0) == ("long", "short", "new")
+
+
+def test_one_that_came_back_is_due_anew() -> None:
+    queue, asked = planner(), (Waiter("long", 900), Waiter("short", 100))
+    order(queue, *asked)
+    order(queue, Waiter("short", 100), now=59.0)
+    assert order(queue, Waiter("short", 100), Waiter("long", 900), now=60.0) == ("short", "long")
 
 
 @pytest.mark.parametrize(("overtaking", "arrivals"), [(1.0, 10_000), (0.25, 1000), (3.0, 1000)])
@@ -72,8 +87,10 @@ def test_nobody_waits_longer_than_the_bound(overtaking: float, arrivals: int) ->
             rid, came = f"r{came}", came + 1
             waiting[rid] = int(draw.paretovariate(1.2) * 50)
             due_s[rid] = clock_s + (1 + overtaking) * sum(waiting.values()) * 0.001
+            order(queue, *(Waiter(one, tokens) for one, tokens in waiting.items()), now=clock_s)
             continue
-        first = order(queue, *(Waiter(rid, tokens) for rid, tokens in waiting.items()))[0]
+        asked = [Waiter(rid, tokens) for rid, tokens in waiting.items()]
+        first = order(queue, *asked, now=clock_s)[0]
         clock_s += waiting.pop(first) * 0.001
         assert clock_s <= due_s.pop(first) + 1e-6, first
     assert not due_s

@@ -41,29 +41,29 @@ def rids(waiting: list[Any]) -> list[str]:
 
 def test_the_queue_is_sorted_in_place() -> None:
     waiting = [request("long", 900), request("short", 100), request("middle", 500)]
-    queue(Shortest()).sort(waiting)
+    queue(Shortest()).sort(waiting, 0.0)
     assert rids(waiting) == ["short", "middle", "long"]
 
 
 def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted() -> None:
     planner = Shortest()
     ordered, waiting = queue(planner), [request("long", 900), request("short", 100)]
-    ordered.sort(waiting)
+    ordered.sort(waiting, 0.0)
     waiting.append(request("new", 10))
-    ordered.sort(waiting)
+    ordered.sort(waiting, 0.0)
     assert [one.rid for one in planner.asked[-1]] == ["long", "short", "new"]
     assert rids(waiting) == ["new", "short", "long"]
 
 
 def test_the_planner_is_told_what_lies_where() -> None:
     planner = Shortest()
-    queue(planner, a=640).sort([request("a", 1000, device=320, host=160), request("b")])
+    queue(planner, a=640).sort([request("a", 1000, device=320, host=160), request("b")], 0.0)
     assert planner.asked[0][0] == Waiter("a", 1000, 320, 160, 160)
 
 
 def test_pages_in_memory_beyond_the_stored_ones_count_once() -> None:
     planner = Shortest()
-    queue(planner, a=320).sort([request("a", 1000, device=640), request("b")])
+    queue(planner, a=320).sort([request("a", 1000, device=640), request("b")], 0.0)
     assert planner.asked[0][0] == Waiter("a", 1000, 640, 0, 0)
 
 
@@ -71,16 +71,24 @@ def test_the_planner_is_asked_again_only_when_something_has_changed() -> None:
     planner = Shortest()
     ordered, waiting = queue(planner), [request("a", 900), request("b", 100)]
     for _ in range(5):
-        ordered.sort(waiting)
+        ordered.sort(waiting, 0.0)
     assert len(planner.asked) == 1
     waiting[0].prefix_len = 64
-    ordered.sort(waiting)
+    ordered.sort(waiting, 0.0)
+    assert len(planner.asked) == 2
+
+
+def test_the_planner_is_asked_again_after_a_while() -> None:
+    planner = Shortest()
+    ordered, waiting = queue(planner), [request("a", 900), request("b", 100)]
+    for now in (5.0, 5.05, 5.2, 5.25):
+        ordered.sort(waiting, now)
     assert len(planner.asked) == 2
 
 
 def test_one_that_waits_alone_is_no_question() -> None:
     planner = Shortest()
-    queue(planner).sort([request("a")])
+    queue(planner).sort([request("a")], 0.0)
     assert not planner.asked
 
 
@@ -88,24 +96,24 @@ def test_those_that_ran_are_told_by_their_absence() -> None:
     """The last of two is asked about alone, so that the planner learns that the other has run."""
     planner = Shortest()
     ordered, waiting = queue(planner), [request("a"), request("b")]
-    ordered.sort(waiting)
-    ordered.sort(waiting[1:])
-    ordered.sort([])
+    ordered.sort(waiting, 0.0)
+    ordered.sort(waiting[1:], 0.0)
+    ordered.sort([], 0.0)
     assert [len(asked) for asked in planner.asked] == [2, 1, 0]
 
 
 def test_a_request_that_comes_back_comes_last() -> None:
     planner = Shortest()
     ordered = queue(planner)
-    ordered.sort([request("a"), request("b")])
-    ordered.sort([request("b")])
-    ordered.sort([request("b"), request("a")])
+    ordered.sort([request("a"), request("b")], 0.0)
+    ordered.sort([request("b")], 0.0)
+    ordered.sort([request("b"), request("a")], 0.0)
     assert [one.rid for one in planner.asked[-1]] == ["b", "a"]
 
 
 def test_beyond_the_first_that_came_the_order_is_that_of_arrival() -> None:
     planner, waiting = Shortest(), [request(f"r{n}", 200 - n) for n in range(100)]
-    queue(planner).sort(waiting)
+    queue(planner).sort(waiting, 0.0)
     assert len(planner.asked[0]) == 64
     assert rids(waiting)[:64] == [f"r{n}" for n in reversed(range(64))]
     assert rids(waiting)[64:] == [f"r{n}" for n in range(64, 100)]

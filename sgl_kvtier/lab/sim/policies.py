@@ -52,6 +52,8 @@ class Policy:
     about: str
     make: Callable[[Setting], Planner]
     fetches_to_host: bool = False
+    asks_order: bool = False
+    """Waiting requests run in the planner's order (`policy.queue`), not in that of arrival."""
     unbounded_device: bool = False
     """Nothing is ever evicted from the device: a bound that no policy can pass on this load."""
 
@@ -59,7 +61,10 @@ class Policy:
         """The server as this policy meets it."""
         device_pages = None if self.unbounded_device else spec.device_pages
         return dataclasses.replace(
-            spec, offer_with_room=not self.fetches_to_host, device_pages=device_pages
+            spec,
+            offer_with_room=not self.fetches_to_host,
+            device_pages=device_pages,
+            asks_order=self.asks_order,
         )
 
 
@@ -117,8 +122,10 @@ _PAPER: Mapping[str, Any] = {
 """Neither paper looks ahead; their engines evict by last use."""
 
 POLICIES: Mapping[str, Policy] = {
-    "kvtier": Policy("the planner as kvtier.json sets it", _kvtier),
-    "restore": Policy("the same without lookahead: restoration alone", _rule(prefetch="off")),
+    "kvtier": Policy("the planner as kvtier.json sets it", _kvtier, asks_order=True),
+    "restore": Policy(
+        "the same without lookahead: restoration alone", _rule(prefetch="off"), asks_order=True
+    ),
     "cake": Policy(
         "Cake's rule: split always, whole chunks, arrival order; no lookahead",
         _rule(rules=_named(Cake), **_PAPER),

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy.decision_log import (
+    Answer,
     Header,
     LinesDropped,
     PlannerFailed,
@@ -19,8 +21,18 @@ from sgl_kvtier.policy.decision_log import (
     encode,
     encode_header,
 )
-from sgl_kvtier.policy.messages import Fact, Planner, PolicyChanged, StepPlan, StepView
+from sgl_kvtier.policy.messages import (
+    Consulted,
+    Fact,
+    Planner,
+    PolicyChanged,
+    Question,
+    StepPlan,
+    StepView,
+)
 from sgl_kvtier.policy.planner import make_planner
+
+_A = TypeVar("_A")
 
 
 class Recording:
@@ -37,6 +49,12 @@ class Recording:
         """Writes the fact and passes it on."""
         self._write(encode(fact))
         self._inner.observe(fact)
+
+    def query(self, question: Question[_A]) -> _A:
+        """Writes the question and its answer."""
+        answer = cast(Consulted, self._inner).query(question)
+        self._write(encode(Query(question, cast(Answer, answer))))
+        return answer
 
     def step(self, view: StepView) -> StepPlan:
         """Writes the view and the plan."""

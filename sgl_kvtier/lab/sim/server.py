@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import simpy
 
@@ -22,13 +22,16 @@ from sgl_kvtier.policy.messages import (
     ChunkDone,
     ChunkStarted,
     Compute,
+    Consulted,
     Fact,
     Planner,
     RequestArrived,
     RequestFinished,
     RestoreOffered,
+    RunOrder,
     StepDone,
     StepView,
+    Waiter,
 )
 from sgl_kvtier.types import Span, Tier
 
@@ -70,6 +73,12 @@ class ServerSpec:
     staged: bool = False
     write_down: bool = True
     offer_with_room: bool = True
+    asks_order: bool = False
+    """Whether the planner is asked in which order waiting requests run, as a server asks it."""
+
+
+_ORDER_S = 0.1
+"""Seconds after which a server asks for the order again, though nothing has changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +125,9 @@ class Server:
         self._running: list[Live] = []
         self._refused = ("", 0)
         self._instant, self._asked = -1.0, 0
+        self._came: dict[str, int] = {}
+        self._told: tuple[Waiter, ...] = ()
+        self._told_at = 0.0
         self._wake = env.event()
         self.on_finish: Callable[[SimRequest], None] = lambda _: None
         """Called when a request has its last token."""
@@ -145,6 +157,7 @@ class Server:
     def _enqueue(self, live: Live, place: int) -> None:
         spec = live.spec
         self._waiting.insert(place, live)
+        self._came.setdefault(live.rid, len(self._came))
         self._tell(
             RequestArrived(live.rid, self._env.now, spec.prompt_tokens, spec.keys, spec.session)
         )
@@ -196,6 +209,7 @@ class Server:
             self._make_due_offers()
             for fact in self._hands.take_facts():
                 self._planner.observe(fact)
+            self._order()
             plan = self._planner.step(self._view())
             self._hands.carry_out(plan, {live.rid: live for live in (*self._slots, *self._waiting)})
             self._record()
@@ -216,6 +230,20 @@ class Server:
             if fruitless > _PATIENCE:
                 self._retract_or_stop()
                 fruitless = 0
+
+    def _order(self) -> None:
+        """Waiting requests in the planner's order, asked for when something has changed."""
+        if not self._spec.asks_order or not (self._told or len(self._waiting) > 1):
+            return
+        there = sorted(self._waiting, key=lambda live: self._came[live.rid])
+        waiting = tuple(_waiter(live) for live in there)
+        now = self._env.now
+        if waiting == self._told and now - self._told_at < _ORDER_S:
+            return
+        self._told, self._told_at = waiting, now
+        order = cast(Consulted, self._planner).query(RunOrder(waiting, now))
+        places = {rid: place for place, rid in enumerate(order)}
+        self._waiting.sort(key=lambda live: places[live.rid])
 
     def _idle(self) -> Generator[simpy.Event, Any, None]:
         """Waits until something happens. An idle engine polls. A planner may ask for what cannot
@@ -459,3 +487,13 @@ class Server:
         used = {tier: memory.used for tier, memory in self._hands.caches.tiers.items()}
         if not self._timeline.occupancy or self._timeline.occupancy[-1][1] != used:
             self._timeline.occupancy.append((self._env.now, used))
+
+
+def _waiter(live: Live) -> Waiter:
+    """A waiting request as the planner is told of it: where its prompt lay when it was last looked
+    up.
+    """
+    there = live.result.hit_tokens
+    host = there.get(Tier.HOST, 0)
+    stored = sum(there.values()) - there.get(Tier.DEVICE, 0) - host
+    return Waiter(live.rid, live.spec.prompt_tokens, there.get(Tier.DEVICE, 0), host, stored)

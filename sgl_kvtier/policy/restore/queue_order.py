@@ -1,15 +1,12 @@
 """The order in which waiting requests run: the shortest predicted remaining restoration first, with
 a bound on how long that keeps a request waiting.
 
-Later requests overtake one that has come for at most `Rules.overtaking` times the work that stood
-before it then, its own included. So each runs, and none waits longer than 1 + overtaking times what
-the order of arrival would take. Work is predicted seconds. No clock: ranks that were told the same
-order alike.
+A request is due after 1 + `Rules.overtaking` times the predicted work that stood before it when it
+came, its own included. Shorter ones go first only while it and those that came before it can still
+be done by then. So in a server that is slower than predicted, requests run in the order of arrival.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from sgl_kvtier.policy.messages import RunOrder, Waiter
 from sgl_kvtier.policy.restore.modes import Forecast
@@ -17,64 +14,32 @@ from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
 
 
-@dataclass(slots=True)
-class _Place:
-    """A waiting request: its predicted seconds, and for how many more it may be overtaken."""
-
-    work_s: float
-    credit_s: float
-
-
 class QueueOrder:
-    """The places of waiting requests, by request, in the order they came. One thread, no clock."""
+    """The times at which waiting requests are due, by request. One thread, no clock."""
 
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
-        self._places: dict[str, _Place] = {}
+        self._due: dict[str, float] = {}
 
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The requests in the order they should run. Takes note of those that came and went."""
         known = self._under_way
-        overtaking = known.rules.overtaking if known.config.queue == "shortest" else 0.0
-        self._charge({one.rid for one in question.waiting})
-        before_s = 0.0
+        waiting = [one.rid for one in question.waiting]
+        if known.config.queue != "shortest" or known.rules.overtaking <= 0:
+            return tuple(waiting)
+        due, now, before_s = dict[str, float](), question.now, 0.0
+        works, slacks = list[float](), list[float]()
         for one in question.waiting:
             work_s = self._work_s(one)
             before_s += work_s
-            place = self._places.get(one.rid)
-            if place is None:
-                self._places[one.rid] = _Place(work_s, overtaking * before_s)
-            else:
-                place.work_s = work_s
-        return self._sorted([one.rid for one in question.waiting])
-
-    def _charge(self, waiting: set[str]) -> None:
-        """Those that wait no more have run, and have overtaken all that came earlier and wait."""
-        gone_s = 0.0
-        for rid in reversed(list(self._places)):
-            place = self._places[rid]
-            if rid in waiting:
-                place.credit_s -= gone_s
-            else:
-                gone_s += place.work_s
-                del self._places[rid]
-
-    def _sorted(self, left: list[str]) -> tuple[str, ...]:
-        found = []
-        credits = [self._places[rid].credit_s for rid in left]
-        works = [self._places[rid].work_s for rid in left]
-        while left:
-            least_s, best, credit_s = works[0], 0, credits[0]
-            for place in range(1, len(left)):
-                work_s = works[place]
-                if work_s < least_s and work_s <= credit_s:
-                    least_s, best = work_s, place
-                credit_s = min(credit_s, credits[place])
-            for place in range(best):
-                credits[place] -= least_s
-            found.append(left.pop(best))
-            del credits[best], works[best]
-        return tuple(found)
+            due_at = self._due.get(one.rid, -1.0)
+            if due_at < 0:
+                due_at = now + (1 + known.rules.overtaking) * before_s
+            due[one.rid] = due_at
+            works.append(work_s)
+            slacks.append(due_at - now - before_s)
+        self._due = due
+        return _shortest_first(waiting, works, slacks)
 
     def _work_s(self, one: Waiter) -> float:
         """Seconds until its prompt is there, with links and compute to itself."""
@@ -93,3 +58,22 @@ class QueueOrder:
         return seconds + cost.range_seconds(
             reach, max(1, one.prompt_tokens - reach), engine.chunk_tokens
         )
+
+
+def _shortest_first(left: list[str], works: list[float], slacks: list[float]) -> tuple[str, ...]:
+    """Requests by work. One that came earlier is overtaken for no longer than its slack, in
+    seconds.
+    """
+    found = []
+    while left:
+        best, least_s, slack_s = 0, works[0], slacks[0]
+        for place in range(1, len(left)):
+            work_s = works[place]
+            if work_s < least_s and work_s <= slack_s:
+                best, least_s = place, work_s
+            slack_s = min(slack_s, slacks[place])
+        for place in range(best):
+            slacks[place] -= least_s
+        found.append(left.pop(best))
+        del slacks[best], works[best]
+    return tuple(found)

@@ -99,7 +99,7 @@ class Parts:
         if self.queue is None or tree_ranks.stages(self.context.tree) > 1:
             return
         try:
-            self.queue.sort(waiting)
+            self.queue.sort(waiting, self.context.moment())
         except Exception:
             logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
             self.queue = None

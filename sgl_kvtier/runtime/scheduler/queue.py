@@ -17,6 +17,9 @@ from sgl_kvtier.runtime.sglang.types import Req
 _MOST = 64
 """Requests that are ordered: those that came first. The others stay behind them."""
 
+_ASK_S = 0.1
+"""The planner is asked again after so long, though nothing has changed."""
+
 
 class Queue:
     """The waiting requests of one scheduler in the order they came."""
@@ -27,10 +30,13 @@ class Queue:
         self._came: dict[str, int] = {}
         self._number = 0
         self._asked: tuple[Waiter, ...] = ()
+        self._asked_at = 0.0
         self._answer: dict[str, int] = {}
 
-    def sort(self, queue: list[Req]) -> None:
-        """Sorts SGLang's queue in place. The planner is asked when something has changed."""
+    def sort(self, queue: list[Req], now: float) -> None:
+        """Sorts SGLang's queue in place. The planner is asked when something has changed, and from
+        time to time. `now` is the agreed time in seconds.
+        """
         came = {req.rid: self._came.get(req.rid, 0) for req in queue}
         for rid, number in came.items():
             if not number:
@@ -41,9 +47,9 @@ class Queue:
             return
         there = sorted(queue, key=lambda req: came[req.rid])
         waiting = tuple([self._waiter(req) for req in there[:_MOST]])
-        if waiting != self._asked:
-            self._asked = waiting
-            order = self._planner.query(RunOrder(waiting))
+        if waiting != self._asked or not 0 <= now - self._asked_at < _ASK_S:
+            self._asked, self._asked_at = waiting, now
+            order = self._planner.query(RunOrder(waiting, now))
             self._answer = {rid: place for place, rid in enumerate(order)}
         last = len(self._answer)
         queue.sort(key=lambda req: (self._answer.get(req.rid, last), came[req.rid]))
