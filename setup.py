@@ -1,6 +1,6 @@
 """What setup.cfg cannot say: extension modules, left out where they cannot be built.
 
-The store's I/O threads are C. The deciding half is Python. In an editable install it stays Python,
+The store's I/O threads are C, and so are the copies of a load onto a card. The deciding half is Python. In an editable install it stays Python,
 so that an edit is what runs. A wheel also holds it compiled by mypyc, from the same source, one and
 a half to four times as fast. KVTIER_COMPILE=0 leaves that out.
 """
@@ -15,6 +15,7 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = "sgl_kvtier/store/native"
+TO_CARD = "sgl_kvtier/runtime/cuda/native/pages.c"
 SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "rules.py")
 """Messages stay Python: any executor of plans may make them, and the decision log reads their
 annotations. So do rules, since users write subclasses of them.
@@ -82,6 +83,12 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
             extra_link_args=["-pthread"],
             optional=True,
-        )
+        ),
+        Extension(
+            "sgl_kvtier.runtime.cuda._native",
+            sources=[TO_CARD],
+            extra_compile_args=["-O3", "-std=gnu11"],
+            optional=True,
+        ),
     ],
 )

@@ -2,13 +2,14 @@
 
 They are SGLang's kernels with a launch per layer, its kernel of all layers, and staging with one
 launch. Times are CPU seconds of the calling thread, on a card whose driver does nothing
-(`null_card`). So the real driver's share is missing on all sides: a call per layer, one call, or a
-copy per run of pages and a launch.
+(`null_card`). So the real driver's share is missing on all sides: a call per layer, one call, or
+two copies per run of pages and a launch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
@@ -82,7 +83,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured(layers: Sequence[int], heads: int, page: int, rounds: int) -> list[dict[str, Any]]:
-    """The rows. From here on Triton and torch of this process have no card but the null one."""
+    """The rows. From here on Triton and torch of this process have no card but the null one. Raises
+    BenchError where the copies of a load are not compiled.
+    """
+    if importlib.util.find_spec("sgl_kvtier.runtime.cuda._native") is None:
+        raise BenchError(
+            "sgl_kvtier.runtime.cuda._native is not compiled: with a C compiler, "
+            "python setup.py build_ext --inplace"
+        )
     torch.set_grad_enabled(False)
     launch_into_nothing()
     return [

@@ -6,6 +6,7 @@ ours, SGLang's, Triton's launcher, and torch's views.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -35,6 +36,8 @@ class _Event:
 
 
 class _Stream:
+    cuda_stream = 0
+
     def wait_event(self, event: Any) -> None:
         """Nothing."""
 
@@ -78,6 +81,10 @@ class NullMemory:
 
     def write(self, pinned: torch.Tensor, values: torch.Tensor) -> None:
         pinned.copy_(values)
+
+    def driver_copy(self) -> int | None:
+        """Of two addresses it answers 0 unless they are equal, as a driver whose copy began."""
+        return ctypes.cast(ctypes.CDLL(None).pthread_equal, ctypes.c_void_p).value
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         assert target.nbytes == source.nbytes

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+
 _REGISTERED_BYTES = 1 << 30
 
 
@@ -76,6 +78,12 @@ def _pinned() -> str:
     return "1 GiB of host memory was registered"
 
 
+def _driver_copy() -> str:
+    if CardMemory(torch.cuda.current_device()).driver_copy() is None:
+        raise RuntimeError("torch makes each copy of a load, and a begin takes longer")
+    return "pages arrive by the driver's own copy"
+
+
 def _attention() -> str:
     import flashinfer
 
@@ -101,6 +109,7 @@ PARTS: tuple[tuple[str, Callable[[], str]], ...] = (
     ("plugin", _plugin),
     ("card", _card),
     ("host memory", _pinned),
+    ("driver's copy", _driver_copy),
     ("sgl_kernel", _rmsnorm),
     ("attention", _attention),
     ("copy kernels", _copy_kernels),

@@ -6,10 +6,20 @@ From pageable memory an upload may wait for all that its stream holds, with the 
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+_native: Any
+try:
+    from sgl_kvtier.runtime.cuda import _native  # type: ignore[no-redef, attr-defined, unused-ignore]
+except ImportError:
+    _native = None
+
+logger = logging.getLogger(__name__)
 
 _PLACES = 8
 _TOKENS = 4096
@@ -40,6 +50,61 @@ class CardMemory:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """One piece of pinned memory to one piece of device memory, asynchronously."""
         target.copy_(source, non_blocking=True)
+
+    def driver_copy(self) -> int | None:
+        """The address of the driver's asynchronous copy, for `send_pages`. None, and a line in the
+        log, where torch has to make each copy.
+        """
+        try:
+            address = _driver_copy()
+            self._try(address)
+        except Exception as error:
+            # Whatever a library, a driver or another torch raises: torch's copies are slower only.
+            logger.warning("kvtier: torch makes each copy of a load, in some µs: %s", error)
+            return None
+        return address
+
+    def _try(self, driver_copy: int) -> None:
+        """Raises RuntimeError unless what the driver copies arrives."""
+        source = torch.arange(32, dtype=torch.uint8).pin_memory()
+        target, stream = self.raw(32), torch.cuda.current_stream(self._device)
+        halves = (source.data_ptr(), source.data_ptr() + 16, 2, 1, 8)
+        slots = torch.tensor([1, 0])
+        send_pages(driver_copy, stream.cuda_stream, (target.data_ptr(), 2), halves, slots)
+        stream.synchronize()
+        pages = source.view(2, 2, 8)
+        if not torch.equal(target.cpu().view(2, 2, 8), pages.flip(1)):
+            raise RuntimeError("what its driver copied did not arrive")
+
+
+def send_pages(
+    driver_copy: int,
+    stream: int,
+    room: tuple[int, int],
+    host: tuple[int, int, int, int, int],
+    host_slots: torch.Tensor,
+) -> None:
+    """All copies of a load on a stream, in one call without the interpreter: neighbours in host
+    memory are one copy of K, and another of V.
+
+    `room`: address and pages; `host`: addresses of K and V, pages, tokens of a page, bytes of its
+    K. `host_slots` (int64) are of whole pages. Raises ValueError, with nothing sent, where they are
+    not; RuntimeError where the driver fails: what was sent before is under way.
+    """
+    _native.send(driver_copy, stream, room, host, host_slots.numpy())
+
+
+def _driver_copy() -> int:
+    """Of cudaMemcpyAsync, or hipMemcpyAsync, in the library that this torch uses. Raises
+    RuntimeError or AttributeError where it cannot be called.
+    """
+    if _native is None:
+        raise RuntimeError("sgl_kvtier.runtime.cuda._native is not compiled")
+    loaded = ctypes.CDLL(None)  # torch shows everybody the driver's library
+    function = loaded.hipMemcpyAsync if torch.version.hip else loaded.cudaMemcpyAsync
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None, "a function has an address"
+    return address
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.cuda.card_memory import CardMemory
+from sgl_kvtier.runtime.cuda.card_memory import CardMemory, send_pages
 from sgl_kvtier.runtime.cuda.fences import fence
 from sgl_kvtier.runtime.cuda.page_shape import host_pool_of, shape_of
 from sgl_kvtier.runtime.cuda.scatter import Scatter
@@ -30,6 +30,10 @@ class StagedCopies:
         self._controller, self._scatter, self._memory = controller, scatter, memory
         self._page, self._half_bytes = int(pool.page_size), shape_of(pool).half_bytes
         self._host = [half.view(-1).view(torch.uint8) for half in pool.kv_buffer]
+        k, v = (half.data_ptr() for half in self._host)
+        pages = self._host[0].numel() // self._half_bytes
+        self._host_place = k, v, pages, self._page, self._half_bytes
+        self._driver_copy = memory.driver_copy()
         self._staging = Staging(memory, shape_of(pool))
         self.most_tokens = self._staging.pages * self._page
         """One copy has no more."""
@@ -57,12 +61,11 @@ class StagedCopies:
         try:
             begun = self._module.Event(enable_timing=True)
             come = self._module.Event(enable_timing=True)
-            with self._module.stream(self._bus):
-                if room.left is not None:
-                    self._bus.wait_event(room.left)
-                begun.record()
-                self._stage(room, host_slots[:: self._page].tolist())
-                come.record()
+            if room.left is not None:
+                self._bus.wait_event(room.left)
+            begun.record(self._bus)
+            self._send(room, host_slots)
+            come.record(self._bus)
         except Exception:
             self._give_up(room)
             raise
@@ -82,7 +85,16 @@ class StagedCopies:
             except Exception:
                 logger.exception("kvtier: a stream of the device failed")
 
-    def _stage(self, room: Room, firsts: list[int]) -> None:
+    def _send(self, room: Room, host_slots: torch.Tensor) -> None:
+        """Pages of host memory over the bus."""
+        copy, stream = self._driver_copy, self._bus.cuda_stream
+        if copy is not None:
+            send_pages(copy, stream, room.place, self._host_place, host_slots)
+            return
+        with self._module.stream(self._bus):
+            self._send_runs(room, host_slots[:: self._page].tolist())
+
+    def _send_runs(self, room: Room, firsts: list[int]) -> None:
         """Neighbours in host memory are one copy, of K, and another, of V."""
         size, at = self._half_bytes, 0
         while at < len(firsts):

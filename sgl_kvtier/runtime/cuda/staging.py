@@ -30,15 +30,11 @@ class Room:
     """The event behind the last scatter from here; who fills it again waits for that."""
 
     def __post_init__(self) -> None:
-        whole = self.memory[: 2 * self.pages * self.half_bytes]
-        # A slice costs as much time of the interpreter as a launch: pages that lie apart on the
-        # host are as many pieces.
-        self._single = whole.view(2 * self.pages, self.half_bytes).unbind(0)
+        self.place = self.memory.data_ptr(), self.pages
+        """Its address and its pages."""
 
     def piece(self, half: int, page: int, pages: int) -> torch.Tensor:
         """K (0) or V (1) of `pages` pages from `page` on."""
-        if pages == 1:
-            return self._single[half * self.pages + page]
         first = (half * self.pages + page) * self.half_bytes
         return self.memory[first : first + pages * self.half_bytes]
 

@@ -16,8 +16,11 @@ from sgl_kvtier.lab.copies import page
 
 ROOT = Path(__file__).parents[3]
 needs_both = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("sglang", "triton")),
-    reason="SGLang or Triton is not installed",
+    any(
+        importlib.util.find_spec(name) is None
+        for name in ("sglang", "triton", "sgl_kvtier.runtime.cuda._native")
+    ),
+    reason="SGLang or Triton is not installed, or our copies are not compiled",
 )
 
 

@@ -6,6 +6,7 @@ Bytes move too, when the stream comes to it: what is read too early is not there
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache import l2_transfer
 from sglang.srt.mem_cache.l2_transfer import L2Transfer
-from virtual_device import INDEX, Memory, VirtualDevice
+from virtual_device import INDEX, Memory, Race, VirtualDevice
 
-from sgl_kvtier.runtime.cuda import staging
+from sgl_kvtier.runtime.cuda import card_memory, staging
 from sgl_kvtier.runtime.cuda.all_layers import AllLayers
 from sgl_kvtier.runtime.cuda.page_shape import shape_of
 from sgl_kvtier.runtime.cuda.staged_copies import StagedCopies
@@ -27,14 +28,22 @@ from sgl_kvtier.runtime.restore.copy_device import StreamCopies
 LAYERS, PAGE, PAGES, HEADS, DIM = 2, 4, 40, 1, 16
 ROOM_PAGES = 2
 _GRAIN = 16
+_DRIVER_COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_size_t
+)
 
 
 class TrackedMemory:
     """`CardMemory` on the virtual device: ordinary tensors, every access declared by its address."""
 
-    def __init__(self, device: VirtualDevice) -> None:
+    def __init__(self, device: VirtualDevice, by_driver: bool) -> None:
+        """`by_driver`: the driver makes the copies of pages, else torch does."""
         self.device = device
         self.bytes = Memory("byte")
+        self._driver = _DRIVER_COPY(self._copied) if by_driver else None
+
+    def driver_copy(self) -> int | None:
+        return ctypes.cast(self._driver, ctypes.c_void_p).value if self._driver else None
 
     def pinned(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, dtype=torch.int64)
@@ -58,10 +67,35 @@ class TrackedMemory:
             does=lambda: target.copy_(source),  # type: ignore[arg-type,return-value]
         )
 
+    def _copied(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> int:
+        """As cudaMemcpyAsync. A race is noted, and no error: a card does not see it either."""
+        device = self.device
+        try:
+            self.driver_call()
+            device.need_own("a copy by the driver")
+            assert kind == 1, "host to device"
+            with device.on(device.streams[stream - 1]):
+                device.launch(
+                    "copy engine",
+                    reads=[self._at(source, nbytes)],
+                    writes=[self._at(target, nbytes)],
+                    does=lambda: ctypes.memmove(target, source, nbytes),  # type: ignore[arg-type,return-value]
+                )
+        except Race:
+            pass
+        except Exception:
+            return 719
+        return 0
+
+    def driver_call(self) -> None:
+        """Tests plant failures here."""
+
     def of(self, tensor: torch.Tensor) -> tuple[Memory, range]:
         """The places of a contiguous tensor."""
-        first = tensor.data_ptr()
-        return self.bytes, range(first // _GRAIN, -(-(first + tensor.nbytes) // _GRAIN))
+        return self._at(tensor.data_ptr(), tensor.nbytes)
+
+    def _at(self, first: int, nbytes: int) -> tuple[Memory, range]:
+        return self.bytes, range(first // _GRAIN, -(-(first + nbytes) // _GRAIN))
 
 
 class ReferenceScatter:
@@ -99,14 +133,17 @@ class Rig:
         *,
         overlap: bool = True,
         staged: bool = False,
+        by_driver: bool = True,
         all_layers: bool = False,
     ) -> None:
-        """`staged`: copies through staging; else by SGLang's kernels, a launch per layer or, with
-        `all_layers`, one.
+        """`staged`: copies through staging, all at once, or unless `by_driver` torch makes each; else
+        by SGLang's kernels, a launch per layer or, with `all_layers`, one.
         """
+        if staged and by_driver and card_memory._native is None:
+            pytest.skip("sgl_kvtier.runtime.cuda._native is not compiled")
         self.device = VirtualDevice(seed)
         self.kv, self.rows = Memory("device"), Memory("row")
-        self.memory = TrackedMemory(self.device)
+        self.memory = TrackedMemory(self.device, by_driver)
         self.kernels: list[str] = []
         """What SGLang's copies have launched."""
         module = self.device.module

@@ -17,9 +17,13 @@ from virtual_device import Race
 Make = Callable[..., Rig]
 
 
-@pytest.fixture(params=["staged", "sglang", "all layers"])
+@pytest.fixture(params=["staged", "staged by torch", "sglang", "all layers"])
 def way(request: pytest.FixtureRequest) -> dict[str, bool]:
-    return {"staged": request.param == "staged", "all_layers": request.param == "all layers"}
+    return {
+        "staged": request.param.startswith("staged"),
+        "by_driver": request.param != "staged by torch",
+        "all_layers": request.param == "all layers",
+    }
 
 
 @pytest.fixture(params=["overlap", "no overlap"])

@@ -166,7 +166,11 @@ def indices_uploaded_on_another_stream(patch: pytest.MonkeyPatch, rig: Rig) -> N
     patch.setattr(rig.copies._ring, "upload", uploaded)
 
 
-STAGED, SGLANG, ALL_LAYERS = "staged", "sglang", "all layers"
+def pages_sent_on_another_stream(patch: pytest.MonkeyPatch, rig: Rig) -> None:
+    patch.setattr(rig.copies._bus, "cuda_stream", rig.device.module.Stream().cuda_stream)
+
+
+STAGED, BY_TORCH, SGLANG, ALL_LAYERS = "staged", "staged by torch", "sglang", "all layers"
 OF_COPIES: list[tuple[Plant, str, Callable[[Rig], None]]] = [
     (a_fence_without_the_forwards, STAGED, one_load),
     (a_fence_without_the_forwards, SGLANG, one_load),
@@ -177,11 +181,15 @@ OF_COPIES: list[tuple[Plant, str, Callable[[Rig], None]]] = [
     (a_copy_that_is_done_when_it_is_begun, STAGED, one_load),
     (a_copy_that_is_done_when_it_is_begun, SGLANG, one_load),
     (a_scatter_that_does_not_wait_for_the_bus, STAGED, one_load),
+    (a_scatter_that_does_not_wait_for_the_bus, BY_TORCH, one_load),
     (a_scatter_in_front_of_the_fence, STAGED, one_load),
     (an_end_that_is_the_buss, STAGED, one_load),
     (an_end_recorded_in_front_of_the_scatter, STAGED, one_load),
     (a_room_filled_before_its_scatter_ended, STAGED, many_loads),
+    (a_room_filled_before_its_scatter_ended, BY_TORCH, many_loads),
     (a_room_given_back_when_it_is_filled, STAGED, many_loads),
+    (a_room_given_back_when_it_is_filled, BY_TORCH, many_loads),
+    (pages_sent_on_another_stream, STAGED, one_load),
     (indices_written_while_they_are_uploaded, SGLANG, many_loads),
     (indices_uploaded_on_another_stream, SGLANG, one_load),
     (a_fence_without_the_forwards, ALL_LAYERS, one_load),
@@ -192,7 +200,12 @@ OF_COPIES: list[tuple[Plant, str, Callable[[Rig], None]]] = [
 
 
 def rig_of(patch: pytest.MonkeyPatch, way: str) -> Rig:
-    return Rig(patch, staged=way == STAGED, all_layers=way == ALL_LAYERS)
+    return Rig(
+        patch,
+        staged=way in (STAGED, BY_TORCH),
+        by_driver=way != BY_TORCH,
+        all_layers=way == ALL_LAYERS,
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,9 +220,10 @@ def test_a_mistake_in_the_copies_is_seen(
     plant(monkeypatch, rig)
     with pytest.raises(Race):
         scene(rig)
+        rig.device.check()
 
 
-@pytest.mark.parametrize("way", [STAGED, SGLANG, ALL_LAYERS])
+@pytest.mark.parametrize("way", [STAGED, BY_TORCH, SGLANG, ALL_LAYERS])
 @pytest.mark.parametrize("scene", [one_load, many_loads])
 def test_without_a_mistake_nothing_is_seen(
     monkeypatch: pytest.MonkeyPatch, way: str, scene: Callable[[Rig], None]

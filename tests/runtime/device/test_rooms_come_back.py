@@ -32,7 +32,7 @@ class Faults:
             (Event, ("record", "query", "synchronize")),
             (Stream, ("wait_event", "synchronize")),
             (module, ("Event", "stream")),
-            (rig.memory, ("copy",)),
+            (rig.memory, ("copy", "driver_call")),
             (rig.copies._scatter, ("launch",)),
         ]
         for owner, names in places:
@@ -70,11 +70,13 @@ def ended(rig: Rig, *loads: Load) -> None:
         time.sleep(0.0005)
 
 
-def one_failure(patch: pytest.MonkeyPatch, number: int, held: bool, ever_after: bool) -> bool:
+def one_failure(
+    patch: pytest.MonkeyPatch, number: int, by_driver: bool, held: bool, ever_after: bool
+) -> bool:
     """Two loads, of which a call may fail; then, on a device that works again, one more. Whether
     there was such a call.
     """
-    rig = Rig(patch, number, staged=True)
+    rig = Rig(patch, number, staged=True, by_driver=by_driver)
     staging: Any = rig.copies._staging
     rooms = {id(room) for room in staging._free}
     release = rig.hold() if held else lambda: None
@@ -107,12 +109,13 @@ def one_failure(patch: pytest.MonkeyPatch, number: int, held: bool, ever_after: 
 
 @pytest.mark.parametrize("ever_after", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("held", [False, True], ids=["slots free", "slots held"])
+@pytest.mark.parametrize("by_driver", [True, False], ids=["by the driver", "by torch"])
 def test_every_room_comes_back_whichever_call_of_the_device_fails(
-    monkeypatch: pytest.MonkeyPatch, held: bool, ever_after: bool
+    monkeypatch: pytest.MonkeyPatch, by_driver: bool, held: bool, ever_after: bool
 ) -> None:
     for number in itertools.count(1):
         with monkeypatch.context() as patch:
-            if not one_failure(patch, number, held, ever_after):
+            if not one_failure(patch, number, by_driver, held, ever_after):
                 break
     assert number > 15  # so many calls were tried
 

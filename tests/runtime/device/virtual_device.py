@@ -227,7 +227,7 @@ class Stream:
         self.todo: deque[Operation] = deque()
         self.clock: Clock = {}
         device.streams.append(self)
-        self.number = len(device.streams)
+        self.number = self.cuda_stream = len(device.streams)
 
     def tick(self) -> Clock:
         """The clock of what is enqueued now: behind all that is here, and all the host has seen."""
