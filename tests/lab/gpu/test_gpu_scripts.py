@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 import os
+import re
 import subprocess
 import tarfile
 import time
@@ -234,6 +235,13 @@ def test_packing_refuses_another_python_and_a_recipe_that_is_not_there(tmp_path:
     gone = pack("--python", str(old), "--recipe", str(tmp_path / "no"))
     assert gone.returncode == 1 and "prepare.sh" in gone.stderr
     assert not (tmp_path / "t").exists()
+
+
+def test_a_pack_is_refused_unless_its_wheel_has_every_compiled_part() -> None:
+    parts = re.findall(r'^ +"(sgl_kvtier\.[\w.]+)",$', (ROOT / "setup.py").read_text(), re.M)
+    assert len(parts) >= 2
+    asked = PACK.read_text()
+    assert [part for part in parts if f'"{part.replace(".", "/")}"' not in asked] == []
 
 
 @no_card
