@@ -45,9 +45,11 @@ class Staging:
     def __init__(self, memory: CardMemory, shape: PageShape) -> None:
         self.pages = pages_of_room(shape)
         nbytes = self.pages * 2 * shape.half_bytes
-        self._free = deque(
+        self._rooms = [
             Room(memory.raw(nbytes), self.pages, shape.half_bytes) for _ in range(_rooms(nbytes))
-        )
+        ]
+        """All of them: the driver may still write into one whose copy was forgotten."""
+        self._free = deque(self._rooms)
 
     def take(self, early: bool) -> Room | None:
         """A room, or None. `early`: for pages that cannot leave it yet; these never get the last

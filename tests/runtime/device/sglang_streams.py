@@ -41,6 +41,8 @@ class TrackedMemory:
         self.device = device
         self.bytes = Memory("byte")
         self._driver = _DRIVER_COPY(self._copied) if by_driver else None
+        self.kept: list[torch.Tensor] = []
+        """A copy knows addresses alone: this memory is there as long as one may run."""
 
     def driver_copy(self) -> int | None:
         return ctypes.cast(self._driver, ctypes.c_void_p).value if self._driver else None
@@ -52,7 +54,8 @@ class TrackedMemory:
         return torch.zeros(numel, dtype=torch.int64)
 
     def raw(self, nbytes: int) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        self.kept.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self.kept[-1]
 
     def write(self, pinned: torch.Tensor, values: torch.Tensor) -> None:
         self.device.touch("an index written", writes=[self.of(pinned)])
@@ -79,13 +82,16 @@ class TrackedMemory:
                     "copy engine",
                     reads=[self._at(source, nbytes)],
                     writes=[self._at(target, nbytes)],
-                    does=lambda: ctypes.memmove(target, source, nbytes),  # type: ignore[arg-type,return-value]
+                    does=lambda: self._move(target, source, nbytes),
                 )
         except Race:
             pass
         except Exception:
             return 719
         return 0
+
+    def _move(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
 
     def driver_call(self) -> None:
         """Tests plant failures here."""
@@ -156,6 +162,7 @@ class Rig:
             for _ in range(2)
         )
         self.pool = host_pool(self.k, self.v)
+        self.memory.kept.append(self.pool.kv_buffer)
         self.pool.load_to_device_per_layer_physical = self._copy_layer
         self.controller: Any = SimpleNamespace(
             device="cuda",  # as SGLang writes it: without a number
