@@ -124,8 +124,15 @@ def marked(table: Table, result: Mapping[str, Any]) -> Table:
     return dataclasses.replace(table, title=table.title + paced_mark(result))
 
 
+def reference_of(result: Mapping[str, Any]) -> str:
+    """The arm whose first answers the others were compared with: recompute, or else the first."""
+    arms = result["arms"]
+    return "recompute" if "recompute" in arms else next(iter(arms))
+
+
 def equality(result: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """Whether all arms' answers are those of the arm recompute; True with what is wrong."""
+    """Whether all arms' answers are those of the reference; True with what is wrong."""
+    first = reference_of(result)
     shares = {
         name: share
         for name, arm in result["arms"].items()
@@ -133,9 +140,9 @@ def equality(result: Mapping[str, Any]) -> tuple[str, bool] | None:
     }
     unequal = [f"{name} {format_share(share)}" for name, share in shares.items() if share < 1]
     if unequal:
-        return f"Not all outputs equal those of recompute. Equal: {', '.join(unequal)}.", True
+        return f"Not all outputs equal those of {first}. Equal: {', '.join(unequal)}.", True
     if shares:
-        return "Every compared output has the same tokens as recompute's, in all arms.", False
+        return f"Every compared output has the same tokens as {first}'s, in all arms.", False
     return None
 
 

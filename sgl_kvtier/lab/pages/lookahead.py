@@ -57,7 +57,7 @@ def times_table(result: dict) -> Table:
     )
     note = (
         "oracle: a device pool that holds everything. Later turns: all but the first of each session, of which nothing was cached. "
-        "Equal output: the tokens recompute answered first."
+        f"Equal output: the tokens {html.reference_of(result)} answered first."
     )
     return Table("Time to first token", columns, rows, notes=(note,))
 

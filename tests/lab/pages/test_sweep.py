@@ -83,6 +83,18 @@ def test_a_page_without_a_worse_cell_says_so(result: dict) -> None:
     assert text.startswith("None:") and not bad
 
 
+@pytest.mark.parametrize(("share", "said"), [(1.0, "same tokens as"), (0.5, "equal those of")])
+def test_equal_answers_name_the_arm_they_were_compared_with(
+    result: dict, share: float, said: str
+) -> None:
+    result["arms"]["kvtier"]["equal_tokens_fraction"] = share
+    (text,) = [text for text, _ in statements(result) if said in text]
+    assert f"{said} hicache-file" in text
+    result["arms"] = {"recompute": {"errors": 0, "requests": 4}, **result["arms"]}
+    (text,) = [text for text, _ in statements(result) if said in text]
+    assert f"{said} recompute" in text
+
+
 def test_a_load_that_a_paced_device_could_not_keep_up_with_is_said_first(result: dict) -> None:
     result["device"] = {"paced": {"profile": "h100-llama8b"}}
     for cell in result["cells"]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from sgl_kvtier.console.table import format_share
 from sgl_kvtier.lab.pages.compare.result import BASELINE, OURS, STOCK, later_times, paced
+from sgl_kvtier.lab.pages.html import reference_of
 
 LEAST_ROUNDS = 4
 """Paired rounds below which nothing is said about which arm is faster."""
@@ -82,7 +83,7 @@ def _unequal(result: dict) -> str | None:
         unequal.append(f"{name} {differing}")
     if not unequal:
         return None
-    first = BASELINE if BASELINE in result["arms"] else next(iter(result["arms"]))
+    first = reference_of(result)
     return f"UNEQUAL ANSWERS: other tokens than {first}'s first ones: {', '.join(unequal)}."
 
 
