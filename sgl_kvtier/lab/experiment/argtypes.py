@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -204,6 +205,11 @@ def model_of(args: argparse.Namespace, device: str = "") -> str:
     if args.model_path is not None:
         return str(args.model_path)
     return str(write_named(args.lab_model, seed=args.seed))
+
+
+def deadline_of(args: argparse.Namespace) -> float | None:
+    """When --minutes are over, in seconds of the monotonic clock; None without a limit."""
+    return None if args.minutes is None else time.monotonic() + 60 * args.minutes
 
 
 def words(text: str) -> list[str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_load_arguments,
     add_options,
     add_replay_arguments,
+    deadline_of,
     load_options,
     model_of,
     replay_options,
@@ -177,19 +177,11 @@ def run(args: argparse.Namespace) -> int:
         model = model_of(args, shape.device)
         wanted = load_options(args, load_defaults(args, shape.device))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
-        setup = make_setup(args, shape, model, chosen)
         usual = replay_defaults(shape.device, chosen)
         replaying = replay_options(args, usual, wanted.most_output_tokens)
-        plan = Plan(
-            arms=arms,
-            setup=setup,
-            folder=folder,
-            rounds=args.rounds or _rounds(args, shape.device),
-            once=(BASELINE,) if is_paced(shape.device) else (),
-            together={"auto": None, "together": True, "fresh": False}[args.servers],
-            until=None if args.minutes is None else time.monotonic() + 60 * args.minutes,
-            client=ROUTES[replaying.route],
-        )
+        setup = make_setup(args, shape, model, chosen, replaying)
+        rounds = args.rounds or _rounds(args, shape.device)
+        plan = plan_of(args, arms, setup, folder, rounds, replaying.route)
         log = RoundLog.open(args.log, about(setup, chosen, replaying))
         print(_announcement(plan, chosen), file=sys.stderr)
         watching = partial(watch_first, page_tokens=setup.page_size)
@@ -220,15 +212,39 @@ def run(args: argparse.Namespace) -> int:
         ).run()
 
 
-def make_setup(args: argparse.Namespace, shape: Shape, model: str, chosen: Load) -> Setup:
+def plan_of(
+    args: argparse.Namespace,
+    arms: Sequence[str],
+    setup: Setup,
+    folder: Path,
+    rounds: int,
+    route: str,
+    **more: Any,
+) -> Plan:
+    """The plan of the rounds of one load, as the options say. `more` is what a sweep adds."""
+    return Plan(
+        arms=arms,
+        setup=setup,
+        folder=folder,
+        rounds=rounds,
+        once=(BASELINE,) if setup.paced is not None else (),
+        together={"auto": None, "together": True, "fresh": False}[args.servers],
+        until=deadline_of(args),
+        client=ROUTES[route],
+        **more,
+    )
+
+
+def make_setup(
+    args: argparse.Namespace, shape: Shape, model: str, chosen: Load, replaying: ReplayOptions
+) -> Setup:
     """The servers' common settings. The device pool holds the longest request and about a fifth of
     all contexts.
     """
     paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
     cpu, page = host_of(shape.device) == "cpu", shape.page
     share = 5 if paced is None else 3
-    usual = replay_defaults(shape.device, chosen)
-    at_once = replay_options(args, usual).concurrency or len(chosen.sessions)
+    at_once = replaying.concurrency or len(chosen.sessions)
     least = max(chosen.longest_tokens * 9 // 8, chosen.context_tokens // share) + 2 * page
     tokens = -(-(args.device_tokens or least) // page) * page
     if tokens < chosen.longest_tokens + page:

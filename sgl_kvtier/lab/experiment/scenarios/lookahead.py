@@ -8,7 +8,6 @@ import argparse
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     SERVER,
     add_load_arguments,
     add_options,
+    deadline_of,
     load_options,
     model_of,
     setup_of,
@@ -174,7 +174,7 @@ class _Run:
         args, setup = self.args, self.setup
         rounds = args.rounds or (1 if args.quick else 3)
         restore = args.restore or ("auto" if setup.device == "cpu" and setup.tp == 1 else "both")
-        until = None if args.minutes is None else time.monotonic() + args.minutes * 60
+        until = deadline_of(args)
         found: list[Cell] = []
         for oversubscription in args.oversubscription:
             sizes = pools(self.chosen, oversubscription, setup.page_size)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,7 +21,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     replay_options,
     shape_of,
 )
-from sgl_kvtier.lab.experiment.arms import BASELINE, Setup
+from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.load import Load, choose_encoder, load
 from sgl_kvtier.lab.experiment.measures import (
@@ -53,9 +52,9 @@ from sgl_kvtier.lab.experiment.scenarios.compare import (
     lost_pace,
     make_setup,
     paced_notes,
+    plan_of,
     replay_notes,
 )
-from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.pages.sweep import SCHEMA, sweep_page, sweep_tables
 from sgl_kvtier.outside import is_number, is_whole, shown
@@ -118,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
         if name == "concurrency":
             wanted = replace(wanted, sessions=_enough_sessions(args, wanted.sessions, values[-1]))
         chosen = load(wanted, choose_encoder(Path(model), wanted.divisor))
-        setup = make_setup(args, shape, model, chosen)
         replaying = replay_options(args, REPLAY, wanted.most_output_tokens)
+        setup = make_setup(args, shape, model, chosen, replaying)
         one = Sweep(args, name, arms, setup, chosen, replaying, folder)
         cells += one.cells(values)
         log = RoundLog.open(args.log, one.about())
@@ -168,23 +167,19 @@ class Sweep:
         """One for every load. The arm that begins is another one in the next cell."""
         args = self.args
         rounds = args.rounds or (1 if args.quick else 2)
-        together = {"auto": None, "together": True, "fresh": False}[args.servers]
-        until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
         return [
             Cell(
                 value,
-                Plan(
-                    arms=self.arms,
-                    setup=self.setup,
-                    folder=self.folder,
-                    rounds=rounds,
-                    once=(BASELINE,) if self.setup.paced is not None else (),
-                    together=together,
+                plan_of(
+                    args,
+                    self.arms,
+                    self.setup,
+                    self.folder,
+                    rounds,
+                    self.replaying.route,
                     order=partial(_begin_further_on, place),
                     first_round=place * rounds + 1,
                     place=partial(_place, f"{self.name} {value:g}"),
-                    until=until,
-                    client=ROUTES[self.replaying.route],
                 ),
             )
             for place, value in enumerate(values)
