@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sgl_kvtier.arguments import (
     above_nought,
@@ -34,6 +34,9 @@ from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse
 from sgl_kvtier.launch import detect_device, host_of
+from sgl_kvtier.outside import shown
+
+T = TypeVar("T")
 
 _Options = Mapping[str, Mapping[str, Any]]
 
@@ -210,6 +213,23 @@ def model_of(args: argparse.Namespace, device: str = "") -> str:
 def deadline_of(args: argparse.Namespace) -> float | None:
     """When --minutes are over, in seconds of the monotonic clock; None without a limit."""
     return None if args.minutes is None else time.monotonic() + 60 * args.minutes
+
+
+def each_once(
+    what: str, number: Callable[[str], T], good: Callable[[T], bool]
+) -> Callable[[str], list[T]]:
+    """The type of values with commas between, each `good` and none of them twice. `what` says so."""
+
+    def parse(text: str) -> list[T]:
+        try:
+            found = [number(part) for part in text.split(",")]
+        except ValueError:
+            found = []
+        if not found or not all(map(good, found)) or len(set(found)) < len(found):
+            raise argparse.ArgumentTypeError(f"{shown(text)}: must be {what}")
+        return found
+
+    return parse
 
 
 def words(text: str) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -342,6 +343,27 @@ def test_without_a_card_servers_are_paced_unless_a_model_is_asked_for(
     scenario.choose_device(args)
     assert (args.device, args.dilation) == (device, dilation)
     assert args.lab_model == "lab-gqa" if "--lab-model" in options else "lab-mha"
+
+
+@pytest.mark.parametrize(
+    ("device", "pattern"),
+    [
+        ("cpu", r"results/compare-\d{8}T\d{6}Z"),
+        ("paced:h100-llama8b", r"results/compare-paced-\d{8}T\d{6}Z"),
+    ],
+)
+def test_a_result_in_a_folder_is_named_by_the_device_and_the_time(
+    device: str, pattern: str
+) -> None:
+    parser = ArgumentParser()
+    scenario.add_arguments(parser)
+    args = parser.parse_args(["--device", device, "--json", "results/", "--html", "results/"])
+    scenario.name_outputs(args, "compare")
+    assert re.fullmatch(rf"{pattern}\.json", args.json)
+    assert args.html == args.json.removesuffix("json") + "html"
+    args = parser.parse_args(["--device", device, "--json", "-"])
+    scenario.name_outputs(args, "compare")
+    assert (args.json, args.html) == ("-", None)
 
 
 def test_with_a_card_servers_compute_on_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -129,6 +130,8 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
         "quick rounds json html log minutes",
         quick={"help": quick},
         rounds={"help": rounds},
+        json={"help": f"{RUN['json']['help']}; FOLDER/: there, named by the device and the time"},
+        html={"help": f"{RUN['html']['help']}; FOLDER/: as --json"},
     )
     parser.add_argument(
         "--arms",
@@ -169,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
     KVTierError.
     """
     choose_device(args)
+    name_outputs(args, "compare")
     check(args)
     arms = chosen_arms(args)
     outcome = Outcome()
@@ -372,6 +376,18 @@ def choose_device(args: argparse.Namespace) -> None:
     if is_paced(args.device) and args.lab_model is not None:
         raise BenchError(f"--lab-model: {args.device} brings a model of its own")
     args.lab_model = args.lab_model or "lab-mha"
+
+
+def name_outputs(args: argparse.Namespace, command: str) -> None:
+    """Names the result and the page where --json or --html say a folder: by the command, the device
+    if it is a paced one, and the time.
+    """
+    kind = "paced-" if is_paced(args.device) else ""
+    name = f"{command}-{kind}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    for ending in ("json", "html"):
+        target = vars(args)[ending]
+        if target is not None and target.endswith("/"):
+            setattr(args, ending, f"{target}{name}.{ending}")
 
 
 def _rounds(args: argparse.Namespace, device: str) -> int:

@@ -22,6 +22,7 @@ from sgl_kvtier.lab.experiment.argtypes import (
     add_load_arguments,
     add_options,
     deadline_of,
+    each_once,
     load_options,
     model_of,
     setup_of,
@@ -46,7 +47,7 @@ from sgl_kvtier.lab.experiment.scenarios.compare import about
 from sgl_kvtier.lab.experiment.timeline import watch
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.pages.lookahead import SCHEMA, lookahead_page, lookahead_tables
-from sgl_kvtier.outside import is_number, shown
+from sgl_kvtier.outside import is_number
 
 _GAPS = (0.0, 0.1, 0.5, 1.0, 3.0)
 _QUICK_GAPS = (0.5,)
@@ -54,6 +55,27 @@ _CPU = LoadOptions(sessions=8, turns=8, most_output_tokens=16)
 _QUICK = LoadOptions(sessions=6, turns=4, most_output_tokens=8)
 _GPU = LoadOptions(sessions=16, turns=40, divisor=1)
 
+
+_ratios = each_once(
+    "ratios of at least 1, each once, as 1.5,3", float, lambda value: is_number(value, 1.0)
+)
+_seconds = each_once(
+    "seconds of at least 0, each once, as 0,0.5", float, lambda value: is_number(value, 0.0)
+)
+
+
+def _iterations(part: str) -> int:
+    if part.strip() == "auto":
+        return AUTO
+    found = int(part)
+    if not 0 <= found <= 4096:
+        raise ValueError(found)
+    return found
+
+
+_lookaheads = each_once(
+    "auto or whole numbers from 0 to 4096, each once, as 0,1,auto", _iterations, lambda _: True
+)
 
 _STANDING = (
     "Every trial has a fresh server process; its pools and its storage are empty at the first request.",
@@ -282,43 +304,3 @@ def _setup(args: argparse.Namespace, model: str, chosen: Load) -> Setup:
     return replace(
         setup, sections={**setup.sections, "lab": {"throttle": {"read_gbps": args.read_gbps}}}
     )
-
-
-def _numbers(text: str, least: float, what: str) -> list[float]:
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if (
-        not found
-        or not all(is_number(value, least) for value in found)
-        or len(set(found)) < len(found)
-    ):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {what}")
-    return found
-
-
-def _ratios(text: str) -> list[float]:
-    return _numbers(text, 1.0, "ratios of at least 1, each once, as 1.5,3")
-
-
-def _seconds(text: str) -> list[float]:
-    return _numbers(text, 0.0, "seconds of at least 0, each once, as 0,0.5")
-
-
-def _lookaheads(text: str) -> list[int]:
-    try:
-        found = [AUTO if part.strip() == "auto" else int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if (
-        not found
-        or min(found) < AUTO
-        or max(found) > 4096
-        or len(set(found)) < len(found)
-        or "-" in text
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)}: must be auto or whole numbers from 0 to 4096, each once, as 0,1,auto"
-        )
-    return found

@@ -16,6 +16,7 @@ from sgl_kvtier.arguments import above_nought
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import (
     add_session_arguments,
+    each_once,
     load_options,
     model_of,
     replay_options,
@@ -51,18 +52,25 @@ from sgl_kvtier.lab.experiment.scenarios.compare import (
     load_defaults,
     lost_pace,
     make_setup,
+    name_outputs,
     paced_notes,
     plan_of,
     replay_notes,
 )
 from sgl_kvtier.lab.outside.replay import ReplayOptions
 from sgl_kvtier.lab.pages.sweep import SCHEMA, sweep_page, sweep_tables
-from sgl_kvtier.outside import is_number, is_whole, shown
+from sgl_kvtier.outside import is_number, is_whole
 
 _CONCURRENCIES = [1, 2, 4, 8, 16]
 _QUICK = [1, 2, 4]
 _BOUND_MS = 2000.0
 
+_concurrencies = each_once(
+    "whole numbers of at least 1, each once, as 1,2,4", int, lambda value: is_whole(value, 1)
+)
+_rates = each_once(
+    "numbers above 0, each once, as 0.1,0.2", float, lambda value: is_number(value, 0) and value > 0
+)
 _OF_ARM = ("requests", "errors", "equal_tokens_fraction", "pace")
 """Figures over all cells; times of different loads have nothing in common."""
 
@@ -104,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     KVTierError.
     """
     choose_device(args)
+    name_outputs(args, "sweep")
     check(args)
     name, values = _loads(args)
     # one server for all loads, and so for the largest
@@ -318,23 +327,3 @@ def _enough_sessions(args: argparse.Namespace, usual: int, most: int) -> int:
             f"--sessions {args.sessions}: --concurrency {most} needs at least {most} sessions"
         )
     return max(usual, most)
-
-
-def _values(text: str, good: Any, number: Any, what: str) -> list[Any]:
-    try:
-        found = [number(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(map(good, found)) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be {what}")
-    return found
-
-
-def _concurrencies(text: str) -> list[int]:
-    what = "whole numbers of at least 1, each once, as 1,2,4"
-    return _values(text, lambda value: is_whole(value, 1), int, what)
-
-
-def _rates(text: str) -> list[float]:
-    what = "numbers above 0, each once, as 0.1,0.2"
-    return _values(text, lambda value: is_number(value, 0) and value > 0, float, what)
