@@ -27,6 +27,7 @@ from typing import NoReturn
 import psutil
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside.page_hash import compile_page_hash
 from sgl_kvtier.launch import refuse_taken_port
 
 HOST = "127.0.0.1"
@@ -95,10 +96,11 @@ class Server:
         return [sys.executable, "-m", self._module, *self._launch.arguments, *place]
 
     def start(self) -> None:
-        """Starts the process and returns at once. Raises BenchError when the port is taken or
-        nothing can be started.
+        """Starts the process and returns at once. SGLang's page hash is compiled first, where it
+        never was. Raises BenchError when the port is taken or nothing can be started.
         """
         refuse_taken_port(self.port)
+        compile_page_hash()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             # A session of its own: the terminal's Ctrl-C does not reach it, and its group can be
