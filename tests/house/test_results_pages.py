@@ -174,6 +174,22 @@ def name(path: Path) -> str:
     return path.stem
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != INDEX], ids=lambda p: p.name)
+def test_a_page_shows_a_plot_or_the_index_says_why_not(page: Path) -> None:
+    without = re.search(r"^No plot: (.*)$", INDEX.read_text("utf-8"), flags=re.M)
+    assert without is not None
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+\.svg)\)", page.read_text("utf-8"))
+    assert all((RESULTS / name).is_file() for name in shown)
+    assert bool(shown) != (f"`{page.stem}`" in without[1])
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)
+def test_data_that_describe_a_plot_have_it_on_their_page(source: Path) -> None:
+    if "plot" in json.loads(source.read_text("utf-8")):
+        page = (RESULTS / f"{source.stem}.md").read_text("utf-8")
+        assert f"]({source.stem}.svg)" in page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_a_page_is_short_enough_to_be_read(page):
     text = page.read_text("utf-8")
