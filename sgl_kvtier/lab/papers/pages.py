@@ -34,7 +34,7 @@ _PAIR = (
     Column("kvtier", "ours, kvtier"),
     Column("fitted", "fitted"),
 )
-_CELL = (
+CELL = (
     Column("row", "row"),
     Column("column", "column"),
     Column("paper", "paper"),
@@ -43,6 +43,7 @@ _CELL = (
     Column("unit", "unit"),
     Column("reading", "reading"),
 )
+"""How `rows` are shown."""
 
 
 def cake_markdown() -> str:
@@ -56,7 +57,7 @@ def cake_markdown() -> str:
     ]
     rest = {name: cells for name, cells in cake.TABLES.items() if name not in TABLES}
     parts += [
-        to_markdown(Table(f"Cake {name}", _CELL, rows(cells()))) for name, cells in rest.items()
+        to_markdown(Table(f"Cake {name}", CELL, rows(cells()))) for name, cells in rest.items()
     ]
     return "\n".join([*parts, to_markdown(contradictions("cake"))])
 
@@ -65,7 +66,7 @@ def cacheflow_markdown() -> str:
     """Which sessions the lengths come from, every cell, and where the paper contradicts itself."""
     parts = [lengths_note()]
     parts += [
-        to_markdown(Table(f"CacheFlow {name}", _CELL, rows(cells())))
+        to_markdown(Table(f"CacheFlow {name}", CELL, rows(cells())))
         for name, cells in cacheflow.TABLES.items()
     ]
     return "\n".join([*parts, to_markdown(contradictions("cacheflow"))])

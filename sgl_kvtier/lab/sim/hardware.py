@@ -14,7 +14,7 @@ from typing import Any
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.lab.sim.costs import StepCost
-from sgl_kvtier.lab.sim.links import Pipe, Sharing
+from sgl_kvtier.lab.sim.links import Pipe
 from sgl_kvtier.types import Link
 
 _PROFILES = Path(__file__).with_name("profiles")
@@ -52,13 +52,6 @@ class Hardware:
     def with_pipe(self, name: str, **changes: Any) -> Hardware:
         """The same machine with one pipe changed: `with_pipe("ssd_read", bytes_per_s=4e9)`."""
         pipes = {**self.pipes, name: dataclasses.replace(self.pipes[name], **changes)}
-        return dataclasses.replace(self, pipes=pipes)
-
-    def with_sharing(self, sharing: Sharing) -> Hardware:
-        """The same machine with all pipes shared in one way."""
-        pipes = {
-            name: dataclasses.replace(pipe, sharing=sharing) for name, pipe in self.pipes.items()
-        }
         return dataclasses.replace(self, pipes=pipes)
 
     def with_route(self, link: Link, **changes: Any) -> Hardware:

@@ -7,7 +7,6 @@ virtual. Nothing here knows pages or requests.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,17 +17,6 @@ _GRAIN = 1e-9
 """Share of a stream, and seconds, below which the rest is rounding."""
 
 
-class Sharing(enum.Enum):
-    """The bandwidth that each of n streams on one pipe gets."""
-
-    HONEST = "honest"
-    """Max-min fair shares: never more than the pipe's bandwidth in total."""
-    TIERKV = "tierkv"
-    """BW / min(n, `lanes`) each, as TierKV appendix A states it: more than `lanes` streams get more
-    than BW in total.
-    """
-
-
 @dataclass(frozen=True, slots=True)
 class Pipe:
     """One thing that moves bytes. `trace` is a bandwidth that fluctuates: pairs (from this second
@@ -36,16 +24,12 @@ class Pipe:
     """
 
     bytes_per_s: float
-    lanes: int = 4
-    sharing: Sharing = Sharing.HONEST
     trace: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         rates = [self.bytes_per_s, *(rate for _, rate in self.trace)]
-        if min(rates) < 0 or rates[-1] <= 0 or self.lanes < 1:
-            raise ValueError(
-                f"{self}: rates and `lanes` must be positive, and the last rate above 0"
-            )
+        if min(rates) < 0 or rates[-1] <= 0:
+            raise ValueError(f"{self}: no rate may be negative, and the last rate above 0")
         if [at for at, _ in self.trace] != sorted(at for at, _ in self.trace):
             raise ValueError(f"{self}: the trace must be ascending in time")
 
@@ -191,59 +175,26 @@ class Network:
             stream.done(stream)
 
     def _share(self) -> None:
-        for stream in self._streams:
-            stream.rate = float("inf")
-        self._share_tierkv()
-        self._share_honestly()
-
-    def _share_tierkv(self) -> None:
-        for stream in self._streams:
-            for name in stream.pipes:
-                state = self._pipes[name]
-                if state.spec.sharing is Sharing.TIERKV:
-                    stream.rate = min(
-                        stream.rate, state.rate / min(state.streams, state.spec.lanes)
-                    )
-
-    def _share_honestly(self) -> None:
         """Max-min fairness: the tightest pipe is filled first; streams it limits leave the rest to
         the others.
         """
-        honest = {
-            name: s
-            for name, s in self._pipes.items()
-            if s.spec.sharing is Sharing.HONEST and s.streams
-        }
-        left = {name: state.rate for name, state in honest.items()}
-        count = {name: state.streams for name, state in honest.items()}
-        rising = [
-            stream for stream in self._streams if any(name in honest for name in stream.pipes)
-        ]
+        left = {name: state.rate for name, state in self._pipes.items() if state.streams}
+        count = {name: state.streams for name, state in self._pipes.items() if state.streams}
+        rising = list(self._streams)
         while rising:
-            level = min(
-                left[name] / count[name]
+            level = min(left[name] / count[name] for stream in rising for name in stream.pipes)
+            tight = level * (1 + _GRAIN)
+            settled = [
+                stream
                 for stream in rising
-                for name in stream.pipes
-                if name in honest
-            )
-            level = min(level, *(stream.rate for stream in rising))
-            settled = [s for s in rising if self._settles(s, level, left, count)]
+                if any(left[name] / count[name] <= tight for name in stream.pipes)
+            ]
             for stream in settled:
                 stream.rate = level
                 for name in stream.pipes:
-                    if name in honest:
-                        left[name] = max(0.0, left[name] - level)
-                        count[name] -= 1
+                    left[name] = max(0.0, left[name] - level)
+                    count[name] -= 1
             rising = [stream for stream in rising if stream not in settled]
-
-    @staticmethod
-    def _settles(
-        stream: Stream, level: float, left: Mapping[str, float], count: Mapping[str, int]
-    ) -> bool:
-        tight = level * (1 + _GRAIN)
-        return stream.rate <= tight or any(
-            name in left and left[name] / count[name] <= tight for name in stream.pipes
-        )
 
     def _later(self, seconds: float, call: Callable[[Any], None]) -> None:
         timer = self._env.timeout(seconds)

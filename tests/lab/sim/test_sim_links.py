@@ -7,7 +7,7 @@ import simpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_kvtier.lab.sim.links import Network, Pipe, Sharing
+from sgl_kvtier.lab.sim.links import Network, Pipe
 
 
 def _ends(
@@ -41,23 +41,6 @@ def test_streams_are_retimed_when_another_joins_and_leaves() -> None:
     # it.
     ends, _ = _ends({"a": Pipe(100)}, [(0, ("a",), 200), (1, ("a",), 50)])
     assert ends == pytest.approx([2.5, 2.0])
-
-
-def test_tierkv_sharing_gives_more_than_the_pipe_has_once_there_are_more_streams_than_lanes() -> (
-    None
-):
-    eight = [(0.0, ("a",), 100)] * 8
-    generous, _ = _ends({"a": Pipe(100, lanes=4, sharing=Sharing.TIERKV)}, eight)
-    honest, _ = _ends({"a": Pipe(100, lanes=4)}, eight)
-    assert generous == pytest.approx([4.0] * 8)
-    assert honest == pytest.approx([8.0] * 8)
-
-
-def test_up_to_as_many_streams_as_lanes_both_readings_agree() -> None:
-    three = [(0.0, ("a",), 90), (0.5, ("a",), 30), (0.7, ("a",), 10)]
-    generous, _ = _ends({"a": Pipe(100, lanes=4, sharing=Sharing.TIERKV)}, three)
-    honest, _ = _ends({"a": Pipe(100, lanes=4)}, three)
-    assert generous == pytest.approx(honest)
 
 
 def test_what_a_stream_limited_elsewhere_leaves_goes_to_the_others() -> None:
@@ -102,7 +85,7 @@ def test_latency_comes_before_the_bytes_and_takes_no_bandwidth() -> None:
 def test_honest_pipes_never_move_more_than_they_can_and_every_byte_arrives(
     streams: list[tuple[float, tuple[str, ...], int]],
 ) -> None:
-    pipes = {"a": Pipe(100), "b": Pipe(250, lanes=2), "c": Pipe(40)}
+    pipes = {"a": Pipe(100), "b": Pipe(250), "c": Pipe(40)}
     ends, network = _ends(pipes, streams)
     for name, usage in network.usage().items():
         carried = [

@@ -1,5 +1,4 @@
-"""Reading "honest": a block of the batch that is not in HBM at its request's turn in a step crosses
-the link.
+"""Bytes obey the link: a block that is not in HBM at its request's turn in a step crosses it.
 
 That is the most a paging policy could get. Attention takes the batch request by request, so a block
 that was just used may make room for the next. A block has a copy in DRAM from the start, so
@@ -13,14 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.papers.tierkv.load import Request
-from sgl_kvtier.lab.papers.tierkv.lookahead import paper_prefetcher
 from sgl_kvtier.lab.papers.tierkv.machine import Batch, Paging, Running, Server
-from sgl_kvtier.lab.rules import LFU
+from sgl_kvtier.lab.rules import LFU, TierKV
+from sgl_kvtier.policy.ahead.prefetch import Prefetcher
 from sgl_kvtier.policy.ahead.turns import Turn
+from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.eviction import LRU, NextUse, Rule
 from sgl_kvtier.policy.pages.tier_map import TierMap
-from sgl_kvtier.types import PageKey, Tier
+from sgl_kvtier.types import Link, PageKey, Tier
 
 _PAGE_TOKENS = 1024
 _WAVES = 8
@@ -63,11 +64,7 @@ class HonestPager:
         self._map = TierMap(1 << 16, _RULES[policy](), LRU())
         # Algorithm 1 tests block by block, so a page counts as one of its blocks there.
         self._prefetcher = (
-            paper_prefetcher(
-                server, self._map, server.block_bytes, server.link_bytes_per_s, lookahead_steps
-            )
-            if policy == "Prefetch"
-            else None
+            _prefetcher(server, self._map, lookahead_steps) if policy == "Prefetch" else None
         )
         self._guesses: dict[int, float] | None = {} if policy == "Attn-Pref." else None
         self._keys: dict[int, tuple[PageKey, ...]] = {}
@@ -222,3 +219,12 @@ class HonestPager:
         if self._prefetcher is not None:
             for rid in wave:
                 self._prefetcher.started(str(rid), self._keys[rid])
+
+
+def _prefetcher(server: Server, tier_map: TierMap, steps: int) -> Prefetcher:
+    """Algorithm 1 with K = `steps`: the product's prefetcher with the paper's rule."""
+    rules = TierKV(lookahead=steps, lookahead_ssd=steps, scheduling_slack_s=server.schedule_s)
+    speed = Bandwidth(
+        {Link.HOST_TO_DEVICE: server.link_bytes_per_s}, {Link.HOST_TO_DEVICE: server.link_latency_s}
+    )
+    return Prefetcher(PolicyConfig(prefetch="on"), tier_map, speed, server.block_bytes, rules)

@@ -53,15 +53,6 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Burst:
-    """From `start_s` to `stop_s` requests arrive `factor` times as often."""
-
-    start_s: float
-    stop_s: float
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """How many requests of which lengths; `tokens_per_s` is what they ask to be generated per
     second.
@@ -71,7 +62,6 @@ class Load:
     tokens_per_s: float
     contexts: Lengths
     generated: Lengths
-    burst: Burst | None = None
 
 
 def arrivals(load: Load, seed: int) -> Sequence[Request]:
@@ -79,9 +69,6 @@ def arrivals(load: Load, seed: int) -> Sequence[Request]:
     rng = random.Random(seed)
     now, made = 0.0, []
     for rid in range(load.requests):
-        rate = load.tokens_per_s / load.generated.mean
-        if load.burst and load.burst.start_s <= now < load.burst.stop_s:
-            rate *= load.burst.factor
-        now += rng.expovariate(rate)
+        now += rng.expovariate(load.tokens_per_s / load.generated.mean)
         made.append(Request(rid, now, load.contexts.draw(rng), load.generated.draw(rng)))
     return made

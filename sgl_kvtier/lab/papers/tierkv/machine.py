@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import simpy
 
 from sgl_kvtier.lab.papers.tierkv.load import Request
-from sgl_kvtier.lab.sim.links import Network, Pipe, Sharing, Usage
+from sgl_kvtier.lab.sim.links import Network, Pipe, Usage
 
 PCIE = "pcie"
 
@@ -39,7 +39,6 @@ class Server:
     most_running: int
     link_bytes_per_s: float
     link_latency_s: float
-    link_lanes: int
     schedule_s: float
     block_tokens: int = 16
 
@@ -88,12 +87,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """The cost of paging in one step. `stall_s` is charged as seconds. `demand_bytes` cross the
-    link while no request computes, `ahead_bytes` while the step computes. `wasted_bytes`, part of
-    those, are never used. `hit_share`: of the batch's KV in HBM.
+    """The cost of paging in one step. `demand_bytes` cross the link while no request computes,
+    `ahead_bytes` while the step computes. `wasted_bytes`, part of those, are never used.
+    `hit_share`: of the batch's KV in HBM.
     """
 
-    stall_s: float = 0.0
     demand_bytes: float = 0.0
     ahead_bytes: float = 0.0
     wasted_bytes: float = 0.0
@@ -170,9 +168,7 @@ class _Machine:
     ) -> None:
         self._env = env
         self._server = server
-        self._network = Network(
-            env, {PCIE: Pipe(server.link_bytes_per_s, server.link_lanes, Sharing.HONEST)}
-        )
+        self._network = Network(env, {PCIE: Pipe(server.link_bytes_per_s)})
         self._coming = deque(requests)
         self._pager = pager
         self._batch = Batch()
@@ -232,9 +228,7 @@ class _Machine:
 
     def _expected_s(self, compute_s: float, paging: Paging) -> float:
         rate = self._server.link_bytes_per_s
-        return (
-            max(compute_s, paging.ahead_bytes / rate) + paging.demand_bytes / rate + paging.stall_s
-        )
+        return max(compute_s, paging.ahead_bytes / rate) + paging.demand_bytes / rate
 
     def _count(self, step_s: float) -> int:
         """Steps until someone ends, someone may join, or a block is full."""
@@ -250,7 +244,7 @@ class _Machine:
     def _carry_out(
         self, compute_s: float, paging: Paging, count: int
     ) -> Generator[simpy.Event, Any, None]:
-        computed = self._env.timeout(count * (compute_s + paging.stall_s))
+        computed = self._env.timeout(count * compute_s)
         if paging.ahead_bytes:
             yield computed & self._transfer(paging.ahead_bytes * count)
         else:

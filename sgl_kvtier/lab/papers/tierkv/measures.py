@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -19,16 +19,14 @@ class Measures:
     tpot_ms: float
     p95_tpot_ms: float
     tokens_per_s: float
-    running: float
     hit_share: float
     wait_ms: float
     demand_gb: float
     ahead_gb: float
     wasted_share: float
-    peak_footprint_gb: float
 
 
-def measure(run: Run, kv_bytes_per_token: int) -> Measures:
+def measure(run: Run) -> Measures:
     """The numbers of one run."""
     tokens = sum(one.count * one.running for one in run.steps)
     accesses = sum(one.count * one.tokens for one in run.steps)
@@ -39,14 +37,12 @@ def measure(run: Run, kv_bytes_per_token: int) -> Measures:
         p95_tpot_ms=1e3
         * weighted_quantile([(one.seconds, one.count * one.running) for one in run.steps], 0.95),
         tokens_per_s=tokens / run.end_s,
-        running=sum(one.seconds * one.count * one.running for one in run.steps) / run.end_s,
         hit_share=sum(one.count * one.tokens * one.paging.hit_share for one in run.steps)
         / accesses,
         wait_ms=1e3 * fmean(one.admitted_s - one.arrived_s for one in run.finished),
         demand_gb=sum(one.count * one.paging.demand_bytes for one in run.steps) / 1e9,
         ahead_gb=ahead / 1e9,
         wasted_share=wasted / ahead if ahead else 0.0,
-        peak_footprint_gb=max(one.tokens for one in run.steps) * kv_bytes_per_token / 1e9,
     )
 
 
@@ -67,15 +63,3 @@ def weighted_quantile(values: Sequence[tuple[float, float]], share: float) -> fl
         if seen >= wanted:
             return value
     return ordered[-1][0]
-
-
-def latencies_ms(run: Run) -> list[float]:
-    """Each request's time from its first step to its last, ascending."""
-    return sorted(1e3 * one.decode_s for one in run.finished)
-
-
-def over_seeds(
-    seeds: Sequence[int], once: Callable[[int], Run], kv_bytes_per_token: int
-) -> Measures:
-    """The mean over seeds."""
-    return mean_of([measure(once(seed), kv_bytes_per_token) for seed in seeds])

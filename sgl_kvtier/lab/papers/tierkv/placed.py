@@ -1,4 +1,4 @@
-"""The two baselines of the reading "honest" that never move a block: static placement, and an
+"""The two baselines that never move a block: static placement, and an
 oracle that packs.
 """
 

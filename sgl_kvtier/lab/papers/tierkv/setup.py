@@ -11,12 +11,12 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.lab.papers.tierkv.load import Burst, Lengths, Load
+from sgl_kvtier.lab.papers.tierkv.load import Lengths, Load
 from sgl_kvtier.lab.papers.tierkv.machine import Server
 
 COEFFICIENTS = Path(__file__).with_name("coefficients.json")
@@ -34,11 +34,10 @@ COLUMN_POLICIES: Mapping[str, str] = {
 }
 """Table 4's names for them."""
 
-LEVELS = (1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)
-"""Oversubscription: the HBM of the sweep is the paper's 80 GB over this."""
-
-HONEST_LEVELS = (1.0, 1.5, 2.0, 3.0, 5.0)
-"""Levels that the reading "honest" is run at: it takes a hundred times as long."""
+LEVELS = (1.0, 1.5, 2.0, 3.0, 5.0)
+"""Oversubscription: the HBM of the sweep is the paper's 80 GB over this. The paper also has the
+levels between.
+"""
 
 _SATURATING = 1e9
 """Tokens per second asked for where the batch is to be full all the time."""
@@ -52,20 +51,11 @@ class Setup:
     models: Mapping[str, Mapping[str, Any]]
     assumed: Mapping[str, Any]
     fitted: Mapping[str, Any]
-    fitted_on: Mapping[str, list[list[str]]]
 
     @property
     def seeds(self) -> tuple[int, ...]:
         """Three, as in the paper; which ones it does not say."""
         return tuple(self.assumed["seeds"])
-
-    def share(self, policy: str) -> float:
-        """The part of a fault's cost the policy pays in the reading "printed"."""
-        return float(self.fitted["shares"][policy])
-
-    def is_fitted(self, table: str, row: str, column: str) -> bool:
-        """Was a coefficient fitted on this cell?"""
-        return any([table, row, column] in cells for cells in self.fitted_on.values())
 
     def kv_bytes(self, model: str) -> int:
         """Keys and values of one token at 16 bit."""
@@ -93,46 +83,32 @@ class Setup:
             generated=lengths(self.fitted["generated"]),
         )
 
-    def column_server(
-        self, model: str, hbm_bytes: float | None = None, block_tokens: int = 16
-    ) -> Server:
-        """The server of one column of Table 4, with the HBM fitted for it or with another."""
+    def column_server(self, model: str) -> Server:
+        """The server of one column of Table 4, with the HBM of the sweep at 3x."""
         step_s = self.column_step_s(model)
         growth = self.fitted["step_s_per_request"] / self.printed["step_s"]["7B"]
         return self._server(
             model,
-            hbm_bytes=self.fitted["column_hbm_bytes"][model] if hbm_bytes is None else hbm_bytes,
+            hbm_bytes=self.printed["hbm_bytes"] / 3.0,
             most_running=self.printed["batch"],
             # Appendix A's step times are those at batch size 32.
             step_s=step_s * (1 - self.printed["batch"] * growth),
             step_s_per_request=step_s * growth,
-            block_tokens=block_tokens,
         )
 
     def column_step_s(self, model: str) -> float:
         """Compute time of a step at batch size 32: printed in appendix A, or fitted on Table 4's
         Oracle.
         """
-        name = model.removesuffix(" GQA")
-        return float(self.printed["step_s"].get(name) or self.fitted["column_step_s"][name])
+        return float(self.printed["step_s"].get(model) or self.fitted["column_step_s"][model])
 
-    def column_load(self, contexts: str | None = None) -> Load:
-        """A queue that never empties; `contexts` names a workload of section 4.1 instead of 128 to
-        4096 tokens.
-        """
-        where = self.printed["workloads"] if contexts else self.printed
+    def column_load(self) -> Load:
+        """A queue that never empties."""
         return Load(
             requests=self.assumed["column_requests"],
             tokens_per_s=_SATURATING,
-            contexts=lengths(where[contexts or "contexts"]),
+            contexts=lengths(self.printed["contexts"]),
             generated=lengths(self.fitted["column_generated"]),
-        )
-
-    def burst_load(self) -> Load:
-        """Fig. 7's: the sweep's arrivals with a burst in them."""
-        return replace(
-            self.sweep_load(),
-            burst=Burst(**self.assumed["burst"], factor=self.fitted["burst_factor"]),
         )
 
     def _server(self, model: str, **changes: Any) -> Server:
@@ -143,7 +119,6 @@ class Setup:
                 "dram_bytes": printed["dram_bytes"],
                 "link_bytes_per_s": printed["link_bytes_per_s"],
                 "link_latency_s": printed["link_latency_s"],
-                "link_lanes": printed["link_lanes"],
                 "schedule_s": printed["schedule_s"],
                 "block_tokens": printed["block_tokens"],
                 **changes,
@@ -155,9 +130,7 @@ class Setup:
 def load_setup() -> Setup:
     """The contents of coefficients.json."""
     data = json.loads(COEFFICIENTS.read_text("utf-8"))
-    return Setup(
-        **{name: data[name] for name in ("printed", "models", "assumed", "fitted", "fitted_on")}
-    )
+    return Setup(**{name: data[name] for name in ("printed", "models", "assumed", "fitted")})
 
 
 def lengths(parts: Any) -> Lengths:
