@@ -1,8 +1,8 @@
 """The page store as the rest of the package sees it: look up, read in a chosen order, put, delete,
 close.
 
-`engine.DiskStore` keeps pages; `wrappers.Throttled` and `wrappers.Faulty` stand in front of one.
-All have this interface. It speaks of bytes and lengths only: a store knows neither tokens nor tiers
+`engine.DiskStore` keeps pages; the laboratory has stores in front of one (`lab/front/`). All have
+this interface. It speaks of bytes and lengths only: a store knows neither tokens nor tiers
 nor why a page moves.
 
 The promise: a page that is returned is byte-identical to the page put under that key, pool and

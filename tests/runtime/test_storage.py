@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -240,6 +241,13 @@ def test_a_failing_disk_makes_misses_and_no_exception(make, faults):
     backend = make(pool, faults=faults)
     backend.batch_set_v1(keys("a", "b"), slots([0, 1]))
     assert backend.batch_get_v1(keys("a", "b"), slots([4, 5])) == [False, False]
+
+
+def test_a_worse_device_without_the_laboratory_is_refused_and_the_folder_is_free(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sgl_kvtier.lab.front.wrappers", None)
+    with pytest.raises(ConfigError, match="not installed here: leave the section away"):
+        make(host_pool(), throttle={"read_gbps": 1.0})
+    make(host_pool())
 
 
 def test_a_read_that_nobody_wants_any_more_is_cut_short_and_later_ones_are_not(make):

@@ -10,9 +10,9 @@ import pytest
 from store_pages import IO_KINDS, aligned, content, io_settings, key, open_at, put
 
 from sgl_kvtier.store.base import PageRead, ReadJob, ReadOutcome
-from sgl_kvtier.store.front import read_ahead as ahead
-from sgl_kvtier.store.front.read_ahead import ReadAhead
+from sgl_kvtier.store.io import read_ahead as ahead
 from sgl_kvtier.store.io.jobs import OrderedJob
+from sgl_kvtier.store.io.read_ahead import ReadAhead
 
 NBYTES = 4096
 

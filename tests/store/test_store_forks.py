@@ -15,9 +15,9 @@ import pytest
 from store_pages import aligned, content, key, open_at, put, read
 
 from sgl_kvtier.config import ThrottleConfig
+from sgl_kvtier.lab.front.wrappers import Throttled
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.front.wrappers import Throttled
 from sgl_kvtier.types import Lookup
 
 NBYTES = 5000

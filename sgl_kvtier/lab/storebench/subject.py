@@ -21,7 +21,7 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadJob, ReadOutcome
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.engine import DiskStore, open_store
-from sgl_kvtier.store.front.read_ahead import AHEAD_BYTES, ReadAhead
+from sgl_kvtier.store.io.read_ahead import AHEAD_BYTES, ReadAhead
 from sgl_kvtier.types import PageKey
 
 BATCH = 128

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sgl_kvtier.store.base import ReadJob, ReadOutcome
-from sgl_kvtier.store.front.read_ahead import ReadAhead
+from sgl_kvtier.store.io.read_ahead import ReadAhead
 
 
 def read_or_given_up(outcomes: Sequence[ReadOutcome | None]) -> bool:

@@ -10,6 +10,7 @@ sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import threading
 import time
@@ -56,11 +57,13 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
 )
 from sgl_kvtier.store.engine import open_store
-from sgl_kvtier.store.front.wrappers import Faulty, Throttled
 from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
+
+_FRONT = "sgl_kvtier.lab.front.wrappers"
+"""Named as text, because the product never imports the laboratory."""
 
 
 class KVTierStorage(HiCacheStorage):
@@ -385,12 +388,13 @@ class KVTierStorage(HiCacheStorage):
         """Sets the bandwidth of the device this store imitates; 0 = as fast as the disk. ValueError
         when it imitates none.
         """
-        if not isinstance(self._store, Throttled):
+        change = getattr(self._store, "set_read_gbps", None)
+        if change is None:
             raise ValueError(
                 "the store was not started with a lab.throttle section, so it has no bandwidth to "
                 "change"
             )
-        self._store.set_read_gbps(read_gbps)
+        change(read_gbps)
 
     @contextmanager
     def reads_cut_short(self) -> Iterator[None]:
@@ -530,19 +534,21 @@ class KVTierStorage(HiCacheStorage):
 
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
-    """The store behind the faults and the slower device that the settings ask for, if they do, on
-    this rank.
+    """The store behind the worse device that the section `lab` asks for, if it does. Raises
+    ConfigError where the laboratory is not installed.
     """
-    faulty = config.lab.faults != FaultConfig(
-        seed=config.lab.faults.seed, rank=config.lab.faults.rank
-    )
-    if faulty and config.lab.faults.rank in (-1, tp_rank):
-        logger.warning("kvtier: faults are injected on purpose: %s", config.lab.faults)
-        store = Faulty(store, config.lab.faults)
-    if config.lab.throttle != ThrottleConfig():
-        logger.warning("kvtier: the store is slowed down on purpose: %s", config.lab.throttle)
-        store = Throttled(store, config.lab.throttle)
-    return store
+    if (config.lab.throttle, config.lab.faults) == (ThrottleConfig(), FaultConfig()):
+        return store
+    try:
+        front = importlib.import_module(_FRONT)
+    except ImportError as error:
+        store.close()
+        raise ConfigError(
+            "lab.throttle and lab.faults are of the laboratory, which is not installed here: leave "
+            "the section away"
+        ) from error
+    found: PageStore = front.in_front(store, config.lab, tp_rank)
+    return found
 
 
 def _leading(have: Sequence[bool]) -> int:

@@ -1,16 +1,19 @@
 """Stores in front of a store, with the same interface: `Throttled` is a slower device, `Faulty` an
-unreliable one.
+unreliable one. A server imports this module where its kvtier.json has `lab.throttle` or
+`lab.faults`.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from sgl_kvtier.config import FaultConfig, ThrottleConfig
+from sgl_kvtier.config import FaultConfig, LabConfig, ThrottleConfig
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.lab.front.link import Link, LinkJob
 from sgl_kvtier.store.base import (
     KV,
     PageRead,
@@ -21,8 +24,23 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     StoreStats,
 )
-from sgl_kvtier.store.front.link import Link, LinkJob
 from sgl_kvtier.types import Lookup, PageKey
+
+logger = logging.getLogger(__name__)
+
+
+def in_front(store: PageStore, config: LabConfig, tp_rank: int) -> PageStore:
+    """The store behind the faults and the slower device that the settings ask for, if they do, on
+    this rank.
+    """
+    faulty = config.faults != FaultConfig(seed=config.faults.seed, rank=config.faults.rank)
+    if faulty and config.faults.rank in (-1, tp_rank):
+        logger.warning("kvtier: faults are injected on purpose: %s", config.faults)
+        store = Faulty(store, config.faults)
+    if config.throttle != ThrottleConfig():
+        logger.warning("kvtier: the store is slowed down on purpose: %s", config.throttle)
+        store = Throttled(store, config.throttle)
+    return store
 
 
 class _InFront:

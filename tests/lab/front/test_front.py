@@ -14,9 +14,9 @@ from store_pages import aligned, content, key, put, read
 
 from sgl_kvtier.config import FaultConfig, ThrottleConfig
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.lab.front.wrappers import Faulty, Throttled
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore
-from sgl_kvtier.store.front.wrappers import Faulty, Throttled
 from sgl_kvtier.types import Lookup
 
 NBYTES = 50_000

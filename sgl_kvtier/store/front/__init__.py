@@ -1,1 +1,0 @@
-"""Stores in front of a store: faults, a throttled link, reading ahead."""
