@@ -6,9 +6,7 @@ cake.md and cacheflow.md and writes the plots. The text around the markers is wr
 
 from __future__ import annotations
 
-import csv
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from sgl_kvtier.console.document import write_text
@@ -18,12 +16,11 @@ from sgl_kvtier.lab.papers.cacheflow.plots import PLOTS as CACHEFLOW_PLOTS
 from sgl_kvtier.lab.papers.cacheflow.rig import SCENARIOS, source
 from sgl_kvtier.lab.papers.cake import command as cake
 from sgl_kvtier.lab.papers.cake.fit import is_fitted
-from sgl_kvtier.lab.papers.cake.grid import PUBLISHED, TABLES, Pair, printed
+from sgl_kvtier.lab.papers.cake.grid import TABLES, Pair, printed
 from sgl_kvtier.lab.papers.cake.plots import PLOTS as CAKE_PLOTS
 from sgl_kvtier.lab.papers.cake.run import times
-from sgl_kvtier.lab.sim.cells import Cell, agreement
-
-BEGIN, END = "<!-- computed: begin -->", "<!-- computed: end -->"
+from sgl_kvtier.lab.papers.parts import CELL, contradictions, replaced, rows, signed
+from sgl_kvtier.lab.sim.cells import agreement
 
 _PAIR = (
     Column("row", "row"),
@@ -34,16 +31,6 @@ _PAIR = (
     Column("kvtier", "ours, kvtier"),
     Column("fitted", "fitted"),
 )
-CELL = (
-    Column("row", "row"),
-    Column("column", "column"),
-    Column("paper", "paper"),
-    Column("ours", "ours", decimals=2),
-    Column("deviation", "deviation"),
-    Column("unit", "unit"),
-    Column("reading", "reading"),
-)
-"""How `rows` are shown."""
 
 
 def cake_markdown() -> str:
@@ -86,23 +73,6 @@ def lengths_note() -> str:
                 "from those of the recorded sessions.\n"
             )
     return "\n".join(notes)
-
-
-def contradictions(paper: str) -> Table:
-    """Where it contradicts itself, and the reading chosen."""
-    with (PUBLISHED / f"{paper}_contradictions.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    columns = [Column(name, name) for name in ("place", "printed", "conflict", "reading")]
-    return Table("What the paper prints twice or cannot have", columns, rows)
-
-
-def replaced(page: str, computed: str) -> str:
-    """The page with this between its markers. Raises ValueError where they are missing."""
-    before, _, rest = page.partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"the page has no {BEGIN} ... {END}")
-    return f"{before}{BEGIN}\n\n{computed}\n{END}{after}"
 
 
 def main(folder: str) -> None:
@@ -148,51 +118,11 @@ def _pair_row(pair: Pair) -> Row:
         "column": pair.column,
         "paper": f"{pair.over_io:.2f} \\ {pair.over_compute:.2f}",
         "cake": f"{cake_io:.2f} \\ {cake_compute:.2f}",
-        "deviation": f"{_signed(cake_io / pair.over_io - 1)} \\ "
-        f"{_signed(cake_compute / pair.over_compute - 1)}",
+        "deviation": f"{signed(cake_io / pair.over_io - 1)} \\ "
+        f"{signed(cake_compute / pair.over_compute - 1)}",
         "kvtier": f"{ours.io_s / ours.kvtier_s:.2f} \\ {ours.compute_s / ours.kvtier_s:.2f}",
         "fitted": "ratio" if is_fitted(pair) else "",
     }
-
-
-def rows(cells: Sequence[Cell]) -> list[Row]:
-    """Cells as rows of a page: ranges as printed, deviations in whole percent."""
-    return [
-        {
-            "row": cell.row,
-            "column": cell.column,
-            "paper": _paper(cell),
-            "ours": cell.ours,
-            "deviation": _off(cell),
-            "unit": cell.unit,
-            "reading": cell.reading.removeprefix(_range_of(cell)).removeprefix("; "),
-        }
-        for cell in cells
-    ]
-
-
-def _range_of(cell: Cell) -> str:
-    """The range the paper prints, as cacheflow/cells.py writes it into the reading; empty where it
-    prints one number.
-    """
-    first = cell.reading.split(";")[0]
-    return first if first.startswith("printed ") and " to " in first else ""
-
-
-def _paper(cell: Cell) -> str | None:
-    if cell.published is None:
-        return None
-    return _range_of(cell).removeprefix("printed ") or f"{cell.published:g}"
-
-
-def _off(cell: Cell) -> str | None:
-    if cell.deviation is None:
-        return None
-    return "inside" if _range_of(cell) and not cell.deviation else _signed(cell.deviation)
-
-
-def _signed(value: float) -> str:
-    return f"{round(100 * value) + 0:+d} %"
 
 
 def _percent(value: float | None) -> str | None:

@@ -2,26 +2,26 @@
 
 import pytest
 
-from sgl_kvtier.lab.papers import pages
+from sgl_kvtier.lab.papers import parts
 from sgl_kvtier.lab.sim.cells import Cell
 
 
 def test_only_what_stands_between_the_markers_is_replaced():
-    page = f"# Title\n\n{pages.BEGIN}\nold\n{pages.END}\n\nend\n"
+    page = f"# Title\n\n{parts.BEGIN}\nold\n{parts.END}\n\nend\n"
     assert (
-        pages.replaced(page, "new\n") == f"# Title\n\n{pages.BEGIN}\n\nnew\n\n{pages.END}\n\nend\n"
+        parts.replaced(page, "new\n") == f"# Title\n\n{parts.BEGIN}\n\nnew\n\n{parts.END}\n\nend\n"
     )
-    assert pages.replaced(pages.replaced(page, "a\n"), "b\n") == pages.replaced(page, "b\n")
+    assert parts.replaced(parts.replaced(page, "a\n"), "b\n") == parts.replaced(page, "b\n")
 
 
 def test_a_page_without_markers_is_left_alone():
     with pytest.raises(ValueError, match="computed: begin"):
-        pages.replaced("# Title\n", "new\n")
+        parts.replaced("# Title\n", "new\n")
 
 
-@pytest.mark.parametrize("paper", ["cake", "cacheflow"])
+@pytest.mark.parametrize("paper", ["cake", "cacheflow", "tierkv"])
 def test_every_contradiction_has_a_reading(paper):
-    rows = pages.contradictions(paper).rows
+    rows = parts.contradictions(paper).rows
     assert len(rows) >= 8
     assert all(row[name] for row in rows for name in ("place", "printed", "conflict", "reading"))
 
@@ -32,7 +32,7 @@ def test_a_range_is_shown_as_printed_and_a_value_inside_it_as_inside():
         Cell("t", "above", "c", 1.7, 2.0, "x", reading="printed 1.1 to 1.7; over vLLM"),
         Cell("t", "one number", "c", 2.0, 1.999, "x", reading="over vLLM"),
     ]
-    shown = [(row["paper"], row["deviation"], row["reading"]) for row in pages.rows(cells)]
+    shown = [(row["paper"], row["deviation"], row["reading"]) for row in parts.rows(cells)]
     assert shown == [
         ("1.1 to 1.7", "inside", "over vLLM"),
         ("1.1 to 1.7", "+18 %", "over vLLM"),

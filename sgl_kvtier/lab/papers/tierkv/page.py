@@ -13,7 +13,7 @@ from pathlib import Path
 from sgl_kvtier.console.document import write_text
 from sgl_kvtier.console.table import Column, Table, to_markdown
 from sgl_kvtier.lab.pages.plots import Series, lines, save_plot
-from sgl_kvtier.lab.papers.pages import CELL, contradictions, replaced, rows
+from sgl_kvtier.lab.papers.parts import CELL, contradictions, replaced, rows
 from sgl_kvtier.lab.papers.tierkv.command import TABLES
 from sgl_kvtier.lab.papers.tierkv.runs import sweep
 from sgl_kvtier.lab.papers.tierkv.setup import LEVELS, POLICIES, printed_table
