@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ _HOST_ADDED = frozenset({"file_storage_path"})
 
 _MOST_SAID = 500
 """Characters of a parser's own error that are repeated."""
+
+
+def of_lab(module: str, named: str) -> Any:
+    """The module of the laboratory that carries out settings of the section `lab`. Its name is put
+    together here, because the product never imports the laboratory. Raises ConfigError where it is
+    not installed.
+    """
+    try:
+        return importlib.import_module(f"sgl_kvtier.lab.{module}")
+    except ImportError as error:
+        raise ConfigError(
+            f"{named}: the laboratory is not installed here ({error}). Leave the section lab away"
+        ) from error
 
 
 def from_extra_config(extra_config: dict[str, Any] | None) -> KVTierConfig:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from place import PLACES, Place
 
+from sgl_kvtier.lab.audit import Audit
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import Compute, Mode, StepPlan
 from sgl_kvtier.runtime.ranks.agreement import Agreement
-from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.page_mover import PageMover
 from sgl_kvtier.runtime.restore.restoration import Restoration

@@ -11,7 +11,7 @@ import pytest
 from test_results_pages import numbers
 
 from sgl_kvtier import cli, config
-from sgl_kvtier.runtime.tools import settings_page
+from sgl_kvtier.lab import settings_page
 
 ROOT = Path(__file__).parents[2]
 MANUAL = sorted((ROOT / "docs" / "manual").glob("*.md"))

@@ -38,7 +38,6 @@ BEHIND_PORTS = {
 }  # fmt: skip
 OUTSIDE = {
     "cuda/page_shape.py": 2,
-    "restore/audit.py": 4,
     "restore/copy_device.py": 4,
     "scheduler/prefill_adder.py": 2,  # another one
     "scheduler/radix_cache.py": 13,  # a class of SGLang's, extended

@@ -24,6 +24,7 @@ import torch
 
 from sgl_kvtier.console import Column, Table, check_target, envelope, print_table, write_json
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.audit import pages_of
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.gpu.pools import CPU_WAYS, WAYS, controller, pools
 from sgl_kvtier.runtime.backend.host_pages import bytes_of, parts_of
@@ -32,7 +33,6 @@ from sgl_kvtier.runtime.cuda.card_memory import CardMemory
 from sgl_kvtier.runtime.cuda.flashinfer_scatter import FlashInferScatter
 from sgl_kvtier.runtime.cuda.page_shape import LAYOUTS, unfit
 from sgl_kvtier.runtime.cuda.scatter import TritonScatter
-from sgl_kvtier.runtime.restore.audit import pages_of
 from sgl_kvtier.runtime.restore.copy_device import MakeScatter, StreamCopies, copies_for, staged_by
 
 SCHEMA = "kvtier.copy-table/1"

@@ -10,7 +10,6 @@ sglang.srt.mem_cache.hicache_storage.HiCacheStorage of SGLang 0.5.23.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
 import threading
 import time
@@ -61,9 +60,6 @@ from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
-
-_FRONT = "sgl_kvtier.lab.front.wrappers"
-"""Named as text, because the product never imports the laboratory."""
 
 
 class KVTierStorage(HiCacheStorage):
@@ -540,13 +536,10 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
     if (config.lab.throttle, config.lab.faults) == (ThrottleConfig(), FaultConfig()):
         return store
     try:
-        front = importlib.import_module(_FRONT)
-    except ImportError as error:
+        front = settings.of_lab("front.wrappers", "lab.throttle and lab.faults")
+    except ConfigError:
         store.close()
-        raise ConfigError(
-            "lab.throttle and lab.faults are of the laboratory, which is not installed here: leave "
-            "the section away"
-        ) from error
+        raise
     found: PageStore = front.in_front(store, config.lab, tp_rank)
     return found
 

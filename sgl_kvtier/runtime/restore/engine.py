@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -28,7 +29,6 @@ from sgl_kvtier.policy.messages import (
     TransferDone,
 )
 from sgl_kvtier.runtime.ranks.polls import LANDED, LOST, OPEN, REASON, Poll, fresh_runs, runs_of
-from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.offers import LATER, Offers
@@ -72,8 +72,10 @@ class RestoreEngine:
         """Where SGLang writes new pages through to host memory."""
         self._prefixes: dict[str, torch.Tensor] = {}
         self._link_ended: dict[Link, float] = {}
-        self.audit: Audit | None = None
-        """What compares spliced pages with what they were loaded from, where that is asked for."""
+        self.audit: Any = None
+        """What compares spliced pages with what they were loaded from, where that is asked for
+        (`lab.audit`); else None.
+        """
         self.ending = False
         """A restoration has ended since the planner was last told."""
 

@@ -26,7 +26,6 @@ from sgl_kvtier.runtime.records import cost_profile
 from sgl_kvtier.runtime.records.cost_profile import Learning, Profile, ProfileKeeper
 from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
 from sgl_kvtier.runtime.restore import copy_device
-from sgl_kvtier.runtime.restore.audit import Audit
 from sgl_kvtier.runtime.restore.engine import RestoreEngine
 from sgl_kvtier.runtime.restore.kept_pages import KeptPages
 from sgl_kvtier.runtime.restore.page_mover import PageMover
@@ -176,7 +175,8 @@ def build(tree: Tree, server_args: Any) -> Parts:
     if context.host.write_through and same:
         parts.engine.kept = KeptPages(context.host, context.page)
     if config.lab.audit:
-        parts.engine.audit = Audit(controller, context.page, parts.engine.counters)
+        audit = settings.of_lab("audit", "lab.audit")
+        parts.engine.audit = audit.Audit(controller, context.page, parts.engine.counters)
         logger.warning(
             "kvtier: restored pages are read back and compared (lab.audit); this is slow"
         )

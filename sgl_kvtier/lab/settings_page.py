@@ -1,4 +1,4 @@
-"""docs/manual/settings.md from the settings: python -m sgl_kvtier.runtime.tools.settings_page >
+"""docs/manual/settings.md from the settings: python -m sgl_kvtier.lab.settings_page >
 docs/manual/settings.md
 """
 

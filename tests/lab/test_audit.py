@@ -14,9 +14,9 @@ import torch
 from device_pools import LAYOUTS, controller, latent_pools, slots
 
 from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.lab import audit as audit_module
+from sgl_kvtier.lab.audit import Audit, pages_of
 from sgl_kvtier.runtime.backend.host_pages import parts_of
-from sgl_kvtier.runtime.restore import audit as audit_module
-from sgl_kvtier.runtime.restore.audit import Audit, pages_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.restoration import Restoration
 from sgl_kvtier.store.base import ReadOutcome
