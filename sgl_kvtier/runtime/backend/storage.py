@@ -21,18 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransferResult,
-)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
 from sgl_kvtier.runtime import settings
-from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend import identity, side_pools
 from sgl_kvtier.runtime.backend.host_pages import (
     bytes_of,
     is_page_contiguous,
@@ -43,6 +38,7 @@ from sgl_kvtier.runtime.backend.host_pages import (
     share_of,
 )
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
+from sgl_kvtier.runtime.backend.side_pools import leading
 from sgl_kvtier.runtime.metrics import PUBLISHER, Source, store_samples
 from sgl_kvtier.runtime.sglang import hooks, seams
 from sgl_kvtier.runtime.step.page_names import page_key
@@ -193,29 +189,14 @@ class KVTierStorage(HiCacheStorage):
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many pages from the first on are there without a gap. No disk access."""
         del extra_info
-        return _leading(self._has(keys, KV))
+        return leading(self._has(keys, KV))
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """The usable prefix when side pools must be present too, by each pool's rule."""
         del extra_info
-        kv_pages = _leading(self._has(keys, KV))
-        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
-        restorable = list(range(1, kv_pages + 1))
-        for transfer in pool_transfers or ():
-            if not restorable or transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                # block groups never gate the hit; without a verdict SGLang learns nothing from us
-                continue
-            have = self._has(keys[:kv_pages], str(transfer.name))
-            window = 0
-            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                window = max(1, len(transfer.keys or ()))
-            fits = _restorable(have, window)
-            if fits:
-                hits[transfer.name] = max(fits)
-            restorable = [pages for pages in restorable if pages in fits]
-        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+        return side_pools.usable_prefix(keys, pool_transfers or (), self._has)
 
     # ---- zero copy: pages by host slot ----
 
@@ -309,14 +290,14 @@ class KVTierStorage(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         """Reads the pages of side pools into their host slots."""
         del extra_info
-        return {t.name: self._side_pool(t, self._get_side_pages) for t in transfers}
+        return side_pools.read_pages(transfers, self.registered_pools, self._read)
 
     def batch_set_v2(
         self, transfers: Sequence[Any], extra_info: Any = None
     ) -> dict[str, list[bool]]:
         """Writes the pages of side pools from their host slots."""
         del extra_info
-        return {t.name: self._side_pool(t, self._set_side_pages) for t in transfers}
+        return side_pools.write_pages(transfers, self.registered_pools, self._write)
 
     # ---- ordered reads, for the restore engine ----
 
@@ -386,10 +367,7 @@ class KVTierStorage(HiCacheStorage):
         """
         change = getattr(self._store, "set_read_gbps", None)
         if change is None:
-            raise ValueError(
-                "the store was not started with a lab.throttle section, so it has no bandwidth to "
-                "change"
-            )
+            raise ValueError("the store was not started with lab.throttle: it has no bandwidth")
         change(read_gbps)
 
     @contextmanager
@@ -423,7 +401,7 @@ class KVTierStorage(HiCacheStorage):
         names = [page_key(k) for k in keys]
         there = [a is Lookup.HIT for a in store.lookup(names, self._tag(pool))]
         if self._seen is not None and pool == KV:
-            self._seen.extend(names[: _leading(there)])
+            self._seen.extend(names[: leading(there)])
         return there
 
     def _read(
@@ -467,13 +445,9 @@ class KVTierStorage(HiCacheStorage):
         outcomes = store.put(
             [PageWrite(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)]
         )
+        seconds = time.perf_counter() - started
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
-        self._note(
-            self._write_batches,
-            sum(stored),
-            nbytes_of(parts, stored),
-            time.perf_counter() - started,
-        )
+        self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), seconds)
         if self._seen is not None and pool == KV:
             self._seen.extend(
                 page_key(k)
@@ -491,43 +465,6 @@ class KVTierStorage(HiCacheStorage):
     def _tag(self, pool: str) -> str:
         return self._pool_tags.get(pool, pool)
 
-    def _side_pool(self, transfer: Any, move: Any) -> list[bool]:
-        """Runs one pool's transfer; a transfer whose slots do not fit its keys moves nothing."""
-        keys, pool = transfer.keys or [], self.registered_pools.get(str(transfer.name))
-        per_page = getattr(pool, "page_size", 1) or 1
-        slots = transfer.host_indices
-        if pool is None or slots is None or slots.numel() != len(keys) * per_page:
-            logger.error(
-                "kvtier: pool %s: %d keys do not fit its slots; nothing moved",
-                transfer.name,
-                len(keys),
-            )
-            return [False] * len(keys)
-        return list(move(str(transfer.name), pool, keys, slots, per_page))
-
-    def _get_side_pages(
-        self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int
-    ) -> list[bool]:
-        if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
-            return self._read(keys, parts_of(pool, len(keys), slots), name)
-        pages = [pool.get_dummy_flat_data_page() for _ in keys]
-        read = self._read(keys, [[bytes_of(page)] for page in pages], name)
-        for i, ok in enumerate(read):
-            if ok:
-                pool.set_from_flat_data_page(slots[i * per_page].item(), pages[i])
-        return read
-
-    def _set_side_pages(
-        self, name: str, pool: Any, keys: list[str], slots: torch.Tensor, per_page: int
-    ) -> list[bool]:
-        if is_page_contiguous(pool) and hasattr(pool, "get_page_buffer_meta"):
-            return self._write(keys, parts_of(pool, len(keys), slots), name)
-        pages = [
-            pool.get_data_page(slots[i * per_page].item(), flat=True).contiguous()
-            for i in range(len(keys))
-        ]
-        return self._write(keys, [[bytes_of(page)] for page in pages], name)
-
 
 def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore:
     """The store behind the worse device that the section `lab` asks for, if it does. Raises
@@ -542,22 +479,6 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
         raise
     found: PageStore = front.in_front(store, config.lab, tp_rank)
     return found
-
-
-def _leading(have: Sequence[bool]) -> int:
-    for count, there in enumerate(have):
-        if not there:
-            return count
-    return len(have)
-
-
-def _restorable(have: Sequence[bool], window: int) -> list[int]:
-    """Prefix lengths in pages at which a pool suffices: all pages of it (window 0), or the last
-    `window` of them.
-    """
-    if window == 0:
-        return list(range(1, _leading(have) + 1))
-    return [n for n in range(1, len(have) + 1) if all(have[max(0, n - window) : n])]
 
 
 def _drain(batches: deque[tuple[int, float]], pages: list[int], bandwidth: list[float]) -> None:
