@@ -26,7 +26,8 @@ from sgl_kvtier.lab.equal.judge import WRONG, Answer, Floor, floor_of, judge
 from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.frame import work_folder
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import BYTES, check_heads, is_ours, serving_dtype, write_named
+from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.outside.model_shapes import BYTES, check_heads, is_ours, serving_dtype
 from sgl_kvtier.lab.outside.server import Launch, Server
 from sgl_kvtier.launch import detect_device, missing_packages
 

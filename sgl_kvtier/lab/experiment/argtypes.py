@@ -29,7 +29,8 @@ from sgl_kvtier.arguments import (
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import Setup
 from sgl_kvtier.lab.experiment.load import Load, LoadOptions
-from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, serving_dtype, write_named
+from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, serving_dtype
 from sgl_kvtier.lab.outside.openai import ROUTES
 from sgl_kvtier.lab.outside.replay import FEEDBACK, ReplayOptions
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced, parse

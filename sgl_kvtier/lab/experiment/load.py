@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import TraceError
-from sgl_kvtier.lab.outside.lab_model import VOCABULARY
+from sgl_kvtier.lab.outside.model_shapes import VOCABULARY
 from sgl_kvtier.lab.outside.replay import prompt_sizes
 from sgl_kvtier.lab.workload.catalogue import find_trace
 from sgl_kvtier.lab.workload.encoder import ByteEncoder, Encoder, TokenizerEncoder

@@ -29,7 +29,7 @@ from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuWatch
 from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.outside.client import Client, Metrics
-from sgl_kvtier.lab.outside.lab_model import BYTES
+from sgl_kvtier.lab.outside.model_shapes import BYTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
 from sgl_kvtier.lab.outside.server import Server, stop_servers
 from sgl_kvtier.lab.paced import launching, pace

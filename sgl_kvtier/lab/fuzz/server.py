@@ -25,7 +25,7 @@ from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.restore.server import STRICT
 from sgl_kvtier.lab.fuzz.chaos import Chaos
 from sgl_kvtier.lab.fuzz.log import FuzzLog, suspicious
-from sgl_kvtier.lab.outside.lab_model import check_heads
+from sgl_kvtier.lab.outside.model_shapes import check_heads
 from sgl_kvtier.lab.outside.server import Launch, Server, Usage, free_port
 from sgl_kvtier.lab.paced.launching import LOG, is_paced
 from sgl_kvtier.lab.paced.pace import Reader

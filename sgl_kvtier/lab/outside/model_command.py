@@ -16,7 +16,8 @@ from sgl_kvtier.console import (
     print_table,
     write_json,
 )
-from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, models_dir, write_named
+from sgl_kvtier.lab.outside.lab_model import models_dir, write_named
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES
 
 SCHEMA = "kvtier.model/1"
 

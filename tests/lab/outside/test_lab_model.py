@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.outside import lab_model
+from sgl_kvtier.lab.outside import lab_model, model_shapes
 
 
 def test_equal_names_and_seeds_give_equal_bytes(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
         lab_model.write_model("tiny-qwen3", folder=tmp_path / "file" / "models")
 
 
-@pytest.mark.parametrize("name", list(lab_model.SHAPES))
+@pytest.mark.parametrize("name", list(model_shapes.SHAPES))
 def test_the_weights_have_the_shapes_that_the_config_says(name: str, tmp_path: Path) -> None:
     folder = lab_model.write_model(name, folder=tmp_path)
     config = json.loads((folder / "config.json").read_text())
@@ -88,7 +88,7 @@ def test_the_weights_have_the_shapes_that_the_config_says(name: str, tmp_path: P
 
 
 def test_the_kv_bytes_of_the_default_model_are_those_of_its_dimensions() -> None:
-    assert lab_model.SHAPES["lab-mha"].kv_bytes_per_token == 16384
+    assert model_shapes.SHAPES["lab-mha"].kv_bytes_per_token == 16384
 
 
 def test_every_byte_has_its_own_token_and_no_special_token_can_win(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_shape_without_weights_is_a_folder_that_a_server_fills_with_random_one
     assert {"tokenizer.json", "tokenizer_config.json"} <= {file.name for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("name", list(lab_model.UNWEIGHTED))
+@pytest.mark.parametrize("name", list(model_shapes.UNWEIGHTED))
 def test_a_shape_for_an_accelerator_says_bfloat16_and_has_room_for_64k(
     name: str, tmp_path: Path
 ) -> None:
@@ -138,11 +138,11 @@ def test_a_shape_for_an_accelerator_says_bfloat16_and_has_room_for_64k(
 
 
 def test_the_drawn_model_has_the_shape_of_a_billion_parameters() -> None:
-    shape = lab_model.DRAWN["lab-gpu-1b"]
+    shape = model_shapes.DRAWN["lab-gpu-1b"]
     assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (16, 2048, 16, 8)
     assert (shape.head_dim, shape.context) == (128, 131072)
     assert 0.9e9 < shape.parameters < 1.2e9
-    assert lab_model.kv_bytes("lab-gpu-1b", "bfloat16") == 65536
+    assert model_shapes.kv_bytes("lab-gpu-1b", "bfloat16") == 65536
 
 
 def test_a_drawn_model_is_bfloat16_of_the_lab_models_scales(tmp_path: Path) -> None:
@@ -157,7 +157,8 @@ def test_a_drawn_model_is_bfloat16_of_the_lab_models_scales(tmp_path: Path) -> N
     tensors = load(folder / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     wanted = {
-        weight.name: weight for weight in lab_model.weights_of(lab_model.DRAWN["lab-gpu-tiny"])
+        weight.name: weight
+        for weight in model_shapes.weights_of(model_shapes.DRAWN["lab-gpu-tiny"])
     }
     assert wanted.keys() == tensors.keys()
     for name, weight in wanted.items():
@@ -184,15 +185,15 @@ def test_equal_seeds_draw_equal_weights_and_others_do_not(tmp_path: Path) -> Non
 
 
 def test_only_a_model_of_ours_is_served_as_bfloat16_on_an_accelerator() -> None:
-    assert lab_model.serving_dtype("cpu", "lab-mha") == "float32"
-    assert lab_model.serving_dtype("cuda", "lab-mha") == "bfloat16"
-    assert lab_model.serving_dtype("cuda", "shape-8b") == "bfloat16"
-    assert lab_model.serving_dtype("cuda", "/models/some-checkpoint") == "auto"
+    assert model_shapes.serving_dtype("cpu", "lab-mha") == "float32"
+    assert model_shapes.serving_dtype("cuda", "lab-mha") == "bfloat16"
+    assert model_shapes.serving_dtype("cuda", "shape-8b") == "bfloat16"
+    assert model_shapes.serving_dtype("cuda", "/models/some-checkpoint") == "auto"
 
 
 def test_heads_that_flashinfer_has_no_kernels_for_are_refused_on_an_accelerator() -> None:
-    lab_model.check_heads("cpu", "tiny-qwen3")
-    for name in (*lab_model.DRAWN, *lab_model.UNWEIGHTED, "/models/some-checkpoint"):
-        lab_model.check_heads("cuda", name)
+    model_shapes.check_heads("cpu", "tiny-qwen3")
+    for name in (*model_shapes.DRAWN, *model_shapes.UNWEIGHTED, "/models/some-checkpoint"):
+        model_shapes.check_heads("cuda", name)
     with pytest.raises(BenchError, match="lab-gpu-1b"):
-        lab_model.check_heads("cuda", "tiny-qwen3")
+        model_shapes.check_heads("cuda", "tiny-qwen3")

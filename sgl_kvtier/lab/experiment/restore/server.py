@@ -17,7 +17,8 @@ from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS
 from sgl_kvtier.lab.experiment.rounds import START_S
-from sgl_kvtier.lab.outside.lab_model import UNWEIGHTED, check_heads, is_ours, kv_bytes, write_named
+from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.outside.model_shapes import UNWEIGHTED, check_heads, is_ours, kv_bytes
 from sgl_kvtier.lab.outside.server import Launch, Server
 from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced, parse
 from sgl_kvtier.launch import host_of

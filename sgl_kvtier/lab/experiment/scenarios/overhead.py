@@ -22,7 +22,8 @@ from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
 from sgl_kvtier.lab.experiment.measures import Round
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Rounds, backwards
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.outside.lab_model import BYTES, write_named
+from sgl_kvtier.lab.outside.lab_model import write_named
+from sgl_kvtier.lab.outside.model_shapes import BYTES
 from sgl_kvtier.lab.outside.replay import Sample, milliseconds
 from sgl_kvtier.lab.pages.compare.tables import overhead_tables
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile

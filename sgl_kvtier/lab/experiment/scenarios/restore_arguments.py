@@ -10,7 +10,7 @@ from sgl_kvtier.console import check_target
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import PACED_SERVER, RUN, add_options, shape_of, words
 from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_RESTORE_ARMS, RESTORE_ARMS
-from sgl_kvtier.lab.outside.lab_model import DRAWN, SHAPES, UNWEIGHTED
+from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced
 from sgl_kvtier.outside import is_number, is_whole, shown
 
