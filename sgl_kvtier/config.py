@@ -51,37 +51,6 @@ _MOST_TEXT = 4096
 """Most characters of a text: no system takes a longer path."""
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
-_OWN_RULES = "a class that policy.rules names has it as an attribute (sgl_kvtier/policy/rules.py)"
-_MOVED = {
-    "throttle": "it is lab.throttle now",
-    "faults": "it is lab.faults now",
-    "policy.rule": 'papers\' rules are classes now: policy.rules = "sgl_kvtier.lab.rules:Cake" or '
-    '":CacheFlow"',
-    "policy.io_order": 'orders are classes now: policy.rules = "sgl_kvtier.lab.rules:LongestFirst" '
-    'or ":ShortestFirst"',
-    "policy.fixed_split": 'it is a class now: policy.rules = "sgl_kvtier.lab.rules:FixedSplit"',
-    "policy.lookahead": 'K is a class now: policy.rules = "sgl_kvtier.lab.rules:K2" for K = 2',
-    'policy.prefetch = "kvtier"': "it is on now",
-    'policy.prefetch = "tierkv"': 'it is on now, with policy.rules = "sgl_kvtier.lab.rules:TierKV"',
-    'policy.eviction = "lfu"': 'it is "sgl_kvtier.lab.rules:LFU" now',
-    **dict.fromkeys(
-        (
-            "policy.split_margin",
-            "policy.split_gain_s",
-            "policy.queue_charge",
-            "policy.min_chunk_tokens",
-            "policy.load_horizon_s",
-            "policy.yield_to_fresh",
-            "policy.lookahead_ssd",
-            "policy.scheduling_slack_s",
-            "policy.prefetch_margin",
-            "policy.demote_after_s",
-        ),
-        _OWN_RULES,
-    ),
-}
-"""Settings and values there were, and where each went."""
-
 
 def setting(
     default: Any,
@@ -353,8 +322,7 @@ def parse_setting(section: str, name: str, value: Any) -> Any:
     """One setting's value, checked as in a kvtier.json. Raises ConfigError."""
     known = {f.name: f for f in fields(_SECTIONS[section])} if section in _SECTIONS else {}
     if name not in known:
-        gone = f"{section}.{name}"
-        raise ConfigError(f"there is no setting {shown(gone)}{_moved(gone)}")
+        raise ConfigError(f"there is no setting {shown(f'{section}.{name}')}")
     return _parse_value(known[name], f"{section}.{name}", value)
 
 
@@ -399,7 +367,7 @@ def _parse_section(cls: Any, section: str, data: Any) -> Any:
 def _parse_value(f: Any, key: str, value: Any) -> Any:
     wanted = type(f.default)
     meta = f.metadata
-    wrong = ConfigError(refusal(key, value, f"{_allowed(f)} ({meta['doc']}){_moved(key, value)}"))
+    wrong = ConfigError(refusal(key, value, f"{_allowed(f)} ({meta['doc']})"))
     if meta["is_bytes"]:
         try:
             value = parse_bytes(value)
@@ -443,18 +411,10 @@ def _allowed(f: Any) -> str:
 def _unknown(key: str, prefix: str, known: list[str]) -> str:
     # Comparing takes time that grows with the square of the key's length.
     short = is_text(key, MOST_SHOWN)
-    if short and (moved := _moved(prefix + key)):
-        return f"unknown setting {prefix}{key}{moved}"
     close = difflib.get_close_matches(key, known, n=1) if short else []
     named = key if short else shown(key)
     hint = f" Did you mean {prefix}{close[0]}?" if close else ""
     return f"unknown setting {prefix}{named}.{hint} Known: {', '.join(prefix + k for k in known)}"
-
-
-def _moved(key: str, value: object = None) -> str:
-    """Where a setting there was, or a value of one, has gone; empty for any other."""
-    where = _MOVED.get(key if value is None else f"{key} = {shown(value)}")
-    return "" if where is None else f": {where}"
 
 
 LAB_SECTIONS = ("lab", "lab.throttle", "lab.faults")

@@ -11,8 +11,7 @@ _HEAD = """# Settings
 All settings of `kvtier.json`. A test compares this page with the code, and
 `kvtier doctor --settings` prints the same rows. The simulator reads the same file.
 A section `lab` slows the store or makes it fail on purpose: only the laboratory writes it
-([its README](../../sgl_kvtier/lab/README.md)). A setting there was is refused with a line that
-says where it went.
+([its README](../../sgl_kvtier/lab/README.md)).
 """
 _COLUMNS = "| Setting | Default | Allowed | Meaning |\n| :--- | :--- | :--- | :--- |\n"
 

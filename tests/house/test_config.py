@@ -211,31 +211,6 @@ def test_what_the_laboratory_alone_writes_is_not_among_a_users_settings():
 
 
 @pytest.mark.parametrize(
-    ("data", "where"),
-    [
-        ({"throttle": {"read_gbps": 1}}, "throttle: it is lab.throttle now"),
-        ({"faults": {}}, "faults: it is lab.faults now"),
-        ({"policy": {"rule": "cake"}}, 'policy.rule: .*policy.rules = "sgl_kvtier.lab.rules:Cake"'),
-        (
-            {"policy": {"io_order": "longest"}},
-            "policy.io_order: .*sgl_kvtier.lab.rules:LongestFirst",
-        ),
-        ({"policy": {"fixed_split": 0.5}}, "policy.fixed_split: .*sgl_kvtier.lab.rules:FixedSplit"),
-        ({"policy": {"lookahead": 2}}, "policy.lookahead: .*sgl_kvtier.lab.rules:K2"),
-        ({"policy": {"split_margin": 0.1}}, "policy.split_margin: a class that policy.rules names"),
-        ({"policy": {"prefetch": "kvtier"}}, 'policy.prefetch = "kvtier": .*: it is on now'),
-        ({"policy": {"prefetch": "tierkv"}}, 'policy.prefetch = "tierkv": .*lab.rules:TierKV'),
-        ({"policy": {"eviction": "lfu"}}, 'policy.eviction = "lfu": .*sgl_kvtier.lab.rules:LFU'),
-    ],
-    ids=str,
-)
-def test_a_setting_there_was_is_refused_with_a_line_that_says_where_it_went(data, where):
-    with pytest.raises(ConfigError, match=where) as found:
-        config.parse_config(data)
-    assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
     "name", [":C", "a:", "a.b", "a:b:c", "a b:C", "a..b:C", "é:C", "a:C\n", "1a:C"]
 )
 @pytest.mark.parametrize("key", ["rules", "eviction"])

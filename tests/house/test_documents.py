@@ -245,31 +245,26 @@ def is_there(name: str, document: Path) -> bool:
     return "/" not in name and any(True for base in wide for _ in base.rglob(name))
 
 
-def gone_settings(text: str) -> list[str]:
-    """Settings and values that config.py lists as gone and a text names in code: whole, or as in
-    `rule = cake`, or as a key of JSON.
+def unknown_settings(text: str) -> list[str]:
+    """Settings that a text names in code, by their section or as a key of JSON, and that kvtier.json
+    does not have.
     """
-    code = re.findall(r"^ *```.*?^ *```|`[^`\n]+`", text, flags=re.S | re.M)
-    found = []
-    for moved in config._MOVED:
-        setting, _, value = moved.partition(" = ")
-        last = setting.rpartition(".")[2]
-        if value:
-            wanted = rf'\b{last}"?\s*[=:]\s*"?{value.strip(chr(34))}\b'
-        elif "." in setting:
-            wanted = rf'\b{re.escape(setting)}\b|(?<![\w.-]){last}"?\s*[=:]\s'
-        else:
-            wanted = rf"`{last}\."
-        if any(re.search(wanted, span) for span in code):
-            found.append(moved)
-    return found
+    sections = ("store", "policy", *config.LAB_SECTIONS)
+    known = {row["key"] for row in config.describe_config(sections)} | {*config.LAB_SECTIONS}
+    code = "\n".join(re.findall(r"^ *```.*?^ *```|`[^`\n]+`", text, flags=re.S | re.M))
+    named = re.findall(
+        r"(?<![\w./-])(?:policy|store|lab)\.[a-z_]+(?:\.[a-z_]+)?(?![\w/]|\.py)", code
+    )
+    for section, keys in re.findall(r'"(policy|store)":\s*\{([^{}]*)\}', code):
+        named += [f"{section}.{key}" for key in re.findall(r'"(\w+)"\s*:', keys)]
+    return [name for name in named if name not in known]
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_settings_that_a_document_names_are_there(document: Path):
     text = document.read_text("utf-8")
     assert sorted({name for name in files_named(text) if not is_there(name, document)}) == []
-    assert gone_settings(text) == []
+    assert unknown_settings(text) == []
 
 
 def test_a_file_and_a_setting_that_are_gone_are_noticed():
@@ -281,12 +276,9 @@ def test_a_file_and_a_setting_that_are_gone_are_noticed():
     ]  # fmt: skip
     assert is_there("failing_env.py", page)
     assert not is_there("failing_env.py", PACKAGE / "store" / "README.md")
-    assert gone_settings("`policy.rules`, `lab.throttle.read_gbps`, rule = cake") == []
-    assert gone_settings("`rule = cake`") == ["policy.rule"]
-    assert gone_settings('```json\n{"policy": {"io_order": "x"}}\n```') == ["policy.io_order"]
-    assert gone_settings("`policy.prefetch = tierkv`, `throttle.read_gbps`") == [
-        "throttle", 'policy.prefetch = "tierkv"'
-    ]  # fmt: skip
+    assert unknown_settings("`policy.rules`, `lab.throttle.read_gbps`, `policy/rules.py`") == []
+    assert unknown_settings("`policy.rule = cake`, policy.no") == ["policy.rule"]
+    assert unknown_settings('```json\n{"policy": {"io_order": "x"}}\n```') == ["policy.io_order"]
 
 
 def test_a_long_sentence_and_a_broken_link_are_noticed(tmp_path: Path):
