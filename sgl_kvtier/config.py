@@ -7,7 +7,6 @@ are no environment variables of our own.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import json
 import re
@@ -341,11 +340,6 @@ def describe_config(sections: Iterable[str] = ("store", "policy")) -> list[dict[
                 {"key": key, "default": shown, "allowed": _allowed(f), "meaning": f.metadata["doc"]}
             )
     return rows
-
-
-def to_dict(config: KVTierConfig) -> dict[str, Any]:
-    """The settings as plain data: what `load_config` would read back to an equal object."""
-    return dataclasses.asdict(config)
 
 
 def _parse_section(cls: Any, section: str, data: Any) -> Any:

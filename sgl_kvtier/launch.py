@@ -41,24 +41,6 @@ def device_flags(device: str) -> list[str]:
     ]
 
 
-def greedy_flags(device: str) -> list[str]:
-    """For a server that only returns the most likely token: on an accelerator torch samples,
-    unless FlashInfer's sampling modules are compiled. Else the first request waits for nvcc.
-    """
-    return [] if device == "cpu" or _has_sampling() else ["--sampling-backend", "pytorch"]
-
-
-def _has_sampling() -> bool:
-    found = [*_folders("flashinfer"), *_folders("flashinfer_jit_cache")]
-    return any(any(folder.glob("**/sampling/sampling.so")) for folder in found)
-
-
-def _folders(package: str) -> list[Path]:
-    """Where an installed package lies; it is not imported."""
-    spec = find_spec(package)
-    return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
-
-
 def cache_flags(device: str, host_ratio: float) -> list[str]:
     """HiCache with a host pool of `host_ratio` times the device pool, in a page-contiguous
     layout.

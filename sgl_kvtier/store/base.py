@@ -102,18 +102,6 @@ class StoreStats:
     open_s: float = 0.0
     """Seconds since the store was opened."""
 
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written to the device per payload byte kept; 1 is the minimum."""
-        return self.bytes_written_to_device / self.bytes_written if self.bytes_written else 1.0
-
-    @property
-    def bytes_written_per_day(self) -> float:
-        """Bytes that would be written to the device in a day at this rate: compare it with the
-        drive's endurance rating.
-        """
-        return self.bytes_written_to_device / self.open_s * 86_400 if self.open_s else 0.0
-
 
 class ReadJob(Protocol):
     """An ordered read in flight. Pages are begun in the given order, and finish in any order.

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from serving import Served, config_file, flags, prompts, serving
 
+from sgl_kvtier.lab.experiment.arms import greedy_flags
 from sgl_kvtier.lab.outside.lab_model import write_named
-from sgl_kvtier.launch import device_flags, greedy_flags
+from sgl_kvtier.launch import device_flags
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 LONG, PAGE = 6000, 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import operator
 from dataclasses import fields
@@ -25,7 +26,7 @@ def test_settings_survive_being_written_and_read_again(tmp_path):
         {"store": {"path": "/p", "capacity_bytes": "3GiB"}, "lab": {"throttle": {"read_gbps": 2}}}
     )
     file = tmp_path / "kvtier.json"
-    file.write_text(json.dumps(config.to_dict(changed)))
+    file.write_text(json.dumps(dataclasses.asdict(changed)))
     assert config.load_config(file) == changed
     assert changed.store.capacity_bytes == 3 << 30
     assert changed.lab.throttle.read_gbps == 2.0

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.server import Launch
 from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced, parse
-from sgl_kvtier.launch import cache_flags, device_flags, greedy_flags, storage_flags
+from sgl_kvtier.launch import cache_flags, device_flags, storage_flags
 
 BASELINE = "recompute"
 OURS = "kvtier"
@@ -179,6 +180,24 @@ def base_flags(setup: Setup) -> list[str]:
         flags += ["--max-running-requests", str(setup.max_running)]
     flags += [*device_flags(setup.host), *greedy_flags(setup.host)]
     return [*flags, "--enable-metrics", "--enable-cache-report"]
+
+
+def greedy_flags(device: str) -> list[str]:
+    """For a server that only returns the most likely token: on an accelerator torch samples,
+    unless FlashInfer's sampling modules are compiled. Else the first request waits for nvcc.
+    """
+    return [] if device == "cpu" or _has_sampling() else ["--sampling-backend", "pytorch"]
+
+
+def _has_sampling() -> bool:
+    found = [*_folders("flashinfer"), *_folders("flashinfer_jit_cache")]
+    return any(any(folder.glob("**/sampling/sampling.so")) for folder in found)
+
+
+def _folders(package: str) -> list[Path]:
+    """Where an installed package lies; it is not imported."""
+    spec = find_spec(package)
+    return [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
 
 
 def server_env(setup: Setup) -> dict[str, str]:

@@ -69,10 +69,6 @@ class Profile:
     written: float = 0.0
     """Seconds since the epoch."""
 
-    def planned_with(self) -> dict[str, Any]:
-        """The planner's arguments from this profile."""
-        return {"prefill": self.prefill, "links": self.links}
-
 
 def read(path: Path) -> Profile | None:
     """The profile in a file, or None."""

@@ -13,6 +13,7 @@ import pytest
 
 from sgl_kvtier import launch
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment import arms
 from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
 from sgl_kvtier.lab.experiment.restore.server import setup_for, storage_bytes
@@ -39,7 +40,7 @@ def parsed(part: Any, *words: str) -> argparse.Namespace:
 
 @pytest.fixture
 def no_sampling_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "find_spec", lambda _name: None)
+    monkeypatch.setattr(arms, "find_spec", lambda _name: None)
 
 
 def test_float32_is_refused_where_flashinfer_is_the_attention(tmp_path: Path) -> None:
@@ -65,7 +66,7 @@ def test_flashinfer_samples_where_its_modules_are_compiled(
     module.parent.mkdir(parents=True)
     module.touch()
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path / "flashinfer")])
-    monkeypatch.setattr(launch, "find_spec", lambda name: spec if name == "flashinfer" else None)
+    monkeypatch.setattr(arms, "find_spec", lambda name: spec if name == "flashinfer" else None)
     assert "--sampling-backend" not in prepare(OURS, CARD, tmp_path / "arm").arguments
 
 
