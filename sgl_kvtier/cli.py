@@ -1,6 +1,4 @@
-"""The `kvtier` command: finds the module of a command, passes it the arguments, and prints errors
-in one line.
-"""
+"""The `kvtier` command: finds the module of a command, passes it on, prints errors in one line."""
 
 from __future__ import annotations
 
@@ -123,9 +121,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status: 0 done, 1 failed, 2 wrong arguments, 130
-    stopped with Ctrl-C.
-    """
+    """Runs one command. Returns 0 (done), 1 (failed), 2 (wrong arguments) or 130 (Ctrl-C)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())

@@ -242,9 +242,7 @@ class ThrottleConfig:
 
 @dataclass(frozen=True)
 class FaultConfig:
-    """Failures on purpose, to check that nothing depends on the store working. Never set this in
-    production.
-    """
+    """Failures on purpose: nothing may depend on the store working. Never for production."""
 
     read_error_rate: float = setting(0.0, "share of page reads that fail", low=0, high=1)
     write_error_rate: float = setting(0.0, "share of page writes that fail", low=0, high=1)
@@ -286,9 +284,7 @@ class KVTierConfig:
 
 
 def load_config(path: str | Path) -> KVTierConfig:
-    """The settings in a kvtier.json. Raises ConfigError when it is missing, not JSON, or has a
-    wrong setting.
-    """
+    """The settings in a kvtier.json. Raises ConfigError where it is missing or wrong."""
     try:
         data = parse_json(read_bounded(Path(path)))
     except OSError as error:

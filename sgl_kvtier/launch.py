@@ -25,9 +25,7 @@ GPU_PAGE = 64
 
 
 def device_flags(device: str) -> list[str]:
-    """Flags for a kind of machine. The CPU platform brings its own attention backend, so none is
-    named there.
-    """
+    """Flags for a kind of machine. The CPU platform brings an attention backend of its own."""
     if device != "cpu":
         return ["--attention-backend", "flashinfer"]
     # Without --sleep-on-idle an idle server keeps one core busy, which is half of a small host.
@@ -42,9 +40,7 @@ def device_flags(device: str) -> list[str]:
 
 
 def cache_flags(device: str, host_ratio: float) -> list[str]:
-    """HiCache with a host pool of `host_ratio` times the device pool, in a page-contiguous
-    layout.
-    """
+    """HiCache with a host pool of `host_ratio` device pools, in a page-contiguous layout."""
     copies, layout = (
         ("direct", "page_first_direct") if device == "cpu" else ("kernel", "page_first")
     )

@@ -23,9 +23,7 @@ _ITEMS, _LEVELS = 20, 3
 
 
 def shown(value: object) -> str:
-    """A value as JSON for an error's text, cut to `MOST_SHOWN` characters and valid UTF-8. Never
-    raises.
-    """
+    """A value as JSON for an error's text: at most `MOST_SHOWN` characters. Never raises."""
     text = _shown(value, 0)
     return text if len(text) <= MOST_SHOWN else text[: MOST_SHOWN - 1] + "…"
 
@@ -38,9 +36,7 @@ def refusal(name: str, value: object, allowed: str) -> str:
 def is_number(
     value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE
 ) -> TypeGuard[float]:
-    """Whether `value` is a finite number from `low` to `high`, which are finite. A bool is not a
-    number.
-    """
+    """Whether `value` is a finite number from `low` to `high`. A bool is not a number."""
     # Written so that NaN, which is neither below nor above anything, fails.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
@@ -51,9 +47,7 @@ def is_whole(value: object, low: float = -MOST_WHOLE, high: float = MOST_WHOLE) 
 
 
 def is_text(value: object, most: int) -> TypeGuard[str]:
-    """Whether `value` is a text of at most `most` characters that UTF-8 can encode: JSON can name
-    lone surrogates.
-    """
+    """Whether `value` is a text of at most `most` characters, without lone surrogates."""
     if not isinstance(value, str) or len(value) > most:
         return False
     try:
@@ -64,9 +58,7 @@ def is_text(value: object, most: int) -> TypeGuard[str]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value in a JSON text. Raises ValueError, with the position, on anything else, however
-    deeply it is nested.
-    """
+    """The value in a JSON text. Raises ValueError with the position, however deep it is."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -74,9 +66,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_bounded(path: Path, most: int = MOST_SETTINGS_BYTES) -> str:
-    """A UTF-8 file of at most `most` bytes. Raises OSError, and ValueError on a longer file or on
-    other bytes.
-    """
+    """A UTF-8 file of at most `most` bytes. Raises OSError, and ValueError on any other."""
     with path.open("rb") as file:
         raw = file.read(most + 1)
     if len(raw) > most:

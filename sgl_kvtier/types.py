@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 PageKey = NewType("PageKey", bytes)
-"""SGLang's chained SHA-256 page hash as its 32 raw bytes. It names all tokens from the first to the
-page's last.
-"""
+"""SGLang's chained SHA-256 page hash, 32 bytes: it names all tokens up to the page's last."""
 
 
 PACED = "paced:"

@@ -46,9 +46,7 @@ class Progress:
         self._say(message)
 
     def say_by(self, write: Callable[[str], object]) -> None:
-        """Sets the function that prints the lines of `say`: the display that shows this
-        progress.
-        """
+        """Sets the function that prints the lines of `say`: that of the progress's display."""
         self._say = write
 
     @property
@@ -58,9 +56,7 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Estimated seconds left at the pace so far; None until a step is done or while the total
-        is unknown.
-        """
+        """Seconds left at the pace so far; None before the first step or without a total."""
         if self.total is None or self.done <= 0:
             return None
         return self.elapsed_s / self.done * max(self.total - self.done, 0)

@@ -38,9 +38,7 @@ def print_table(table: Table, file: TextIO | None = None) -> None:
 
 
 def print_statement(text: str, is_bad: bool, file: TextIO | None = None) -> None:
-    """Prints a sentence and an empty line to `file` (stdout if None): on a terminal bold, and red
-    where it is bad news.
-    """
+    """Prints a sentence and an empty line (stdout if None): bold on a terminal, red where bad."""
     file = file or sys.stdout
     text = encodable(text, getattr(file, "encoding", None) or "utf-8")
     if file.isatty() and "NO_COLOR" not in os.environ:

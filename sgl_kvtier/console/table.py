@@ -1,6 +1,4 @@
-"""Rows as a table for people: on the terminal and in markdown. A missing value is an en dash, never
-a zero.
-"""
+"""Rows as a table for people, on the terminal and in markdown. A missing value is an en dash."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A titled table, the same for the terminal, markdown and HTML. `notes` are printed below
-    it.
-    """
+    """A titled table for the terminal, markdown and HTML. `notes` are printed below it."""
 
     title: str
     columns: Sequence[Column]
@@ -64,9 +60,7 @@ class Table:
 
 
 def field_of(row: Row, name: str) -> object:
-    """The value under a dotted name, or None. A key that has dots itself is preferred to a nested
-    one.
-    """
+    """The value under a dotted name, or None. A key that has dots itself goes first."""
     if name in row:
         return row[name]
     value: object = row
@@ -83,9 +77,7 @@ def is_missing(value: object) -> bool:
 
 
 def format_value(value: object, decimals: int | None = None) -> str:
-    """A value for people: thousands separated, about three significant digits unless `decimals` is
-    given.
-    """
+    """A value for people: thousands separated, three significant digits or `decimals`."""
     if is_missing(value):
         return MISSING
     if isinstance(value, bool):

@@ -90,9 +90,7 @@ def encode_header(header: Header) -> str:
 
 
 def decode_header(line: str) -> Header:
-    """Reads a first line. Raises TraceError when it is not one, or is of a version this package
-    does not read.
-    """
+    """Reads a first line. Raises TraceError when it is none, or of another version."""
     data = _parse(line)
     if data.get("log") != NAME:
         raise TraceError("not a decision log: its first line must name kvtier.decisions")

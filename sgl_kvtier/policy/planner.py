@@ -92,9 +92,7 @@ class Planner:
             raise
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question, between two steps. A Hinted is taken note of; the others change
-        nothing.
-        """
+        """Answers a question between two steps. Only a Hinted changes something."""
         answer: _A = self._answers[type(question)](question)
         return answer
 

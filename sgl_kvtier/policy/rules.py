@@ -113,9 +113,7 @@ class Desk(Protocol):
         """Seconds of one iteration, as of late."""
 
     def lacks(self, turn: ToCome) -> Sequence[tuple[Span, Tier | None]]:
-        """Runs of its pages that are not in device memory, with the tier each is found in, if
-        any.
-        """
+        """Runs of its pages that are not in device memory, with each one's tier, if any."""
 
     def paused(self, turn: ToCome) -> bool:
         """Whether nothing is moved for it because a move has failed a moment ago."""
@@ -124,9 +122,7 @@ class Desk(Protocol):
         """Seconds that one page takes over an idle link."""
 
     def judge(self, turn: ToCome, pages: int, transfer_s: float, window_s: float) -> None:
-        """Notes a prediction: `pages` pages take `transfer_s` seconds, and are hidden within
-        `window_s` seconds.
-        """
+        """Notes a prediction: `pages` take `transfer_s` seconds, hidden within `window_s`."""
 
     def bring(self, turn: ToCome, pages: Span, source: Tier) -> None:
         """Moves as many of these pages to device memory as find room, from the first on."""
@@ -183,9 +179,7 @@ class Rules:
     a restoration reads; False: as if each had the link to itself.
     """
     prefetch_margin: float = 0.25
-    """Links are taken to be this share slower than measured, so that what is brought is there in
-    time.
-    """
+    """Links are taken to be this share slower than measured, so that pages come in time."""
     scheduling_slack_s: float = 0.0001
     """How late a prefetched page may come (TierKV's delta)."""
     lookahead: int = -1
@@ -283,9 +277,7 @@ class Rules:
 
 
 def rules_of(name: str) -> Rules:
-    """The rules that `policy.rules` asks for. Raises ConfigError when there is no such class, or it
-    does not fit.
-    """
+    """The rules that `policy.rules` asks for. Raises ConfigError for a class that does not fit."""
     made: Rules = load_class("policy.rules", name, _unfit)() if name else Rules()
     return made
 

@@ -31,9 +31,7 @@ class ReadOutcome(enum.Enum):
     OK = "ok"
     MISS = "miss"
     CORRUPT = "corrupt"
-    """The bytes on disk are not this page (torn, stale, swapped or damaged); the entry has been
-    dropped.
-    """
+    """The bytes on disk are not this page (torn, stale, swapped, damaged); it was dropped."""
     FAILED = "failed"
     """The device reported an error."""
     LATE = "late"
@@ -48,15 +46,11 @@ class PutOutcome(enum.Enum):
     KEPT = "kept"
     """The key was there already: nothing was written."""
     REFUSED = "refused"
-    """No room, a read-only or full filesystem, an I/O error, or a page of a size that cannot be
-    kept.
-    """
+    """No room, a read-only or full filesystem, an I/O error, or a size that cannot be kept."""
 
 
 class PageRead(NamedTuple):
-    """One page to read. `into` are writable, contiguous byte buffers filled in turn; their total is
-    the page's length.
-    """
+    """One page to read. `into`: writable, contiguous byte buffers of its length, filled in turn."""
 
     key: PageKey
     into: Sequence[memoryview]
@@ -64,9 +58,7 @@ class PageRead(NamedTuple):
 
 
 class PageWrite(NamedTuple):
-    """One page to write. `data` are contiguous byte buffers written in turn; they are not kept
-    after `put` returns.
-    """
+    """One page to write. `data`: contiguous byte buffers, written in turn, not kept after `put`."""
 
     key: PageKey
     data: Sequence[memoryview]
@@ -119,9 +111,7 @@ class ReadJob(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Number of pages that were begun and have not ended. Their destinations belong to the
-        store.
-        """
+        """Pages that were begun and have not ended. Their destinations belong to the store."""
 
     @property
     def done(self) -> bool:
@@ -134,9 +124,7 @@ class ReadJob(Protocol):
         """Blocks until done, or for `timeout_s` seconds; True when done."""
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED; those begun go on to their end. Neither blocks nor does
-        I/O.
-        """
+        """Pages not begun become CANCELLED; others go on. Neither blocks nor does I/O."""
 
 
 class PageStore(Protocol):
@@ -164,9 +152,7 @@ class PageStore(Protocol):
         """
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages and returns when they can be read back. An existing key is never
-        rewritten.
-        """
+        """Writes pages; returns when they can be read back. Never rewrites an existing key."""
 
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
         """Drops pages and returns how many there were."""
@@ -178,6 +164,4 @@ class PageStore(Protocol):
         """Counters and size; takes no lock that an I/O operation holds."""
 
     def close(self) -> None:
-        """Ends the I/O threads and releases the directory. Reads in flight end first.
-        Idempotent.
-        """
+        """Ends I/O threads and releases the folder. Reads in flight end first. Idempotent."""

@@ -138,9 +138,7 @@ class DiskStore:
 
     @property
     def io(self) -> str:
-        """How pages are read: io_uring, threads (compiled), or python (I/O threads that are not
-        compiled).
-        """
+        """How pages are read: io_uring, threads (compiled), or python (threads, not compiled)."""
         if not isinstance(self._io_threads, NativeIOThreads):
             return "python"
         return "io_uring" if self._io_threads.rings else "threads"
@@ -173,9 +171,7 @@ class DiskStore:
             return list(np.where(there, table.length[any_row], 0).tolist())
 
     def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
-        """Announces pages in the order of their next use: they are evicted last, the ones used
-        latest first.
-        """
+        """Announces pages in the order of their next use: evicted last, the latest used first."""
         with self._core.lock:
             rows = self._core.table.find(keys, pool)
             self._core.table.age(rows[rows != EMPTY][::-1])
@@ -281,9 +277,7 @@ class DiskStore:
                 forks.release(core.env, self._folder)
 
     def damage(self, key: PageKey, pool: str = KV, *, bit: int = 0) -> bool:
-        """Flips one bit of a stored page's payload on disk, for fault injection. False when the
-        page is not there.
-        """
+        """Flips one bit of a page's payload on disk, for fault injection. False where none is."""
         core = self._core
         with core.lock:
             rows = self._core.table.find([key], pool)
@@ -322,9 +316,7 @@ class DiskStore:
         return Mover(self._core.env, self._core.io, self._core.config.verify_reads)
 
     def _locate(self, asked: Columns, names: NDArray[np.bytes_]) -> Located:
-        """Locked. Where the pages are that exist in the given length. Their rows are pinned until
-        `_settle`.
-        """
+        """Locked. Where pages of the given length are. Their rows are pinned until `_settle`."""
         table = self._core.table
         if not len(table.state):
             return Located.nothing(self._core.identity, len(asked.lengths))
@@ -410,9 +402,7 @@ class DiskStore:
             core.counters.bytes_read += nbytes
 
     def _drop_bad(self, located: Located, corrupt: list[int], failed: list[int]) -> set[int]:
-        """Forgets pages that are damaged, or failed twice; returns the indexes dropped. Their rows
-        stay pinned.
-        """
+        """Forgets pages damaged, or failed twice; returns their indexes. Rows stay pinned."""
         core = self._core
         dropped: dict[int, int] = {}
         with core.lock:

@@ -21,9 +21,7 @@ from sgl_kvtier.store.recovery import snapshot
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gone:
-    """Pages that can no longer be looked up while their slots still name them. The rows are pinned
-    until `Eraser.erase`.
-    """
+    """Pages not looked up any more whose slots still name them; pinned until `Eraser.erase`."""
 
     rows: Rows
     records: np.ndarray
@@ -102,9 +100,7 @@ class Eraser:
         return Unsaid(rows, table.sequence[rows], list(self._under_way))
 
     def settle(self, unsaid: Unsaid) -> None:
-        """Returns when these slots name only what they hold, and discarded segments are removed.
-        Never raises OSError.
-        """
+        """Waits until slots name what they hold and segments are gone. Never raises OSError."""
         core = self._core
         with core.lock:
             core.lock.wait_for(lambda: not self._open(unsaid))

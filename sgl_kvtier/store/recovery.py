@@ -47,9 +47,7 @@ _FUTURE_NS = 366 * 24 * 3600 * 10**9
 
 
 def load_table(core: Core, room: Room) -> None:
-    """Fills an empty slot table from what the folder holds, and lets the log continue from there.
-    Raises OSError.
-    """
+    """Fills an empty slot table from the folder, and lets the log continue. Raises OSError."""
     segments, aside = open_segments(core.env, core.folder, core.identity, core.io)
     room.adopt(segments, aside)
     newest = newest_sequence(core.env)
@@ -96,9 +94,7 @@ def _enter(core: Core, live: np.ndarray, bases: dict[int, int]) -> None:
 
 
 def snapshot(core: Core, room: Room) -> np.ndarray:
-    """Records of all pages that are there or being written, taken at one moment: the beginning of a
-    new log.
-    """
+    """Records of all pages there or being written at one moment: the beginning of a new log."""
     table = core.table
     with core.lock:
         rows = np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))

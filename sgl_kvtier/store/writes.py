@@ -21,9 +21,7 @@ from sgl_kvtier.store.index.slots import EMPTY, Rows, State
 from sgl_kvtier.store.io.threads import IOThreads
 
 _ROUNDS = 2
-"""Making room for new pages can evict one of the same batch that was there a moment ago: it gets a
-second chance.
-"""
+"""Making room can evict a page of the same batch that was just there: it gets a second chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,7 @@ class Writer:
         self._admission = admission_of(core.config)
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        """Writes pages that are not there yet. Never raises OSError; a page that could not be
-        written is REFUSED.
-        """
+        """Writes pages that are not there yet; REFUSED where that fails. Never raises OSError."""
         columns = columns_of(pages)
         batch = _Batch(pages, columns, pool_names(columns), [PutOutcome.REFUSED] * len(pages), [])
         try:
@@ -236,9 +232,7 @@ class Writer:
         self._publish(new, self._say(new, written, frames), batch)
 
     def _give_up(self, batch: _Batch) -> None:
-        """Frees the slots that were claimed. Neither the new page nor the one that stood there
-        before is found again.
-        """
+        """Frees the claimed slots. Neither the new page nor the one before is found again."""
         core = self._core
         rows = np.concatenate([np.empty(0, np.int64), *batch.claimed])
         try:
@@ -351,9 +345,7 @@ def _upwards(claimed: list[_New]) -> _New:
 
 
 def pool_names(columns: Columns) -> NDArray[np.bytes_]:
-    """The pools' names as headers have them. Raises ValueError for a name that no header can
-    hold.
-    """
+    """The pools' names as in headers. Raises ValueError for one that no header can hold."""
     for pool in dict.fromkeys(columns.pools):
         if not pool.isascii() or not 0 < len(pool) <= POOL_BYTES or "\0" in pool:
             raise ValueError(f"not a pool's name: {pool!r}. 1 to {POOL_BYTES} ASCII characters")
@@ -365,9 +357,7 @@ def pool_names(columns: Columns) -> NDArray[np.bytes_]:
 
 
 def find_pages(core: Core, pages: Columns, which: Rows | None = None) -> Rows:
-    """Locked. The row of each page's key in its pool, EMPTY where there is none; of all pages, or
-    of `which`.
-    """
+    """Locked. The row of each page's key in its pool, or EMPTY; of all pages or of `which`."""
     keys = pages.keys if which is None else pages.keys[which]
     if pages.pool is not None:
         return core.table.find_words(keys, pages.pool)

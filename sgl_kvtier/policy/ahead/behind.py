@@ -16,9 +16,7 @@ from sgl_kvtier.policy.pages.owners import owner_of
 from sgl_kvtier.policy.pages.tier_map import TierMap
 
 _SPARE: Final = 1.25
-"""Sessions are put off to this many times the queue's duration, so that the time is recomputed only
-after the rest of it.
-"""
+"""Sessions are put off to this many times the queue's duration: recomputed only after the rest."""
 _LOOSE: Final = 1.6
 """The time is also recomputed once it lies more than this many times the queue's duration ahead."""
 _APART: Final = 1e-6
@@ -38,9 +36,7 @@ class Behind:
         """A heap of the sessions not put off; it also has outdated entries."""
 
     def expect(self, session: str, next_use: float) -> None:
-        """An idle session is expected to use its pages at `next_use`, if it need not wait for the
-        queue.
-        """
+        """An idle session should use its pages at `next_use`, if it need not wait for the queue."""
         self._expected[session] = next_use
         self._put_off.pop(session, None)
         self._map.expect(owner_of(session), next_use)
@@ -57,9 +53,7 @@ class Behind:
         self._put_off.pop(session, None)
 
     def queue(self, now: float, queue_s: float) -> None:
-        """The requests that run and wait now will be done in `queue_s` seconds; 0: there are
-        none.
-        """
+        """The requests that run and wait now will be done in `queue_s` seconds; 0: none."""
         if now + queue_s > self._until or self._until - now > _LOOSE * queue_s:
             before, self._put_off = self._put_off, {}
             self._until = now + _SPARE * queue_s if queue_s > 0 else -math.inf

@@ -25,17 +25,13 @@ _LIKELY: Final = 0.5
 
 
 class Brought:
-    """One per Prefetcher, sharing its flights. `waste` is the share of guesses that may be
-    wrong.
-    """
+    """One per Prefetcher, sharing its flights. `waste`: share of guesses that may be wrong."""
 
     def __init__(self, flights: Flights, waste: float) -> None:
         self._flights = flights
         self._ledger = Ledger(waste)
         self.unused: dict[Tier, dict[PageKey, str]] = {Tier.DEVICE: {}, Tier.HOST: {}}
-        """Pages that were prefetched to a tier, or are being, and were not used yet, with their
-        owners.
-        """
+        """Pages prefetched to a tier, or being so, and not used yet, with their owners."""
         self._gave_way: dict[str, dict[Tier, None]] = {}
         """Owners with prefetched pages that were evicted from a tier before the owner's turn."""
         self._pauses: dict[str, tuple[float, float]] = {}
@@ -69,9 +65,7 @@ class Brought:
     def left(
         self, keys: Sequence[PageKey], tier: Tier, now: float, watched: Mapping[str, None]
     ) -> None:
-        """Pages have left a tier, or will not come to it. `watched` are owners whose turn is to
-        come.
-        """
+        """Pages have left a tier, or will not come. `watched`: owners whose turn is to come."""
         unused = self.unused.get(tier)
         if unused:
             for key in keys:

@@ -32,18 +32,14 @@ class LinkTime:
         self.latency_s = max(0.0, bandwidth.seconds(source, page_bytes) * factor - self.page_s)
         self.end_s = 0.0
         self.closed = False
-        """Pages that a request waits for come over this link: nothing more is charged to it in this
-        step.
-        """
+        """A request waits for pages of this link: nothing more is charged to it in this step."""
 
     def seconds(self, pages: int) -> float:
         """Seconds that Eq. 2 gives for pages on an idle link."""
         return self.latency_s + pages * self.page_s if pages else 0.0
 
     def fit(self, until_s: float) -> int:
-        """Number of pages that could come over it, behind those already charged, within `until_s`
-        seconds.
-        """
+        """Number of pages that could come within `until_s` seconds, behind those charged."""
         if self.closed:
             return 0
         return (
@@ -86,9 +82,7 @@ class Room:
             self.claimed = self.take(coming, -math.inf)
 
     def take(self, pages: int, needed_at: float) -> int:
-        """Sets aside up to `pages`, evicting only pages needed later than `needed_at`; returns how
-        many.
-        """
+        """Sets aside up to `pages`, evicting pages needed after `needed_at`; returns how many."""
         if not self.left:
             return 0
         granted = self._gather(min(pages, self.left), needed_at)
@@ -96,9 +90,7 @@ class Room:
         return granted
 
     def pass_over(self, pages: int) -> None:
-        """Skips pages that other requests own but have not claimed yet: the first evictable ones
-        are for them.
-        """
+        """Leaves the first evictable pages to other requests, which have not claimed them yet."""
         self._gather(pages, -math.inf)
 
     def claim(self, pages: int) -> None:
@@ -115,9 +107,7 @@ class Room:
         return self._map.victims_of(self._tier, self._drawn, missing)
 
     def _gather(self, pages: int, needed_at: float) -> int:
-        """Takes up to `pages` out of those drawn and those that can be evicted; returns how many
-        there were.
-        """
+        """Takes up to `pages` of those drawn and those evictable; returns how many there were."""
         while self._have < pages and (more := self._draw(needed_at)):
             self._have += more
         granted = max(0, min(pages, self._have))
@@ -125,9 +115,7 @@ class Room:
         return granted
 
     def _draw(self, needed_at: float = -math.inf) -> int:
-        """Draws the next class of victims, unless it is needed too soon; returns its number of
-        pages.
-        """
+        """Draws the next class of victims, unless needed too soon; returns its number of pages."""
         if self._next is None:
             self._next = next(self._classes, None)
         if self._next is None or self._next[1] <= needed_at:

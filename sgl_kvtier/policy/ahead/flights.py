@@ -1,6 +1,4 @@
-"""Pages being moved between tiers by this planner, until the executor reports that they have come
-or will not.
-"""
+"""Pages that this planner moves between tiers, until the executor reports their end."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class Flights:
         return count
 
     def backlog_seconds(self, link: Link, seconds_per_page: float, now: float) -> float:
-        """Seconds until a link has brought all pages in flight, less the time since its last
-        arrival.
-        """
+        """Seconds until a link brought all pages in flight, less those since the last arrival."""
         pages = self._pages.get(link, 0)
         return max(0.0, pages * seconds_per_page - (now - self._since[link])) if pages else 0.0
 

@@ -57,9 +57,7 @@ class IdleSessions:
         """Sessions whose pages have to be considered for prefetching by now."""
         self._soon_at: dict[str, float] = {}
         self._soon: list[tuple[float, str]] = []
-        """A heap of the times at which their pages have to be considered; it also has outdated
-        entries.
-        """
+        """A heap of the times at which their pages are considered; it has outdated entries too."""
         self._demote: dict[str, None] = {}
         self._lost: dict[str, tuple[PageKey, ...]] = {}
         self._lost_pages = 0
@@ -158,9 +156,7 @@ class IdleSessions:
         return tuple(move for move in moves if move is not None)
 
     def _give_up(self, session: str) -> None:
-        """Abandons a session that is no longer expected: its pages have no owner, unless a hint
-        comes later.
-        """
+        """Abandons a session: its pages have no owner, unless a hint comes later."""
         self.back(session)
         keys = self._map.keys_of(owner_of(session), Span(0, len(self._map)))
         self._lost[session] = keys

@@ -117,9 +117,7 @@ class Lacking:
         return self._wanting
 
     def missing(self, owner: str) -> Missing:
-        """The pages an owner lacks on the device, looked up again only when something has changed
-        for it.
-        """
+        """The pages an owner lacks on the device, looked up again only after a change for it."""
         if self._map.has_changed:
             self.refresh()
         known = self.known.get(owner)

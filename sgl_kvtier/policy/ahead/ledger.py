@@ -42,9 +42,7 @@ class Ledger:
         self._most = _MOST * pages
 
     def allows(self, chance: float) -> bool:
-        """Whether pages may be prefetched for an owner that comes with this chance; a share of 1
-        allows everything.
-        """
+        """Whether to prefetch for an owner that comes with this chance; a share of 1: always."""
         return self.balance > 0 or chance >= 1 or self._earns == math.inf
 
     def brought(self, keys: Iterable[PageKey], tier: Tier, chance: float) -> None:

@@ -19,9 +19,7 @@ class Overlap:
 
 
 class Overlaps:
-    """Counts tests and outcomes. Only the first test of each turn is judged; memory is bounded by
-    open turns.
-    """
+    """Counts tests and outcomes: of each turn the first test. Memory is bounded by open turns."""
 
     def __init__(self) -> None:
         self._open: dict[str, bool] = {}

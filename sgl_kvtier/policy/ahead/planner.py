@@ -73,9 +73,7 @@ class _Request:
 
 
 class Lookahead:
-    """The map, the prefetcher and the sessions, fed with facts. Never raises on unknown ids; one
-    thread, no clock.
-    """
+    """The map, the prefetcher and the sessions, fed with facts. Never raises on unknown ids."""
 
     def __init__(
         self,
@@ -112,9 +110,7 @@ class Lookahead:
 
     @property
     def active(self) -> bool:
-        """Whether it knows of any request or session: without RequestArrived there is nothing to
-        look ahead to.
-        """
+        """Whether it knows of any request or session; else there is nothing to look ahead to."""
         return bool(self._requests) or len(self._idle) > 0
 
     def observe(self, fact: Fact) -> None:
@@ -168,9 +164,7 @@ class Lookahead:
         busy_s: Mapping[Link, float] | None = None,
         restoring: Collection[str] = (),
     ) -> tuple[tuple[Evict, ...], tuple[Move, ...]]:
-        """The pages to evict first, and the pages to move. `restoring` requests get their pages
-        another way.
-        """
+        """Pages to evict, and pages to move. `restoring` requests get theirs another way."""
         for expected in self.sessions.changed(view.now):
             if expected.session in self._idle:
                 self._idle.expect(expected, view.now, self._iteration())

@@ -43,15 +43,11 @@ from sgl_kvtier.policy.rules import ToCome
 from sgl_kvtier.types import Link, Span, Tier
 
 SCOPE: Final = 32
-"""Most turns with missing pages that one step considers. Later ones come nearer before they
-matter.
-"""
+"""Most turns with missing pages that one step considers. Later ones come nearer first."""
 _COVER: Final = 1.5
 """Moves handed out cover this many iterations, so that no link waits for a plan."""
 _REFILL: Final = 0.5
-"""Links with more than this share of their horizon to do get nothing new, so that most steps have
-nothing to plan.
-"""
+"""Links busy for more than this share of their horizon get nothing new: most steps plan nothing."""
 _SPREAD: Final = 2.0
 """Pages of an expected session evict only pages that are not used before this many times its
 predicted wait. With less between them, either may come first, and they would evict each other's
@@ -294,9 +290,7 @@ class Prefetcher(Lacking):
         return brought
 
     def _stage(self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
-        """Prefetches to host memory the pages that lie below; a turn that is not due yet gets only
-        empty pages.
-        """
+        """Prefetches pages below to host memory; a turn that is not due gets only empty pages."""
         storage = step.links[Link.STORAGE_TO_HOST]
         needed_at = self._needed_at(step, turn) if due else math.inf
         until_s = min(turn.window_s + self._rules.scheduling_slack_s, horizon_s + storage.page_s)

@@ -17,13 +17,9 @@ from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link, Tier
 
 _EARLY: Final = 0.5
-"""With K from measured speeds, a turn is expected to come after this share of the predicted
-time.
-"""
+"""With K from measured speeds, a turn is expected after this share of the predicted time."""
 SOON: Final = 2.0
-"""With K from measured speeds, transfers begin when they would have to within this many
-iterations.
-"""
+"""With K from measured speeds, transfers begin when due within this many iterations."""
 
 
 class Step:

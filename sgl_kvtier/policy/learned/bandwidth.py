@@ -8,9 +8,7 @@ from typing import Final
 from sgl_kvtier.types import Link
 
 _KEEP: Final = 0.9
-"""Weight an earlier transfer keeps when another of the same size ends: about the last ten transfers
-count.
-"""
+"""Weight an earlier transfer keeps when one of the same size ends: about the last ten count."""
 _UNKNOWN: Final = 1e9
 _NEWS: Final = 4
 """This many transfers in a row that are all faster, or all slower, than the estimate mean that the
@@ -25,9 +23,7 @@ class _Seen:
     nbytes: float
     seconds: float
     news: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of the last transfers, all of them off the estimate in the same
-    direction.
-    """
+    """Bytes and seconds of the last transfers, all off the estimate in one direction."""
 
     def changed(self, nbytes: int, seconds: float) -> bool:
         """Whether this transfer shows that the link has changed. Small ones are dominated by
@@ -87,9 +83,7 @@ class Bandwidth:
         self._rates[link] = seen.nbytes / seen.seconds
 
     def bytes_per_second(self, link: Link) -> float:
-        """The present estimate; the first guess until a transfer ended, 1 GB/s where there is
-        none.
-        """
+        """The estimate; the first guess until a transfer ended, 1 GB/s where there is none."""
         return self._rates.get(link, _UNKNOWN)
 
     def latency_s(self, link: Link) -> float:

@@ -23,9 +23,7 @@ _GUESS_WEIGHT: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """The three coefficients, in seconds, seconds per token, and seconds per token and token before
-    it.
-    """
+    """The coefficients: seconds, seconds per token, seconds per token and token before."""
 
     fixed_s: float
     per_token_s: float
@@ -134,9 +132,7 @@ def _solve(matrix: list[list[float]], right: list[float]) -> PrefillCost | None:
 def _solve_subset(
     matrix: list[list[float]], right: list[float], used: tuple[int, ...]
 ) -> tuple[float, ...] | None:
-    """Gaussian elimination on the chosen terms, scaled by their diagonal; None when they are not
-    independent.
-    """
+    """Gaussian elimination on the chosen terms, scaled; None when they are not independent."""
     scale = [math.sqrt(matrix[i][i]) for i in used]
     if min(scale) <= 0:
         return None

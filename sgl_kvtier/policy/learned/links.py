@@ -10,9 +10,7 @@ from sgl_kvtier.types import Link, Span
 
 
 class LinkQueues:
-    """Transfers begun and not ended, per link, in the order they were begun. Seconds of the
-    executor's clock.
-    """
+    """Transfers begun and not ended, per link, in that order. Seconds of the executor's clock."""
 
     def __init__(self, bandwidth: Bandwidth, page_bytes: int) -> None:
         self._bandwidth = bandwidth
@@ -23,9 +21,7 @@ class LinkQueues:
         self._since: dict[Link, float] = {}
 
     def asked(self, link: Link, rid: str, spans: Sequence[Span], now: float) -> list[float]:
-        """Transfers begin, in this order; returns the link's backlog in seconds with each of
-        them.
-        """
+        """Transfers begin, in this order; returns the link's backlog in seconds with each."""
         queue = self._queued.setdefault(link, [])
         if not queue:
             self._since[link] = now
@@ -118,9 +114,7 @@ class LinkQueues:
         }
 
     def whole_below(self, rid: str, start: int, stop: int) -> int:
-        """The end of the last of this request's transfers within pages [start, stop); `start` where
-        there is none.
-        """
+        """The end of this request's last transfer within pages [start, stop); else `start`."""
         within = [
             last
             for queue in self._queued.values()

@@ -63,9 +63,7 @@ class LRU:
 
 
 class NextUse:
-    """Farthest next run first: pages without a known owner, then those of the owner that runs
-    latest.
-    """
+    """Farthest next run first: pages without a known owner, then of who runs latest."""
 
     def entered(self, group: int) -> int:
         return group

@@ -57,9 +57,7 @@ class Owners:
         self._farthest: _Begun | None = None
         self._aside: _Begun | None = None
         self.asked_aside = False
-        """While true, reading the order leaves no trace in it: equal turns stay as the last step of
-        a planner had them.
-        """
+        """While true, reading leaves no trace: equal turns stay as the last step had them."""
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -104,9 +102,7 @@ class Owners:
         self._order.remove(number)
 
     def expect(self, number: int, turn: float) -> None:
-        """Sets the time of its next run, in seconds of the executor's clock; infinity if
-        unknown.
-        """
+        """Sets its next run, in seconds of the executor's clock; infinity if unknown."""
         if self._turns[number] != turn:
             self._turns[number] = turn
             self._farthest = self._aside = None

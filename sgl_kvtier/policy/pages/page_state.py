@@ -58,9 +58,7 @@ _TIER_OF: Final = {
 
 @dataclass(frozen=True, slots=True)
 class PageInfo:
-    """Everything known of one page. Seconds of the executor's clock; `next_use` is infinite where
-    no owner is known.
-    """
+    """Everything known of a page. Seconds of the executor's clock; `next_use` infinite: unknown."""
 
     tiers: tuple[Tier, ...]
     in_flight: tuple[Tier, ...]

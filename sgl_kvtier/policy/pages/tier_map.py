@@ -116,9 +116,7 @@ class TierMap:
         return shelves.total - (shelves.pages(_COLD_SHELF) if shelves is self._low else 0)
 
     def missing(self, owner: str) -> Missing:
-        """The pages of this owner that the device lacks, from its first page on. O(its pages), at
-        about 10 ns each.
-        """
+        """This owner's pages that the device lacks, from its first on. O(pages), 10 ns each."""
         number = self.owners.number(owner)
         slots = () if number is None else self.owners.slots[number]
         if len(slots) < 2:
@@ -151,9 +149,7 @@ class TierMap:
         return bool(self._changed or self._claimed)
 
     def take_changed(self) -> tuple[str, ...]:
-        """Owners with pages that have come, gone or begun to move since the last call, each
-        once.
-        """
+        """Owners with pages that came, left or began to move since the last call, each once."""
         numbers: dict[int, None] = {}
         for group in self._changed:
             numbers.update(dict.fromkeys(self.owners.members(group)))
@@ -162,9 +158,7 @@ class TierMap:
         return tuple(names)
 
     def classes(self, tier: Tier) -> Iterator[tuple[int, float, int]]:
-        """(name, next use, pages) of a tier's classes of evictable pages, the first to be evicted
-        first.
-        """
+        """(name, next use, pages) of a tier's classes of evictable pages, in order of eviction."""
         shelves, rule = self._shelves(tier)
         for shelf, turn in rule.order(shelves.names, self.owners):
             if shelf >= 0:
@@ -257,9 +251,7 @@ class TierMap:
         self._resident[tier] -= left
 
     def moving(self, keys: Iterable[PageKey], tier: Tier) -> None:
-        """Pages are on their way to a tier, until `placed` or `dropped` there. Unknown keys are
-        skipped.
-        """
+        """Pages are on their way to a tier, until `placed` or `dropped`. Skips unknown keys."""
         bit = 16 << tier
         state = self._state
         for key in keys:
@@ -443,9 +435,7 @@ class TierMap:
         return 0 if bits == COLD and self._group[slot] != UNOWNED else bits
 
     def _relist(self, slot: int, before: int, after: int, entered: int = 0) -> None:
-        """Moves a page from its old shelves to its new ones. Its place on the others is
-        unchanged.
-        """
+        """Moves a page from old shelves to new ones. Its place on others is unchanged."""
         gone, came = before & ~after, after & ~before
         if gone & ON_DEVICE:
             self._device.take(slot)

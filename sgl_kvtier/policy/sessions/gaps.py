@@ -1,6 +1,4 @@
-"""Usual durations, from samples that come one by one: a decayed histogram over a logarithmic
-scale.
-"""
+"""Usual durations, from single samples: a decayed histogram over a logarithmic scale."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ class _Share:
 
 
 class Returns:
-    """Chances per class. A session that was counted as gone and comes back after all is counted
-    again.
-    """
+    """Chances per class. A session that was counted as gone and returns is counted again."""
 
     def __init__(self) -> None:
         self._classes = [_Share() for _ in range(_CLASSES)]
@@ -48,9 +46,7 @@ class Returns:
             share.count(0.0, 1.0)
 
     def chance(self, turns: int) -> float:
-        """The chance that a session comes back after this number of turns; one half while nothing
-        is known.
-        """
+        """The chance that a session returns after this many turns; a half if nothing is known."""
         everybody = (self._all.back + 1.0) / (self._all.back + self._all.gone + 2.0)
         own = self._classes[class_of(turns)]
         return (own.back + _PRIOR * everybody) / (own.back + own.gone + _PRIOR)

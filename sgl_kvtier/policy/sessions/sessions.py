@@ -106,9 +106,7 @@ class Sessions:
         known.serial = 0
 
     def left(self, session: str, now: float, tool: str | None = None) -> Return:
-        """A session's turn has ended; `tool` is the one it called, if known. Returns when to expect
-        it.
-        """
+        """A turn has ended; `tool`: the one it called, if known. Returns when to expect it."""
         known = self._touch(session)
         known.left_at = now
         known.turns += 1
@@ -163,9 +161,7 @@ class Sessions:
         return self._predict(session, known, now)
 
     def changed(self, now: float) -> list[Return]:
-        """Sessions whose expectation has to be renewed by now, because it has passed or a hint
-        changed it.
-        """
+        """Sessions whose expectation is to be renewed: it has passed, or a hint changed it."""
         due = []
         while self._checks and self._checks[0][0] <= now:
             _, serial, session = heapq.heappop(self._checks)

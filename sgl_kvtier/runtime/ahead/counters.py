@@ -1,6 +1,4 @@
-"""Counters of lookahead since the server started: plain numbers, written by the scheduler's
-thread.
-"""
+"""Counters of lookahead since the server started, written by the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ class LookaheadCounters:
     checks: int = 0
 
     def counts(self, wasted_bytes: int) -> Iterator[Sample]:
-        """All of them, for /metrics. Any thread: counters are copied before they are gone
-        through.
-        """
+        """All of them, for /metrics. Any thread: counters are copied before they are read."""
         for link in (Link.HOST_TO_DEVICE, Link.STORAGE_TO_HOST):
             yield "moved_bytes", {"link": link.value}, self.moved_bytes[link]
         for reason, pages in dict(self.failed_moves).items():

@@ -104,9 +104,7 @@ class LookaheadEngine:
         self.sessions = SessionNames()
         self.metrics: Source | None = None
         self.broken = False
-        """Something went wrong on this rank: all ranks stop looking ahead in the next step, since
-        they agree on it.
-        """
+        """Something went wrong on this rank: all ranks stop looking ahead in the next step."""
         self.off: dict[str, int] = {}
         """Differences that the last whole comparison found."""
         self._config = config
@@ -143,9 +141,7 @@ class LookaheadEngine:
         self.facts.placed(known.keys[before // page : after // page], Tier.DEVICE)
 
     def released(self, req: Req) -> None:
-        """A request gives its row back; one that was retracted comes again and is still the
-        same.
-        """
+        """A request gives its row back. A retracted one comes again and is still the same."""
         known = self._requests.get(req.rid)
         if known is None or not req.finished():
             return
@@ -207,9 +203,7 @@ class LookaheadEngine:
             self._backend.take_seen()
 
     def give_up(self) -> None:
-        """The planner failed: from now on SGLang does everything itself. Moves in flight are waited
-        for.
-        """
+        """The planner failed: SGLang does everything itself. Moves in flight are waited for."""
         logger.error("kvtier: not looking ahead any more")
         self.counters.failures += 1
         self.facts.stop()

@@ -28,9 +28,7 @@ _RETRIES = 100
 
 
 class NotOursError(OSError):
-    """A file or folder that another user owns, or a folder that others may write. `advice` is one
-    line with what to do.
-    """
+    """A file or folder that others own, or may write. `advice` is one line with what to do."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(errno.EPERM, why, path)
@@ -49,9 +47,7 @@ class Env:
     """
 
     native = True
-    """Whether the native I/O threads may bypass this object. False in subclasses that must see
-    every call.
-    """
+    """Whether native I/O threads may bypass this. False in subclasses that see every call."""
 
     def open(self, path: str, flags: int) -> int:
         """A descriptor of a regular file, or of a folder with O_DIRECTORY. Anything else is refused
@@ -89,9 +85,7 @@ class Env:
         return os.pwritev(fd, list(buffers), offset)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Reserves disk space for a file of `nbytes`; only sets its length where the filesystem
-        cannot reserve.
-        """
+        """Reserves disk space for `nbytes`; sets only the length where that cannot be done."""
         try:
             os.posix_fallocate(fd, 0, nbytes)
         except OSError as error:
@@ -173,9 +167,7 @@ class Env:
         return info.f_bavail * info.f_frsize
 
     def lock(self, fd: int) -> None:
-        """Takes the exclusive lock of an open file, or raises BlockingIOError at once. Ends with
-        the descriptor.
-        """
+        """Locks an open file until its descriptor is closed, or raises BlockingIOError at once."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def lock_shared(self, fd: int) -> None:
@@ -207,9 +199,7 @@ class Env:
 
 
 def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fills the buffers from `offset` on. Returns the bytes read, fewer only where the file ends.
-    Raises OSError.
-    """
+    """Fills the buffers from `offset` on. Returns bytes read, fewer at the end. Raises OSError."""
     done = 0
     rest = list(buffers)
     for _ in _attempts():
@@ -229,9 +219,7 @@ def read_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) ->
 
 
 def write_fully(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Writes the buffers from `offset` on. Raises OSError, after which any part of the range may
-    have been written.
-    """
+    """Writes the buffers from `offset` on. Raises OSError; any part may then be written."""
     done = 0
     rest = list(buffers)
     for _ in _attempts():
@@ -254,9 +242,7 @@ def read_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> bytes
 
 
 def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) -> memoryview:
-    """The whole of a file of at most `most` bytes, copied only once. Raises OSError, with EFBIG
-    where it is longer.
-    """
+    """A file of at most `most` bytes, copied once. Raises OSError, EFBIG where it is longer."""
     fd = env.open(path, flags)
     try:
         nbytes = env.size(fd)
@@ -269,9 +255,7 @@ def read_large_file(env: Env, path: str, most: int, flags: int = os.O_RDONLY) ->
 
 
 def create_file(env: Env, path: str, flags: int) -> int:
-    """A new file in place of one that an earlier run left, which is neither opened nor cut. Raises
-    OSError.
-    """
+    """A new file in place of an earlier run's, which is not opened or cut. Raises OSError."""
     flags |= os.O_CREAT | os.O_EXCL
     try:
         return env.open(path, flags)
@@ -281,9 +265,7 @@ def create_file(env: Env, path: str, flags: int) -> int:
 
 
 def write_file(env: Env, path: str, data: bytes) -> None:
-    """Writes a small file so that after a crash it is either the old one or the new one. Raises
-    OSError.
-    """
+    """Writes a small file; after a crash it is the old one or the new one. Raises OSError."""
     # Several ranks settle the same folder at once.
     fresh = f"{path}.{os.getpid()}.new"
     fd = create_file(env, fresh, os.O_WRONLY)

@@ -15,9 +15,7 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import RankFolder
 
 _owned: dict[int, weakref.WeakMethod[Callable[[], None]] | None] = {}
-"""Each folder that was not released, by the descriptor of its lock; None while its store is being
-opened.
-"""
+"""Each folder not released, by its lock's descriptor; None while its store is being opened."""
 
 
 def owns(folder: RankFolder, leave: Callable[[], None] | None = None) -> None:

@@ -82,9 +82,7 @@ _ZEROS = bytes(BLOCK)
 
 @dataclass(frozen=True, slots=True)
 class SlotHead:
-    """What a slot says about its page. `sequence` is unique to one write, so a stale slot never
-    passes for a new one.
-    """
+    """What a slot says of its page. `sequence` is unique to one write: no stale slot passes."""
 
     identity: bytes
     key: bytes
@@ -173,9 +171,7 @@ def seal(head: bytes, digest: bytes) -> bytes:
 
 
 def matches(block: memoryview, head: bytes, payload: Iterable[memoryview]) -> bool:
-    """Whether a header block read from disk is the expected one and its checksum fits the payload
-    read with it.
-    """
+    """Whether a header block from disk is the expected one, and its checksum the payload's."""
     # A memoryview compares byte by byte, bytes compare at memory speed.
     found = bytes(block)
     if found[:_SUM_AT] != head[:_SUM_AT] or found[_SUM_AT + 16 :] != head[_SUM_AT + 16 :]:
@@ -231,9 +227,7 @@ def unpack_segment_head(block: bytes, identity: bytes) -> tuple[int, int, int] |
 
 
 def spoiled_segment_head() -> bytes:
-    """The first block of a discarded segment: only the magic, so that it can be told from an
-    unknown file.
-    """
+    """The first block of a discarded segment: the magic tells it from an unknown file."""
     return _SEGMENT_MAGIC + _ZEROS[len(_SEGMENT_MAGIC) :]
 
 
@@ -266,9 +260,7 @@ def pack_frame(records: np.ndarray) -> bytes:
 
 
 def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, bool]:
-    """(records in the order written, whether the log is whole). Reading stops at the first frame
-    that does not fit.
-    """
+    """(records as written, whether the log is whole). Stops at a frame that does not fit."""
     nothing = np.empty(0, RECORD)
     if data[:LOG_HEAD_BYTES] != pack_log_head(identity):
         return nothing, False

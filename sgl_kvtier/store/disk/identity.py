@@ -43,9 +43,7 @@ class Identity:
         return hash(self.fingerprint)
 
     def canonical(self) -> str:
-        """The fields and the store's format as JSON with sorted keys: equal texts, equal
-        identities.
-        """
+        """The fields and the format as JSON with sorted keys: equal texts, equal identities."""
         data = {"fields": dict(self.fields), "store_format": VERSION}
         return _canonical(data)
 

@@ -36,17 +36,13 @@ _AGAIN_S = 10.0
 each try takes a pass over all pages.
 """
 INDEX_BYTES_PER_SLOT = 3 * RECORD.itemsize
-"""Bytes that the log may take per slot: two records, and one in the new log while it replaces the
-old one.
-"""
+"""Bytes of the log per slot: two records, and one in the new log while it replaces the old one."""
 _READ_BYTES_PER_SLOT = 4 * (RECORD.itemsize + FRAME_HEAD_BYTES)
 _READ_FIXED_BYTES = 1 << 20
 
 
 def most_bytes(slots: int) -> int:
-    """The longest log that is read for this number of slots: twice what is ever kept. A longer one
-    is damaged.
-    """
+    """The longest log that is read for this many slots: twice what is kept, else damaged."""
     return _READ_FIXED_BYTES + slots * _READ_BYTES_PER_SLOT
 
 
@@ -101,15 +97,11 @@ class IndexLog:
 
     @property
     def lost(self) -> bool:
-        """Whether records are missing on disk, so that the next opening would have to read the
-        slots' headers.
-        """
+        """Whether records are missing on disk: the next opening would read the slots' headers."""
         return self._lost != 0
 
     def load(self, slots: int) -> tuple[np.ndarray, bool]:
-        """(records as written, whether they are complete) of a folder with this number of slots.
-        Does not raise.
-        """
+        """(records as written, whether complete) of a folder with this many slots. Never raises."""
         try:
             # Opened for writing, which refuses a log that another user made.
             data = read_large_file(self._env, self._path, most_bytes(slots), os.O_RDWR)
@@ -204,9 +196,7 @@ class IndexLog:
         ) and self._env.now() >= self._again_at
 
     def sync(self) -> None:
-        """Makes all appended records survive a power loss. Raises OSError, also when some could not
-        be appended.
-        """
+        """Makes all records survive a power loss. Raises OSError, also when some are missing."""
         with self._lock:
             if self._lost:
                 raise OSError(self._lost, "index records were lost")

@@ -32,9 +32,7 @@ PROFILE = "restore-profile.json"
 """The learned costs and bandwidths of a server. The store only reserves the name."""
 ABOUT = "sgl_kvtier page store"
 PATIENT = 50
-"""Times that a lock is tried again before it counts as another process's: `is_open` holds it for a
-moment.
-"""
+"""Tries before a lock counts as another process's: `is_open` holds it for a moment."""
 _PAUSE_S = 0.02
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_LOCK_BYTES = 64
@@ -64,9 +62,7 @@ class RankFolder:
 
 
 def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankFolder:
-    """Makes and locks the folder of a rank. Raises StoreError, StoreBusyError or StoreFormatError,
-    which say what to do.
-    """
+    """Makes and locks the folder of a rank. Raises StoreError, which says what to do."""
     if not root:
         raise StoreError("store.path is not set: give the folder that pages are kept in")
     if not _RANK.match(rank) or ".." in rank:
@@ -191,9 +187,7 @@ def read_identity(env: Env, namespace: str) -> dict[str, Any]:
 
 
 def list_namespaces(env: Env, root: str) -> list[str]:
-    """Folders below a root that are named like an identity's; `read_identity` says whether one is.
-    Links are left out.
-    """
+    """Folders below a root named like an identity's, no links; `read_identity` tells."""
     try:
         names = [name for name in env.list(root) if _NAMESPACE.match(name)]
     except OSError:

@@ -97,9 +97,7 @@ def others_by_age(env: Env, own: str) -> list[tuple[str, int]]:
 
 
 def check_namespace(env: Env, namespace: str) -> None:
-    """Raises StoreError unless a folder is an identity's and this user's alone. May raise
-    OSError.
-    """
+    """Raises StoreError unless a folder is an identity's and this user's alone, or OSError."""
     try:
         check_private(namespace, env.status(namespace))
     except NotOursError as error:
@@ -108,9 +106,7 @@ def check_namespace(env: Env, namespace: str) -> None:
 
 
 def look_through(env: Env, namespace: str) -> dict[str, list[str]]:
-    """The files of each rank, by its folder. Raises StoreError for anything that the store does not
-    make, and OSError.
-    """
+    """The files of each rank, by its folder. Raises StoreError for foreign ones, or OSError."""
     check_root(os.path.dirname(namespace))
     check_namespace(env, namespace)
     ranks = {}

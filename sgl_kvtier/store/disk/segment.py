@@ -47,9 +47,7 @@ BUFFERED = DirectIO(0, 1)
 
 @dataclass(slots=True)
 class Segment:
-    """An open segment. Slot n begins at `offset(n)`. Its slots are the slot table's rows [base,
-    base + slots).
-    """
+    """An open segment. Slot n begins at `offset(n)` and is the slot table's row `base` + n."""
 
     number: int
     slot_bytes: int
@@ -74,9 +72,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """The number in a segment's file name; None for any other name, and for numbers that no segment
-    gets.
-    """
+    """The number in a segment's file name; None for any other name or number."""
     digits = name.removeprefix(_PREFIX)
     if digits == name or len(digits) != 8 or any(c not in "0123456789abcdef" for c in digits):
         return None
@@ -87,9 +83,7 @@ def segment_number(name: str) -> int | None:
 def create_segment(
     env: Env, folder: str, number: int, slot_bytes: int, slots: int, identity: bytes, io: DirectIO
 ) -> Segment:
-    """A new file with its disk space reserved. Raises OSError and leaves nothing behind when there
-    is no room.
-    """
+    """A new file with its disk space reserved. Raises OSError and leaves nothing behind."""
     path = os.path.join(folder, segment_name(number))
     fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | io.flags)
     segment = Segment(number, slot_bytes, slots, path, fd)
@@ -145,16 +139,12 @@ def is_segment(env: Env, path: str) -> bool:
 
 
 def spoil_segment(env: Env, segment: Segment) -> None:
-    """Overwrites the head of a file that cannot be removed, so that later openings find no segment.
-    Raises OSError.
-    """
+    """Overwrites the head of a file that cannot be removed: no segment then. Raises OSError."""
     write_fully(env, segment.fd, [_aligned(spoiled_segment_head())], 0)
 
 
 def probe_direct_io(env: Env, folder: str, setting: str) -> DirectIO:
-    """Tests O_DIRECT in this folder. Raises OSError when the setting is `on` and it does not
-    work.
-    """
+    """Tests O_DIRECT in this folder. Raises OSError where it is `on` and does not work."""
     if setting == "off":
         return BUFFERED
     path = os.path.join(folder, PROBE)
@@ -185,9 +175,7 @@ def _direct_alignment(env: Env, path: str) -> int:
 
 
 def _beginning(env: Env, fd: int, blocks: int) -> bytes:
-    """Up to `blocks` blocks from the start of a file: a segment's head, then the header of its
-    first slot.
-    """
+    """Up to `blocks` blocks of a file's start: a segment's head, its first slot's header."""
     buffer = _aligned(bytes(blocks * BLOCK))
     return bytes(buffer[: read_fully(env, fd, [buffer], 0)])
 

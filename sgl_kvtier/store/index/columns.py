@@ -1,6 +1,4 @@
-"""The pages of one batch as columns instead of objects: keys, lengths and pools in arrays, buffers
-in one list.
-"""
+"""The pages of a batch as columns: keys, lengths and pools in arrays, buffers in one list."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ except ImportError:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One entry per page to read or write; `buffers` has `parts` entries per page, in their
-    order.
-    """
+    """One entry per page to read or write; `buffers` has `parts` entries per page."""
 
     keys: NDArray[np.uint64]
     lengths: NDArray[np.int64]

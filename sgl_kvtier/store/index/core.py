@@ -51,9 +51,7 @@ class Counters:
 
 
 class Complaints:
-    """One warning per kind of trouble, with what to do about it; the counters say how often it
-    happened.
-    """
+    """One warning per kind of trouble, with what to do; the counters say how often."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -89,9 +87,7 @@ class Core:
     log: IndexLog
     complaints: Complaints
     check_owner: Callable[[], None] = lambda: None
-    """Raises OSError with ESTALE once the folder no longer belongs to this process: then no file in
-    it is made or removed.
-    """
+    """Raises OSError (ESTALE) once the folder is no longer this process's: it stays untouched."""
     table: SlotTable = field(default_factory=SlotTable)
     counters: Counters = field(default_factory=Counters)
     lock: threading.Condition = field(default_factory=threading.Condition)

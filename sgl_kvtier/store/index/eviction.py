@@ -1,6 +1,4 @@
-"""Which page is evicted when there is no room: the one used longest ago, or a whole segment of
-another slot size.
-"""
+"""Which page is evicted: the one used longest ago, or a whole segment of another slot size."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class LeastRecentlyUsed:
 
 
 def coldest_segment(table: SlotTable, segments: Iterable[Segment]) -> tuple[Segment, int] | None:
-    """(segment, last use of any of its pages) of the segment unused for longest that no I/O is
-    reading or writing.
-    """
+    """(segment, last use) of the segment unused for longest that has no I/O."""
     best: tuple[Segment, int] | None = None
     for segment in segments:
         rows = slice(segment.base, segment.base + segment.slots)

@@ -1,6 +1,4 @@
-"""The row that holds a key: open addressing in two numpy arrays, about 10 bytes a page, whole
-batches at a time.
-"""
+"""The row of a key: open addressing in two numpy arrays, 10 bytes a page, in whole batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Where the pages of one read or write lie and what their slots must say, as columns: no object per
-page.
-"""
+"""Where the pages of a read or write lie and what their slots must say, as columns."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Where a new page may go: free slots, then new segments while the budget lasts, then the slots of
-evicted pages.
-"""
+"""Where a new page may go: free slots, new segments within the budget, slots of evicted pages."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ class Room:
         self._namespace = namespace
         self._ranks = ranks
         self.changing = threading.Lock()
-        """Held while segments are made, removed or closed. Taken before the index log's lock and
-        the core's.
-        """
+        """Held while segments are made, removed or closed. Taken before log's and core's locks."""
         self._syncing = threading.Lock()
         self._free: dict[int, list[int]] = defaultdict(list)
         self._lru: dict[int, LeastRecentlyUsed] = {}
@@ -81,17 +77,13 @@ class Room:
 
     @property
     def allowance(self) -> int:
-        """Bytes this rank may take now: its share of the capacity less what other identities
-        occupy.
-        """
+        """Bytes this rank may take: its share of the capacity less what other identities take."""
         others = sum(nbytes for _, nbytes in self._others)
         share = max(0, self._core.config.capacity_bytes - others) // self._ranks
         return share - min(_INDEX_FIXED_BYTES, share // 8)
 
     def adopt(self, segments: list[Segment], aside: list[int]) -> None:
-        """Takes over the segments found when opening; files set aside only count. Before any other
-        thread runs.
-        """
+        """Takes over segments found; files set aside only count. Before any other thread runs."""
         for number in aside:
             self._next_number = max(self._next_number, number + 1)
             with contextlib.suppress(OSError):
@@ -237,9 +229,7 @@ class Room:
         ]
 
     def give_back_idle(self) -> int:
-        """Deletes segments without I/O in flight, and their pages; returns how many. Never raises
-        OSError.
-        """
+        """Deletes segments without I/O, and their pages; returns how many. Never raises OSError."""
         with self.changing:
             idle = []
             with self._core.lock:
@@ -259,9 +249,7 @@ class Room:
             self._core.env.close(segment.fd)
 
     def leave_to_parent(self) -> None:
-        """Closes all files in a forked child, where the threads that hold the locks may not
-        exist.
-        """
+        """Closes all files in a forked child, where the locks' holders may not exist."""
         self.changing, self._syncing = threading.Lock(), threading.Lock()
         self.close()
         self.segments = {}
@@ -331,9 +319,7 @@ class Room:
         raise OSError(errno.EEXIST, "every name of a segment is taken")
 
     def _slots_of_new(self, slot_bytes: int) -> int:
-        """Number of slots that the next segment of this size may have; 0 when there is no room for
-        it.
-        """
+        """Slots that the next segment of this size may have; 0 when there is no room for it."""
         config = self._core.config
         share = config.capacity_bytes // self._ranks
         target = min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)

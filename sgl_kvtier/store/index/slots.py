@@ -31,9 +31,7 @@ class State(enum.IntEnum):
 
 
 class SlotTable:
-    """Rows of slots, and the row of a key. A row number means the same slot until its segment is
-    removed.
-    """
+    """Rows of slots, and the row of a key. A row is the same slot until its segment goes."""
 
     def __init__(self) -> None:
         self.keys: NDArray[np.uint64] = np.zeros((0, 4), np.uint64)
@@ -93,9 +91,7 @@ class SlotTable:
         self._gaps.append((start, start + count))
 
     def find(self, keys: Sequence[PageKey], pool: str) -> Rows:
-        """The row of each key, EMPTY where there is none. Raises ValueError for keys that are not
-        32 bytes.
-        """
+        """The row of each key, or EMPTY. Raises ValueError for keys that are not 32 bytes."""
         return self.find_words(words(keys), pool)
 
     def find_words(self, keys: NDArray[np.uint64], pool: str) -> Rows:
@@ -136,9 +132,7 @@ class SlotTable:
         self.state[rows] = State.LIVE
 
     def drop(self, rows: Rows) -> Rows:
-        """Forgets pages; returns the rows that are free now. A pinned row becomes free with its
-        last `unpin`.
-        """
+        """Forgets pages; returns the rows free now. A pinned row is free with its last `unpin`."""
         self._table.remove(rows, self.keys, self.pool)
         pinned = self.pins[rows] > 0
         self.state[rows[pinned]] = State.DOOMED

@@ -154,9 +154,7 @@ class NativeReadJob:
         self._job.cancel()
 
     def settle_ended(self) -> bool:
-        """Settles pages that ended since the last call; True when nothing is left. For the settling
-        thread.
-        """
+        """Settles pages that ended meanwhile; True when none is left. For the settling thread."""
         with self._settling:
             ended: Ended = self._job.take(_OUTCOMES)
             if ended:

@@ -66,9 +66,7 @@ class ReadAhead:
         return found
 
     def cancel(self) -> None:
-        """Pages not begun become CANCELLED, also those collected later. Never blocks; any
-        thread.
-        """
+        """Pages not begun become CANCELLED, collected later or not. Never blocks; any thread."""
         self._cancelled = True
         for job in tuple(self._jobs):
             job.cancel()

@@ -69,9 +69,7 @@ class IOThreads(Protocol):
         """
 
     def close(self) -> None:
-        """Ends the threads after the reads they are in; jobs not begun are CANCELLED.
-        Idempotent.
-        """
+        """Ends the threads after their present reads; other jobs are CANCELLED. Idempotent."""
 
 
 class PythonIOThreads:
@@ -174,9 +172,7 @@ class PythonIOThreads:
         return np.array(written, np.int64)
 
     def close(self) -> None:
-        """Ends the threads after the reads they are in; jobs not begun are CANCELLED.
-        Idempotent.
-        """
+        """Ends the threads after their present reads; other jobs are CANCELLED. Idempotent."""
         with self._changed:
             self._closing = True
             left, self._queue = self._queue, []

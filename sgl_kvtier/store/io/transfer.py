@@ -1,6 +1,4 @@
-"""Moves runs of neighbouring slots between a segment and memory, and checks or makes their
-checksums.
-"""
+"""Moves runs of neighbouring slots between segment and memory, and checks or makes checksums."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ class Mover:
     def write(
         self, segment: Segment, heads: list[SlotHead], data: list[Sequence[memoryview]]
     ) -> None:
-        """Writes neighbouring slots together, lowest first. Raises OSError, after which any of them
-        may be torn.
-        """
+        """Writes neighbouring slots, lowest first. Raises OSError; any of them may then be torn."""
         blocks = self._scratch.heads(len(heads))
         for block, head, part in zip(blocks, heads, data, strict=True):
             packed = head.pack()

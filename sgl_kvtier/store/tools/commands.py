@@ -1,6 +1,4 @@
-"""`kvtier stat`, `kvtier fsck` and `kvtier purge`: show a store's content, check that it is whole,
-remove it.
-"""
+"""`kvtier stat`, `fsck` and `purge`: show a store's content, check that it is whole, remove it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A store that no server has open: its identities, ranks and slots, and whether each page is
-whole.
-"""
+"""A store that no server has open: identities, ranks and slots, and whether pages are whole."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def namespaces(env: Env, root: str) -> list[Namespace]:
 
 
 def count_pages(env: Env, namespace: Namespace, rank: str) -> int:
-    """Number of pages that the index of a rank lists. Safe beside a running server, whose latest
-    pages may be missing.
-    """
+    """Pages that a rank's index lists. Safe beside a server, whose latest may be missing."""
     if namespace.fingerprint is None:
         return 0
     # No slot is smaller, and only slots that were written are in the log.
