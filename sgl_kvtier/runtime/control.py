@@ -32,9 +32,7 @@ Handler = Callable[[Any, float], None]
 
 
 def change_policy(config: PolicyConfig, name: str, value: float) -> PolicyConfig:
-    """`config` with one setting changed. Raises ValueError on an unknown name or a value out of
-    range.
-    """
+    """`config` with one setting changed. Raises ValueError on an unknown name or wrong value."""
     default, choices = known_settings().get(name, (None, ()))
     given: object = value
     if choices:
@@ -117,9 +115,7 @@ def _notes(scheduler: Any) -> Any | None:
 
 
 def check_map(scheduler: Any, value: float) -> None:
-    """Compares the map of pages with the tree, the host pool and the store, and counts what differs
-    as drift.
-    """
+    """Compares the map of pages with tree, host pool and store; counts differences as drift."""
     del value
     parts = getattr(scheduler.tree_cache, "kvtier", None)
     if parts is None or parts.ahead is None:
@@ -147,9 +143,7 @@ def handler(name: str) -> Handler | None:
 
 
 def set_internal_state(original: Callable[..., Any], controller: Any, message: Any) -> Any:
-    """Around SGLang's own: takes out our names, applies them, and leaves the rest to SGLang. Of
-    ours nothing raises.
-    """
+    """Around SGLang's own: takes out our names and applies them. Of ours nothing raises."""
     ours = {
         name: value for name, value in message.server_args.items() if str(name).startswith(PREFIX)
     }

@@ -39,9 +39,7 @@ def register() -> None:
 
 
 def _may_serve_http() -> bool:
-    """Not in processes that only schedule or detokenize: they need not import what the route hangs
-    on.
-    """
+    """Not in processes that only schedule or detokenize: they need not import the route."""
     if "sglang.srt.entrypoints.engine" in sys.modules:
         return True
     workers = ("sglang.srt.managers.scheduler", "sglang.srt.managers.detokenizer_manager")

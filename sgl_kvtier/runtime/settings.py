@@ -66,9 +66,7 @@ def of_server(args: Any) -> KVTierConfig:
 
 
 def _extra_config(args: Any) -> dict[str, Any]:
-    """--hicache-storage-backend-extra-config decoded by SGLang, less the keys it takes for itself.
-    Raises ConfigError.
-    """
+    """SGLang's decoded storage-backend-extra-config, less its own keys. Raises ConfigError."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     given = args.hicache_storage_backend_extra_config
@@ -89,9 +87,7 @@ def _extra_config(args: Any) -> dict[str, Any]:
 
 
 def uses_backend(args: Any) -> bool:
-    """Whether a resolved SGLang configuration names our backend, directly or in the dynamic
-    form.
-    """
+    """Whether a resolved configuration names our backend, directly or in the dynamic form."""
     if args.hicache_storage_backend != "dynamic":
         return bool(args.hicache_storage_backend == BACKEND)
     try:
@@ -131,7 +127,5 @@ def off_on_a_card(policy: PolicyConfig) -> str | None:
 
 
 def looks_ahead(policy: PolicyConfig) -> bool:
-    """Whether these settings need to know of every page: to move it before it is needed, or to
-    choose victims.
-    """
+    """Whether these settings need to know of every page: to prefetch it, or to choose victims."""
     return policy.prefetch != "off" or policy.eviction != "lru"

@@ -139,15 +139,11 @@ class Promotions:
         """None when they have been reported."""
         self._failed: deque[tuple[float, tuple[PageKey, ...], Tier]] = deque()
         self.claiming_for: Path | None = None
-        """While host pages are claimed for a path: others that are needed sooner are not evicted
-        for it.
-        """
+        """While host pages are claimed for a path: pages needed sooner are not evicted for it."""
 
     @property
     def consumer(self) -> int:
-        """The layer counter of a batch that begins no loads of its own; -1 when no copy is in
-        flight.
-        """
+        """The layer counter of a batch without loads of its own; -1 when no copy is in flight."""
         if self._copying is None or self._copying.ack.finish_event.query():
             return -1
         return self._copying.counter
@@ -372,9 +368,7 @@ class Promotions:
             self._fetches.append(fetch)
 
     def _land(self, fetch: _Fetch, pages: int) -> None:
-        """Grafts the first `pages` pages read into the tree and frees the rest. Nothing is read
-        into them any more.
-        """
+        """Grafts the first `pages` pages into the tree and frees the rest. No read is under way."""
         kept = self._graft(fetch, pages) if pages else _NO_SPAN
         self._host.unpin(fetch.pin)
         self._slots.put_back_host(fetch.host[: kept.start * self._page])

@@ -24,9 +24,7 @@ _PERIOD_S = 1.0
 
 
 class TierCheck:
-    """A rolling check of what may change unseen, the store's pages, and a whole one for when the
-    server is idle.
-    """
+    """A rolling check of the store's pages, which may change unseen, and a whole one when idle."""
 
     def __init__(self, tree: Tree, pages: PageView, facts: TierFacts) -> None:
         self._tree = tree

@@ -55,9 +55,7 @@ class TurnReads:
     def __init__(
         self, context: StepContext, restoring: Restoring, planner: Consulted, counts: Counter[str]
     ) -> None:
-        """The planner says whose turn it is; `counts` is where what was done is counted, by what it
-        was.
-        """
+        """The planner says whose turn it is; `counts` counts what was done, by kind."""
         self._context = context
         self._restoring = restoring
         self._planner = planner
@@ -100,9 +98,7 @@ class TurnReads:
         return True
 
     def hit(self, operation: Operation, hit_tokens: int) -> bool:
-        """Storage has these tokens of a waiting request, and SGLang is about to read them. True:
-        not now.
-        """
+        """SGLang is about to read these tokens of a waiting request. True: not now."""
         rid = operation.handle.rid
         if not self.active:
             return False
@@ -245,9 +241,7 @@ class TurnReads:
         return self._planner.query(ReadsDue(self._waiting(asking, pages), pages))
 
     def _waiting(self, asking: str, room: int) -> tuple[Queued, ...]:
-        """Waiting requests in the order they run, up to the first that does not fit into `room`
-        pages.
-        """
+        """Waiting requests in the order they run, up to the first that exceeds `room` pages."""
         context, found = self._context, list[Queued]()
         for req in step.waiting(context.scheduler):
             if req.rid in self._restoring.restorations:

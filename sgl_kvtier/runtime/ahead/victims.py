@@ -38,9 +38,7 @@ class Victims:
         self._nodes = TreeNodes(tree)
 
     def evict(self, tokens: int, tracker: dict[Any, int]) -> None:
-        """Frees up to about `tokens` of the device; `tracker` is SGLang's count of what this
-        eviction has freed.
-        """
+        """Frees about `tokens` of the device; `tracker`: SGLang's count of what this has freed."""
         from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE as FULL
 
         if self._host.write_back:

@@ -17,9 +17,7 @@ CONTIGUOUS = ("page_first", "page_first_direct", "page_head")
 
 
 def is_page_contiguous(pool: Any) -> bool:
-    """Whether a page of this host pool lies in few pieces (one for K, one for V) that can be read
-    in place.
-    """
+    """Whether a page of this host pool lies in few pieces (K and V) that can be read in place."""
     return pool.layout in CONTIGUOUS and isinstance(getattr(pool, "kv_buffer", None), torch.Tensor)
 
 
@@ -48,9 +46,7 @@ def _plain(pool: Any, name: str) -> Any:
 
 
 def says_where_pages_lie(pool: Any) -> bool:
-    """Whether all bytes of a page can be had from this host pool: it may keep scales beside
-    them.
-    """
+    """Whether this host pool gives all bytes of a page: it may keep scales beside them."""
     if not hasattr(pool, "get_page_buffer_meta"):
         return True
     try:

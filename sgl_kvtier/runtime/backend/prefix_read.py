@@ -57,9 +57,7 @@ class PrefixRead:
         )
 
     def comes_next(self, keys: list[str], host_slots: torch.Tensor) -> bool:
-        """Whether these are the pages that follow those read so far, and go where they were said to
-        go.
-        """
+        """Whether these pages follow those read so far, and go where they were said to go."""
         first = self._ahead.collected
         last = first + len(keys)
         return (
@@ -69,9 +67,7 @@ class PrefixRead:
         )
 
     def read(self, count: int) -> list[bool]:
-        """Which of the next `count` pages were read. Returns when no I/O touches their slots any
-        more.
-        """
+        """Which of the next `count` pages were read. Returns when no I/O touches their slots."""
         now = time.perf_counter()
         self._started = self._started or now
         outcomes = self._ahead.collect(count)
@@ -86,9 +82,7 @@ class PrefixRead:
         self._ahead.cancel()
 
     def close(self) -> None:
-        """Gives up reads that were begun and not requested; returns when no I/O touches any slot
-        any more.
-        """
+        """Gives up reads begun and not requested; returns when no I/O touches any slot."""
         self._ahead.close()
 
     def _slots_of(self, first: int, last: int) -> torch.Tensor:

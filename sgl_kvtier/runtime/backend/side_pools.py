@@ -107,9 +107,7 @@ def _per_page(pool: Any) -> int:
 
 
 def _restorable(have: Sequence[bool], window: int) -> list[int]:
-    """Prefix lengths in pages at which a pool suffices: all pages of it (window 0), or the last
-    `window` of them.
-    """
+    """Prefix lengths at which a pool suffices: all pages (window 0), or the last `window`."""
     if window == 0:
         return list(range(1, leading(have) + 1))
     return [n for n in range(1, len(have) + 1) if all(have[max(0, n - window) : n])]

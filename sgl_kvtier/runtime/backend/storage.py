@@ -119,9 +119,7 @@ class KVTierStorage(HiCacheStorage):
         self.registered_pools[KV] = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """A side pool (window or state pages). One registered after the store was opened gets a tag
-        for its shape.
-        """
+        """A side pool. One registered after the store was opened gets a tag for its shape."""
         name = str(host_pool_name)
         if name == KV:
             return
@@ -131,9 +129,7 @@ class KVTierStorage(HiCacheStorage):
             self._pool_tags[name] = f"{name}-{hashlib.sha256(shape.encode()).hexdigest()[:8]}"
 
     def on_host_pools_registered(self) -> None:
-        """Opens the store under the identity that all pools together make. Raises StoreError (busy,
-        not writable).
-        """
+        """Opens the store under the identity that all pools make. Raises StoreError."""
         from sglang.srt.arg_groups.model_override_base import resolving_view
         from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -169,9 +165,7 @@ class KVTierStorage(HiCacheStorage):
         )  # fmt: skip
 
     def leave_identity(self) -> None:
-        """Stops serving and storing: the weights changed. Attaching the backend again starts a new,
-        empty identity.
-        """
+        """Stops serving and storing: the weights changed. Attaching again starts a new identity."""
         if self._store is not None:
             self.close()
             logger.warning(
@@ -362,9 +356,7 @@ class KVTierStorage(HiCacheStorage):
             logger.info("kvtier: dropped %d pages", self._store.clear())
 
     def throttle(self, read_gbps: float) -> None:
-        """Sets the bandwidth of the device this store imitates; 0 = as fast as the disk. ValueError
-        when it imitates none.
-        """
+        """Sets the imitated device's bandwidth; 0 = the disk's. ValueError when there is none."""
         change = getattr(self._store, "set_read_gbps", None)
         if change is None:
             raise ValueError("the store was not started with lab.throttle: it has no bandwidth")

@@ -1,3 +1,1 @@
-"""The CPU reference platform: everything the real SGLang server needs to run without an
-accelerator.
-"""
+"""The CPU reference platform: all that the real SGLang server needs without an accelerator."""

@@ -30,9 +30,7 @@ _installed = False
 
 
 def install() -> None:
-    """Installs everything once in this process. Called on the worker's main thread before any pool
-    is built.
-    """
+    """Installs everything once in this process, on its main thread before any pool is built."""
     global _installed
     if _installed:
         return
@@ -67,9 +65,7 @@ def _allocate(
     allocator: Any,
     registration_granularity_bytes: int | None = None,
 ) -> Any:
-    """Plain host memory from the pool's own allocator, page aligned; nothing is registered with a
-    driver.
-    """
+    """Plain host memory from the pool's allocator, page aligned; registered with no driver."""
     del pin_memory, registration_granularity_bytes
     return allocator.allocate(dims, dtype=dtype, device=device)
 

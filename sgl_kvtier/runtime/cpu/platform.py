@@ -28,9 +28,7 @@ _DEVICE_FILES = ("nvidia[0-9]*", "kfd", "davinci[0-9]*", "accel/accel[0-9]*")
 
 
 def activate() -> str | None:
-    """The platform's class path when this host should run on its CPU, else None. Called by SGLang
-    before any import.
-    """
+    """The platform's class path where this host runs on its CPU, else None. For SGLang."""
     if os.environ.get("SGLANG_PLATFORM") == NAME:
         return f"{__name__}_class.CpuPlatform"
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or accelerators():
@@ -46,9 +44,7 @@ def works_at_once(device: Any) -> bool:
 
 
 def stand_in() -> None:
-    """Calls the function that `STAND_IN` names, if it names one. Raises ConfigError where there is
-    none.
-    """
+    """Calls the function that `STAND_IN` names, if any. Raises ConfigError where there is none."""
     named = os.environ.get(STAND_IN)
     if not named:
         return
@@ -64,9 +60,7 @@ def stand_in() -> None:
 
 
 def accelerators() -> list[str]:
-    """The accelerators of this host: device files, else those torch can use. Empty on a plain CPU
-    host.
-    """
+    """This host's accelerators: device files, else those torch can use. Empty on a plain CPU."""
     sure = [str(path) for pattern in _DEVICE_FILES for path in sorted(Path("/dev").glob(pattern))]
     if sure:
         return sure

@@ -1,6 +1,4 @@
-"""The platform class itself, apart from `platform.activate` so that asking does not import
-SGLang.
-"""
+"""The platform class, apart from `platform.activate` so that asking does not import SGLang."""
 
 from __future__ import annotations
 

@@ -74,9 +74,7 @@ NOT_ANSWERED = {
 
 
 def best(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the data-parallel replicas' answers the one that took it: a session is known where its
-    requests ran.
-    """
+    """Of the replicas' answers the one that took it: a session is known where it ran."""
     return next((answer for answer in answers if answer["result"] != "refused"), answers[0])
 
 

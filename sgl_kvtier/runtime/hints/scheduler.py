@@ -111,17 +111,13 @@ def _answer(
 
 
 def _one_host(scheduler: Any) -> bool:
-    """Whether the HTTP server's clock is the one facts are told in: else the last step's time has
-    to do.
-    """
+    """Whether the HTTP server's clock is that of facts; else the last step's time is taken."""
     args = getattr(scheduler, "server_args", None)
     return getattr(args, "nnodes", 1) == 1 or getattr(args, "dp_size", 1) == 1
 
 
 def _count(scheduler: Any, result: str) -> None:
-    """kvtier:lookahead_hints_total{result}, on one rank of a replica: all of them get the same
-    hints.
-    """
+    """kvtier:lookahead_hints_total{result}, on one rank of a replica: all get the same hints."""
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()

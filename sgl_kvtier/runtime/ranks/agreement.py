@@ -53,9 +53,7 @@ class Agreement:
         return self._ranks == 1
 
     def first_says(self, values: Sequence[float]) -> list[float]:
-        """The first rank's values, none of them negative. A collective of its own, for the start;
-        not counted.
-        """
+        """The first rank's values, none negative. A collective of its own, for the start."""
         if self.alone:
             return list(values)
         # Doubles that are not negative are ordered as their bits are.
@@ -67,17 +65,13 @@ class Agreement:
         return [struct.unpack(">d", struct.pack(">q", v))[0] for v in agreed]
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values. Collectives of their own, for the start; not
-        counted.
-        """
+        """The smallest of all ranks' values. Collectives of their own, for the start."""
         if self.alone:
             return value
         return tree_ranks.least_of_all(self._tree, value, staged=self._reports is not None)
 
     def same(self, value: int) -> bool:
-        """Whether all ranks have the same value. Collectives of their own, for the start; not
-        counted.
-        """
+        """Whether all ranks have the same value. Collectives of their own, for the start."""
         return self.least(value) == -self.least(-value)
 
     def local(self, polls: Sequence[Poll]) -> tuple[bytes, list[float]]:
@@ -136,16 +130,12 @@ class Riding:
         self._asked: _Asked | None = None
         self._heard: tuple[list[float], bytes] | None = None
         self.apart = False
-        """The ranks' maps differ, or one is not kept any more: known to all ranks in the same step,
-        and for good.
-        """
+        """The ranks' maps differ, or one is not kept: known to all in the same step, for good."""
 
     def ask(
         self, loads: Sequence[Poll], polls: Sequence[Poll], own_times: Sequence[float], check: int
     ) -> list[int]:
-        """This rank's input. `own_times` are those in facts, `check` is the fingerprint of its
-        map.
-        """
+        """This rank's input. `own_times` are those in facts, `check` its map's fingerprint."""
         states, ends = self._agreement.local([*loads, *polls])
         clock = [time.monotonic(), *ends[: len(loads)], *own_times, *ends[len(loads) :]]
         self._asked = _Asked(loads, polls, len(clock), len(own_times))

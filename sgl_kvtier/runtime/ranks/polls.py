@@ -93,9 +93,7 @@ def runs_of(states: bytearray, wanted: int, first: int, stop: int) -> list[tuple
 
 
 def agree(polls: Sequence[Poll], states: bytes, ended_at: Sequence[float]) -> None:
-    """Tells polls what all ranks know of them: the states of all their pages, and a time for each
-    poll.
-    """
+    """Tells polls what all ranks know: the states of their pages, and a time for each poll."""
     for poll, state, ended in zip(
         polls, cut(states, [len(poll.local) for poll in polls]), ended_at, strict=True
     ):

@@ -65,9 +65,7 @@ class StageReports:
             self._receive({poll.number for poll in polls})
 
     def state(self, poll: Poll) -> bytes:
-        """On the first stage: a poll's pages as all stages have them, those of this rank's
-        column.
-        """
+        """On the first stage: a poll's pages as all stages of this rank's column have them."""
         local = bytes(poll.local)
         reports = self._reports.get(poll.number, {})
         if len(reports) < self._stages - 1:

@@ -46,18 +46,14 @@ PERIOD_S = 5.0
 """Least time between two writes."""
 
 LEAST_CHUNKS = 4
-"""Prefill chunks that must have been timed before anything is kept: before, the cost is little more
-than a guess.
-"""
+"""Prefill chunks timed before anything is kept: till then the cost is little more than a guess."""
 
 _PREFILL = ("fixed_s", "per_token_s", "per_token_position_s")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A learned profile. `prefill` are the coefficients of `policy.cost.PrefillCost`, `links` bytes
-    per second by link.
-    """
+    """A learned profile. `prefill`: coefficients of `PrefillCost`; `links`: bytes per second."""
 
     conditions: dict[str, Any]
     prefill: dict[str, float]
@@ -140,9 +136,7 @@ def taken(numbers: list[float]) -> dict[str, Any] | None:
 
 
 class Learning:
-    """The planner inside, whose profile is kept as it learns. Scheduler's thread; seconds are of
-    the facts' clock.
-    """
+    """The planner inside, whose profile is kept as it learns. Scheduler's thread, facts' clock."""
 
     def __init__(
         self,
@@ -163,9 +157,7 @@ class Learning:
         self._keep_at = 0.0
 
     def observe(self, fact: Fact) -> None:
-        """Passes the fact on. Facts to learn from are counted, and learned costs are saved now and
-        then.
-        """
+        """Passes the fact on; counts those to learn from, and saves costs now and then."""
         self._inner.observe(fact)
         if isinstance(fact, ChunkDone) and not fact.shared_tokens:
             self._chunks += 1
@@ -204,9 +196,7 @@ class Learning:
 
 
 class ProfileKeeper:
-    """Writes the latest profile from a thread of its own, at most every few seconds. `keep` never
-    blocks.
-    """
+    """Writes the latest profile in a thread, at most every few seconds. `keep` never blocks."""
 
     def __init__(self, path: Path, *, period_s: float = PERIOD_S) -> None:
         self._path = path

@@ -38,14 +38,10 @@ _PERIOD_S = 0.2
 
 
 class DecisionFile:
-    """An open log. `write` never blocks on the disk; a disk that fails ends the log, not the
-    server.
-    """
+    """An open log. `write` never blocks on the disk; a failing disk ends the log alone."""
 
     def __init__(self, path: Path, header: Header, *, most_queued: int = MOST_QUEUED) -> None:
-        """Begins a new file; one that is there is kept as PATH.old. Raises ConfigError when it
-        cannot be written.
-        """
+        """Begins a new file; an old one is kept as PATH.old. Raises ConfigError when it cannot."""
         self._path = path
         self._most = most_queued
         self._queue: deque[Record] = deque()
@@ -101,9 +97,7 @@ class DecisionFile:
 
 
 class Recorded:
-    """The planner inside, with everything it is given and answers written down in order.
-    Scheduler's thread.
-    """
+    """The planner inside; all it is given and answers is written in order. Scheduler's thread."""
 
     def __init__(self, inner: Consulted, write: Callable[[Record], None]) -> None:
         self._inner = inner

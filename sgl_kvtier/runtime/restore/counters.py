@@ -1,6 +1,4 @@
-"""Counters of restorations since the server started: plain numbers, written by the scheduler's
-thread.
-"""
+"""Counters of restorations since the server started, written by the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -51,9 +49,7 @@ class RestoreCounters:
     untimed_chunks: int = 0
     """Prefills that teach nothing: their end had not been seen when their result was there."""
     meetings: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_MEETINGS))
-    """Where front and loads met, since this was last emptied: computed pages over all restored
-    pages.
-    """
+    """Where front and loads met since this was last emptied: computed over restored pages."""
 
     def park(self, r: Restoration) -> None:
         """The request in the slot waits for what is under way."""

@@ -83,9 +83,7 @@ class RestoreEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether a tick has anything to do: a restoration, a load that has not ended, or pages to
-        be freed.
-        """
+        """Whether a tick has work: a restoration, a load that has not ended, pages to be freed."""
         return bool(
             self.restorations or self.loads or self.context.slots.waiting or self.offers.open
         )
@@ -110,9 +108,7 @@ class RestoreEngine:
         return self.restorations.get(rid)
 
     def admissible(self, handle: Handle) -> bool | None:
-        """Whether a waiting request may be admitted in this pass; None when that is SGLang's to
-        say.
-        """
+        """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
         if handle.rid in self.restorations:
             return handle.rid in self.computes
         if self.offers.is_delayed(handle):
@@ -189,9 +185,7 @@ class RestoreEngine:
             self.audit.close()
 
     def offer_again(self, r: Restoration) -> None:
-        """The tree holds more of its prefix than when it was offered: the rest is a new
-        restoration.
-        """
+        """The tree holds more of its prefix than when offered: the rest is a new restoration."""
         self.abandon(r, "grown")
         self.offers.again(r)
 
@@ -207,9 +201,7 @@ class RestoreEngine:
                 self._close(r, "computed")
 
     def load(self, command: messages.Load) -> None:
-        """Claims device slots, and host pages where the source is storage, and begins the
-        transfer.
-        """
+        """Claims device slots, host pages for a source in storage, and begins the transfer."""
         r, span = self.restorations.get(command.rid), command.span
         if not span:
             return
@@ -372,9 +364,7 @@ class RestoreEngine:
         load.written_off = True
 
     def _busy_seconds(self, load: Load, ended: float) -> float:
-        """The time the link was busy with what has just ended: since the load began, or the page
-        before it landed.
-        """
+        """Seconds the link was busy with what just ended: since the load, or the page before."""
         before = max(load.begun_at, self._link_ended.get(load.link, 0.0))
         self._link_ended[load.link] = max(ended, before)
         return max(ended - before, 0.0)
@@ -415,9 +405,7 @@ class RestoreEngine:
     # --- ends -------------------------------------------------------------------------------------
 
     def abandon(self, r: Restoration, how: str) -> None:
-        """Ends a restoration that has not met, and lets the planner know. Its request is computed
-        as usual, if it lives.
-        """
+        """Ends a restoration that has not met, and tells the planner. Its request is computed."""
         self._close(r, how)
         self.context.facts.append(
             RequestFinished(r.rid, LATER, aborted=True, restoration_only=True)

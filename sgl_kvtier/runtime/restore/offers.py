@@ -69,9 +69,7 @@ class Offers:
             }
 
     def hit(self, operation: Operation, hit_tokens: int) -> bool:
-        """A storage hit of a waiting request, before SGLang reserves host pages for it. True: it is
-        restored by us.
-        """
+        """A storage hit of a waiting request, before SGLang reserves host pages. True: restored."""
         keys = tuple(
             PageKey(bytes.fromhex(h))
             for h in operation.hash_value[: hit_tokens // self._context.page]
@@ -84,9 +82,7 @@ class Offers:
         )
 
     def look_at(self, handle: Handle) -> None:
-        """A waiting request for which storage has nothing: its host pages may be offered in the
-        next tick.
-        """
+        """A waiting request without pages in storage: its host pages may be offered next tick."""
         if self.taking:
             self._looking[handle] = None
 
@@ -95,9 +91,7 @@ class Offers:
         self._offer(r.req, r.pages - len(r.keys), r.keys, taken=True)
 
     def make(self) -> None:
-        """Offers the host pages of requests that were queued, or whose storage lookup ended, since
-        the last tick.
-        """
+        """Offers host pages of requests queued, or looked up in storage, since the last tick."""
         looking, self._looking = self._looking, {}
         again, self._again = self._again, {}
         for req, storage_start, keys in again.values():
@@ -116,9 +110,7 @@ class Offers:
     def _offer(
         self, req: Req, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False
     ) -> bool:
-        """`taken`: SGLang has dropped its own transfer from storage already, so that those pages
-        are not left to it.
-        """
+        """`taken`: SGLang has dropped its own transfer from storage, so no pages are left to it."""
         reason = (
             "again"
             if req.rid in self._restorations
@@ -151,9 +143,7 @@ class Offers:
         return True
 
     def _fall_back(self, why: str) -> bool:
-        """Leaves a hit to SGLang's own way, and counts it under why. Every hit that is not restored
-        comes by here.
-        """
+        """Leaves a hit to SGLang's own way, and counts why: every hit that is not restored."""
         self._counters.declined[why] += 1
         return False
 

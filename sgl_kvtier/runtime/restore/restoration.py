@@ -28,9 +28,7 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 @dataclass(eq=False)
 class Load:
-    """One load under way or ended. `device_slots` and `host_slots` are token slots of its pages in
-    ascending order.
-    """
+    """One load, under way or ended. `device_slots` and `host_slots`: its token slots, ascending."""
 
     restoration: Restoration
     span: Span
@@ -138,15 +136,11 @@ class Restoration:
         return place is not None and place[0].poll.seen[place[1]] == LANDED
 
     def barrier(self, start: int) -> int:
-        """The first page from `start` on that a load has taken or landed; `pages` if there is
-        none.
-        """
+        """The first page from `start` on that a load has taken or landed; `pages` if none."""
         return next((page for page in range(start, self.pages) if page in self.owner), self.pages)
 
     def landed_runs(self, span: Span) -> Iterator[tuple[Load, int, int]]:
-        """The landed pages of `span` as runs (load, first, stop) of neighbours in one load,
-        ascending.
-        """
+        """The landed pages of `span` as ascending runs (load, first, stop) within one load."""
         run: tuple[Load, int, int] | None = None
         for page in range(span.start, span.stop):
             load, offset = self.owner[page]

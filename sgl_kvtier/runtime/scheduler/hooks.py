@@ -21,9 +21,7 @@ _NAP_S = 0.001
 
 
 def build_tree(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
-    """Around SGLang's choice of a cache: ours where the settings ask for it and the server can do
-    it.
-    """
+    """Around SGLang's choice of a cache: ours where settings ask for it and the server can."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(ctx.server_args)
@@ -124,9 +122,7 @@ def time_batch(
 
 
 def _forward_stream(scheduler: Scheduler) -> Any:
-    """The stream of SGLang's forwards: one beside its own work, or with the overlap loop off the
-    same stream.
-    """
+    """The stream of SGLang's forwards: beside its own, or with overlap off the same one."""
     apart = scheduler.enable_overlap or tree_ranks.stages(scheduler.tree_cache) > 1
     return scheduler.forward_stream if apart else scheduler.schedule_stream
 

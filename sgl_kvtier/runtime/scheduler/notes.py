@@ -34,9 +34,7 @@ class RestoreNotes:
         self._log = log
 
     def configure(self, config: PolicyConfig) -> None:
-        """Other settings from the next request on. Restorations under way go on in the mode they
-        were given.
-        """
+        """Other settings from the next request on. Restorations under way keep their mode."""
         self.config = config
         self._engine.offers.taking = config.restore != "off"
         self._engine.offers.min_tokens = config.min_restore_tokens
@@ -51,9 +49,7 @@ class RestoreNotes:
             raise ValueError(refused)
 
     def forget_links(self) -> None:
-        """The bandwidth was changed on purpose: bandwidths learned from now on say nothing about
-        the next start.
-        """
+        """The bandwidth was changed on purpose: those learned from now on are not kept."""
         self._planner.stop_keeping()
 
     def samples(self) -> Iterator[Sample]:

@@ -105,9 +105,7 @@ class Parts:
             self.queue = None
 
     def admissible(self, handle: Handle) -> bool | None:
-        """Whether a waiting request may be admitted in this pass; None when that is SGLang's to
-        say.
-        """
+        """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
         admissible = self.engine.admissible(handle)
         return self.turns.admissible(handle) if admissible is None else admissible
 

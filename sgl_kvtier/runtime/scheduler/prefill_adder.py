@@ -19,9 +19,7 @@ from sgl_kvtier.types import Span, Tier
 
 
 class KVTierPrefillAdder(PrefillAdder):
-    """SGLang's adder with the planner's word on restoring requests. `tree_cache` is a
-    `KVTierRadixCache`.
-    """
+    """SGLang's adder with the planner's word on restorations. `tree_cache`: `KVTierRadixCache`."""
 
     chunked_req_limit: int | None
     rem_chunk_tokens: int | None
@@ -83,9 +81,7 @@ class KVTierPrefillAdder(PrefillAdder):
         return super().add_chunked_req(req)
 
     def _room_for(self, tokens: int) -> int:
-        """How many of `tokens` tokens can be allocated now, after waiting restorations have given
-        up their slots.
-        """
+        """How many of `tokens` can be allocated once waiting restorations gave up their slots."""
         budget = self.memory_budget
         short = tokens + self.page_size - budget._available_and_evictable()
         if short > 0:
@@ -226,9 +222,7 @@ class KVTierPrefillAdder(PrefillAdder):
             )
 
     def _count_admitted(self, req: Req, r: Restoration, resident: int) -> None:
-        """The split by tier of a prefix that SGLang would take, and has just logged, for the
-        device's.
-        """
+        """The split by tier of a prefix that SGLang has just logged as the device's."""
         if req.retracted_stain:
             return
         host, storage = (

@@ -39,9 +39,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     _riding = False
 
     def init_hicache(self, server_args: Any, params: Any) -> None:
-        """After SGLang built host pools and the storage backend: storage hits are offered to the
-        engine from now on.
-        """
+        """After host pools and storage backend were built: storage hits go to the engine."""
         super().init_hicache(server_args, params)
         line = restore_setup.lacks(self, server_args)
         if line is not None:
@@ -128,9 +126,7 @@ class KVTierRadixCache(UnifiedRadixCache):
             self.kvtier.engine.offers.look_at(request)
 
     def _handle_prefetch_result(self, operation: Operation) -> None:
-        """SGLang has read pages of a waiting request into host memory, and puts them into the
-        tree.
-        """
+        """SGLang has read a waiting request's pages to host memory, and puts them into the tree."""
         super()._handle_prefetch_result(operation)
         if self.kvtier is not None:
             self.kvtier.turns.landed(operation)
@@ -141,9 +137,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         return super().check_prefetch_progress(request) if admissible is None else admissible
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
-        """A new request's prefix: the tree's slots, and behind them those that were spliced at its
-        admission.
-        """
+        """A new request's prefix: the tree's slots, then those spliced at its admission."""
         spliced = None if self.kvtier is None else self.kvtier.engine.take_prefix(req.rid)
         if spliced is None:
             return super().prefix_device_indices(req)
@@ -169,9 +163,7 @@ class KVTierRadixCache(UnifiedRadixCache):
         super().release_aborted_request(request)
 
     def evict_for_alloc(self, params: Any, **how: Any) -> Any:
-        """Room is needed: waiting restorations give up their slots after everything that can be
-        evicted.
-        """
+        """Room is needed: waiting restorations give up slots after all that can be evicted."""
         before = self.token_to_kv_pool_allocator.available_size()
         result = super().evict_for_alloc(params, **how)
         if self.kvtier is not None:
@@ -208,9 +200,7 @@ class KVTierRadixCache(UnifiedRadixCache):
     def _evict_components(
         self, request_by_type: Any, tracker: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Room is made on the device: by the planner's order first, then by SGLang's own as far as
-        it is not enough.
-        """
+        """Makes room on the device: by the planner's order first, then by SGLang's own."""
         ahead = self._ahead
         if ahead is not None:
             ahead.evict(request_by_type[BASE_COMPONENT_TYPE], tracker)

@@ -48,9 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def wanted(args: Any) -> KVTierConfig | None:
-    """The settings of a server that is to restore, by its resolved arguments; None when it is
-    not.
-    """
+    """The settings of a server that restores, by its resolved arguments; else None."""
     if not settings.uses_backend(args):
         return None
     config = settings.of_server(args)
@@ -78,9 +76,7 @@ def lacks(tree: Tree, server_args: Any) -> str | None:
 
 
 def not_followed(args: Any, policy: PolicyConfig) -> list[str]:
-    """A line for each part of these settings that this server leaves to SGLang, though it follows
-    the rest.
-    """
+    """A line for each part of these settings that this server leaves to SGLang."""
     followed, lines = in_force(args, policy), []
     if looks_ahead(policy) and not looks_ahead(followed):
         lines.append(f"kvtier: {STAGES}. Prefetching and eviction are SGLang's own")

@@ -84,9 +84,7 @@ class RestoreTick:
 
     @property
     def rides(self) -> bool:
-        """Whether what has to be agreed on goes with the reduction that SGLang makes in every
-        tick.
-        """
+        """Whether what is agreed on goes with the reduction that SGLang makes in every tick."""
         return self.ahead is not None and not self.agreement.alone
 
     def ask(self) -> list[int]:

@@ -11,9 +11,7 @@ from typing import Any
 
 
 def backend_of(controller: Any) -> Any:
-    """The backend itself, ours or another; None where there is no controller or nothing is
-    attached.
-    """
+    """The backend itself, ours or another; None without a controller or a backend."""
     backend = getattr(controller, "storage_backend", None)
     return getattr(backend, "_backend", backend)
 

@@ -80,9 +80,7 @@ def installed_version() -> str | None:
 
 
 def check(features: Iterable[str] = ()) -> list[SeamStatus]:
-    """The state of every seam, or of those of some features. Reads files; imports nothing; never
-    raises.
-    """
+    """The state of every seam, or of some features'. Reads files, imports nothing, never raises."""
     wanted = set(features)
     return [
         SeamStatus(s, _problem(s)) for s in load_manifest() if not wanted or s.feature in wanted
@@ -130,9 +128,7 @@ def require_hooks(targets: Iterable[str]) -> None:
 
 
 def refresh() -> None:
-    """Rewrites signatures and digests in the manifest from the installed SGLang. For
-    maintainers.
-    """
+    """Rewrites the manifest's signatures and digests from the installed SGLang."""
     entries = []
     for seam in load_manifest():
         found = _find(seam.symbol)

@@ -36,9 +36,7 @@ def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
 
 
 def decoding(scheduler: Scheduler) -> list[Req]:
-    """Requests that decode, and those whose prompt was in the last batch: they join in this
-    step.
-    """
+    """Requests that decode, and those of the last batch's prompts, which join in this step."""
     running, last = list(scheduler.running_batch.reqs), scheduler.last_batch
     if last is not None and last is not scheduler.running_batch and last.forward_mode.is_extend():
         running += [req for req in last.reqs if req is not scheduler.chunked_req]

@@ -39,9 +39,7 @@ class TreeNodes:
         return self._core.get_last_hash_value(node)
 
     def path(self, node: int) -> list[Any]:
-        """SGLang's description of each node from the root on. KeyError when there is no such
-        node.
-        """
+        """SGLang's description of each node from the root on. KeyError without such a node."""
         return self._core.collect_path_info([node])[0]
 
     def paths(self, nodes: list[int]) -> list[list[Any]]:

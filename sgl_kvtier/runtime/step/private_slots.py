@@ -24,9 +24,7 @@ class PrivateSlots:
         """Device tokens held or waiting to be freed."""
         self.host_tokens = 0
         self.claiming = False
-        """While true, an eviction is for a claim of ours: no restoration has to give up slots for
-        it.
-        """
+        """While true, an eviction is for a claim of ours: no restoration gives up slots for it."""
 
     @property
     def waiting(self) -> bool:
@@ -60,9 +58,7 @@ class PrivateSlots:
         self.host_tokens -= tokens
 
     def put_back(self, slots: torch.Tensor) -> None:
-        """Returns whole device pages that are not needed and that no I/O touches; freed by the next
-        `free`.
-        """
+        """Returns whole device pages that no I/O touches; freed by the next `free`."""
         self._returned.append(slots)
 
     def put_back_host(self, slots: torch.Tensor) -> None:

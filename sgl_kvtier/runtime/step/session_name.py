@@ -19,9 +19,7 @@ MOST_CHARACTERS = 256
 
 
 def session_of(req: Any) -> str | None:
-    """The name of the session a scheduler's `Req` belongs to; None where its client gave none.
-    Never raises.
-    """
+    """The session's name of a scheduler's `Req`; None where its client gave none. Never raises."""
     own = getattr(req, "session", None)
     for name in (
         getattr(req, "session_id", None),

@@ -1,6 +1,4 @@
-"""A folder's disk and roughly its speed: filesystem, free bytes, direct I/O, a short sequential
-test.
-"""
+"""A folder's disk and roughly its speed: filesystem, free bytes, direct I/O, a short test."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ _TEST_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class DiskProbe:
-    """A folder's filesystem: type, free bytes for this user, and whether files can be opened with
-    O_DIRECT.
-    """
+    """A folder's filesystem: type, free bytes for this user, whether O_DIRECT works."""
 
     filesystem: str
     free_bytes: int
@@ -29,9 +25,7 @@ class DiskProbe:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Sequential bandwidth of one thread with 1 MiB requests, in MB/s (10^6 bytes); writes include
-    fdatasync.
-    """
+    """Sequential MB/s (10^6 bytes) of one thread with 1 MiB requests; writes with fdatasync."""
 
     write_mbps: float
     read_mbps: float
@@ -39,9 +33,7 @@ class DiskSpeed:
 
 
 def look(folder: Path) -> DiskProbe:
-    """Makes the folder if it is missing and looks at it. Raises OSError when it cannot be made or
-    written.
-    """
+    """Looks at the folder, made if missing. Raises OSError when it cannot be made or written."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     stats = os.statvfs(folder)
     return DiskProbe(_filesystem(folder), stats.f_bavail * stats.f_frsize, _opens_direct(folder))

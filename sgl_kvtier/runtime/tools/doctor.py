@@ -47,9 +47,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `state` is ok, warn or fail; `advice` says what to do and is empty when
-    nothing is.
-    """
+    """One thing looked at. `state` is ok, warn or fail; `advice` says what to do, if anything."""
 
     check: str
     state: str
@@ -347,9 +345,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    """The kernel's account of memory by name: KiB, or a count of pages. Empty where there is
-    none.
-    """
+    """The kernel's account of memory by name: KiB, or a count of pages; may be empty."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {
         name: int(value.split()[0])

@@ -138,9 +138,7 @@ def _written(store: Path) -> dict[Path, int]:
 
 
 def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """One profile, with predictions for prefixes of these lengths that lie in storage and in host
-    memory.
-    """
+    """One profile, with predictions for prefixes of these lengths in storage and in host memory."""
     cost = PrefillCost(**profile.prefill)
     return {
         "name": name,

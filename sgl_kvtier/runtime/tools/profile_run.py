@@ -29,9 +29,7 @@ _STORED_S = 120.0
 
 @dataclass(frozen=True)
 class Answered:
-    """The server's answer on one prompt: its number of tokens that came from storage or host
-    memory.
-    """
+    """The server's answer on a prompt: its tokens that came from storage or host memory."""
 
     tokens: int
     cached: int

@@ -83,9 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or becomes the server. Raises ConfigError for a wrong settings file, BenchError when
-    it cannot start.
-    """
+    """Prints or becomes the server. Raises ConfigError (settings), BenchError (no start)."""
     device = args.device or detect_device()
     settings = _settings_path(args)
     paced = paced_device(device, args.dilation)
@@ -162,9 +160,7 @@ def _settings_path(args: argparse.Namespace) -> Path:
 
 
 def _model(args: argparse.Namespace, paced: Any) -> str:
-    """The model's folder or name. Raises ConfigError where it is missing, or a paced device has
-    another.
-    """
+    """The model's folder or name. Raises ConfigError where missing, or a paced device's differs."""
     if paced is None and args.model is None:
         raise ConfigError("say which model: its folder or name")
     if paced is not None and args.model is not None:
