@@ -100,7 +100,7 @@ def _driver_copy() -> int:
     """
     if _native is None:
         raise RuntimeError("sgl_kvtier.runtime.cuda._native is not compiled")
-    loaded = ctypes.CDLL(None)  # torch shows everybody the driver's library
+    loaded = ctypes.CDLL(None)  # torch made the driver's library visible
     function = loaded.hipMemcpyAsync if torch.version.hip else loaded.cudaMemcpyAsync
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None, "a function has an address"
