@@ -17,8 +17,8 @@ from sgl_kvtier.runtime.sglang.types import Req
 _MOST = 64
 """Requests that are ordered: those that came first. The others stay behind them."""
 
-_ASK_S = 0.1
-"""The planner is asked again after so long, though nothing has changed."""
+_ASK_S = 0.05
+"""The planner is asked again after so long while the same requests wait: pages may have come."""
 
 
 class Queue:
@@ -29,30 +29,28 @@ class Queue:
         self._turns = turns
         self._came: dict[str, int] = {}
         self._number = 0
-        self._asked: tuple[Waiter, ...] = ()
+        self._sorted: list[str] = []
         self._asked_at = 0.0
-        self._answer: dict[str, int] = {}
 
     def sort(self, queue: list[Req], now: float) -> None:
-        """Sorts SGLang's queue in place. The planner is asked when something has changed, and from
+        """Sorts SGLang's queue in place. The planner is asked when requests came or went, and from
         time to time. `now` is the agreed time in seconds.
         """
+        if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < _ASK_S:
+            return
         came = {req.rid: self._came.get(req.rid, 0) for req in queue}
         for rid, number in came.items():
             if not number:
                 self._number += 1
                 came[rid] = self._number
-        self._came = came
-        if len(queue) < 2 and not self._asked:
-            return
-        there = sorted(queue, key=lambda req: came[req.rid])
-        waiting = tuple([self._waiter(req) for req in there[:_MOST]])
-        if waiting != self._asked or not 0 <= now - self._asked_at < _ASK_S:
-            self._asked, self._asked_at = waiting, now
+        self._came, self._asked_at = came, now
+        if len(queue) > 1 or len(self._sorted) > 1:
+            there = sorted(queue, key=lambda req: came[req.rid])
+            waiting = tuple([self._waiter(req) for req in there[:_MOST]])
             order = self._planner.query(RunOrder(waiting, now))
-            self._answer = {rid: place for place, rid in enumerate(order)}
-        last = len(self._answer)
-        queue.sort(key=lambda req: (self._answer.get(req.rid, last), came[req.rid]))
+            places = {rid: place for place, rid in enumerate(order)}
+            queue.sort(key=lambda req: (places.get(req.rid, _MOST), came[req.rid]))
+        self._sorted = [req.rid for req in queue]
 
     def _waiter(self, req: Req) -> Waiter:
         there = requests.found(req)
