@@ -176,8 +176,9 @@ class PolicyConfig:
     queue: str = setting(
         "shortest",
         "which waiting request runs next: shortest = the one whose prompt is predicted to be there "
-        "soonest, but none waits over twice as long as in the order of arrival; arrival = that "
-        "order. Another --schedule-policy or priorities of requests come first",
+        "soonest, but none is overtaken for more than half of what those before it and itself "
+        "take; arrival = the order of arrival. Another --schedule-policy, and priorities of "
+        "requests, stay in force",
         choices=("shortest", "arrival"),
     )
     rules: str = setting(

@@ -152,10 +152,9 @@ class Rules:
     """Extra weight of computing per request that waits behind: it delays them all, and a link's
     work goes on beside.
     """
-    overtaking: float = 1.0
-    """Shorter requests go before one that waits for as long as it can still be done within 1 plus
-    this many times the predicted work that stood before it when it came, its own included. 0:
-    requests run in the order of arrival.
+    overtaking: float = 0.5
+    """Shorter requests overtake one that waits for this many times the predicted work that stood
+    before it when it came, its own included. 0: requests run in the order of arrival.
     """
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""

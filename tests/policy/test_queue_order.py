@@ -54,25 +54,34 @@ def test_without_overtaking_the_order_is_that_of_arrival() -> None:
 
 
 def test_one_that_was_overtaken_for_long_enough_runs_next() -> None:
-    """The long one takes 0.9 s, so it is due after 1.8 s: eight short ones surely go first."""
-    queue = planner()
-    for number in range(8):
-        asked = Waiter("long", 900), Waiter(f"short {number}", 100)
-        assert order(queue, *asked, now=number * 0.1)[0] != "long"
-    assert order(queue, Waiter("long", 900), Waiter("short 9", 100), now=0.9)[0] == "long"
+    """The long one takes 0.9 s, and is overtaken for as long from 5.0 s on, when the first leaves."""
+    queue, long = planner(), Waiter("long", 900)
+    order(queue, long, Waiter("short", 100), now=0.0)
+    order(queue, long, Waiter("short", 100), now=5.0)
+    assert order(queue, long, Waiter("new", 100), now=5.0)[0] == "new"
+    assert order(queue, long, Waiter("new", 100), now=5.75)[0] == "new"
+    assert order(queue, long, Waiter("new", 100), now=5.85) == ("long", "new")
 
 
-def test_in_a_server_slower_than_predicted_the_order_becomes_that_of_arrival() -> None:
-    queue, asked = planner(), (Waiter("long", 900), Waiter("short", 100), Waiter("new", 50))
-    assert order(queue, *asked)[0] == "new"
-    assert order(queue, *asked, now=60.0) == ("long", "short", "new")
+def test_waiting_for_those_that_run_is_not_being_overtaken() -> None:
+    queue, asked = planner(), (Waiter("long", 900), Waiter("short", 100))
+    assert order(queue, *asked) == ("short", "long")
+    assert order(queue, *asked, now=60.0) == ("short", "long")
 
 
-def test_one_that_came_back_is_due_anew() -> None:
+def test_those_behind_are_not_overtaken_by_one_that_came_earlier() -> None:
+    queue, later = planner(), (Waiter("long", 900), Waiter("new", 100))
+    order(queue, Waiter("first", 10), *later)
+    assert order(queue, *later, now=60.0) == ("new", "long")
+    assert order(queue, *later, now=120.0) == ("new", "long")
+
+
+def test_one_that_came_back_is_overtaken_anew() -> None:
     queue, asked = planner(), (Waiter("long", 900), Waiter("short", 100))
     order(queue, *asked)
-    order(queue, Waiter("short", 100), now=59.0)
-    assert order(queue, Waiter("short", 100), Waiter("long", 900), now=60.0) == ("short", "long")
+    order(queue, Waiter("long", 900))
+    order(queue, now=59.0)
+    assert order(queue, *asked, now=60.0) == ("short", "long")
 
 
 @pytest.mark.parametrize(("overtaking", "arrivals"), [(1.0, 10_000), (0.25, 1000), (3.0, 1000)])
@@ -82,16 +91,21 @@ def test_nobody_waits_longer_than_the_bound(overtaking: float, arrivals: int) ->
     """
     draw, queue = random.Random(7), planner(overtaking)
     clock_s, came, waiting, due_s = 0.0, 0, dict[str, int](), dict[str, float]()
+
+    def ordered() -> tuple[str, ...]:
+        return order(queue, *(Waiter(rid, n) for rid, n in waiting.items()), now=clock_s)
+
     while came < arrivals or waiting:
         if came < arrivals and (not waiting or (draw.random() < 0.55 and len(waiting) < 20)):
             rid, came = f"r{came}", came + 1
             waiting[rid] = int(draw.paretovariate(1.2) * 50)
             due_s[rid] = clock_s + (1 + overtaking) * sum(waiting.values()) * 0.001
-            order(queue, *(Waiter(one, tokens) for one, tokens in waiting.items()), now=clock_s)
+            ordered()
             continue
-        asked = [Waiter(rid, tokens) for rid, tokens in waiting.items()]
-        first = order(queue, *asked, now=clock_s)[0]
-        clock_s += waiting.pop(first) * 0.001
+        first = ordered()[0]
+        tokens = waiting.pop(first)
+        ordered()  # it runs
+        clock_s += tokens * 0.001
         assert clock_s <= due_s.pop(first) + 1e-6, first
     assert not due_s
 

@@ -1,12 +1,15 @@
 """The order in which waiting requests run: the shortest predicted remaining restoration first, with
 a bound on how long that keeps a request waiting.
 
-A request is due after 1 + `Rules.overtaking` times the predicted work that stood before it when it
-came, its own included. Shorter ones go first only while it and those that came before it can still
-be done by then. So in a server that is slower than predicted, requests run in the order of arrival.
+Later requests overtake one for at most `Rules.overtaking` times the predicted work that stood
+before it when it came, its own included. The time counts from the first that overtakes it, by the
+clock, since work is predicted for compute and links alone: memory may be short as well. Then it and
+those that came before it run in the order of arrival.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from sgl_kvtier.policy.messages import RunOrder, Waiter
 from sgl_kvtier.policy.restore.modes import Forecast
@@ -14,32 +17,50 @@ from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
 
 
+@dataclass(slots=True)
+class _Place:
+    """A waiting request: for how many seconds it may be overtaken, and since when it is."""
+
+    credit_s: float
+    overtaken_at: float = -1.0
+
+
 class QueueOrder:
-    """The times at which waiting requests are due, by request. One thread, no clock."""
+    """The places of waiting requests in the order they came. One thread, no clock."""
 
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
-        self._due: dict[str, float] = {}
+        self._places: dict[str, _Place] = {}
 
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The requests in the order they should run. Takes note of those that came and went."""
-        known = self._under_way
+        known, now = self._under_way, question.now
         waiting = [one.rid for one in question.waiting]
         if known.config.queue != "shortest" or known.rules.overtaking <= 0:
             return tuple(waiting)
-        due, now, before_s = dict[str, float](), question.now, 0.0
-        works, slacks = list[float](), list[float]()
+        self._note_gone(frozenset(waiting), now)
+        works, slacks, before_s = list[float](), list[float](), 0.0
         for one in question.waiting:
             work_s = self._work_s(one)
             before_s += work_s
-            due_at = self._due.get(one.rid, -1.0)
-            if due_at < 0:
-                due_at = now + (1 + known.rules.overtaking) * before_s
-            due[one.rid] = due_at
+            place = self._places.get(one.rid)
+            if place is None:
+                place = self._places[one.rid] = _Place(known.rules.overtaking * before_s)
+            since = now if place.overtaken_at < 0 else place.overtaken_at
             works.append(work_s)
-            slacks.append(due_at - now - before_s)
-        self._due = due
+            slacks.append(place.credit_s - (now - since))
         return _shortest_first(waiting, works, slacks)
+
+    def _note_gone(self, waiting: frozenset[str], now: float) -> None:
+        """Those that wait no more run, and have overtaken all that came earlier and wait."""
+        overtaken = False
+        for rid in reversed(list(self._places)):
+            place = self._places[rid]
+            if rid not in waiting:
+                overtaken = True
+                del self._places[rid]
+            elif overtaken and place.overtaken_at < 0:
+                place.overtaken_at = now
 
     def _work_s(self, one: Waiter) -> float:
         """Seconds until its prompt is there, with links and compute to itself."""
