@@ -61,8 +61,6 @@ _PACED_ROUNDS = 4
 _PACED_DILATION = 2.0
 _DEFAULT_DEVICE = "paced:h100-llama8b"
 """Where there is no card and nothing is asked for that only computing servers have."""
-_LOOKAHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
-"""kvtier.json's policy of the paced arm: both engines."""
 # Three to six agents worked at a time when the default trace was recorded.
 REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 
@@ -272,7 +270,7 @@ def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, A
     if paced is None:
         return {}
     found = paced.sections()
-    found["policy"] |= {**thresholds(chosen, page)["sections"]["policy"], **_LOOKAHEAD}
+    found["policy"] |= thresholds(chosen, page)["sections"]["policy"]
     return {"sections": found}
 
 
@@ -344,7 +342,6 @@ def paced_notes(paced: Paced | None) -> list[str]:
         "times are divided by it.",
         "Answers follow from the tokens alone: recompute is measured in the first round, and every arm's answers are "
         "compared with it.",
-        "The arm kvtier looks ahead (policy: prefetch on, eviction next-use, sessions).",
     ]
 
 
