@@ -41,7 +41,8 @@ COMMANDS = {
         "sgl_kvtier.lab.experiment.scenarios.restore",
         "restore stored prompts at many bandwidths: computed, loaded, stock's way, and ours",
         "kvtier compare restore --quick\n  kvtier compare restore --lengths 4k --load-over-compute "
-        "1/4,1,4 --json out.json",
+        "1/4,1,4 --json out.json\n  kvtier compare restore --at-once 2,4,8 --device "
+        "paced:h100-llama8b --dilation 2 --html out.html",
     ),
     "compare lookahead": Command(
         "sgl_kvtier.lab.experiment.scenarios.lookahead",

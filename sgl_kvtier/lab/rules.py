@@ -6,6 +6,8 @@ for servers that are started with them to measure what a rule is worth.
 
     Cake, CacheFlow, TierKV         as published
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
+    Uncharged                       kvtier's, computing not made dearer by requests that wait
+    InTurn                          one of these at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
     K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
     LFU                             eviction: TierKV's Frequency
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 
 from sgl_kvtier.outside import refusal
 from sgl_kvtier.policy.ahead.charge import TWO_HOPS
@@ -64,6 +66,56 @@ class ShortestFirst(Rules):
 
 class CacheFlow(Cake, LongestFirst):
     """CacheFlow's: Cake's, with I/O for the longest remaining restoration first."""
+
+
+class Uncharged(Rules):
+    """kvtier's, with a second of computing as dear as one of loading, however many wait."""
+
+    queue_charge = 0.0
+
+
+IN_TURN: Mapping[str, type[Rules]] = {
+    "kvtier": Rules,
+    "cake": Cake,
+    "cacheflow": CacheFlow,
+    "longest-io-first": LongestFirst,
+    "shortest-io-first": ShortestFirst,
+    "uncharged": Uncharged,
+}
+"""Rules of restoring that a server may have in turn, by the name of their arm."""
+
+
+class InTurn(Rules):
+    """One of `IN_TURN` at a time, so that all are measured in one process: kvtier.rules.place in
+    the running server is its place there. Change it while nothing is restored.
+    """
+
+    tuned = ("place",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tune("place", 0)
+
+    def tune(self, name: str, value: float) -> None:
+        """Another one decides from now on."""
+        if value not in range(len(IN_TURN)):
+            raise ValueError(
+                refusal(f"rules.{name}", value, f"0 to {len(IN_TURN) - 1}: {', '.join(IN_TURN)}")
+            )
+        self._now = list(IN_TURN.values())[int(value)]()
+        for number, own in vars(Rules).items():
+            if isinstance(own, int | float):
+                setattr(self, number, getattr(self._now, number))
+
+    def mode(self, ways: Ways) -> tuple[Mode, str]:
+        """As the present one decides; the others too."""
+        return self._now.mode(ways)
+
+    def leave(self, ways: Ways) -> str | None:
+        return self._now.leave(ways)
+
+    def load_order(self, waiting: Sequence[Waiting]) -> Sequence[Waiting]:
+        return self._now.load_order(waiting)
 
 
 class TierKV(Rules):

@@ -163,12 +163,13 @@ class Client:
         session_id: str | None = None,
         logprobs: bool = False,
         margins: bool = False,
+        begun: asyncio.Event | None = None,
     ) -> Completion:
         """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for a
         server's or network's failures.
 
         `rid` names the request for `abort`, `session_id` its session. `logprobs` asks for those of
-        the output tokens, `margins` for their lead as well.
+        the output tokens, `margins` for their lead as well. `begun` is set at the first token.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -183,7 +184,8 @@ class Client:
         body |= {} if session_id is None else {"session_id": session_id}
         body |= {"return_logprob": True} if logprobs or margins else {}
         body |= {"top_logprobs_num": 2} if margins else {}
-        return await self.stream("/generate", body, _Reading(time.monotonic(), max_new_tokens))
+        reading = _Reading(time.monotonic(), max_new_tokens, begun)
+        return await self.stream("/generate", body, reading)
 
     async def stream(self, path: str, body: Mapping[str, Any], reading: Reading) -> Completion:
         """Posts a request, and what came of it by `reading` its streamed events. Never raises for a
@@ -385,8 +387,9 @@ class _Reading:
     send anything.
     """
 
-    def __init__(self, sent_s: float, asked_tokens: int) -> None:
+    def __init__(self, sent_s: float, asked_tokens: int, begun: asyncio.Event | None) -> None:
         self._sent_s = sent_s
+        self._begun = begun
         self._most_tokens = asked_tokens + MORE_TOKENS
         self._ids: list[int] = []
         self._times: list[float] = []
@@ -429,6 +432,8 @@ class _Reading:
         if len(self._ids) > self._most_tokens:
             raise BadAnswer(f"{len(self._ids)} output tokens, more than were asked for")
         self._times += [now] * (len(self._ids) - len(self._times))
+        if self._begun is not None and self._times:
+            self._begun.set()
         entries = part_of(meta, "output_token_logprobs", list) or []
         if len(entries) == len(self._ids):
             del self._logprobs[len(entries) :]

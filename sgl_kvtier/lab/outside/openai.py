@@ -8,6 +8,7 @@ event with text counts as one token until the last event says how many there wer
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -65,13 +66,14 @@ class OpenAIClient(Client):
         session_id: str | None = None,
         logprobs: bool = False,
         margins: bool = False,
+        begun: asyncio.Event | None = None,
     ) -> Completion:
         """Greedy generation of `max_new_tokens` tokens, streamed; of fewer by a server that does
         not know ignore_eos. Never raises for a server's or network's failures.
 
-        There is no session and no log-prob on this route.
+        There is no session and no log-prob on this route, and nothing is told before the end.
         """
-        assert not (session_id or logprobs or margins), "the route has none of these"
+        assert not (session_id or logprobs or margins or begun), "the route has none of these"
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(input_ids),

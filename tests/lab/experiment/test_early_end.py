@@ -4,7 +4,6 @@ interrupts a report.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,8 +24,7 @@ from sgl_kvtier.lab.experiment.restore.server import Target
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan
 from sgl_kvtier.lab.experiment.scenarios import overhead as overhead_scenario
-from sgl_kvtier.lab.experiment.scenarios import restore as restore_scenario
-from sgl_kvtier.lab.experiment.scenarios.restore import Restoring
+from sgl_kvtier.lab.experiment.scenarios.restore_grid import Restoring
 from sgl_kvtier.lab.fuzz import command as fuzz_command
 from sgl_kvtier.lab.fuzz.log import Attempt, FuzzLog
 from sgl_kvtier.lab.outside.client import Completion
@@ -49,17 +47,30 @@ def restore_trials(log: RestoreLog, logprobs: tuple[float, ...] = (-0.5,)) -> No
     log.keep(Trial("tiny-qwen3", 512, PRIME, "compute", 0, 0.0, output_ids=(1,), logprobs=(-0.5,)))
     for arm, seconds in (("compute", 1.0), ("load", 1.0), ("kvtier", 0.6)):
         answer: dict[str, Any] = {"output_ids": (1,), "logprobs": logprobs}
-        log.keep(Trial("tiny-qwen3", 512, GRID, arm, 1, 0.25, 1.0, 528, ttft_s=seconds, **answer))
+        log.keep(
+            Trial(
+                "tiny-qwen3",
+                512,
+                GRID,
+                arm,
+                1,
+                0.25,
+                1.0,
+                prompt_tokens=528,
+                ttft_s=seconds,
+                **answer,
+            )
+        )
 
 
 def restore(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, *extra: str
 ) -> tuple[int, dict[str, Any]]:
     @contextlib.contextmanager
-    def target(_: argparse.Namespace, model: str) -> Iterator[Target]:
+    def target(_: Restoring, model: str) -> Iterator[Target]:
         yield Target(model, "http://nowhere", None, None, 16, 512)
 
-    monkeypatch.setattr(restore_scenario, "_target", target)
+    monkeypatch.setattr(Restoring, "_target", target)
     monkeypatch.setattr(Restoring, "measure_on", lambda self, *_: measure(self.log))
     out = tmp_path / "out.json"
     command = [

@@ -16,8 +16,8 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment import arms
 from sgl_kvtier.lab.experiment.argtypes import shape_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
-from sgl_kvtier.lab.experiment.restore.server import setup_for, storage_bytes
-from sgl_kvtier.lab.experiment.scenarios import restore
+from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for, storage_bytes
+from sgl_kvtier.lab.experiment.scenarios import restore, restore_grid
 from sgl_kvtier.lab.fuzz import command as fuzz
 
 CARD = Setup("/m", "m", device="cuda", page_size=64, chunk_tokens=4096, dtype="bfloat16")
@@ -93,7 +93,7 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     args = parsed(restore, "--device", "cuda", "--storage-size", "30GiB")
-    setup = setup_for(args, shape_of(args, "shape-8b"), "shape-8b", [65536], "", "key")
+    setup = setup_for(args, shape_of(args, "shape-8b"), "shape-8b", Demand([65536]), "", "key")
     found = options(prepare(OURS, setup, tmp_path / "server").arguments)
     assert (found["--dtype"], found["--load-format"]) == ("bfloat16", "dummy")
     assert "--context-length" not in found  # the model's own, which is long enough
@@ -104,8 +104,8 @@ def test_a_restore_server_on_a_card_serves_bfloat16_from_a_store_of_the_size_ask
 
 
 def test_the_model_that_is_restored_by_default_has_weights_on_a_card() -> None:
-    assert restore._models(parsed(restore, "--device", "cuda")) == ["lab-gpu-1b"]
-    assert restore._models(parsed(restore, "--device", "cpu")) == ["lab-mha"]
+    assert restore_grid.models_of(parsed(restore, "--device", "cuda")) == ["lab-gpu-1b"]
+    assert restore_grid.models_of(parsed(restore, "--device", "cpu")) == ["lab-mha"]
 
 
 def test_a_fuzz_run_on_a_card_has_heads_and_numbers_that_flashinfer_knows() -> None:

@@ -22,7 +22,7 @@ from sgl_kvtier.lab.experiment.measures import arm_figures, sample_rows
 from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
 from sgl_kvtier.lab.experiment.restore.trial import Trial
 from sgl_kvtier.lab.experiment.rounds import KeptRound, RoundLog
-from sgl_kvtier.lab.experiment.scenarios import restore
+from sgl_kvtier.lab.experiment.scenarios import restore, restore_grid
 from sgl_kvtier.lab.fuzz import command as fuzz
 from sgl_kvtier.lab.fuzz.log import FuzzLog
 from sgl_kvtier.lab.outside.server import Usage
@@ -124,7 +124,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
 def of_restore() -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     restore.add_arguments(parser)
-    return restore._about(parser.parse_args(["--device", "cuda"]))
+    return restore_grid.about(parser.parse_args(["--device", "cuda"]))
 
 
 def of_fuzz() -> dict[str, Any]:

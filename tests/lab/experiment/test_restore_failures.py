@@ -50,7 +50,7 @@ def failing(when: Callable[[RestoringServer], bool]) -> RestoringServer:
 
 def result_of(log: RestoreLog) -> dict[str, Any]:
     found = results_of(log)
-    return {**found, "notes": failures(log, found["summary"]["errors"])}
+    return {**found, "notes": failures(log.trials, found["summary"]["errors"])}
 
 
 def stock_in_the_round(server: RestoringServer) -> bool:

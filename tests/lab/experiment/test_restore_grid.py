@@ -25,7 +25,7 @@ from sgl_kvtier.lab.experiment.restore.grid import (
 from sgl_kvtier.lab.experiment.restore.log import GRID, RestoreLog
 from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trial, Trials
 from sgl_kvtier.lab.outside.client import Client
-from sgl_kvtier.lab.pages.restore import restore_page, restore_tables
+from sgl_kvtier.lab.pages.restore.grid import restore_page, restore_tables
 
 SMALL = GridOptions("fake", page=PAGE, chunk=256, lengths=(512,), ratios=(0.5, 1.0), rounds=2)
 

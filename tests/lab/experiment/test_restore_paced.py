@@ -18,13 +18,13 @@ from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.restore.cells import pace_of, results_of
 from sgl_kvtier.lab.experiment.restore.grid import Grid, GridOptions
 from sgl_kvtier.lab.experiment.restore.log import GRID, WARM, RestoreLog
-from sgl_kvtier.lab.experiment.restore.server import setup_for
+from sgl_kvtier.lab.experiment.restore.server import Demand, setup_for
 from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, ServerCpu, Trial, Trials
-from sgl_kvtier.lab.experiment.scenarios import restore
+from sgl_kvtier.lab.experiment.scenarios import restore, restore_grid
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.paced.pace import PaceLog, Reader
-from sgl_kvtier.lab.pages.restore import restore_tables
+from sgl_kvtier.lab.pages.restore.grid import restore_tables
 
 PACED = ("--device", "paced:h100-llama8b")
 DILATION, SCALE = 4.0, 512.0
@@ -123,7 +123,7 @@ def test_the_curve_has_points_within_a_chunk(measured: tuple[Device, RestoreLog]
 def test_pace_is_that_of_the_steps_until_the_first_token(
     measured: tuple[Device, RestoreLog],
 ) -> None:
-    found = pace_of(measured[1], DILATION)
+    found = pace_of(measured[1].trials, DILATION)
     assert set(found) == {"compute", "load", "stock_timeout", "kvtier"}
     loads = found["load"]
     assert (loads["steps"], loads["checked_tokens"], loads["valid"]) == (1, 8, True)
@@ -135,7 +135,7 @@ def test_a_trial_that_lost_its_pace_is_made_again_and_counts_for_nothing(tmp_pat
     server = Device(path, slow=2)  # the prompt that is stored, and the first after it
     measure(server, path, log)
     assert len([trial for trial in log.trials if trial.kind == DISCARDED]) == 1
-    assert all(figures["valid"] for figures in pace_of(log, DILATION).values())
+    assert all(figures["valid"] for figures in pace_of(log.trials, DILATION).values())
 
 
 def test_what_was_wrong_in_a_trial_that_counts_for_nothing_makes_the_run_invalid(
@@ -145,7 +145,7 @@ def test_what_was_wrong_in_a_trial_that_counts_for_nothing_makes_the_run_invalid
     server = Device(path)
     server.wrong_at = 1  # while the prompt was stored
     measure(server, path, log)
-    found = pace_of(log, DILATION)["compute"]
+    found = pace_of(log.trials, DILATION)["compute"]
     assert (found["mismatches"], found["valid"]) == (1, False)
     (note,) = pace.verdict("compute", found)
     assert note.startswith("INVALID: compute lost 0% of its steps' time")
@@ -163,16 +163,16 @@ def test_a_log_keeps_steps_and_a_result_does_not(tmp_path: Path) -> None:
 
 def test_paced_and_computed_trials_share_no_log(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    RestoreLog.open(file, restore._about(parsed()))
+    RestoreLog.open(file, restore_grid.about(parsed()))
     with pytest.raises(BenchError, match="were made with device"):
-        RestoreLog.open(file, restore._about(parsed("--device", "cpu")))
+        RestoreLog.open(file, restore_grid.about(parsed("--device", "cpu")))
     with pytest.raises(BenchError, match="were made with paced"):
-        RestoreLog.open(file, restore._about(parsed("--dilation", "2")))
+        RestoreLog.open(file, restore_grid.about(parsed("--dilation", "2")))
 
 
 def test_lengths_of_a_paced_device_are_those_of_real_prompts() -> None:
     def of(*words: str) -> GridOptions:
-        return restore._options(parsed(*words), "h100-llama8b", 64, 8192)
+        return restore_grid._options(parsed(*words), "h100-llama8b", 64, 8192)
 
     assert list(of().lengths) == [8192, 16384, 32768, 65536]
     assert list(of("--quick").lengths) == [8192, 16384]
@@ -184,8 +184,8 @@ def test_a_server_gets_the_devices_own_model_disk_and_deadlines(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     args = parsed("--dilation", "2")
-    shape = restore.shape_of(args, "h100-llama8b")
-    setup = setup_for(args, shape, "h100-llama8b", [65536], "", "key")
+    shape = restore_grid.shape_of(args, "h100-llama8b")
+    setup = setup_for(args, shape, "h100-llama8b", Demand([65536]), "", "key")
     assert (setup.served_name, setup.page_size, setup.chunk_tokens) == ("paced-mha-1", 64, 8192)
     assert setup.context_tokens == setup.device_tokens
     policy = setup.sections["policy"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvtier.console.table import Table
-from sgl_kvtier.lab.pages.restore import restore_tables
+from sgl_kvtier.lab.pages.restore.grid import restore_tables
 
 
 def cell(**more: object) -> dict:

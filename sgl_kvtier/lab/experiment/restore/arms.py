@@ -1,35 +1,40 @@
 """The arms of the restoration bench: ways to restore a stored prefix, all in one running server.
 
-An arm is two settings of that server, changed between two requests. One is `policy.restore` of
-kvtier.json. The other is how long SGLang itself waits for its storage
+An arm is a few settings of that server, changed between two requests. One is `policy.restore` of
+kvtier.json. Another is how long SGLang itself waits for its storage
 (--hicache-storage-prefetch-policy).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import check_names
 from sgl_kvtier.lab.outside.client import Client
+from sgl_kvtier.lab.rules import IN_TURN
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
 FIXED_SPLITS = "sgl_kvtier.lab.rules:FixedSplit"
 """policy.rules of a server in which the computed share of a prefix can be fixed."""
+RULES_IN_TURN = "sgl_kvtier.lab.rules:InTurn"
+"""policy.rules of a server in which one class of rules can take the place of another."""
 BACKEND = "kvtier"
 """The storage backend of a server that can be measured so."""
 
 
 @dataclass(frozen=True)
 class RestoreArm:
-    """One way: the two settings, and what it is in words."""
+    """One way: its settings, and what it is in words."""
 
     restore: str
     prefetch: str
     about: str
+    rule: str | None = None
+    """Which of `lab.rules.IN_TURN` decides, in a server started with those; None: any."""
 
     @property
     def estimates(self) -> bool:
@@ -88,11 +93,18 @@ class ArmSwitch:
     them, and its client knows its dilation.
     """
 
-    def __init__(self, client: Client, bytes_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        client: Client,
+        bytes_scale: float = 1.0,
+        arms: Mapping[str, RestoreArm] = RESTORE_ARMS,
+    ) -> None:
         self._client = client
+        self._arms = arms
         self._slower = bytes_scale * client.dilation
         self._restore: str | None = None
         self._prefetch: str | None = None
+        self._rule: str | None = None
         self._gbps: float | None = None
         self._fixed_split: float | None = None
 
@@ -103,13 +115,16 @@ class ArmSwitch:
         `FIXED_SPLITS`. None: the share is decided on the way. Raises BenchError when the server
         refuses.
         """
-        wanted = RESTORE_ARMS[arm]
+        wanted = self._arms[arm]
         if wanted.restore != self._restore:
             await self._client.set_state({"kvtier.policy.restore": restore_choice(wanted.restore)})
             self._restore = wanted.restore
         if wanted.prefetch != self._prefetch:
             await self._client.set_prefetch_policy(BACKEND, wanted.prefetch)
             self._prefetch = wanted.prefetch
+        if wanted.rule not in (None, self._rule):
+            await self._client.set_state({"kvtier.rules.place": list(IN_TURN).index(wanted.rule)})
+            self._rule = wanted.rule
         await self._split(fixed_split)
         await self.bandwidth(read_gbps)
 

@@ -31,7 +31,7 @@ from sgl_kvtier.lab.experiment.restore.log import (
     Scale,
     seconds,
 )
-from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Trial
+from sgl_kvtier.lab.experiment.restore.trial import DISCARDED, Attempt, Trial
 from sgl_kvtier.lab.outside.replay import milliseconds
 from sgl_kvtier.lab.paced import pace
 from sgl_kvtier.lab.pages.stats import percentile
@@ -68,12 +68,12 @@ def results_of(log: RestoreLog) -> dict[str, Any]:
     return {**found, "fluctuation": fluctuation} if log.fluctuations else found
 
 
-def pace_of(log: RestoreLog, dilation: float) -> dict[str, dict[str, Any]]:
-    """How well a paced device kept pace until the first token, by arm: in the trials that count.
+def pace_of(attempts: Iterable[Attempt], dilation: float) -> dict[str, dict[str, Any]]:
+    """How well a paced device kept pace until the first token, by arm: in the attempts that count.
     Wrong keys and values count in all.
     """
     rows: dict[str, list[Mapping[str, Any]]] = {}
-    for trial in log.trials:
+    for trial in attempts:
         counts = trial.kind not in (WARM, DISCARDED)
         mine = rows.setdefault(trial.arm, [])
         mine += [row for row in trial.steps if counts or "mismatch" in row]
@@ -227,11 +227,11 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
     }
 
 
-def failures(log: RestoreLog, count: int) -> list[str]:
+def failures(attempts: Iterable[Attempt], count: int) -> list[str]:
     """A note on the requests that failed."""
     if not count:
         return []
-    messages = sorted({trial.error for trial in log.trials if trial.error is not None})[:3]
+    messages = sorted({one.error for one in attempts if one.error is not None})[:3]
     return [
         f"{count} requests failed; they count as answers that are not equal. Of one that was made again, by a run that went on from "
         f"the log, only the last attempt counts. {'; '.join(messages)}"

@@ -15,7 +15,7 @@ from typing import Any
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import Shape, setup_of
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare
-from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS
+from sgl_kvtier.lab.experiment.restore.arms import FIXED_SPLITS, RULES_IN_TURN
 from sgl_kvtier.lab.experiment.rounds import START_S
 from sgl_kvtier.lab.outside.lab_model import write_named
 from sgl_kvtier.lab.outside.model_shapes import UNWEIGHTED, check_heads, is_ours, kv_bytes
@@ -28,7 +28,21 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PA
 """SGLang checks its memory accounts in every step and ends the process when they are wrong."""
 
 _SPARE_TOKENS = 2048
+_RUNNING = 8
 _LEAST_STORAGE = 4 << 30
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a server is asked for. `lengths` are the prefixes that will be restored, in tokens,
+    `at_once` is how many of them at a time at most. Of `beside` tokens are requests that run
+    meanwhile, `running` in number.
+    """
+
+    lengths: Sequence[int]
+    at_once: int = 1
+    beside: int = 0
+    running: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,17 +66,17 @@ def started(
     args: argparse.Namespace,
     shape: Shape,
     model: str,
-    lengths: Sequence[int],
+    demand: Demand,
     decision_log: str,
     folder: Path,
 ) -> Iterator[Target]:
-    """The server while the block runs; `lengths` are the prefixes that will be restored, in
-    tokens. Raises BenchError, with the end of its log, when it does not start.
+    """The server while the block runs. Raises BenchError, with the end of its log, when it does not
+    start.
     """
     # It listens on this machine only; the key keeps other programs here from changing what is
     # measured.
     key = secrets.token_hex(8)
-    setup = setup_for(args, shape, model, lengths, decision_log, key)
+    setup = setup_for(args, shape, model, demand, decision_log, key)
     pace_log = None if setup.paced is None else folder / LOG
     if pace_log is not None:
         pace_log.unlink(missing_ok=True)
@@ -76,18 +90,17 @@ def started(
 
 
 def setup_for(
-    args: argparse.Namespace,
-    shape: Shape,
-    model: str,
-    lengths: Sequence[int],
-    decision_log: str,
-    key: str,
+    args: argparse.Namespace, shape: Shape, model: str, demand: Demand, decision_log: str, key: str
 ) -> Setup:
     """The same settings as in a comparison, with a store whose bandwidth can be changed."""
     paced = parse(shape.device, args.dilation) if is_paced(shape.device) else None
-    stored = storage_bytes(args.storage_size, model, shape.dtype, sum(lengths))
-    tokens = -(-(max(lengths) * 5 // 4 + _SPARE_TOKENS) // shape.page) * shape.page
+    stored = storage_bytes(args.storage_size, model, shape.dtype, sum(demand.lengths))
+    prefixes = max(demand.lengths) * demand.at_once
+    tokens = prefixes * 5 // 4 + _SPARE_TOKENS + demand.beside
+    tokens = -(-tokens // shape.page) * shape.page
     cpu = host_of(shape.device) == "cpu"
+    # Of long answers every event would carry all tokens so far.
+    streaming = ("--incremental-streaming-output",) if demand.running else ()
     dummy = ("--load-format", "dummy") if model in UNWEIGHTED else ()
     return setup_of(
         args,
@@ -96,9 +109,9 @@ def setup_for(
         storage_bytes=stored,
         device_tokens=tokens,
         context_tokens=tokens if cpu else None,
-        max_running=8 if cpu else None,
+        max_running=max(_RUNNING, demand.at_once + demand.running) if cpu else None,
         sections=_sections(args, decision_log, paced),
-        extra=("--admin-api-key", key, *dummy, *args.server_arg),
+        extra=("--admin-api-key", key, *streaming, *dummy, *args.server_arg),
     )
 
 
@@ -112,7 +125,7 @@ def _sections(
     found["policy"] |= {
         "restore": "both",
         "decision_log": decision_log,
-        "rules": FIXED_SPLITS if args.fluctuate else "",
+        "rules": RULES_IN_TURN if args.at_once else FIXED_SPLITS if args.fluctuate else "",
     }
     return found
 

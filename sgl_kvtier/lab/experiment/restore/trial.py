@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.machine import CpuWatch, pace_seconds
-from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, ArmSwitch
+from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, RESTORE_ARMS, ArmSwitch, RestoreArm
 from sgl_kvtier.lab.outside.client import Cached, Client, Completion, Metrics
 from sgl_kvtier.lab.paced.pace import MOST_OVERRUN, Reader, lost_seconds
 
@@ -46,9 +45,10 @@ machines from one moment to the next, and evens out over rounds.
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One request's outcome. `kind` is what it was measured for; seconds; `gbps` the bandwidth of
-    the throttled store. Of a paced device they are those of the modelled machine.
+class Attempt:
+    """One measurement: what it was of, and what disturbed it. `length` are the tokens that can be
+    restored, `kind` is what it was measured for, `gbps` the bandwidth of the throttled store.
+    Seconds, bytes and bandwidths of a paced device are those of the modelled machine.
     """
 
     model: str
@@ -58,30 +58,51 @@ class Trial:
     round: int
     gbps: float
     load_over_compute: float | None = None
+    foreign_cores: float | None = 0.0
+    """None where the server's own use is not known, and so not told from that of others."""
+    stolen_cores: float = 0.0
+    slowness: float = 1.0
+    """The machine's slowness around it: seconds of a fixed piece of computing, over the least of
+    this run.
+    """
+    repeats: int = 0
+    fixed_split: float | None = None
+    """The computed share of the prefix, where it was fixed beforehand."""
+    error: str | None = None
+    sent_s: float = 0.0
+    """When its first request was sent, on the monotonic clock of this machine."""
+    lost_s: float | None = None
+    """Seconds until the last first token that a paced device lost because this machine was too
+    slow.
+    """
+    steps: tuple[dict[str, Any], ...] = ()
+    """The lines that a paced device wrote of it up to its last first token (`lab.paced.pace`), and
+    of all that was wrong.
+    """
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds until the last first token; None where there was none."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Trial(Attempt):
+    """One request's outcome."""
+
     prompt_tokens: int = 0
     ttft_s: float | None = None
     tpot_s: float | None = None
     cached: Cached | None = None
     output_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    foreign_cores: float | None = 0.0
-    """None where the server's own use is not known, and so not told from that of others."""
-    stolen_cores: float = 0.0
-    slowness: float = 1.0
-    """The machine's slowness around the trial: seconds of a fixed piece of computing, over the
-    least of this run.
-    """
-    repeats: int = 0
-    fixed_split: float | None = None
-    """The computed share of the prefix, where it was fixed beforehand."""
-    error: str | None = None
-    lost_s: float | None = None
-    """Seconds until the first token that a paced device lost because this machine was too slow."""
-    steps: tuple[dict[str, Any], ...] = ()
-    """The lines that a paced device wrote of it up to its first token (`lab.paced.pace`), and of all
-    that was wrong.
-    """
 
+    @property
+    def took_s(self) -> float | None:
+        return self.ttft_s
+
+
+_Made = TypeVar("_Made", bound=Attempt)
 
 Beside = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 """Other work during a trial. It is started with the request, and told by the event that the answer
@@ -138,13 +159,14 @@ class Trials:
         look_every_s: float = 0.08,
         unwatched_s: float = UNWATCHED_S,
         pace: Callable[[], float] = pace_seconds,
-        discard: Callable[[Trial], None] = lambda _: None,
+        discard: Callable[[Any], None] = lambda _: None,
         bytes_scale: float = 1.0,
         steps: Reader | None = None,
+        arms: Mapping[str, RestoreArm] = RESTORE_ARMS,
     ) -> None:
         self.client = client
-        self.switch = ArmSwitch(client, bytes_scale)
-        self._bytes_scale = bytes_scale
+        self.switch = ArmSwitch(client, bytes_scale, arms)
+        self.bytes_scale = bytes_scale
         self._steps = steps
         self._cpu = cpu
         self._quiet_foreign = quiet_foreign
@@ -165,16 +187,26 @@ class Trials:
         beside: Beside | None = None,
         repeat: bool = True,
     ) -> Trial:
-        """The trial `base` describes, its outcome filled in. A disturbed one is repeated; the least
-        disturbed is kept. One that fails is kept at once: how disturbed it was is no excuse.
+        """The trial `base` describes, its outcome filled in; a disturbed one is repeated.
 
         `beside` runs while the request does, and ends soon after the event it is given is set.
         `repeat` False keeps the first attempt, however disturbed. Raises BenchError when the server
         refuses a setting or to flush; a request that fails is a trial with `error`.
         """
-        made: list[Trial] = []
+
+        async def once() -> Trial:
+            await self.ready(base, flush=flush)
+            return await self.watched(lambda: self._ask(base, ids, beside))
+
+        return await self.repeated(once, repeat=repeat)
+
+    async def repeated(self, once: Callable[[], Awaitable[_Made]], *, repeat: bool = True) -> _Made:
+        """The least disturbed of several attempts, or the first that was not. One that fails is
+        kept at once: how disturbed it was is no excuse.
+        """
+        made: list[_Made] = []
         for attempt in range(self._most_repeats + 1 if repeat else 1):
-            made.append(await self._once(base, ids, attempt, flush, beside))
+            made.append(dataclasses.replace(await once(), repeats=attempt))
             if made[-1].error is not None or self._disturbance(made[-1]) <= 1:
                 break
         kept = min(made, key=self._disturbance) if made[-1].error is None else made[-1]
@@ -183,10 +215,10 @@ class Trials:
                 self._discard(dataclasses.replace(one, kind=DISCARDED))
         return dataclasses.replace(kept, repeats=attempt)
 
-    def _disturbance(self, one: Trial) -> float:
+    def _disturbance(self, one: Attempt) -> float:
         """Above 1 it was disturbed. Others' use that is not known does not count."""
         others = (one.foreign_cores or 0.0) + one.stolen_cores
-        lost = one.lost_s / one.ttft_s if one.lost_s and one.ttft_s else 0.0
+        lost = one.lost_s / one.took_s if one.lost_s and one.took_s else 0.0
         return max(others / self._quiet_foreign, one.slowness / self._slowest, lost / MOST_OVERRUN)
 
     def _slowness(self) -> float:
@@ -194,34 +226,40 @@ class Trials:
         self._best_pace_s = min(self._best_pace_s, now)
         return now / self._best_pace_s
 
-    async def _once(
-        self, base: Trial, ids: Sequence[int], attempt: int, flush: bool, beside: Beside | None
-    ) -> Trial:
+    async def ready(self, base: Attempt, *, flush: bool = True) -> None:
+        """Waits until the server does nothing, empties its caches and sets it to an attempt's
+        arm.
+        """
         await self.settle()
         if flush:
             await self.client.flush()
         await self.switch.use(base.arm, base.gbps, base.fixed_split)
+
+    async def watched(self, make: Callable[[], Awaitable[_Made]]) -> _Made:
+        """What `make` measures, with what disturbed it meanwhile."""
         before = self._slowness()
-        over = asyncio.Event()
-        other = asyncio.create_task(beside(over)) if beside is not None else None
         watch = CpuWatch(self._cpu.seconds)
-        began = time.monotonic()
-        done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+        made = await make()
         share = watch.stop()
-        over.set()
-        if other is not None:
-            await other
         return dataclasses.replace(
-            outcome(base, done, len(ids)),
+            made,
             foreign_cores=share.foreign_cores if self._cpu.known else None,
             stolen_cores=share.stolen_cores,
             slowness=max(before, self._slowness()),
-            repeats=attempt,
-            **self._kept_pace(began),
+            **self._kept_pace(made.sent_s),
         )
 
+    async def _ask(self, base: Trial, ids: Sequence[int], beside: Beside | None) -> Trial:
+        over = asyncio.Event()
+        other = asyncio.create_task(beside(over)) if beside is not None else None
+        done = await self.client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+        over.set()
+        if other is not None:
+            await other
+        return outcome(base, done, len(ids))
+
     def _kept_pace(self, began: float) -> dict[str, Any]:
-        """What a paced device wrote of a trial. What it found wrong before belongs to it too, so
+        """What a paced device wrote of an attempt. What it found wrong before belongs to it too, so
         that nothing is passed over.
         """
         if self._steps is None:
@@ -252,7 +290,7 @@ class Trials:
             after.total("kvtier:pages_written_total") or 0.0, 1.0
         )
         trial = outcome(Trial(model, len(ids) - page, "prime", COMPUTE, 0, 0.0), done, len(ids))
-        return trial, nbytes * self._bytes_scale
+        return trial, nbytes * self.bytes_scale
 
     async def settle(self, most_s: float = 20.0) -> None:
         """Waits until the server does nothing: what follows is not slowed by pages still being
@@ -297,6 +335,7 @@ def outcome(base: Trial, done: Completion, prompt_tokens: int) -> Trial:
     """The trial with what came of its request."""
     return dataclasses.replace(
         base,
+        sent_s=done.sent_s,
         prompt_tokens=prompt_tokens,
         ttft_s=done.ttft_s if done.error is None else None,
         tpot_s=done.tpot_s,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sgl_kvtier.arguments import not_negative, positive
+from sgl_kvtier.arguments import above_nought, count, not_negative, positive
 from sgl_kvtier.console import check_target
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import PACED_SERVER, RUN, add_options, shape_of, words
+from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
+from sgl_kvtier.lab.experiment.batches.draw import DECODERS
 from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_RESTORE_ARMS, RESTORE_ARMS
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
 from sgl_kvtier.lab.paced.launching import CHUNK_TOKENS, is_paced
@@ -60,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--arms",
         type=words,
         metavar="A,B",
-        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)})",
+        help=f"of {', '.join(RESTORE_ARMS)} (default {','.join(DEFAULT_RESTORE_ARMS)}); with --at-once of {', '.join(BATCH_ARMS)} "
+        f"(default {','.join(DEFAULT_BATCH_ARMS)})",
     )
     parser.add_argument(
         "--fluctuate",
@@ -71,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-grid", action="store_true", help="with --fluctuate: only what its bound needs"
     )
+    _add_batch_arguments(parser.add_argument_group("several at once"))
     parser.add_argument(
         "--foreign",
         type=not_negative,
@@ -79,6 +83,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "device, where those that lost over 10 %% of their time to the first token are repeated too)",
     )
     _add_server_arguments(parser.add_argument_group("server"))
+
+
+def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--at-once",
+        type=sizes,
+        metavar="N,N",
+        help="ask for so many stored prefixes together, mixed of --lengths (then by default 1k,2k,3k,4k; 4k,8k,16k,32k on a paced "
+        "device), beside requests that decode; --load-over-compute is that of the mix (default 1)",
+    )
+    group.add_argument(
+        "--poisson",
+        type=above_nought,
+        metavar="LOAD",
+        help="they arrive at random instead: a load of 1 is one in the time that compute and link together need for it",
+    )
+    group.add_argument(
+        "--decoders",
+        type=count,
+        metavar="N",
+        help=f"requests that decode beside, begun before and ended after a batch (default {DECODERS})",
+    )
 
 
 def _add_server_arguments(server: argparse._ArgumentGroup) -> None:
@@ -138,6 +164,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raises BenchError for options that do not go together."""
     if is_paced(args.device):
         _check_paced(args)
+    _check_batches(args)
     if args.no_grid and not args.fluctuate:
         raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
     if args.decision_log is not None:
@@ -149,6 +176,23 @@ def check_arguments(args: argparse.Namespace) -> None:
     page = shape_of(args, "").page
     if any(length % page for length in args.lengths or ()):
         raise BenchError(f"--lengths: must be whole pages of {page} tokens")
+
+
+def _check_batches(args: argparse.Namespace) -> None:
+    if not args.at_once:
+        for name in ("poisson", "decoders"):
+            if getattr(args, name) is not None:
+                raise BenchError(f"--{name}: add --at-once N, which it is about")
+        return
+    for name in ("url", "fluctuate", "slow_rounds"):
+        if getattr(args, name):
+            raise BenchError(
+                f"--at-once: not with --{name.replace('_', '-')}; leave one of them out"
+            )
+    if args.poisson is not None and "shortest-first" in (args.arms or ()):
+        raise BenchError(
+            "--poisson: the arm shortest-first sends all together; leave one of them out"
+        )
 
 
 def _check_paced(args: argparse.Namespace) -> None:
@@ -170,6 +214,15 @@ def lengths(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: must be lengths of at least 256 tokens, as 2k,4k"
         )
+    return found
+
+
+def sizes(text: str) -> list[int]:
+    """Numbers as 2,4,8."""
+    parts = text.split(",")
+    found = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(found) < len(parts) or not all(found) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: must be numbers above 0, as 2,4,8")
     return found
 
 

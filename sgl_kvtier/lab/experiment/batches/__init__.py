@@ -1,0 +1,1 @@
+"""Several restorations at once."""

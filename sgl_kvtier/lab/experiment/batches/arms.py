@@ -1,0 +1,70 @@
+"""The arms of several restorations at once: the ways of one, the papers' rules, and ours with one
+thing changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sgl_kvtier.lab.experiment.restore.arms import (
+    BOTH_ENDS,
+    COMPUTE,
+    LOAD,
+    OURS,
+    RESTORE_ARMS,
+    STOCK,
+    RestoreArm,
+)
+
+PAPERS = ("cake", "cacheflow")
+"""The rules of papers that ours is compared with."""
+
+
+@dataclass(frozen=True)
+class BatchArm(RestoreArm):
+    """One way. `shortest_first`: the requests of a batch are sent in the order of their length, so
+    that the queue has them so; else in the order that was drawn.
+    """
+
+    shortest_first: bool = False
+
+
+_OURS = replace(RESTORE_ARMS[OURS], rule="kvtier")
+BATCH_ARMS: dict[str, RestoreArm] = {
+    "stock": RESTORE_ARMS[STOCK],
+    COMPUTE: RESTORE_ARMS[COMPUTE],
+    LOAD: RESTORE_ARMS[LOAD],
+    "cake": RestoreArm(
+        "auto",
+        "timeout",
+        "Cake's rule: computed and loaded at once always, in whole chunks, loads by arrival",
+        "cake",
+    ),
+    "cacheflow": RestoreArm(
+        "auto",
+        "timeout",
+        "CacheFlow's rule: as Cake's, loads for the longest remaining restoration first",
+        "cacheflow",
+    ),
+    OURS: _OURS,
+    BOTH_ENDS: replace(RESTORE_ARMS[BOTH_ENDS], rule="kvtier"),
+    "longest-io-first": replace(
+        _OURS, rule="longest-io-first", about="kvtier, loads for the longest restoration first"
+    ),
+    "shortest-io-first": replace(
+        _OURS, rule="shortest-io-first", about="kvtier, loads for the shortest restoration first"
+    ),
+    "uncharged": replace(
+        _OURS, rule="uncharged", about="kvtier, computing not made dearer by requests that wait"
+    ),
+    "shortest-first": BatchArm(
+        _OURS.restore,
+        _OURS.prefetch,
+        "kvtier, requests sent in the order of their length, so that they are computed so",
+        _OURS.rule,
+        shortest_first=True,
+    ),
+}
+"""Every arm. The first six are measured unless others are named."""
+
+DEFAULT_BATCH_ARMS = tuple(BATCH_ARMS)[:6]

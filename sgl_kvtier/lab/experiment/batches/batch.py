@@ -1,0 +1,250 @@
+"""One batch of requests, asked for together or as a stream, beside requests that decode."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, BatchArm
+from sgl_kvtier.lab.experiment.batches.draw import MOST_DECODED
+from sgl_kvtier.lab.experiment.restore.log import PRIME, RestoreLog
+from sgl_kvtier.lab.experiment.restore.trial import (
+    OUTPUT_TOKENS,
+    Attempt,
+    Trial,
+    Trials,
+    grown,
+    outcome,
+)
+from sgl_kvtier.lab.outside.client import ABORTED, Client, Completion, Metrics
+
+PUBLISHED_S = 0.7
+"""Seconds after which a server's counters are in its /metrics: it publishes them twice a second."""
+_ANSWERS = ("kvtier:restore_started_total", "kvtier:restore_declined_total")
+
+
+@dataclass(frozen=True)
+class Batch(Attempt):
+    """A batch's outcome. Its requests stand in the order they were drawn in, not that of sending.
+
+    `makespan_s` is from the first request's sending to the last first token. `gaps_s` are the
+    seconds between two tokens of the requests beside, as far as the batch was under way, and
+    `decoded` their output. `computing_s` are seconds of prefill steps, where a device writes them.
+    `answers` are the planner's: how many hits it took or declined, by mode and reason.
+    """
+
+    at_once: int = 0
+    poisson: float | None = None
+    requests: tuple[Trial, ...] = ()
+    makespan_s: float | None = None
+    gaps_s: tuple[float, ...] = ()
+    decoded: tuple[tuple[int, ...], ...] = ()
+    computing_s: float | None = None
+    read_bytes: float = 0.0
+    answers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def took_s(self) -> float | None:
+        return self.makespan_s
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others of its kind."""
+        return self.arm, self.round, self.at_once, self.load_over_compute, self.poisson
+
+
+class BatchLog(RestoreLog):
+    """Batches, and the trials and scales they stand on. A `PRIME` batch has the answers that
+    computing each prompt alone gave.
+    """
+
+    kinds: ClassVar = {**RestoreLog.kinds, "batch": Batch}
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__(path)
+        self.batches: list[Batch] = []
+
+    def take(self, kind: str, record: Any) -> None:
+        if kind == "batch":
+            self.batches.append(record)
+        else:
+            super().take(kind, record)
+
+    def keep(self, trial: Attempt) -> None:
+        """Adds a batch or a trial."""
+        self.add("batch" if isinstance(trial, Batch) else "trial", trial)
+
+    def made(self, wanted: Batch) -> list[Batch]:
+        """Batches of this kind and key that did not fail."""
+        return [
+            one
+            for one in self.batches
+            if (one.kind, one.key, one.error) == (wanted.kind, wanted.key, None)
+        ]
+
+    def reference(self, one: Batch) -> Batch | None:
+        """The batch with the answers that a batch is compared with."""
+        same = (PRIME, one.round, one.at_once, one.poisson)
+        return next(
+            (b for b in self.batches if (b.kind, b.round, b.at_once, b.poisson) == same), None
+        )
+
+
+class Batches:
+    """Asks one server for batches. `beside` are the prompts of the requests that decode."""
+
+    def __init__(
+        self, trials: Trials, beside: Sequence[Sequence[int]], published_s: float = PUBLISHED_S
+    ) -> None:
+        self.trials = trials
+        self._beside = beside
+        self._published_s = published_s
+
+    async def run(
+        self,
+        base: Batch,
+        prompts: Sequence[Sequence[int]],
+        after_s: Sequence[float],
+        *,
+        repeat: bool = True,
+    ) -> Batch:
+        """The batch `base` describes, its outcome filled in; `after_s` says when each is asked for,
+        in seconds from the first. Raises BenchError when the server refuses a setting or to flush.
+        """
+
+        async def once() -> Batch:
+            await self.trials.ready(base)
+            made = await self.trials.watched(lambda: self._make(base, prompts, after_s))
+            steps = [row["seconds"] for row in made.steps if "step" in row]
+            computing_s = sum(steps) / self.trials.client.dilation if steps else None
+            return dataclasses.replace(made, computing_s=computing_s)
+
+        return await self.trials.repeated(once, repeat=repeat)
+
+    async def _make(
+        self, base: Batch, prompts: Sequence[Sequence[int]], after_s: Sequence[float]
+    ) -> Batch:
+        client = self.trials.client
+        before = await client.metrics()
+        arm = BATCH_ARMS[base.arm]
+        places = list(range(len(prompts)))
+        if isinstance(arm, BatchArm) and arm.shortest_first:
+            places.sort(key=lambda place: len(prompts[place]))
+        decoders = Decoders(client, self._beside)
+        await decoders.begin()
+        done = await asyncio.gather(
+            *(
+                self._ask(prompts[place], delay)
+                for place, delay in zip(places, after_s, strict=True)
+            )
+        )
+        decoded = await decoders.end()
+        await asyncio.sleep(self._published_s)
+        by_place = dict(zip(places, done, strict=True))
+        return _outcome(
+            dataclasses.replace(base, **self._counted(before, await client.metrics())),
+            [(by_place[place], len(ids)) for place, ids in enumerate(prompts)],
+            decoded,
+            client.dilation,
+        )
+
+    async def _ask(self, ids: Sequence[int], after_s: float) -> Completion:
+        client = self.trials.client
+        await asyncio.sleep(after_s * client.dilation)
+        return await client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+
+    def _counted(self, before: Metrics, after: Metrics) -> dict[str, Any]:
+        read = grown(before, after, "kvtier:bytes_read_total")
+        first = _answers(before)
+        answers = {name: n - first.get(name, 0.0) for name, n in _answers(after).items()}
+        return {
+            "read_bytes": read * self.trials.bytes_scale,
+            "answers": {name: n for name, n in answers.items() if n > 0},
+        }
+
+
+class Decoders:
+    """Requests that decode all the while. They are begun before a batch and ended after it."""
+
+    def __init__(self, client: Client, prompts: Sequence[Sequence[int]]) -> None:
+        self._client = client
+        self._prompts = prompts
+        self._tasks: dict[str, asyncio.Task[Completion]] = {}
+
+    async def begin(self) -> None:
+        """Returns when each has its first token, or has failed."""
+        for place, ids in enumerate(self._prompts):
+            begun, rid = asyncio.Event(), f"beside-{place}-{id(self)}"
+            task = self._tasks[rid] = asyncio.create_task(
+                self._client.generate(ids, MOST_DECODED, rid=rid, begun=begun)
+            )
+            first = asyncio.create_task(begun.wait())
+            await asyncio.wait((task, first), return_when=asyncio.FIRST_COMPLETED)
+            first.cancel()
+
+    async def end(self) -> list[Completion]:
+        """What they were given. Being ended here is no error of theirs."""
+        for rid, task in self._tasks.items():
+            if not task.done():
+                await self._client.abort(rid)
+        done = await asyncio.gather(*self._tasks.values())
+        return [
+            dataclasses.replace(one, error=None)
+            if one.error is not None and one.error.startswith(ABORTED)
+            else one
+            for one in done
+        ]
+
+
+def _outcome(
+    base: Batch,
+    done: Sequence[tuple[Completion, int]],
+    decoded: Sequence[Completion],
+    dilation: float,
+) -> Batch:
+    requests = tuple(
+        outcome(Trial(base.model, tokens, base.kind, base.arm, base.round, base.gbps), one, tokens)
+        for one, tokens in done
+    )
+    sent_s = min(one.sent_s for one in requests)
+    ends = [
+        (one.sent_s - sent_s) / dilation + one.ttft_s for one in requests if one.ttft_s is not None
+    ]
+    errors = [one.error for one, _ in done] + [one.error for one in decoded]
+    makespan_s = max(ends) if len(ends) == len(requests) else None
+    until_s = sent_s + (makespan_s or 0.0) * dilation
+    return dataclasses.replace(
+        base,
+        requests=requests,
+        sent_s=sent_s,
+        makespan_s=makespan_s,
+        gaps_s=tuple(gap for one in decoded for gap in _gaps(one, sent_s, until_s, dilation)),
+        decoded=tuple(one.output_ids for one in decoded),
+        error=next((error for error in errors if error is not None), None),
+    )
+
+
+def _gaps(one: Completion, begin_s: float, end_s: float, dilation: float) -> list[float]:
+    """Seconds between two tokens of a request, as far as they reach into a time."""
+    times = [one.sent_s + at * dilation for at in one.token_times_s]
+    return [
+        (later - sooner) / dilation
+        for sooner, later in itertools.pairwise(times)
+        if later > begin_s and sooner < end_s
+    ]
+
+
+def _answers(metrics: Metrics) -> dict[str, float]:
+    """The planner's answers so far, as `both: split is faster` and `declined: no room`."""
+    found: dict[str, float] = {}
+    for name, labels, value in metrics.to_json():
+        if name in _ANSWERS:
+            said: Mapping[str, str] = labels
+            text = f"{said.get('mode', 'declined')}: {said.get('reason', '')}"
+            found[text] = found.get(text, 0.0) + value
+    return found

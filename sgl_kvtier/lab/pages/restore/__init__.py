@@ -1,0 +1,1 @@
+"""Results of restorations: the grid of one, and batches."""
