@@ -37,6 +37,8 @@ class RestoringServer(FakeServer):
     kept: int = 0
     states: list[tuple[str, str, float]] = field(default_factory=list)
     """What was set when each request came: policy.restore, prefetch policy, bandwidth."""
+    turn: float = -1.0
+    """rules.place, where it was set."""
     splits: list[float] = field(default_factory=list)
     """rules.share when each request came."""
     changes: list[float] = field(default_factory=list)
@@ -66,6 +68,9 @@ class RestoringServer(FakeServer):
         loads = self.restore != "compute" and tuple(input_ids[:PAGE]) in self.stored - self.device
         return [(token + 1) % 256 for token in right] if self.wrong_when_loaded and loads else right
 
+    def is_aborted(self, rid: str | None) -> bool:
+        return rid in self.aborted
+
     def add_routes(self, app: web.Application) -> None:
         app.router.add_post("/set_internal_state", self.set_state)
         app.router.add_put("/hicache/storage-backend", self.set_policy)
@@ -88,6 +93,7 @@ class RestoringServer(FakeServer):
         if "kvtier.policy.restore" in values:
             self.restore = CHOICES[int(values["kvtier.policy.restore"])]
         self.fixed_split = values.get("kvtier.rules.share", self.fixed_split)
+        self.turn = values.get("kvtier.rules.place", self.turn)
         if "kvtier.throttle.read_gbps" in values:
             self.gbps = values["kvtier.throttle.read_gbps"]
             self.changes.append(self.gbps)

@@ -27,6 +27,10 @@ class FakeServer:
     most_running: int = 0
     url: str = ""
 
+    def is_aborted(self, rid: str | None) -> bool:
+        """Whether a request was asked to end."""
+        return False
+
     def answer(self, input_ids: list[int], count: int) -> list[int]:
         """The tokens this server generates for a prompt."""
         return [(sum(input_ids) + 7 * i) % 256 for i in range(count)]
@@ -68,8 +72,9 @@ class FakeServer:
             if failure == "error" and index == 1:
                 await response.write(b'data: {"error": {"message": "out of luck"}}\n\n')
                 return response
-            last = index + 1 == len(ids)
-            kind = "abort" if failure == "abort" else "length"
+            aborted = self.is_aborted(body.get("rid"))
+            last = aborted or index + 1 == len(ids)
+            kind = "abort" if aborted or failure == "abort" else "length"
             meta = {
                 "prompt_tokens": len(prompt),
                 "completion_tokens": index + 1,
@@ -87,6 +92,8 @@ class FakeServer:
             await response.write(
                 b"data: " + json.dumps({"output_ids": shown, "meta_info": meta}).encode() + b"\n\n"
             )
+            if last:
+                break
             await asyncio.sleep(0)
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,8 +179,8 @@ class Decoders:
 
     async def begin(self) -> None:
         """Returns when each has its first token, or has failed."""
-        for place, ids in enumerate(self._prompts):
-            begun, rid = asyncio.Event(), f"beside-{place}-{id(self)}"
+        for ids in self._prompts:
+            begun, rid = asyncio.Event(), f"beside-{uuid.uuid4().hex}"
             task = self._tasks[rid] = asyncio.create_task(
                 self._client.generate(ids, MOST_DECODED, rid=rid, begun=begun)
             )
@@ -223,14 +224,16 @@ def _outcome(
         requests=requests,
         sent_s=sent_s,
         makespan_s=makespan_s,
-        gaps_s=tuple(gap for one in decoded for gap in _gaps(one, sent_s, until_s, dilation)),
+        gaps_s=tuple(gap for one in decoded for gap in gaps_within(one, sent_s, until_s, dilation)),
         decoded=tuple(one.output_ids for one in decoded),
         error=next((error for error in errors if error is not None), None),
     )
 
 
-def _gaps(one: Completion, begin_s: float, end_s: float, dilation: float) -> list[float]:
-    """Seconds between two tokens of a request, as far as they reach into a time."""
+def gaps_within(one: Completion, begin_s: float, end_s: float, dilation: float) -> list[float]:
+    """Seconds between two tokens of a request, of those that reach into a time; `begin_s` and
+    `end_s` are on this machine's monotonic clock.
+    """
     times = [one.sent_s + at * dilation for at in one.token_times_s]
     return [
         (later - sooner) / dilation

@@ -1,0 +1,255 @@
+"""Batches of restorations against a fake server: what is asked for, when, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from fake_restore import PAGE, PAGE_BYTES, RestoringServer
+
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
+from sgl_kvtier.lab.experiment.batches.batch import Batch, Batches, BatchLog, gaps_within
+from sgl_kvtier.lab.experiment.batches.draw import (
+    BatchOptions,
+    arrivals_of,
+    decoders_of,
+    lengths_of,
+    order,
+    prompts_of,
+)
+from sgl_kvtier.lab.experiment.batches.figures import batch_results
+from sgl_kvtier.lab.experiment.batches.run import BatchRun
+from sgl_kvtier.lab.experiment.restore.log import GRID, PRIME
+from sgl_kvtier.lab.experiment.restore.trial import ServerCpu, Trials
+from sgl_kvtier.lab.outside.client import Client, Completion
+from sgl_kvtier.lab.rules import IN_TURN
+
+SMALL = BatchOptions("fake", PAGE, (2, 3), lengths=(256, 512), rounds=2, decoders=1)
+ONE = dataclasses.replace(SMALL, at_once=(3,), rounds=1)
+
+
+class Slow(RestoringServer):
+    """Takes a moment for each prompt, so that those that are asked for together are there
+    together. `turns` is whose rules decided when each came.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(incremental=True)
+        self.turns: list[float] = []
+
+    async def cached(self, input_ids: list[int]) -> dict[str, int]:
+        self.turns.append(self.turn)
+        await asyncio.sleep(0.02)
+        return await super().cached(input_ids)
+
+
+def measure(server: RestoringServer, options: BatchOptions, log: BatchLog) -> None:
+    async def go() -> None:
+        async with server.up(), Client(server.url, admin_key="secret", timeout_s=30) as client:
+            trials = Trials(
+                client,
+                ServerCpu(None),
+                quiet_foreign=1e9,
+                unwatched_s=0.0,
+                pace=lambda: 1.0,
+                discard=log.keep,
+                arms=BATCH_ARMS,
+            )
+            batches = Batches(trials, decoders_of(options), published_s=0.0)
+            await BatchRun(options, batches, log).run()
+
+    asyncio.run(go())
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Slow, BatchLog]:
+    server, log = Slow(), BatchLog()
+    measure(server, SMALL, log)
+    return server, log
+
+
+def of(log: BatchLog, kind: str) -> list[Batch]:
+    return [one for one in log.batches if one.kind == kind]
+
+
+def test_every_arm_is_asked_for_the_same_batches_and_every_second_round_goes_backwards(
+    measured: tuple[Slow, BatchLog],
+) -> None:
+    made = [(b.round, b.load_over_compute, b.at_once, b.arm) for b in of(measured[1], GRID)]
+    assert made == [(n, *cell) for n in (1, 2) for cell in order(SMALL, n)]
+    assert made[0][2:] == (2, "stock")
+    assert made[-1][2:] == (2, "stock")
+    for one in of(measured[1], GRID):
+        tokens = [r.prompt_tokens for r in one.requests]
+        assert tokens == [n + PAGE for n in lengths_of(SMALL, one.at_once, one.round)]
+
+
+def test_all_of_a_batch_are_there_at_the_same_time_beside_those_that_decode(
+    measured: tuple[Slow, BatchLog],
+) -> None:
+    assert measured[0].most_running == 3 + 1
+
+
+def test_what_decodes_begins_before_the_batch_and_ends_after_it(
+    measured: tuple[Slow, BatchLog],
+) -> None:
+    server, log = measured
+    assert len(server.aborted) == len(of(log, GRID)) + len(of(log, "warm"))
+    for one in of(log, GRID):
+        assert one.error is None
+        assert len(one.decoded) == 1
+        assert one.gaps_s
+        assert sum(one.gaps_s) >= (one.makespan_s or 0.0)
+
+
+def test_the_rules_are_the_arms_own(measured: tuple[Slow, BatchLog]) -> None:
+    server = measured[0]
+    last = order(SMALL, 2)[-len(DEFAULT_BATCH_ARMS) :]
+    assert [arm for _, _, arm in last] == list(reversed(DEFAULT_BATCH_ARMS))
+    each = server.turns[-3 * len(last) :: 3]
+    settings = [state[0] for state in server.states[-3 * len(last) :: 3]]
+    found = dict(zip((arm for _, _, arm in last), zip(each, settings, strict=True), strict=True))
+    assert found["kvtier"] == (list(IN_TURN).index("kvtier"), "auto")
+    assert found["cacheflow"] == (list(IN_TURN).index("cacheflow"), "auto")
+    assert found["cake"] == (list(IN_TURN).index("cake"), "auto")
+    assert found["stock"][1] == "off"
+
+
+def test_the_bandwidth_loads_the_mix_as_fast_as_it_is_computed(
+    measured: tuple[Slow, BatchLog],
+) -> None:
+    log = measured[1]
+    scales = [log.scale("fake", length) for length in SMALL.lengths]
+    assert [one.prefix_bytes for one in scales if one] == [
+        n // PAGE * PAGE_BYTES for n in SMALL.lengths
+    ]
+    load_s = sum(one.link_s(of(log, GRID)[0].gbps) for one in scales if one)
+    assert load_s == pytest.approx(sum(one.compute_s for one in scales if one))
+
+
+def test_the_arm_shortest_first_sends_the_same_batch_in_the_order_of_length() -> None:
+    server, log = Slow(), BatchLog()
+    arms = ("kvtier", "shortest-first")
+    measure(server, dataclasses.replace(ONE, arms=arms, decoders=0), log)
+    sent = [len(body["input_ids"]) for body in server.requests[-6:]]
+    drawn = [n + PAGE for n in lengths_of(ONE, 3, 1)]
+    assert (sent[:3], sent[3:]) == (drawn, sorted(drawn))
+    kvtier, shortest = of(log, GRID)
+    assert [r.output_ids for r in kvtier.requests] == [r.output_ids for r in shortest.requests]
+
+
+def test_answers_are_compared_with_those_of_each_prompt_alone() -> None:
+    server, log = Slow(), BatchLog()
+    server.wrong_when_loaded = True
+    measure(server, dataclasses.replace(ONE, arms=("compute", "kvtier"), decoders=0), log)
+    assert len(of(log, PRIME)[0].requests) == 3
+    found = batch_results(log)
+    (cell,) = found["cells"]
+    assert cell["arms"]["compute"]["equal_tokens_fraction"] == 1.0
+    assert cell["arms"]["kvtier"]["equal_tokens_fraction"] == 0.0
+    assert found["summary"]["equal_tokens"] is False
+
+
+def test_a_request_that_fails_fails_its_batch_and_the_next_run_makes_it_again() -> None:
+    server, log = Slow(), BatchLog()
+    options = dataclasses.replace(ONE, arms=("compute", "kvtier"))
+    long = max(len(ids) for ids in prompts_of(options, 3, 1))
+    server.fail_when = lambda ids: (
+        "refuse" if len(ids) == long and server.most_running >= 3 + 1 else None
+    )
+    measure(server, options, log)
+    (cell,) = batch_results(log)["cells"]
+    assert all(arm["errors"] == 1 for arm in cell["arms"].values())
+    assert batch_results(log)["summary"]["equal_tokens"] is False
+    measure(Slow(), options, log)
+    (cell,) = batch_results(log)["cells"]
+    assert all((arm["errors"], arm["rounds"]) == (0, 1) for arm in cell["arms"].values())
+    assert batch_results(log)["summary"]["equal_tokens"] is True
+
+
+def test_a_run_goes_on_from_its_log(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    log = BatchLog.open(file, {})
+    measure(Slow(), ONE, log)
+    again, server = BatchLog.open(file, {}), Slow()
+    assert again.batches == log.batches
+    measure(server, ONE, again)
+    assert server.requests == []
+    measure(server, dataclasses.replace(ONE, rounds=2), again)
+    assert {one.round for one in of(again, GRID)} == {1, 2}
+    assert len(of(again, GRID)) == 2 * len(DEFAULT_BATCH_ARMS)
+
+
+def test_a_server_that_gives_nothing_back_is_refused() -> None:
+    class Forgetful(Slow):
+        async def cached(self, input_ids: list[int]) -> dict[str, int]:
+            return {**await super().cached(input_ids), "storage": 0}
+
+    with pytest.raises(BenchError, match="0 tokens of a stored prefix of 512 tokens came back"):
+        measure(Forgetful(), ONE, BatchLog())
+
+
+def test_every_length_of_a_mix_is_in_a_batch_as_often_as_any_other() -> None:
+    options = BatchOptions("m", 64, (2, 4, 8), lengths=(4096, 8192, 16384, 32768))
+    for number in range(1, 9):
+        assert sorted(lengths_of(options, 8, number)) == sorted([*options.lengths] * 2)
+        assert sorted(lengths_of(options, 4, number)) == sorted(options.lengths)
+        assert len(set(lengths_of(options, 2, number))) == 2
+    orders = {tuple(lengths_of(options, 4, number)) for number in range(1, 9)}
+    assert len(orders) > 4
+
+
+def test_prompts_follow_from_the_seed_and_share_no_page() -> None:
+    options = BatchOptions("m", PAGE, (2, 4), lengths=(256, 512), seed=3)
+    every = [ids for n in (1, 2) for size in (2, 4) for ids in prompts_of(options, size, n)]
+    every += decoders_of(options)
+    assert len({tuple(ids[:PAGE]) for ids in every}) == len(every)
+    assert prompts_of(options, 4, 2) == prompts_of(options, 4, 2)
+    other = dataclasses.replace(options, seed=4)
+    assert prompts_of(other, 4, 2) != prompts_of(options, 4, 2)
+
+
+def test_a_batch_arrives_together_and_a_stream_at_random_at_its_load() -> None:
+    assert arrivals_of(SMALL, 3, 1, 2.0) == (0.0, 0.0, 0.0)
+    stream = dataclasses.replace(SMALL, poisson=0.5)
+    found = arrivals_of(stream, 2000, 1, 2.0)
+    gaps = [later - sooner for sooner, later in pairwise(found)]
+    assert found[0] == 0.0
+    assert min(gaps) >= 0
+    assert statistics.mean(gaps) == pytest.approx(4.0, rel=0.1)
+    assert statistics.stdev(gaps) == pytest.approx(4.0, rel=0.1)
+    assert found == arrivals_of(stream, 2000, 1, 2.0)
+
+
+def test_a_stream_is_sent_at_its_times() -> None:
+    server, log = Slow(), BatchLog()
+    stream = dataclasses.replace(ONE, arms=("compute",), poisson=0.05)
+    measure(server, stream, log)
+    (one,) = of(log, GRID)
+    assert one.poisson == 0.05
+    scales = [scale.compute_s for scale in log.scales]
+    due_s = arrivals_of(stream, 3, 1, statistics.mean(scales) / 2)
+    sent = [r.sent_s - one.sent_s for r in one.requests]
+    assert all(at >= due - 0.01 for at, due in zip(sent, due_s, strict=True))
+    assert (one.makespan_s or 0.0) >= due_s[-1]
+
+
+def test_gaps_are_those_that_reach_into_the_batch_on_the_clock_of_the_device() -> None:
+    # sent at 10 s; dilation 2: tokens at 12, 14, 20, 22 and 30 s of this machine's clock
+    one = Completion(sent_s=10.0, e2e_s=10.0, token_times_s=(1.0, 2.0, 5.0, 6.0, 10.0))
+    assert gaps_within(one, 15.0, 21.0, 2.0) == [3.0, 1.0]
+    assert gaps_within(one, 0.0, 11.0, 2.0) == []
+    assert gaps_within(one, 13.0, 13.5, 2.0) == [1.0]
+
+
+def test_a_shuffle_of_arms_does_not_change_what_is_asked_for() -> None:
+    arms = list(DEFAULT_BATCH_ARMS)
+    random.Random(1).shuffle(arms)
+    other = dataclasses.replace(SMALL, arms=arms, decoders=4)
+    assert prompts_of(other, 3, 2) == prompts_of(SMALL, 3, 2)
