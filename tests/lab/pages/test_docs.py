@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from commands import Command
+
 DOCUMENT = Path(__file__).parents[3] / "docs" / "manual" / "json.md"
 
 
@@ -32,3 +34,17 @@ def test_every_key_of_a_comparison_is_documented_and_no_other(compare_result: di
         assert documented("### `arms.<name>`") == {*arm, "pace"}
     for sample in compare_result["samples"]:
         assert documented("### `samples`") == set(sample)
+
+
+def test_every_key_of_batches_of_restorations_is_documented_and_no_other(
+    kvtier: Command, tmp_path: Path
+) -> None:
+    words = ("--at-once", "2", "--device", "cpu", "--models", "tiny-qwen3", "--lengths", "256")
+    more = ("--rounds", "1", "--foreign", "99", "--decoders", "1", "--arms", "cake,kvtier")
+    result = kvtier(tmp_path, "compare", "restore", *words, *more).result
+    envelope = documented("## Envelope")
+    assert envelope | documented("## `kvtier.restore.batches/1`") == {*result, "device", "pace"}
+    (cell,) = result["cells"]
+    assert documented("### `cells` of batches") == set(cell)
+    for arm in cell["arms"].values():
+        assert documented("### `arms` of batches") == set(arm)

@@ -75,9 +75,10 @@ def pace_of(attempts: Iterable[Attempt], dilation: float) -> dict[str, dict[str,
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for trial in attempts:
         counts = trial.kind not in (WARM, DISCARDED)
-        mine = rows.setdefault(trial.arm, [])
-        mine += [row for row in trial.steps if counts or "mismatch" in row]
-    return {arm: pace.figures(found, dilation) for arm, found in rows.items()}
+        found = [row for row in trial.steps if counts or "mismatch" in row]
+        if counts or found:
+            rows.setdefault(trial.arm, []).extend(found)
+    return {arm: pace.figures(steps, dilation) for arm, steps in rows.items()}
 
 
 def _row(trial: Trial) -> dict[str, Any]:

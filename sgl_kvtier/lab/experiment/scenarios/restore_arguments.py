@@ -90,7 +90,7 @@ def _add_batch_arguments(group: argparse._ArgumentGroup) -> None:
         "--at-once",
         type=sizes,
         metavar="N,N",
-        help="ask for so many stored prefixes together, mixed of --lengths (then by default 1k,2k,3k,4k; 4k,8k,16k,32k on a paced "
+        help="ask for this many stored prefixes together, mixed of --lengths (then by default 1k,2k,3k,4k; 4k,8k,16k,32k on a paced "
         "device), beside requests that decode; --load-over-compute is that of the mix (default 1)",
     )
     group.add_argument(
@@ -219,10 +219,9 @@ def lengths(text: str) -> list[int]:
 
 def sizes(text: str) -> list[int]:
     """Numbers as 2,4,8."""
-    parts = text.split(",")
-    found = [int(part) for part in parts if part.isascii() and part.isdigit()]
-    if len(found) < len(parts) or not all(found) or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: must be numbers above 0, as 2,4,8")
+    found = [positive(part) for part in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{shown(text)}: each number once, as 2,4,8")
     return found
 
 
