@@ -164,12 +164,14 @@ class Client:
         logprobs: bool = False,
         margins: bool = False,
         begun: asyncio.Event | None = None,
+        taken: asyncio.Event | None = None,
     ) -> Completion:
         """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for a
         server's or network's failures.
 
         `rid` names the request for `abort`, `session_id` its session. `logprobs` asks for those of
-        the output tokens, `margins` for their lead as well. `begun` is set at the first token.
+        the output tokens, `margins` for their lead as well. `begun` is set at the first token,
+        `taken` as soon as the server has read the request, or the request has failed.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -185,16 +187,24 @@ class Client:
         body |= {"return_logprob": True} if logprobs or margins else {}
         body |= {"top_logprobs_num": 2} if margins else {}
         reading = _Reading(time.monotonic(), max_new_tokens, begun)
-        return await self.stream("/generate", body, reading)
+        return await self.stream("/generate", body, reading, taken)
 
-    async def stream(self, path: str, body: Mapping[str, Any], reading: Reading) -> Completion:
+    async def stream(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        reading: Reading,
+        taken: asyncio.Event | None = None,
+    ) -> Completion:
         """Posts a request, and what came of it by `reading` its streamed events. Never raises for a
-        server's or network's failures.
+        server's or network's failures. `taken` is set when it begins to answer, or has failed.
         """
         error: str | None
         # aiohttp does not say what it raises for a wrong answer; a run must not end with it
         try:
             async with self._open().post(self.url + path, json=body) as answer:
+                if taken is not None:
+                    taken.set()
                 if answer.status != 200:
                     error = f"HTTP {answer.status}: {short(await _text(answer, _MOST_SAID_BYTES))}"
                 else:
@@ -205,6 +215,8 @@ class Client:
             error = f"no end after {self._timeout.total:g} s"
         except Exception as problem:
             error = f"{type(problem).__name__}: {short(str(problem))}"
+        if taken is not None:
+            taken.set()
         done = reading.completion(error)
         return done if self.dilation == 1.0 else done.undilated(self.dilation)
 

@@ -67,13 +67,16 @@ class OpenAIClient(Client):
         logprobs: bool = False,
         margins: bool = False,
         begun: asyncio.Event | None = None,
+        taken: asyncio.Event | None = None,
     ) -> Completion:
         """Greedy generation of `max_new_tokens` tokens, streamed; of fewer by a server that does
         not know ignore_eos. Never raises for a server's or network's failures.
 
         There is no session and no log-prob on this route, and nothing is told before the end.
         """
-        assert not (session_id or logprobs or margins or begun), "the route has none of these"
+        assert not (session_id or logprobs or margins or begun or taken), (
+            "the route has none of these"
+        )
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(input_ids),

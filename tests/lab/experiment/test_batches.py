@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from fake_restore import PAGE, PAGE_BYTES, RestoringServer
 
 from sgl_kvtier.errors import BenchError
@@ -253,3 +254,20 @@ def test_a_shuffle_of_arms_does_not_change_what_is_asked_for() -> None:
     random.Random(1).shuffle(arms)
     other = dataclasses.replace(SMALL, arms=arms, decoders=4)
     assert prompts_of(other, 3, 2) == prompts_of(SMALL, 3, 2)
+
+
+def test_a_long_prompt_is_there_before_a_short_one_that_is_sent_after_it() -> None:
+    class SlowReader(Slow):
+        """Reads prompts the slower the longer they are, as a server that is busy otherwise."""
+
+        async def generate(self, request: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(len((await request.json())["input_ids"]) / 20_000)
+            return await super().generate(request)
+
+    server, log = SlowReader(), BatchLog()
+    options = dataclasses.replace(ONE, arms=("compute",), decoders=0, rounds=3)
+    measure(server, options, log)
+    sent = [len(body["input_ids"]) for body in server.requests[-9:]]
+    drawn = [n + PAGE for number in (1, 2, 3) for n in lengths_of(options, 3, number)]
+    assert sent == drawn
+    assert drawn != sorted(drawn[:3]) + sorted(drawn[3:6]) + sorted(drawn[6:])

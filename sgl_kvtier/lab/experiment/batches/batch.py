@@ -138,12 +138,7 @@ class Batches:
             places.sort(key=lambda place: len(prompts[place]))
         decoders = Decoders(client, self._beside)
         await decoders.begin()
-        done = await asyncio.gather(
-            *(
-                self._ask(prompts[place], delay)
-                for place, delay in zip(places, after_s, strict=True)
-            )
-        )
+        done = await self._ask_all([prompts[place] for place in places], after_s)
         decoded = await decoders.end()
         await asyncio.sleep(self._published_s)
         by_place = dict(zip(places, done, strict=True))
@@ -154,10 +149,22 @@ class Batches:
             client.dilation,
         )
 
-    async def _ask(self, ids: Sequence[int], after_s: float) -> Completion:
-        client = self.trials.client
-        await asyncio.sleep(after_s * client.dilation)
-        return await client.generate(ids, OUTPUT_TOKENS, logprobs=True)
+    async def _ask_all(
+        self, prompts: Sequence[Sequence[int]], after_s: Sequence[float]
+    ) -> list[Completion]:
+        """Each is sent at its time, or as soon as the server has read the one before: it reads one
+        at a time anyhow, and a long prompt longer, so that shorter ones would be there first.
+        """
+        client, tasks = self.trials.client, []
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        for ids, delay_s in zip(prompts, after_s, strict=True):
+            await asyncio.sleep(begin_s + delay_s * client.dilation - loop.time())
+            taken = asyncio.Event()
+            asking = client.generate(ids, OUTPUT_TOKENS, logprobs=True, taken=taken)
+            tasks.append(asyncio.create_task(asking))
+            await taken.wait()
+        return list(await asyncio.gather(*tasks))
 
     def _counted(self, before: Metrics, after: Metrics) -> dict[str, Any]:
         read = grown(before, after, "kvtier:bytes_read_total")
