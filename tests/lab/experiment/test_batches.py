@@ -134,9 +134,9 @@ def test_the_bandwidth_loads_the_mix_as_fast_as_it_is_computed(
     assert load_s == pytest.approx(sum(one.compute_s for one in scales if one))
 
 
-def test_the_arm_shortest_first_sends_the_same_batch_in_the_order_of_length() -> None:
+def test_an_arm_that_is_shortest_first_sends_the_same_batch_in_the_order_of_length() -> None:
     server, log = Slow(), BatchLog()
-    arms = ("kvtier", "shortest-first")
+    arms = ("kvtier", "kvtier-shortest-first")
     measure(server, dataclasses.replace(ONE, arms=arms, decoders=0), log)
     sent = [len(body["input_ids"]) for body in server.requests[-6:]]
     drawn = [n + PAGE for n in lengths_of(ONE, 3, 1)]

@@ -79,7 +79,7 @@ def test_an_answer_that_differs_ends_with_status_1(restore: Command) -> None:
         (["--arms", "kvtier,load_kvtier"], "no arm named load_kvtier. There are: stock"),
         (["--fluctuate", "1"], "--at-once: not with --fluctuate"),
         (["--url", "http://127.0.0.1:1"], "--at-once: not with --url"),
-        (["--poisson", "1", "--arms", "shortest-first"], "sends all together"),
+        (["--poisson", "1", "--arms", "cake-shortest-first"], "sends all together"),
         (["--lengths", "1000"], "whole pages"),
     ],
 )

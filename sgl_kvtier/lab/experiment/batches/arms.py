@@ -18,6 +18,8 @@ from sgl_kvtier.lab.experiment.restore.arms import (
 
 PAPERS = ("cake", "cacheflow")
 """The rules of papers that ours is compared with."""
+SHORTEST_FIRST = "-shortest-first"
+"""The end of the name of an arm with another order of compute."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,7 @@ class BatchArm(RestoreArm):
 
 
 _OURS = replace(RESTORE_ARMS[OURS], rule="kvtier")
-BATCH_ARMS: dict[str, RestoreArm] = {
-    "stock": RESTORE_ARMS[STOCK],
-    COMPUTE: RESTORE_ARMS[COMPUTE],
-    LOAD: RESTORE_ARMS[LOAD],
+_SPLITTING: dict[str, RestoreArm] = {
     "cake": RestoreArm(
         "auto",
         "timeout",
@@ -48,6 +47,12 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     ),
     OURS: _OURS,
     BOTH_ENDS: replace(RESTORE_ARMS[BOTH_ENDS], rule="kvtier"),
+}
+BATCH_ARMS: dict[str, RestoreArm] = {
+    "stock": RESTORE_ARMS[STOCK],
+    COMPUTE: RESTORE_ARMS[COMPUTE],
+    LOAD: RESTORE_ARMS[LOAD],
+    **_SPLITTING,
     "longest-io-first": replace(
         _OURS, rule="longest-io-first", about="kvtier, loads for the longest restoration first"
     ),
@@ -57,13 +62,16 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     "uncharged": replace(
         _OURS, rule="uncharged", about="kvtier, computing not made dearer by requests that wait"
     ),
-    "shortest-first": BatchArm(
-        _OURS.restore,
-        _OURS.prefetch,
-        "kvtier, requests sent in the order of their length, so that they are computed so",
-        _OURS.rule,
-        shortest_first=True,
-    ),
+    **{
+        f"{name}{SHORTEST_FIRST}": BatchArm(
+            arm.restore,
+            arm.prefetch,
+            f"{name}, requests sent in the order of their length, so that they are computed so",
+            arm.rule,
+            shortest_first=True,
+        )
+        for name, arm in _SPLITTING.items()
+    },
 }
 """Every arm. The first six are measured unless others are named."""
 

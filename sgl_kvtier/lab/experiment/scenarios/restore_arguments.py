@@ -9,7 +9,7 @@ from sgl_kvtier.arguments import above_nought, count, not_negative, positive
 from sgl_kvtier.console import check_target
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.argtypes import PACED_SERVER, RUN, add_options, shape_of, words
-from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS
+from sgl_kvtier.lab.experiment.batches.arms import BATCH_ARMS, DEFAULT_BATCH_ARMS, SHORTEST_FIRST
 from sgl_kvtier.lab.experiment.batches.draw import DECODERS
 from sgl_kvtier.lab.experiment.restore.arms import DEFAULT_RESTORE_ARMS, RESTORE_ARMS
 from sgl_kvtier.lab.outside.model_shapes import DRAWN, SHAPES, UNWEIGHTED
@@ -189,10 +189,9 @@ def _check_batches(args: argparse.Namespace) -> None:
             raise BenchError(
                 f"--at-once: not with --{name.replace('_', '-')}; leave one of them out"
             )
-    if args.poisson is not None and "shortest-first" in (args.arms or ()):
-        raise BenchError(
-            "--poisson: the arm shortest-first sends all together; leave one of them out"
-        )
+    for arm in args.arms or ():
+        if args.poisson is not None and arm.endswith(SHORTEST_FIRST):
+            raise BenchError(f"--poisson: the arm {arm} sends all together; leave one of them out")
 
 
 def _check_paced(args: argparse.Namespace) -> None:
