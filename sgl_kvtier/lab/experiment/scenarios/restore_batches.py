@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,11 @@ class Together(Restoring):
     @property
     def arms(self) -> Mapping[str, RestoreArm]:
         return BATCH_ARMS
+
+    @property
+    def slowest(self) -> float:
+        # A paced device takes its time however slow the machine is, and says what it lost.
+        return math.inf if is_paced(self.args.device) else super().slowest
 
     def demand(self, model: str, page: int, chunk: int) -> Demand:
         del chunk

@@ -45,7 +45,7 @@ from sgl_kvtier.lab.experiment.restore.grid import (
 )
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog
 from sgl_kvtier.lab.experiment.restore.server import Demand, Target, started
-from sgl_kvtier.lab.experiment.restore.trial import UNWATCHED_S, Attempt, ServerCpu, Trials
+from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, UNWATCHED_S, Attempt, ServerCpu, Trials
 from sgl_kvtier.lab.experiment.scenarios.restore_arguments import FOREIGN_CORES, PACED_FOREIGN_CORES
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.paced import pace
@@ -141,6 +141,7 @@ class Restoring:
             client,
             ServerCpu(target.pid),
             quiet_foreign=_foreign(self.args),
+            slowest=self.slowest,
             discard=self.log.keep,
             bytes_scale=1.0 if paced is None else paced.bytes_scale,
             steps=None if target.pace_log is None else pace.Reader(target.pace_log),
@@ -184,6 +185,11 @@ class Restoring:
     def found(self) -> dict[str, Any]:
         """What follows from it."""
         return results_of(self.log)
+
+    @property
+    def slowest(self) -> float:
+        """How slow the machine may be around what is measured before it is repeated."""
+        return SLOWEST
 
     @property
     def arms(self) -> Mapping[str, RestoreArm]:
