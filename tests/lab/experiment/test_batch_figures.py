@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -108,6 +109,19 @@ def test_equality_beside_is_as_far_as_both_went() -> None:
         batch("load", 1, 1.0, decoded=((5, 9, 7, 8),)),
     )["arms"]
     assert [arms[name]["beside_equal_fraction"] for name in ("cake", "kvtier", "load")] == [1, 1, 0]
+
+
+def test_two_models_have_their_own_answers() -> None:
+    mine = batch("kvtier", 1, 1.0, decoded=((5, 6),))
+    other = dataclasses.replace(
+        mine, model="n", requests=(request(1.0, tokens=(8, 9)),), decoded=((7, 7),)
+    )
+    log = log_of(mine)
+    log.keep(dataclasses.replace(other, kind=PRIME, arm="compute"))
+    log.keep(other)
+    arms = [cell["arms"]["kvtier"] for cell in batch_results(log)["cells"]]
+    assert [arm["equal_tokens_fraction"] for arm in arms] == [1.0, 1.0]
+    assert [arm["beside_equal_fraction"] for arm in arms] == [1.0, 1.0]
 
 
 def test_what_the_planner_answered_is_summed_over_rounds() -> None:

@@ -56,7 +56,12 @@ class Batch(Attempt):
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others of its kind."""
-        return self.arm, self.round, self.at_once, self.load_over_compute, self.poisson
+        return (*self.place, self.arm, self.load_over_compute)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What tells its requests from others."""
+        return self.model, self.round, self.at_once, self.poisson
 
 
 class BatchLog(RestoreLog):
@@ -90,10 +95,7 @@ class BatchLog(RestoreLog):
 
     def reference(self, one: Batch) -> Batch | None:
         """The batch with the answers that a batch is compared with."""
-        same = (PRIME, one.round, one.at_once, one.poisson)
-        return next(
-            (b for b in self.batches if (b.kind, b.round, b.at_once, b.poisson) == same), None
-        )
+        return next((b for b in self.batches if (b.kind, b.place) == (PRIME, one.place)), None)
 
 
 class Batches:
@@ -253,7 +255,8 @@ def _answers(metrics: Metrics) -> dict[str, float]:
     """The planner's answers so far, as `both: split is faster` and `declined: no room`."""
     found: dict[str, float] = {}
     for name, labels, value in metrics.to_json():
-        if name in _ANSWERS:
+        # Every rank answers the same, so one is asked.
+        if name in _ANSWERS and labels.get("tp_rank", "0") == "0":
             said: Mapping[str, str] = labels
             text = f"{said.get('mode', 'declined')}: {said.get('reason', '')}"
             found[text] = found.get(text, 0.0) + value

@@ -229,7 +229,8 @@ def _same_tokens(one: Trial, wanted: Trial) -> bool:
 
 def _beside(log: BatchLog, one: Batch) -> list[bool]:
     """Whether each request beside said the same as in the first batch, as far as both went."""
-    first = next((b.decoded for b in log.batches if b.decoded and b.error is None), ())
+    same = (b.decoded for b in log.batches if b.model == one.model and b.error is None)
+    first = next(filter(None, same), ())
     return [
         mine[: len(theirs)] == theirs[: len(mine)]
         for mine, theirs in zip(one.decoded, first, strict=False)
