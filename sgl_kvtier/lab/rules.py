@@ -7,6 +7,7 @@ for servers that are started with them to measure what a rule is worth.
     Cake, CacheFlow, TierKV         as published
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     Uncharged                       kvtier's, computing not made dearer by requests that wait
+    ByArrival                       kvtier's, requests computed in the order they came
     InTurn                          one of these at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
     K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
@@ -74,6 +75,12 @@ class Uncharged(Rules):
     queue_charge = 0.0
 
 
+class ByArrival(Rules):
+    """kvtier's, with requests computed in the order they came."""
+
+    overtaking = 0.0
+
+
 IN_TURN: Mapping[str, type[Rules]] = {
     "kvtier": Rules,
     "cake": Cake,
@@ -81,6 +88,7 @@ IN_TURN: Mapping[str, type[Rules]] = {
     "longest-io-first": LongestFirst,
     "shortest-io-first": ShortestFirst,
     "uncharged": Uncharged,
+    "by-arrival": ByArrival,
 }
 """Rules of restoring that a server may have in turn, by the name of their arm."""
 

@@ -119,7 +119,7 @@ def test_the_rules_are_the_arms_own(measured: tuple[Slow, BatchLog]) -> None:
     assert found["kvtier"] == (list(IN_TURN).index("kvtier"), "auto")
     assert found["cacheflow"] == (list(IN_TURN).index("cacheflow"), "auto")
     assert found["cake"] == (list(IN_TURN).index("cake"), "auto")
-    assert found["stock"][1] == "off"
+    assert found["stock"] == (list(IN_TURN).index("by-arrival"), "off")
 
 
 def test_the_bandwidth_loads_the_mix_as_fast_as_it_is_computed(

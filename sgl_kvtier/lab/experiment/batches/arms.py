@@ -49,9 +49,10 @@ _SPLITTING: dict[str, RestoreArm] = {
     BOTH_ENDS: replace(RESTORE_ARMS[BOTH_ENDS], rule="kvtier"),
 }
 BATCH_ARMS: dict[str, RestoreArm] = {
-    "stock": RESTORE_ARMS[STOCK],
-    COMPUTE: RESTORE_ARMS[COMPUTE],
-    LOAD: RESTORE_ARMS[LOAD],
+    # What is SGLang's own runs in its own order.
+    "stock": replace(RESTORE_ARMS[STOCK], rule="by-arrival"),
+    COMPUTE: replace(RESTORE_ARMS[COMPUTE], rule="by-arrival"),
+    LOAD: replace(RESTORE_ARMS[LOAD], rule="by-arrival"),
     **_SPLITTING,
     "longest-io-first": replace(
         _OURS, rule="longest-io-first", about="kvtier, loads for the longest restoration first"
@@ -61,6 +62,9 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     ),
     "uncharged": replace(
         _OURS, rule="uncharged", about="kvtier, computing not made dearer by requests that wait"
+    ),
+    "by-arrival": replace(
+        _OURS, rule="by-arrival", about="kvtier, requests computed in the order they came"
     ),
     **{
         f"{name}{SHORTEST_FIRST}": BatchArm(

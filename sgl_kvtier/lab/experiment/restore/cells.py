@@ -74,7 +74,7 @@ def pace_of(attempts: Iterable[Attempt], dilation: float) -> dict[str, dict[str,
     """
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for trial in attempts:
-        counts = trial.kind not in (WARM, DISCARDED)
+        counts = trial.kind not in (WARM, DISCARDED, PRIME)
         found = [row for row in trial.steps if counts or "mismatch" in row]
         if counts or found:
             rows.setdefault(trial.arm, []).extend(found)
