@@ -48,6 +48,11 @@ def test_equal_work_runs_in_the_order_of_arrival() -> None:
     assert found == tuple("abcd")
 
 
+def test_nearly_equal_work_runs_in_the_order_of_arrival() -> None:
+    assert order(planner(), Waiter("a", 100), Waiter("b", 85)) == ("a", "b")
+    assert order(planner(), Waiter("a", 100), Waiter("b", 75)) == ("b", "a")
+
+
 def test_without_overtaking_the_order_is_that_of_arrival() -> None:
     found = order(planner(0.0), Waiter("long", 900), Waiter("short", 100))
     assert found == ("long", "short")

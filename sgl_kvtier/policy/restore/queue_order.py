@@ -10,11 +10,18 @@ those that came before it run in the order of arrival.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from sgl_kvtier.policy.messages import RunOrder, Waiter
 from sgl_kvtier.policy.restore.modes import Forecast
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
+
+_CLEARLY: Final = 0.8
+"""One goes before an earlier one when it takes at most this share of that one's time. With less
+between them the order would change with every page that lands, and pages read for one would leave
+for another's.
+"""
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ def _shortest_first(left: list[str], works: list[float], slacks: list[float]) ->
         best, least_s, slack_s = 0, works[0], slacks[0]
         for place in range(1, len(left)):
             work_s = works[place]
-            if work_s < least_s and work_s <= slack_s:
+            if work_s < _CLEARLY * least_s and work_s <= slack_s:
                 best, least_s = place, work_s
             slack_s = min(slack_s, slacks[place])
         for place in range(best):
