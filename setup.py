@@ -1,8 +1,9 @@
 """What setup.cfg cannot say: extension modules, left out where they cannot be built.
 
-The store's I/O threads are C, and so are the copies of a load onto a card. The deciding half is Python. In an editable install it stays Python,
-so that an edit is what runs. A wheel also holds it compiled by mypyc, from the same source, one and
-a half to four times as fast. KVTIER_COMPILE=0 leaves that out.
+The store's I/O threads are C, and so are the copies of a load onto a card. The deciding half is
+Python. In an editable install it stays Python, so that an edit is what runs. A wheel also holds it
+compiled by mypyc, from the same source, one and a half to four times as fast. KVTIER_COMPILE=0
+leaves that out.
 """
 
 import os
