@@ -97,7 +97,7 @@ def test_every_message_survives_the_log(kind: type) -> None:
     survives()
 
 
-_QUESTIONS = (m.LeftToEngine, m.ReadsDue, m.Hinted, m.SessionsWith, m.RulesTuned)
+_QUESTIONS = (m.LeftToEngine, m.ReadsDue, m.RunOrder, m.Hinted, m.SessionsWith, m.RulesTuned)
 _ANSWERS = st.none() | _WORDS | st.lists(_WORDS, max_size=3).map(tuple) | _messages(m.HintAnswer)
 
 
