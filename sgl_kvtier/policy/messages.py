@@ -466,6 +466,6 @@ class Consulted(Planner, Protocol):
     """A planner that also answers questions between two steps, as a server needs it."""
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question. A Hinted and a RulesTuned are taken note of; the others change
-        nothing.
+        """Answers a question. A Hinted, a RulesTuned and a RunOrder are taken note of; the others
+        change nothing.
         """

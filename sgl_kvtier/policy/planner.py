@@ -92,7 +92,7 @@ class Planner:
             raise
 
     def query(self, question: Question[_A]) -> _A:
-        """Answers a question between two steps. Only a Hinted changes something."""
+        """Answers a question between two steps. A Hinted, RulesTuned and RunOrder are noted."""
         answer: _A = self._answers[type(question)](question)
         return answer
 
