@@ -11,7 +11,7 @@ from sgl_kvtier.console.table import Column, Table, format_share
 from sgl_kvtier.lab.pages import html
 from sgl_kvtier.lab.pages.compare.result import OURS
 from sgl_kvtier.lab.pages.plots import Series, lines
-from sgl_kvtier.lab.pages.restore.grid import pace_table
+from sgl_kvtier.lab.pages.restore.grid import cells_page, pace_table
 
 SCHEMA = "kvtier.restore.batches/1"
 _COMPARED = (
@@ -88,17 +88,13 @@ def answers_table(result: dict) -> Table:
 
 def batch_page(result: dict) -> str:
     """The whole page; figures the result does not have are left out."""
-    cells, settings = result.get("cells") or [], result.get("settings") or {}
-    arms = html.definitions_html(result.get("arms") or {})
-    return html.result_page(
+    return cells_page(
         result,
-        "Several restorations at once" + html.paced_mark(result),
-        f"{len(cells)} cells",
-        headline=html.statements_html(statements(result)),
+        "Several restorations at once",
+        headline=statements(result),
         tables=batch_tables(result),
-        figures=_figures(result) if cells else None,
-        losing=html.statements_html(losing(result)),
-        configuration=f"<h3>Arms</h3>\n{arms}\n<h3>Settings</h3>\n{html.definitions_html(settings)}",
+        figures=_figures(result),
+        worse=losing(result),
     )
 
 

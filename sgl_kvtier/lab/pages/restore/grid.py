@@ -139,16 +139,36 @@ def fluctuation_table(result: dict) -> Table:
 
 def restore_page(result: dict) -> str:
     """The whole page; figures the result does not have are left out."""
+    return cells_page(
+        result,
+        "Restoring a stored prompt",
+        headline=statements(result),
+        tables=restore_tables(result),
+        figures=_figures(result),
+        worse=losing(result),
+    )
+
+
+def cells_page(
+    result: dict,
+    title: str,
+    *,
+    headline: list[tuple[str, bool]],
+    tables: list[Table],
+    figures: Iterator[tuple[str, str]],
+    worse: list[tuple[str, bool]],
+) -> str:
+    """A page of cells. `worse`: where ours is. `figures` are not asked for where there is no cell."""
     cells, settings = result.get("cells") or [], result.get("settings") or {}
     arms = html.definitions_html(result.get("arms") or {})
     return html.result_page(
         result,
-        "Restoring a stored prompt" + html.paced_mark(result),
+        title + html.paced_mark(result),
         f"{len(cells)} cells",
-        headline=html.statements_html(statements(result)),
-        tables=restore_tables(result),
-        figures=_figures(result) if cells else None,
-        losing=html.statements_html(losing(result)),
+        headline=html.statements_html(headline),
+        tables=tables,
+        figures=figures if cells else None,
+        losing=html.statements_html(worse),
         configuration=f"<h3>Arms</h3>\n{arms}\n<h3>Settings</h3>\n{html.definitions_html(settings)}",
     )
 
