@@ -268,6 +268,7 @@ _CODECS: dict[str, _Codec] = {
         kind: (_same, _plain(kind))
         for kind in ("str", "int", "float", "bool", "str | None", "int | None", "float | None")
     },
+    "tuple[int, ...]": (list, lambda numbers: tuple(map(_plain("int"), numbers))),
     "tuple[str, ...]": (list, lambda texts: tuple(map(_plain("str"), texts))),
     "Span": _SPAN,
     "Tier": _TIER,

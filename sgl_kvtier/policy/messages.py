@@ -212,8 +212,10 @@ class StepView:
     request that holds the engine's one slot for chunked prefill, or None when it is free;
     `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
     this step's prefill. Of waiting requests that restore nothing, `fresh_tokens` will be computed:
-    they are neither in memory nor loaded by the engine. `wanted_tokens` will be on the device, and
-    are not yet. In a question about one request both count those before it in the queue.
+    they are neither in memory nor loaded by the engine. `fresh` has each one's share of them in the
+    order of `waiting`; where it is empty, and with what is not in it, they come first.
+    `wanted_tokens` will be on the device, and are not yet. In a question about one request both
+    count those before it in the queue.
     `decoding` counts running requests.
 
     `free_pages` may be claimed, per tier: destinations of loads come from the device and, where the
@@ -234,6 +236,7 @@ class StepView:
     empty_pages: dict[Tier, int] = field(default_factory=dict)
     owed_pages: int = 0
     wanted_tokens: int = 0
+    fresh: tuple[int, ...] = ()
 
 
 # --- the plan: what to do next --------------------------------------------------------------------

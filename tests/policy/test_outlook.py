@@ -77,3 +77,19 @@ def test_fresh_prefill_before_it_takes_compute_alone() -> None:
     compute_s, load_s = asked(outlook(), "a", fresh_tokens=512)
     fresh_s = COST.range_seconds(0, 512, ENGINE.chunk_tokens)
     assert (compute_s, load_s) == pytest.approx((COMPUTE_S + fresh_s, COMPUTE_S))
+
+
+def test_fresh_prefill_behind_it_in_the_queue_does_not_count() -> None:
+    behind = {"fresh_tokens": 512, "fresh": (0, 512)}
+    assert asked(outlook(), "a", "f", **behind) == asked(outlook(), "a")
+    assert asked(outlook(), "f", "a", fresh_tokens=512, fresh=(512, 0))[0] > COMPUTE_S
+
+
+def test_offers_of_one_step_are_answered_in_the_order_of_the_queue() -> None:
+    profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
+    known = UnderWay(PolicyConfig(), ENGINE, profile["links"], profile["prefill"], Rules())
+    offers = Offers(known, Outlook(known), free)
+    for rid in ("late", "early"):
+        offers.add(RestoreOffered(rid, 0.0, TOKENS + SUFFIX, 0, PAGES, SOURCES))
+    starts = offers.answer(replace(VIEW, waiting=("early", "late")))
+    assert [start.rid for start in starts] == ["early", "late"]

@@ -108,3 +108,9 @@ def test_requests_that_have_gone_are_forgotten() -> None:
     shown.forget("a")
     shown.forget("never seen")
     assert fresh(shown, scheduler(request("a", 1000))) == 1000
+
+
+def test_the_view_says_how_much_of_it_each_waiting_request_computes() -> None:
+    queue = scheduler(request("a", 600), request("r", 900), request("b", 300))
+    assert views("r").of(queue, 0.0).fresh == (600, 0, 300)
+    assert views("r").of(scheduler(request("r", 900)), 0.0).fresh == ()

@@ -262,7 +262,10 @@ class Server:
     def _view(self) -> StepView:
         restoring = [live for live in self._slots if live.restoring is not None]
         there = (*self._slots, *self._waiting)
-        fresh = [live for live in there if not (live.restoring or live.offered or live.due_offer)]
+        fresh = [
+            0 if live.restoring or live.offered or live.due_offer else live.left_tokens
+            for live in there
+        ]
         return StepView(
             now=self._env.now,
             waiting=tuple(live.rid for live in self._waiting),
@@ -270,7 +273,8 @@ class Server:
             slot_open=len(self._slots) < self._spec.slots
             and len(self._running) < self._spec.max_running,
             prefill_tokens=self._budget(),
-            fresh_tokens=sum(live.left_tokens for live in fresh),
+            fresh_tokens=sum(fresh),
+            fresh=tuple(fresh[len(self._slots) :]),
             decoding=len(self._running),
             free_pages=self._free_pages(),
         )

@@ -66,10 +66,13 @@ class Loads:
         ending = {compute.rid: compute for compute in computes}
         # Compute reaches a request after those before it in the queue: the later its turn, the more
         # of it is loaded.
-        ahead_s = busy_s + outlook.fresh_s(view)
+        ahead_s, fresh_s = busy_s, 0.0
         for item in self._in_io_order(view):
             if room.get(Tier.DEVICE, 1) <= 0 or not any(map(readers.__getitem__, open_links)):
                 break
+            before_s = outlook.fresh_s(view, item.rid)
+            ahead_s += max(0.0, before_s - fresh_s)
+            fresh_s = max(fresh_s, before_s)
             if any(map(item.unread.__contains__, open_links)):
                 lowest, floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
                 self._load_from(item, now, lowest, floor, horizon_s, room, loads)

@@ -51,9 +51,10 @@ class Offers:
         self._open = []
 
     def answer(self, view: StepView) -> tuple[RestoreStart, ...]:
-        """Answers all offers: begins the restorations that pay."""
+        """Answers all offers in the order of the queue: begins the restorations that pay."""
         starts = []
-        for offer in self._open:
+        places = {rid: place for place, rid in enumerate(view.waiting)}
+        for offer in sorted(self._open, key=lambda offer: places.get(offer.rid, len(places))):
             self._order += 1
             item = _item(offer, self._order, self._fixed_meet(offer))
             forecast = self._outlook.forecast_in_queue(view, offer.rid)

@@ -64,7 +64,7 @@ class Outlook:
         places = {waiting: place for place, waiting in enumerate(view.waiting)}
         mine = places.get(rid, len(places))
         left_s: dict[Link, float] = {}
-        ahead_s = self.busy_s(view) + self.fresh_s(view)
+        ahead_s = self.busy_s(view) + self.fresh_s(view, rid)
         for item in in_run_order(known, view):
             if item.rid != view.slot and places.get(item.rid, -1) > mine:
                 continue
@@ -166,17 +166,21 @@ class Outlook:
         ahead_s = self.busy_s(view)
         if view.slot == item.rid:
             return ahead_s
-        ahead_s += self.fresh_s(view)
+        ahead_s += self.fresh_s(view, item.rid)
         holder = self._under_way.items.get(view.slot or "")
         if holder is not None:
             split = self.held(holder) or self.meeting(holder, view, ahead_s, holder.pointer.front)
             ahead_s = max(ahead_s, split.seconds)
         return ahead_s
 
-    def fresh_s(self, view: StepView) -> float:
-        """Seconds of prefill of requests that restore nothing."""
-        known = self._under_way
-        return known.cost.cost.range_seconds(0, view.fresh_tokens, known.engine.chunk_tokens)
+    def fresh_s(self, view: StepView, rid: str) -> float:
+        """Seconds of prefill of requests before this one in the queue that restore nothing."""
+        known, tokens = self._under_way, view.fresh_tokens
+        if rid == view.slot:
+            tokens -= sum(view.fresh)
+        elif view.fresh and rid in view.waiting:
+            tokens -= sum(view.fresh[view.waiting.index(rid) :])
+        return known.cost.cost.range_seconds(0, tokens, known.engine.chunk_tokens)
 
     def suffix_s(self, item: Restoration) -> float:
         """Seconds to compute the rest of its prompt, once its prefix is there."""

@@ -47,7 +47,7 @@ class Views:
                 break
             fresh += self._fresh(req)
             wanted += self._wanted(req)
-        return replace(view, fresh_tokens=fresh, wanted_tokens=wanted)
+        return replace(view, fresh_tokens=fresh, wanted_tokens=wanted, fresh=())
 
     def _wanted(self, req: Req) -> int:
         """Tokens of a waiting request that are not on the device; none of one that restores."""
@@ -69,13 +69,15 @@ class Views:
         engine, chunked = self._engine, step.in_slot(scheduler)
         waiting = step.waiting(scheduler)[:_WAITING]
         holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
+        fresh = tuple(self._fresh(req) for req in waiting)
         return StepView(
             now=now,
             waiting=tuple(req.rid for req in waiting),
             slot=holder,
             slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool),
             prefill_tokens=self._chunk_tokens,
-            fresh_tokens=sum(self._fresh(req) for req in waiting),
+            fresh_tokens=sum(fresh),
+            fresh=fresh if any(fresh) else (),
             wanted_tokens=sum(self._wanted(req) for req in waiting),
             decoding=step.decoding_count(scheduler),
             free_pages=self.free_pages(step.decoding(scheduler), chunked),
