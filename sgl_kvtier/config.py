@@ -173,6 +173,13 @@ class PolicyConfig:
         low=0,
         high=10_000,
     )
+    max_stall_ms: float = setting(
+        0.0,
+        "longest gap between two tokens of running requests that chunks of restorations may make, "
+        "in milliseconds; 0 = no bound",
+        low=0,
+        high=100_000,
+    )
     queue: str = setting(
         "shortest",
         "which waiting request runs next: shortest = the one whose prompt is predicted to be there "

@@ -4,6 +4,7 @@ is, which loads are cancelled.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
@@ -68,6 +69,34 @@ class Chunks:
         whole = engine.chunk_tokens // engine.page_tokens * engine.page_tokens
         budget = view.prefill_tokens // engine.page_tokens * engine.page_tokens
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
+
+    def beside_decodes(self, compute: Compute, view: StepView) -> Compute:
+        """Keeps the gap between two tokens of running requests below `policy.max_stall_ms`, as far
+        as chunks of restorations make it: a chunk takes no longer, and a step without one comes
+        before it where the last ones leave no time for it.
+        """
+        known, page = self._under_way, self._under_way.engine.page_tokens
+        item, start = known.items[compute.rid], compute.splice.stop * page
+        most_s = known.config.max_stall_ms / 1000
+        end = item.pointer.units * page
+        if most_s <= 0 or not view.decoding or compute.tokens == 0 or start >= end:
+            return compute
+        wanted = min(item.prompt_tokens - start, view.prefill_tokens, known.engine.chunk_tokens)
+        tokens = wanted if compute.tokens is None else compute.tokens
+        pieces = 1
+        while tokens > page and self._chunk_s(start, tokens, pieces) > most_s:
+            pieces += 1
+            if -(-tokens // pieces) <= max(page, known.rules.min_chunk_tokens):
+                break
+        if known.stood_s > 0 and known.stood_s + self._chunk_s(start, tokens, pieces) > most_s:
+            return Compute(compute.rid, compute.splice, 0)
+        if pieces == 1:
+            return compute
+        return Compute(compute.rid, compute.splice, min(_piece(tokens, pieces, page), end - start))
+
+    def _chunk_s(self, start: int, tokens: int, pieces: int) -> float:
+        page = self._under_way.engine.page_tokens
+        return self._under_way.cost.cost.chunk_seconds(start, _piece(tokens, pieces, page))
 
     def waited_long(self, compute: Compute, view: StepView) -> bool:
         """Whether a request without a slot has waited long with no load in flight; notes when that
@@ -216,6 +245,11 @@ class Chunks:
             / known.engine.page_bytes
         )
         return max(0, item.in_flight.get(link, 0) - int(could))
+
+
+def _piece(tokens: int, pieces: int, page: int) -> int:
+    """Tokens of one of so many equal pieces, in whole pages."""
+    return tokens if pieces == 1 else max(page, math.ceil(tokens / pieces / page) * page)
 
 
 def step_cover(under_way: UnderWay) -> float:

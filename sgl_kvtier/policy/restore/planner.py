@@ -73,13 +73,17 @@ class RestorePlanner:
         """Decides this step. Loads in the plan are claimed at once, chunks when a ChunkStarted
         reports them.
         """
+        self._under_way.next_step()
         if not self._under_way.items and not self._offers:
             return StepPlan()
         self._outlook.begin()
         starts = self._offers.answer(view)
         computes, cancels = self._chunks.decide(view)
         loads = self._loads.decide(view, computes)
-        granted = [self._unstuck(compute, view, loads) for compute in computes]
+        granted = [
+            self._chunks.beside_decodes(self._unstuck(compute, view, loads), view)
+            for compute in computes
+        ]
         computes = [
             compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot
         ]

@@ -66,6 +66,11 @@ class UnderWay:
         """Number of restorations that could load pages over each link."""
         self.busy_until = 0.0
         """When the present computation should be done."""
+        self.stood_s = 0.0
+        """Seconds of chunks of restorations since the last step without one: so long running
+        requests stood still.
+        """
+        self._chunked = False
         self._running: list[tuple[str, int]] = []
         self._observers: dict[type, Callable[[Any], None]] = {
             TransferDone: self._transferred,
@@ -81,6 +86,12 @@ class UnderWay:
         observer = self._observers.get(type(fact))
         if observer is not None:
             observer(fact)
+
+    def next_step(self) -> None:
+        """A step is decided: running requests decode in one without a chunk."""
+        if not self._chunked:
+            self.stood_s = 0.0
+        self._chunked = False
 
     def begin(self, item: Restoration) -> None:
         """A request is being restored from now on."""
@@ -143,6 +154,8 @@ class UnderWay:
         item = self.items.get(fact.rid)
         if item is None:
             return
+        self.stood_s += seconds
+        self._chunked = True
         page = self.engine.page_tokens
         pointer = item.pointer
         start = min(fact.tokens.start // page, pointer.units)

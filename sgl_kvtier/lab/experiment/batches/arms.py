@@ -67,6 +67,14 @@ BATCH_ARMS: dict[str, RestoreArm] = {
         _OURS, rule="by-arrival", about="kvtier, requests computed in the order they came"
     ),
     **{
+        f"stall-{stall_ms}": replace(
+            _OURS,
+            stall_ms=float(stall_ms),
+            about=f"kvtier, requests that decode stand still for {stall_ms} ms at most",
+        )
+        for stall_ms in (50, 100, 200)
+    },
+    **{
         f"{name}{SHORTEST_FIRST}": BatchArm(
             arm.restore,
             arm.prefetch,

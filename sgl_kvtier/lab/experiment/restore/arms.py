@@ -35,6 +35,8 @@ class RestoreArm:
     about: str
     rule: str | None = None
     """Which of `lab.rules.IN_TURN` decides, in a server started with those; None: any."""
+    stall_ms: float = 0.0
+    """`policy.max_stall_ms`, in milliseconds of the modelled machine."""
 
     @property
     def estimates(self) -> bool:
@@ -105,6 +107,7 @@ class ArmSwitch:
         self._restore: str | None = None
         self._prefetch: str | None = None
         self._rule: str | None = None
+        self._stall_ms = 0.0
         self._gbps: float | None = None
         self._fixed_split: float | None = None
 
@@ -125,6 +128,10 @@ class ArmSwitch:
         if wanted.rule not in (None, self._rule):
             await self._client.set_state({"kvtier.rules.place": list(IN_TURN).index(wanted.rule)})
             self._rule = wanted.rule
+        if wanted.stall_ms != self._stall_ms:
+            wall_ms = wanted.stall_ms * self._client.dilation
+            await self._client.set_state({"kvtier.policy.max_stall_ms": wall_ms})
+            self._stall_ms = wanted.stall_ms
         await self._split(fixed_split)
         await self.bandwidth(read_gbps)
 
