@@ -174,9 +174,9 @@ class PolicyConfig:
         high=10_000,
     )
     max_stall_ms: float = setting(
-        0.0,
+        100.0,
         "longest gap between two tokens of running requests that chunks of restorations may make, "
-        "in milliseconds; 0 = no bound",
+        "in milliseconds, but no less than ten times a chunk's fixed cost; 0 = no bound",
         low=0,
         high=100_000,
     )

@@ -216,7 +216,7 @@ class StepView:
     order of `waiting`; where it is empty, and with what is not in it, they come first.
     `wanted_tokens` will be on the device, and are not yet. In a question about one request both
     count those before it in the queue.
-    `decoding` counts running requests.
+    `decoding` counts running requests, which stand still during a step with prefill.
 
     `free_pages` may be claimed, per tier: destinations of loads come from the device and, where the
     executor stages in host memory, from host memory. `empty_pages` are those of them that hold

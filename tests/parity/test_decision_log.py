@@ -44,6 +44,7 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "Tier": _TIERS,
     "Link": st.sampled_from(Link),
     "Mode": st.sampled_from(m.Mode),
+    "tuple[int, ...]": st.lists(st.integers(0, 99), max_size=3).map(tuple),
     "tuple[str, ...]": st.lists(_WORDS, max_size=3).map(tuple),
     "tuple[PageKey, ...]": _KEYS,
     "tuple[tuple[Span, Tier], ...]": st.lists(st.tuples(_SPANS, _TIERS), max_size=3).map(tuple),

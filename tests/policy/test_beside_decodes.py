@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import ChunkDone, ChunkStarted, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Span, Tier
 
 PAGES, SUFFIX = 256, 64
 TOKENS = PAGES * ENGINE.page_tokens
-WHOLE_S = COST.chunk_seconds(0, ENGINE.chunk_tokens)
+CHEAP = replace(COST, fixed_s=0.001)
+WHOLE_S = CHEAP.chunk_seconds(0, ENGINE.chunk_tokens)
 SLOW = 1e3
 """Bytes per second: all is computed."""
 
 
-def planner(stall_ms: float, restore: str = "compute") -> Planner:
-    config = PolicyConfig(restore=restore, max_stall_ms=stall_ms)
-    made = make_planner(config, ENGINE, profile_of(COST, SLOW))
+def planner(stall_ms: float, cost: PrefillCost = CHEAP) -> Planner:
+    config = PolicyConfig(restore="both", max_stall_ms=stall_ms)
+    made = make_planner(config, ENGINE, profile_of(cost, SLOW))
     sources = ((Span(0, PAGES), Tier.STORAGE),)
     made.observe(RestoreOffered("a", 0.0, TOKENS + SUFFIX, 0, PAGES, sources))
     return made
@@ -39,7 +42,7 @@ def steps(made: Planner, decoding: int) -> list[int]:
         taken.append(tokens)
         if tokens:
             chunk = Span(at, at + tokens)
-            seconds = COST.chunk_seconds(at, tokens)
+            seconds = CHEAP.chunk_seconds(at, tokens)
             made.observe(ChunkStarted("a", chunk, view.now))
             made.observe(ChunkDone("a", chunk, seconds, view.now + seconds))
             at += tokens
@@ -57,31 +60,31 @@ def gaps(taken: list[int]) -> list[float]:
             found.append(gap)
             gap = 0.0
         else:
-            gap += COST.chunk_seconds(at, tokens)
+            gap += CHEAP.chunk_seconds(at, tokens)
             at += tokens
     return found
 
 
 @pytest.mark.parametrize("share", [0.4, 0.75, 1.1, 2.5])
 def test_no_gap_that_chunks_make_is_longer_than_the_bound(share: float) -> None:
-    taken = steps(planner(share * WHOLE_S * 1000, "both"), decoding=4)
+    taken = steps(planner(share * WHOLE_S * 1000), decoding=4)
     assert 0 < max(gaps(taken)) <= share * WHOLE_S
     assert sum(taken) >= TOKENS
     assert all(tokens % ENGINE.page_tokens == 0 for tokens in taken[:-1])
 
 
 def test_a_step_without_a_chunk_comes_between_two_that_together_take_longer() -> None:
-    taken = steps(planner(WHOLE_S * 700, "both"), decoding=1)
-    assert all(not (a and b) for a, b in zip(taken, taken[1:], strict=False))
+    taken = steps(planner(WHOLE_S * 700), decoding=1)
+    assert all(not (a and b) for a, b in pairwise(taken))
 
 
 def test_without_a_bound_or_requests_that_decode_chunks_are_whole_and_follow_each_other() -> None:
-    unbounded = steps(planner(0.0, "both"), decoding=4)
-    assert unbounded == steps(planner(WHOLE_S * 100, "both"), decoding=0)
+    unbounded = steps(planner(0.0), decoding=4)
+    assert unbounded == steps(planner(WHOLE_S * 100), decoding=0)
     assert 0 not in unbounded
 
 
-def test_a_bound_below_the_smallest_chunk_does_not_stop_a_restoration() -> None:
-    taken = steps(planner(0.001, "both"), decoding=4)
+def test_a_chunk_is_never_so_short_that_its_fixed_cost_is_more_than_a_tenth() -> None:
+    taken = steps(planner(0.001), decoding=4)
+    assert all(CHEAP.chunk_seconds(0, tokens) > 8 * CHEAP.fixed_s for tokens in taken[:1])
     assert sum(taken) >= TOKENS
-    assert min(tokens for tokens in taken if tokens) >= ENGINE.page_tokens

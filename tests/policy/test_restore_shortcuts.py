@@ -100,6 +100,7 @@ class PlainPlanner:
             self.offers.withdraw(fact.rid)
 
     def step(self, view):
+        self.known.next_step()
         self.outlook.begin()
         starts = self.offers.answer(view)
         for rid, compute in self.known.complete.items():
@@ -115,7 +116,7 @@ class PlainPlanner:
             for compute in computes
         ]
         granted = tuple(
-            self.chunks.unstuck(c, view) if goes_on else c
+            self.chunks.beside_decodes(self.chunks.unstuck(c, view) if goes_on else c, view)
             for c, goes_on in zip(computes, late, strict=True)
         )
         return StepPlan(

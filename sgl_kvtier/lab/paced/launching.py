@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.outside.lab_model import models_dir, write_model
 from sgl_kvtier.lab.outside.model_shapes import VOCABULARY
@@ -221,7 +222,12 @@ class Paced:
             "read_gbps": self.disk_read_gbytes_per_s * 8 / self.slower,
             "write_gbps": self.disk_write_gbytes_per_s * 8 / self.slower,
         }
-        return {"lab": {"throttle": throttle}, "policy": {"load_deadline_s": 2.0 * self.dilation}}
+        default = PolicyConfig()
+        times = {
+            "load_deadline_s": default.load_deadline_s * self.dilation,
+            "max_stall_ms": default.max_stall_ms * self.dilation,
+        }
+        return {"lab": {"throttle": throttle}, "policy": times}
 
     def model(self) -> Path:
         """The folder of a model with this kind of cache, written if it is not there yet."""

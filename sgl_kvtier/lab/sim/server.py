@@ -275,7 +275,7 @@ class Server:
             prefill_tokens=self._budget(),
             fresh_tokens=sum(fresh),
             fresh=tuple(fresh[len(self._slots) :]),
-            decoding=len(self._running),
+            decoding=0 if self._spec.mixed else len(self._running),
             free_pages=self._free_pages(),
         )
 

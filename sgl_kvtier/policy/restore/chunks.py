@@ -21,6 +21,8 @@ those that compute reaches first are cancelled.
 """
 _LONGEST_STUCK_S: Final = 2.0
 """A waiting request whose pages find no room for this many seconds computes them."""
+_FIXED_SHARE: Final = 0.1
+"""Bounded chunks are no shorter than makes their fixed cost this share of their time."""
 _WORTH_ASKING: Final = 2
 """Cancelling loads has to gain this many of the shortest chunks; otherwise compute waits for
 them.
@@ -71,16 +73,17 @@ class Chunks:
         return Compute(compute.rid, compute.splice, min(barrier, whole, budget))
 
     def beside_decodes(self, compute: Compute, view: StepView) -> Compute:
-        """Keeps the gap between two tokens of running requests below `policy.max_stall_ms`, as far
-        as chunks of restorations make it: a chunk takes no longer, and a step without one comes
-        before it where the last ones leave no time for it.
+        """Keeps the gap that chunks of restorations make between two tokens of running requests
+        below `policy.max_stall_ms`. A chunk takes no longer, and a step without one comes before it
+        where the last ones leave no time for it.
         """
         known, page = self._under_way, self._under_way.engine.page_tokens
         item, start = known.items[compute.rid], compute.splice.stop * page
-        most_s = known.config.max_stall_ms / 1000
         end = item.pointer.units * page
-        if most_s <= 0 or not view.decoding or compute.tokens == 0 or start >= end:
+        bound = known.config.max_stall_ms > 0 and view.decoding > 0
+        if not bound or compute.tokens == 0 or start >= end:
             return compute
+        most_s = max(known.config.max_stall_ms / 1000, known.cost.cost.fixed_s / _FIXED_SHARE)
         wanted = min(item.prompt_tokens - start, view.prefill_tokens, known.engine.chunk_tokens)
         tokens = wanted if compute.tokens is None else compute.tokens
         pieces = 1
@@ -248,7 +251,7 @@ class Chunks:
 
 
 def _piece(tokens: int, pieces: int, page: int) -> int:
-    """Tokens of one of so many equal pieces, in whole pages."""
+    """Tokens of one of equal pieces, in whole pages."""
     return tokens if pieces == 1 else max(page, math.ceil(tokens / pieces / page) * page)
 
 

@@ -38,12 +38,14 @@ _SPLITTING: dict[str, RestoreArm] = {
         "timeout",
         "Cake's rule: computed and loaded at once always, in whole chunks, loads by arrival",
         "cake",
+        stall_ms=0.0,
     ),
     "cacheflow": RestoreArm(
         "auto",
         "timeout",
         "CacheFlow's rule: as Cake's, loads for the longest remaining restoration first",
         "cacheflow",
+        stall_ms=0.0,
     ),
     OURS: _OURS,
     BOTH_ENDS: replace(RESTORE_ARMS[BOTH_ENDS], rule="kvtier"),
@@ -72,14 +74,18 @@ BATCH_ARMS: dict[str, RestoreArm] = {
             stall_ms=float(stall_ms),
             about=f"kvtier, requests that decode stand still for {stall_ms} ms at most",
         )
-        for stall_ms in (50, 100, 200)
+        for stall_ms in (50, 200)
     },
+    "stall-any": replace(
+        _OURS, stall_ms=0.0, about="kvtier, no bound on how long requests that decode stand still"
+    ),
     **{
         f"{name}{SHORTEST_FIRST}": BatchArm(
             arm.restore,
             arm.prefetch,
             f"{name}, requests sent in the order of their length, so that they are computed so",
             arm.rule,
+            arm.stall_ms,
             shortest_first=True,
         )
         for name, arm in _SPLITTING.items()

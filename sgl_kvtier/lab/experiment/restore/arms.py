@@ -22,6 +22,7 @@ FIXED_SPLITS = "sgl_kvtier.lab.rules:FixedSplit"
 """policy.rules of a server in which the computed share of a prefix can be fixed."""
 RULES_IN_TURN = "sgl_kvtier.lab.rules:InTurn"
 """policy.rules of a server in which one class of rules can take the place of another."""
+_STALL_MS: float = PolicyConfig().max_stall_ms
 BACKEND = "kvtier"
 """The storage backend of a server that can be measured so."""
 
@@ -35,7 +36,7 @@ class RestoreArm:
     about: str
     rule: str | None = None
     """Which of `lab.rules.IN_TURN` decides, in a server started with those; None: any."""
-    stall_ms: float = 0.0
+    stall_ms: float = _STALL_MS
     """`policy.max_stall_ms`, in milliseconds of the modelled machine."""
 
     @property
@@ -107,7 +108,7 @@ class ArmSwitch:
         self._restore: str | None = None
         self._prefetch: str | None = None
         self._rule: str | None = None
-        self._stall_ms = 0.0
+        self._stall_ms = _STALL_MS
         self._gbps: float | None = None
         self._fixed_split: float | None = None
 
