@@ -202,7 +202,7 @@ def serve(
         )
         for number, prompt in enumerate(prompts)
     ]
-    server = ServerSpec(page_tokens=page, step_tokens=chunk, write_down=False)
+    server = ServerSpec(page_tokens=page, step_tokens=chunk, mixed=True, write_down=False)
     planner = planner_of(arm, rig_, page, chunk)
     return simulate(planner, rig_.hardware, rig_.model, requests, server=server, cost=rig_.cost)
 
