@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +28,16 @@ from sgl_kvtier.console import (
 from sgl_kvtier.errors import ConfigError, KVTierError
 from sgl_kvtier.lab.pages.timeline import log_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
-from sgl_kvtier.lab.sim.cells import Cell, Tables, agreement, agreement_by_reading, as_rows
+from sgl_kvtier.lab.sim.cells import (
+    NULL,
+    Cell,
+    Fitted,
+    Tables,
+    agreement,
+    agreement_by_reading,
+    as_rows,
+    split_null,
+)
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
 from sgl_kvtier.lab.sim.log_pictures import log_html
@@ -312,7 +321,7 @@ def _load(args: argparse.Namespace) -> Load:
 def _paper(args: argparse.Namespace) -> int:
     if args.json:
         check_target(args.json)
-    tables = paper_tables(args.paper)
+    tables, fitted = paper_tables(args.paper)
     names = args.table or list(tables)
     unknown = [name for name in names if name not in tables]
     if unknown:
@@ -325,13 +334,16 @@ def _paper(args: argparse.Namespace) -> int:
             bar.describe(name)
             cells += tables[name]()
             bar.advance()
-    by_reading = agreement_by_reading(cells)
+    planned, null = split_null(cells)
+    by_reading = agreement_by_reading(planned)
     if args.json:
         results = {
             "paper": args.paper,
             "cells": as_rows(cells),
-            "agreement": agreement(cells),
+            "agreement": agreement(planned),
             "agreement_by_reading": by_reading,
+            "null_model": agreement(null),
+            "fitted": asdict(fitted),
         }
         write_json(envelope(SCHEMA_PAPER, _command(), results), args.json)
     if args.json != "-":
@@ -339,22 +351,27 @@ def _paper(args: argparse.Namespace) -> int:
         for reading, measured in by_reading.items():
             # A reading of one cell alone is a remark on that cell.
             if (measured["predicted"] or 0) > 1 or len(by_reading) == 1:
-                print(
-                    f"{reading}: "
-                    * bool(reading)
-                    + f"{measured['predicted']} predicted cells, median absolute deviation "
-                    f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
-                    f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
-                )
+                print(f"{reading}: " * bool(reading) + _in_words(measured))
+        if null:
+            print(f"{NULL} (Eq. 1, no planner): {_in_words(agreement(null))}")
+        print(f"Fitted: {fitted.parameters} quantities to {fitted.numbers} printed numbers.")
     return 0
 
 
-def paper_tables(name: str) -> Tables:
-    """The tables of a paper's module. Imported on demand: one paper does not wait for the
-    others.
+def _in_words(measured: Mapping[str, float | int | None]) -> str:
+    return (
+        f"{measured['predicted']} predicted cells, median absolute deviation "
+        f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
+        f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
+    )
+
+
+def paper_tables(name: str) -> tuple[Tables, Fitted]:
+    """The tables of a paper's module, and what was fitted for them. Imported on demand: one paper
+    does not wait for the others.
     """
-    tables: Tables = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command").TABLES
-    return tables
+    module = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command")
+    return module.TABLES, module.FITTED
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
-from sgl_kvtier.policy.messages import Consulted, Planner
+from sgl_kvtier.policy.messages import Consulted, Mode, Planner
 from sgl_kvtier.types import PLACES, Link
 
 _USABLE_HBM = 0.9
@@ -177,11 +177,14 @@ def outcome(name: str, result: SimResult) -> dict[str, Any]:
         "wasted_bytes": wasted,
         "moved_up_bytes": sum(moved[link.value] for link in up),
         "wasted_up_bytes": sum(wasted[link.value] for link in up),
+        "restored": sum(one.restore_mode in _RESTORED and not one.left for one in requests),
         "retracted": sum(request.retracted for request in requests),
         "steps": result.steps,
         "events": result.events,
     }
 
+
+_RESTORED = (Mode.BOTH.value, Mode.LOAD.value)
 
 _SUMMED = (
     "ttft_s.mean",
@@ -192,6 +195,7 @@ _SUMMED = (
     "loaded_tokens",
     "moved_up_bytes",
     "wasted_up_bytes",
+    "restored",
 )
 
 

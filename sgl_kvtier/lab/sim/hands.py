@@ -255,14 +255,16 @@ class Hands:
         live.load_link = load.link
         calls = _LoadCalls(self, live, restoring, load.source, staging > 0)
         due_s = self._env.now + load.deadline_s
-        self._transfers.submit(
-            Transfer(load.link, live.rid, load.span, calls.begin, calls.done, calls.lost, due_s)
-        )
+        own, page_bytes = live.spec.by_layers, None
+        if own is not None:
+            page_bytes = own.tokens / own.layers * self._page_bytes / self._page_tokens
+        ends = (calls.begin, calls.done, calls.lost)
+        self._transfers.submit(Transfer(load.link, live.rid, load.span, *ends, due_s, page_bytes))
 
     def landed(self, live: Live, transfer: Transfer, seconds: float, staged: bool) -> None:
         """Pages of a load are on the device."""
         self._end_load(transfer.span, staged)
-        nbytes = len(transfer.span) * self._page_bytes
+        nbytes = self._transfers.nbytes(transfer)
         self.tell(
             TransferDone(live.rid, transfer.link, transfer.span, nbytes, seconds, self._env.now)
         )

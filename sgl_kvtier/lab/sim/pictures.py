@@ -19,6 +19,10 @@ from sgl_kvtier.types import PLACES, Tier
 _SHOWN_REQUESTS = 4
 _MOST_POINTS = 400
 _NAMES = ("policy", "n")
+_RESTORED = (
+    "Restored: requests whose prefix the planner restores; the engine loads the others by itself. "
+    "Moved up: storage to host, host to device and storage to device."
+)
 _NOTES = (
     "Moved up: storage to host, host to device and storage to device. Wasted: loaded and never "
     "used by the request it was for, or prefetched and dropped or left without a hit.",
@@ -56,12 +60,12 @@ def draws_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("ttft_s p50", "TTFT p50", "s", 2),
         Column("ttft_s p99", "TTFT p99", "s", 2),
         Column("computed_tokens", "computed tokens", decimals=0),
+        Column("restored", "restored", decimals=0),
         Column("moved_up_bytes", "moved up", format=format_bytes),
-        Column("wasted_up_bytes", "of it wasted", format=format_bytes),
     ]
     draws = rows[0]["n"] if rows else 0
     note = f"Each number is the median of {draws} draws; the range is that of their means."
-    return Table(title, columns, shown, (note, *_NOTES))
+    return Table(title, columns, shown, (note, _RESTORED))
 
 
 def cells_table(cells: Sequence[Cell], title: str) -> Table:

@@ -92,6 +92,23 @@ class _Part:
     tokens: Span
     splice: Span
 
+    @property
+    def by_layers(self) -> tuple[int, float] | None:
+        """Tokens of the prefix, and the share of its layers that this computes; None: by tokens."""
+        own, page = self.live.spec.by_layers, self.live.page_tokens
+        if own is None or self.tokens.stop > own.layers * page:
+            return None
+        return own.tokens, len(self.tokens) / page / own.layers
+
+    @property
+    def prefill(self) -> Span:
+        """The tokens computed in all layers, by their place in the prompt."""
+        own = self.live.spec.by_layers
+        if own is None or self.by_layers:
+            return self.tokens if own is None else Span(0, 0)
+        moved = own.tokens - own.layers * self.live.page_tokens
+        return Span(self.tokens.start + moved, self.tokens.stop + moved)
+
 
 @dataclass(slots=True)
 class _Forming:
@@ -156,6 +173,7 @@ class Server:
             offer = _offer_of(live, self._env.now, resident, sources)
             question = LeftToEngine(offer, self._view(before=live))
             live.left = cast(Consulted, self._planner).query(question) is not None
+        result.left = live.left
         if live.left:
             self._offer(live)
 
@@ -371,7 +389,8 @@ class Server:
                 return
             self._slots.append(live)
         if tokens:
-            forming.budget -= tokens
+            # A pass through a layer takes all tokens of its prefix, and so the step.
+            forming.budget -= tokens if live.spec.by_layers is None else forming.budget
             forming.parts.append(
                 _Part(live, Span(start * page, start * page + tokens), compute.splice)
             )
@@ -442,7 +461,13 @@ class Server:
                 0, self._spec.step_tokens - len(decoding) - sum(len(part.tokens) for part in parts)
             )
         kv_tokens = sum(live.spec.prompt_tokens + live.out_tokens for live in decoding)
-        batch = Batch(tuple(part.tokens for part in parts), len(decoding), kv_tokens, background)
+        batch = Batch(
+            tuple(span for part in parts if (span := part.prefill)),
+            len(decoding),
+            kv_tokens,
+            background,
+            tuple(own for part in parts if (own := part.by_layers) is not None),
+        )
         for part in parts:
             self._launch(part)
         seconds = self._cost.seconds(batch) / self._speed.at(self._env.now)
