@@ -4,7 +4,7 @@ them.
 `docs/results/data/NAME.json` holds the full grids of a page, each with the commit and the command
 that gave it. `tables` says which cells the page shows, `claims` which figures stand in its text;
 both are compared here. A grid that says `generated` is a table which `scripts/reproduce` writes
-into the page: its text cannot become stale. `paper-NAME.json` has the claims of papers/NAME.md;
+into the page: its text cannot become stale. The files of papers have the claims of papers/NAME.md;
 `theirs` are figures that the paper prints or that were chosen.
 """
 
@@ -268,7 +268,7 @@ def test_every_broken_figure_of_the_limits_is_in_the_data(page):
 
 @pytest.mark.parametrize("page", PAPERS, ids=name)
 def test_every_broken_figure_of_a_papers_page_is_a_claim_or_the_papers_own(page):
-    source = json.loads((DATA / f"paper-{page.stem}.json").read_text("utf-8"))
+    source = json.loads((DATA / f"{page.stem}.json").read_text("utf-8"))
     claimed = {number for claim in source["claims"] for number in numbers(claim["shown"])}
     text = re.sub(r"```.*?```", "", written(page), flags=re.S)
     broken = {number for number in numbers(text) if "." in number}

@@ -79,7 +79,6 @@ SCENES: Mapping[str, Scene] = {
         (
             "recompute",
             "stock",
-            "stock-wait",
             "cake",
             "cacheflow",
             "kvtier",

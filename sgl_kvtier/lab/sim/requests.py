@@ -9,8 +9,8 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 @dataclass(frozen=True, slots=True)
 class ByLayers:
-    """A stored prefix of so many tokens that is restored by layers (CacheFlow 3.1): some layers are
-    computed for all tokens, the others loaded.
+    """A stored prefix that is restored by layers (CacheFlow 3.1): some layers are computed for all
+    its tokens, the others loaded.
     """
 
     tokens: int

@@ -18,7 +18,7 @@ from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
 
 ASK_AGAIN_S: Final = 0.05
-"""An executor asks again after so many seconds while the same requests wait: pages may have come.
+"""An executor asks again after this many seconds while the same requests wait: pages may have come.
 """
 
 _CLEARLY: Final = 0.8

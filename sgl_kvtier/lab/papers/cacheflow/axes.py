@@ -37,7 +37,7 @@ _NEVER_S = 1e9
 
 
 _STEPS_COVERED = 1.5
-"""Loads are handed out for so many times the step that begins: the next ones come after it."""
+"""Loads are handed out for this many times the step that begins: the next ones come after it."""
 
 
 @dataclass(slots=True)
