@@ -1,9 +1,9 @@
 """The tables of docs/results/simulator.md that come from traces.
 
 `python -m sgl_kvtier.lab.papers.traces_page docs/results [SCENE ...]` runs each scene under all
-policies, in `_SEEDS` draws of session starts. It replaces the text between the scene's markers on the
-page, and writes a plot of the distributions. The text around them is written by hand; its figures
-are checked against the tables by a test. A scene whose trace is missing fails.
+policies, in `_SEEDS` draws of session starts. It replaces the text between the scene's markers on
+the page, and writes a plot of the distributions. The text around them is written by hand; its
+figures are checked against the tables by a test. A scene whose trace is missing fails.
 """
 
 from __future__ import annotations
