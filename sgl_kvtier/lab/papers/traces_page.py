@@ -26,7 +26,7 @@ from sgl_kvtier.lab.sim.policies import AHEAD
 from sgl_kvtier.lab.sim.requests import SimRequest
 
 _GIB = 1 << 30
-_SEEDS = range(1, 4)
+_SEEDS = range(1, 7)
 
 
 @dataclass(frozen=True)
