@@ -7,13 +7,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from sgl_kvtier.arguments import above_nought, count, not_negative, positive, seed, size
-from sgl_kvtier.config import load_config
+from sgl_kvtier.config import PolicyConfig, load_config
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -28,11 +28,20 @@ from sgl_kvtier.console import (
 from sgl_kvtier.errors import ConfigError, KVTierError
 from sgl_kvtier.lab.pages.timeline import log_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
-from sgl_kvtier.lab.sim.cells import Cell, Tables, agreement, agreement_by_reading, as_rows
-from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, run_policy
+from sgl_kvtier.lab.sim.cells import (
+    NULL,
+    Cell,
+    Fitted,
+    Tables,
+    agreement,
+    agreement_by_reading,
+    as_rows,
+    split_null,
+)
+from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
 from sgl_kvtier.lab.sim.log_pictures import log_html
-from sgl_kvtier.lab.sim.pictures import cells_table, policies_table, sim_html
+from sgl_kvtier.lab.sim.pictures import cells_table, draws_table, policies_table, sim_html
 from sgl_kvtier.lab.sim.policies import AHEAD, POLICIES, policy
 from sgl_kvtier.lab.sim.replay import replay
 from sgl_kvtier.lab.sim.requests import SimResult
@@ -81,6 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     running.add_argument(
         "--seed", type=seed, default=0, help="of session starts and generated sessions (default 0)"
+    )
+    running.add_argument(
+        "--draws",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="repeat with N seeds, from --seed on, and print medians and ranges (default 1; --html "
+        "shows the first)",
     )
     running.add_argument(
         "--start-every",
@@ -166,6 +183,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="token budget of a step (default %(default)s)",
     )
+    machine.add_argument(
+        "--mixed",
+        action="store_true",
+        help="steps hold prefill and decode together, as the papers' engines have it (default: one "
+        "of them, as SGLang without --enable-mixed-chunk, which restoration refuses)",
+    )
 
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
     paper.add_argument("paper", choices=PAPERS)
@@ -208,28 +231,20 @@ def _run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(args.policy.split(",")))
     for name in names:
         policy(name)
-    if args.log and len(names) > 1:
-        raise ConfigError("--log writes the decisions of one policy: give one with --policy")
+    if args.log and (len(names) > 1 or args.draws > 1):
+        raise ConfigError(
+            "--log writes the decisions of one policy in one draw: give one with --policy, and no "
+            "--draws"
+        )
     for target in filter(None, (args.json, args.html, args.log)):
         check_target(target)
     config = load_config(args.config).policy if args.config else AHEAD
     machine, load = _machine(args), _load(args)
-    description, requests = load.requests(machine.page_tokens)
     lines: list[str] = []
-    results: dict[str, SimResult] = {}
-    with progress("simulating", len(requests) * len(names), "requests") as bar:
-        for name in names:
-            bar.describe(name)
-            results[name] = run_policy(
-                name,
-                machine,
-                requests,
-                config,
-                record=bool(args.html),
-                on_finish=lambda _: bar.advance(),
-                log=lines.append if args.log else None,
-            )
-    outcomes = [outcome(name, result) for name, result in results.items()]
+    drawn = _drawn(args, machine, load, config, lines)
+    outcomes = [outcome for _, some, _ in drawn for outcome in some]
+    description, first, results = drawn[0]
+    over = over_draws(outcomes)
     setup = {
         "workload": description,
         "machine": asdict(machine),
@@ -239,18 +254,45 @@ def _run(args: argparse.Namespace) -> int:
     if args.log:
         write_text("\n".join(lines) + "\n", args.log)
     if args.html:
-        write_text(sim_html(setup, outcomes, results, environment()), args.html)
+        write_text(sim_html(setup, first, results, environment()), args.html)
     if args.json:
-        write_json(
-            envelope(SCHEMA_RUN, _command(), {"setup": setup, "policies": outcomes}), args.json
-        )
+        found = {"setup": setup, "policies": outcomes, "draws": over}
+        write_json(envelope(SCHEMA_RUN, _command(), found), args.json)
     if args.json != "-":
-        print_table(
-            policies_table(
-                outcomes, f"{description}: {len(requests)} requests on {machine.hardware}"
-            )
-        )
+        title = f"{description}: {first[0]['requests']} requests on {machine.hardware}"
+        print_table(draws_table(over, title) if args.draws > 1 else policies_table(first, title))
     return 0
+
+
+def _drawn(
+    args: argparse.Namespace, machine: Machine, load: Load, config: PolicyConfig, log: list[str]
+) -> list[tuple[str, list[dict[str, Any]], dict[str, SimResult]]]:
+    """Per draw: the workload in words, each policy's outcome, and of the first draw its results."""
+    names = list(dict.fromkeys(args.policy.split(",")))
+    loads = [replace(load, seed=load.seed + place) for place in range(args.draws)]
+    found: list[tuple[str, list[dict[str, Any]], dict[str, SimResult]]] = []
+    prepared = [one.requests(machine.page_tokens) for one in loads]
+    total = sum(len(requests) for _, requests in prepared) * len(names)
+    with progress("simulating", total, "requests") as bar:
+        for one, (description, requests) in zip(loads, prepared, strict=True):
+            results: dict[str, SimResult] = {}
+            outcomes = []
+            for name in names:
+                bar.describe(f"{name}, seed {one.seed}" if args.draws > 1 else name)
+                result = run_policy(
+                    name,
+                    machine,
+                    requests,
+                    config,
+                    record=bool(args.html) and not found,
+                    on_finish=lambda _: bar.advance(),
+                    log=log.append if args.log else None,
+                )
+                outcomes.append({**outcome(name, result), "seed": one.seed})
+                if not found:
+                    results[name] = result
+            found.append((description, outcomes, results))
+    return found
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -264,6 +306,7 @@ def _machine(args: argparse.Namespace) -> Machine:
         step_tokens=args.step_tokens,
         storage_gbps=args.storage_gbps,
         pcie_gbps=args.pcie_gbps,
+        mixed=args.mixed,
     )
 
 
@@ -278,7 +321,7 @@ def _load(args: argparse.Namespace) -> Load:
 def _paper(args: argparse.Namespace) -> int:
     if args.json:
         check_target(args.json)
-    tables = paper_tables(args.paper)
+    tables, fitted = paper_tables(args.paper)
     names = args.table or list(tables)
     unknown = [name for name in names if name not in tables]
     if unknown:
@@ -291,13 +334,16 @@ def _paper(args: argparse.Namespace) -> int:
             bar.describe(name)
             cells += tables[name]()
             bar.advance()
-    by_reading = agreement_by_reading(cells)
+    planned, null = split_null(cells)
+    by_reading = agreement_by_reading(planned)
     if args.json:
         results = {
             "paper": args.paper,
             "cells": as_rows(cells),
-            "agreement": agreement(cells),
+            "agreement": agreement(planned),
             "agreement_by_reading": by_reading,
+            "null_model": agreement(null),
+            "fitted": asdict(fitted),
         }
         write_json(envelope(SCHEMA_PAPER, _command(), results), args.json)
     if args.json != "-":
@@ -305,22 +351,27 @@ def _paper(args: argparse.Namespace) -> int:
         for reading, measured in by_reading.items():
             # A reading of one cell alone is a remark on that cell.
             if (measured["predicted"] or 0) > 1 or len(by_reading) == 1:
-                print(
-                    f"{reading}: "
-                    * bool(reading)
-                    + f"{measured['predicted']} predicted cells, median absolute deviation "
-                    f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
-                    f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
-                )
+                print(f"{reading}: " * bool(reading) + _in_words(measured))
+        if null:
+            print(f"{NULL} (Eq. 1, no planner): {_in_words(agreement(null))}")
+        print(f"Fitted: {fitted.parameters} quantities to {fitted.numbers} printed numbers.")
     return 0
 
 
-def paper_tables(name: str) -> Tables:
-    """The tables of a paper's module. Imported on demand: one paper does not wait for the
-    others.
+def _in_words(measured: Mapping[str, float | int | None]) -> str:
+    return (
+        f"{measured['predicted']} predicted cells, median absolute deviation "
+        f"{100 * (measured['median_abs_deviation'] or 0):.1f} %, "
+        f"{100 * (measured['within_15_percent'] or 0):.0f} % within 15 %."
+    )
+
+
+def paper_tables(name: str) -> tuple[Tables, Fitted]:
+    """The tables of a paper's module, and what was fitted for them. Imported on demand: one paper
+    does not wait for the others.
     """
-    tables: Tables = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command").TABLES
-    return tables
+    module = importlib.import_module(f"sgl_kvtier.lab.papers.{name}.command")
+    return module.TABLES, module.FITTED
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -4,7 +4,8 @@ them.
 `docs/results/data/NAME.json` holds the full grids of a page, each with the commit and the command
 that gave it. `tables` says which cells the page shows, `claims` which figures stand in its text;
 both are compared here. A grid that says `generated` is a table which `scripts/reproduce` writes
-into the page: its text cannot become stale.
+into the page: its text cannot become stale. The files of papers have the claims of papers/NAME.md;
+`theirs` are figures that the paper prints or that were chosen.
 """
 
 from __future__ import annotations
@@ -263,6 +264,16 @@ def test_every_broken_figure_of_the_limits_is_in_the_data(page):
     limits = written(page).split("**Limits**\n")[1].replace("0.5.23", "")
     broken = [number for number in numbers(limits) if "." in number and number not in known]
     assert [number for number in broken if not any(same(number, value) for value in values)] == []
+
+
+@pytest.mark.parametrize("page", PAPERS, ids=name)
+def test_every_broken_figure_of_a_papers_page_is_a_claim_or_the_papers_own(page):
+    source = json.loads((DATA / f"{page.stem}.json").read_text("utf-8"))
+    claimed = {number for claim in source["claims"] for number in numbers(claim["shown"])}
+    text = re.sub(r"```.*?```", "", written(page), flags=re.S)
+    broken = {number for number in numbers(text) if "." in number}
+    assert broken - claimed - set(source["theirs"]) == set()
+    assert set(source["theirs"]) - claimed <= broken
 
 
 def test_the_index_names_every_page_with_figures_of_its_answer():

@@ -35,6 +35,20 @@ class Cell:
         return self.ours / self.published - 1
 
 
+NULL = "null model"
+"""The reading of cells that no planner has part in: Eq. 1, loading times computing over their sum,
+on the ratio of two baselines. What it reaches, agreement does not prove of a planner.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """How many quantities were solved from how many printed numbers."""
+
+    parameters: int
+    numbers: int
+
+
 Tables: TypeAlias = Mapping[str, Callable[[], Sequence[Cell]]]
 """The `TABLES` of a paper module, e.g. {"3": table_3, "fig4": figure_4}. Each call computes anew,
 deterministically.
@@ -62,6 +76,12 @@ def agreement(cells: Sequence[Cell]) -> dict[str, float | int | None]:
         "median_abs_deviation": median,
         "within_15_percent": sum(value <= 0.15 for value in off) / len(off),
     }
+
+
+def split_null(cells: Sequence[Cell]) -> tuple[list[Cell], list[Cell]]:
+    """The cells of planners, and those of the null model."""
+    null = [cell for cell in cells if cell.reading.endswith(NULL)]
+    return [cell for cell in cells if not cell.reading.endswith(NULL)], null
 
 
 def agreement_by_reading(cells: Sequence[Cell]) -> dict[str, dict[str, float | int | None]]:

@@ -15,13 +15,15 @@ from sgl_kvtier.types import Span
 class Batch:
     """The contents of one engine step. `prefills` are token spans of prompts. `decodes` are running
     sequences with `kv_tokens` of context in all. `background` are prefill tokens of other users
-    (Cake 5.1: the rest of the token budget).
+    (Cake 5.1: the rest of the token budget). `passes` are (tokens, share of the layers) of prefixes
+    that are computed by layers.
     """
 
     prefills: tuple[Span, ...] = ()
     decodes: int = 0
     kv_tokens: int = 0
     background: int = 0
+    passes: tuple[tuple[int, float], ...] = ()
 
     @property
     def prefill_tokens(self) -> int:
@@ -54,7 +56,13 @@ class StepCost:
     background_start: int = 0
 
     def seconds(self, batch: Batch) -> float:
-        """How long the step takes with the machine to itself."""
+        """How long the step takes with the machine to itself. A pass through some layers takes
+        their share of one through all.
+        """
+        if batch.passes:
+            return sum(
+                share * self.seconds(Batch((Span(0, tokens),))) for tokens, share in batch.passes
+            ) + (self.seconds(Batch(batch.prefills)) if batch.prefills else 0.0)
         tokens = batch.prefill_tokens + batch.background + batch.decodes
         pairs = sum(len(span) * (span.start + len(span) / 2) for span in batch.prefills)
         pairs += batch.background * (self.background_start + batch.background / 2)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
@@ -23,10 +24,11 @@ from sgl_kvtier.lab.sim.policies import Setting, policy
 from sgl_kvtier.lab.sim.replay import Recording
 from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import engine_shape, simulate
+from sgl_kvtier.lab.sim.served import Served
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.source import load_sessions
 from sgl_kvtier.policy.decision_log import Header
-from sgl_kvtier.policy.messages import Planner
+from sgl_kvtier.policy.messages import Consulted, Mode, Planner
 from sgl_kvtier.types import PLACES, Link
 
 _USABLE_HBM = 0.9
@@ -39,7 +41,8 @@ SGLang.
 class Machine:
     """The simulated machine: names from the profiles, token budget and page. Sizes of the tiers are
     in bytes. None: the device is as large as the weights leave, the others have no limit.
-    `storage_gbps` and `pcie_gbps` replace the profile's, in gigabits per second.
+    `storage_gbps` and `pcie_gbps` replace the profile's, in gigabits per second. `mixed`: a step
+    holds prefill and decode, which SGLang does only with --enable-mixed-chunk.
     """
 
     hardware: str = "H100"
@@ -52,6 +55,7 @@ class Machine:
     slots: int = 1
     storage_gbps: float | None = None
     pcie_gbps: float | None = None
+    mixed: bool = False
 
     def parts(self) -> tuple[Hardware, ModelShape, ServerSpec]:
         """The machine, the model and the server. Raises ConfigError when a tier is too small for
@@ -81,6 +85,7 @@ class Machine:
             device_pages=pages[0],
             host_pages=pages[1],
             storage_pages=pages[2],
+            mixed=self.mixed,
         )
         return hardware, model, spec
 
@@ -139,6 +144,8 @@ def run_policy(
     if log is not None:
         planner = Recording(planner, Header(config, shape, profile), log)
     server = chosen.server(spec)
+    if chosen.served:
+        planner = Served(cast(Consulted, planner), shape, server, config.min_restore_tokens)
     return simulate(
         planner, hardware, model, requests, server=server, record=record, on_finish=on_finish
     )
@@ -157,7 +164,7 @@ def outcome(name: str, result: SimResult) -> dict[str, Any]:
     return {
         "policy": name,
         "requests": len(requests),
-        "ttft_s": summary(result.ttfts()),
+        "ttft_s": {**summary(result.ttfts()), "most": max(result.ttfts(), default=None)},
         "finished_s": result.finished_s,
         "compute_busy_s": result.compute_busy_s,
         "prompt_tokens": sum(request.prompt_tokens for request in requests),
@@ -170,7 +177,39 @@ def outcome(name: str, result: SimResult) -> dict[str, Any]:
         "wasted_bytes": wasted,
         "moved_up_bytes": sum(moved[link.value] for link in up),
         "wasted_up_bytes": sum(wasted[link.value] for link in up),
+        "restored": sum(one.restore_mode in _RESTORED and not one.left for one in requests),
         "retracted": sum(request.retracted for request in requests),
         "steps": result.steps,
         "events": result.events,
     }
+
+
+_RESTORED = (Mode.BOTH.value, Mode.LOAD.value)
+
+_SUMMED = (
+    "ttft_s.mean",
+    "ttft_s.p50",
+    "ttft_s.p99",
+    "ttft_s.most",
+    "computed_tokens",
+    "loaded_tokens",
+    "moved_up_bytes",
+    "wasted_up_bytes",
+    "restored",
+)
+
+
+def over_draws(outcomes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Outcomes of the same policies in several draws of the load: per policy the median of each
+    number with the least and the most.
+    """
+    rows = []
+    for name in dict.fromkeys(one["policy"] for one in outcomes):
+        mine = [one for one in outcomes if one["policy"] == name]
+        row: dict[str, Any] = {"policy": name, "n": len(mine)}
+        for path in _SUMMED:
+            key, _, part = path.partition(".")
+            values = [one[key][part] if part else one[key] for one in mine]
+            row[path] = {"median": median(values), "least": min(values), "most": max(values)}
+        rows.append(row)
+    return rows

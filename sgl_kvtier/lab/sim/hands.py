@@ -13,7 +13,7 @@ from sgl_kvtier.lab.sim.live import Live, Restoring
 from sgl_kvtier.lab.sim.transfers import Transfer, Transfers
 from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, StepPlan, TransferDone
 from sgl_kvtier.policy.restore.modes import LINK_OF
-from sgl_kvtier.types import PageKey, Span, Tier
+from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
 class Hands:
@@ -126,6 +126,32 @@ class Hands:
         live.result.resident_tokens = live.resident_pages * self._page_tokens
         return True
 
+    def in_host(self, live: Live) -> int:
+        """Pages of the prompt in host memory behind those on the device."""
+        keys = live.spec.keys[live.resident_pages : live.restorable_pages]
+        return self.caches.host.prefix(keys)
+
+    def copy_up(self, live: Live) -> None:
+        """The engine's own way: copies these to the device, which has room for the request."""
+        assert live.reserved, f"{live.rid} has no room on the device"
+        span = Span(live.resident_pages, live.resident_pages + self.in_host(live))
+        keys, host = live.spec.keys[span.start : span.stop], self.caches.host
+        host.pin(keys)
+        self.loading += len(span)
+        live.copying = True
+
+        def done(transfer: Transfer, seconds: float) -> None:
+            host.unpin(keys)
+            host.touch(keys)
+            live.copying, live.copied = False, True
+            live.done_tokens = span.stop * self._page_tokens
+            live.result.spliced_tokens += len(span) * self._page_tokens
+            self._end_load(span, staged=False)
+            nbytes = len(span) * self._page_bytes
+            self.tell(TransferDone("", transfer.link, Span(0, 0), nbytes, seconds, self._env.now))
+
+        self._transfers.submit(Transfer(Link.HOST_TO_DEVICE, "", span, _at_once, done, _never))
+
     def keep_prompt(self, live: Live) -> None:
         """The prompt's pages get their names and are copied down."""
         self._name(live, live.spec.keys)
@@ -151,6 +177,7 @@ class Hands:
         device.release(live.private)
         device.unpin(live.pinned)
         live.private, live.pinned, live.restoring, live.reserved = 0, [], None, False
+        live.copied = False
         self._set_resident(live, 0)
 
     def _set_resident(self, live: Live, pages: int) -> None:
@@ -179,7 +206,9 @@ class Hands:
             live = lives.get(start.rid)
             assert live is not None and live.offered is not None, f"{start} answers no offer"
             live.result.restore_mode = start.mode.value
-            if start.mode is not Mode.COMPUTE:
+            if start.mode is not Mode.COMPUTE and live.left:
+                live.fetching = True
+            elif start.mode is not Mode.COMPUTE:
                 live.restoring = live.offered
         for live in lives.values():
             self._close_offer(live)
@@ -226,14 +255,16 @@ class Hands:
         live.load_link = load.link
         calls = _LoadCalls(self, live, restoring, load.source, staging > 0)
         due_s = self._env.now + load.deadline_s
-        self._transfers.submit(
-            Transfer(load.link, live.rid, load.span, calls.begin, calls.done, calls.lost, due_s)
-        )
+        own, page_bytes = live.spec.by_layers, None
+        if own is not None:
+            page_bytes = own.tokens / own.layers * self._page_bytes / self._page_tokens
+        ends = (calls.begin, calls.done, calls.lost)
+        self._transfers.submit(Transfer(load.link, live.rid, load.span, *ends, due_s, page_bytes))
 
     def landed(self, live: Live, transfer: Transfer, seconds: float, staged: bool) -> None:
         """Pages of a load are on the device."""
         self._end_load(transfer.span, staged)
-        nbytes = len(transfer.span) * self._page_bytes
+        nbytes = self._transfers.nbytes(transfer)
         self.tell(
             TransferDone(live.rid, transfer.link, transfer.span, nbytes, seconds, self._env.now)
         )
@@ -251,6 +282,15 @@ class Hands:
         self.loading -= len(span)
         if staged:
             self.caches.host.release(len(span))
+
+
+def _at_once(transfer: Transfer) -> bool:
+    del transfer
+    return True
+
+
+def _never(transfer: Transfer, span: Span, reason: str) -> None:
+    raise AssertionError(f"a copy over {transfer.link.value} was taken back: {span} {reason}")
 
 
 class _LoadCalls:

@@ -132,6 +132,15 @@ class Live:
     private: int = 0
     restoring: Restoring | None = None
     offered: Restoring | None = None
+    left: bool = False
+    """The engine loads its prefix, not the planner."""
+    fetching: bool = False
+    """It waits until the engine has fetched its stored pages to host memory."""
+    copying: bool = False
+    """The engine copies its pages from host memory to the device, `copied`: has copied."""
+    copied: bool = False
+    reads: int = 0
+    """Times that the engine was told of its stored pages."""
     reserved: bool = False
     """It owns every page it will ever take."""
     due_offer: bool = False
@@ -150,6 +159,26 @@ class Live:
     def left_tokens(self) -> int:
         """Prompt tokens that are not on the device."""
         return self.spec.prompt_tokens - self.done_tokens
+
+    @property
+    def restores(self) -> bool:
+        """Its prefix is being restored by the planner, or may be."""
+        if self.left:
+            return False
+        return self.due_offer or self.offered is not None or self.restoring is not None
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Prompt tokens that are computed, where the planner restores nothing: those that were in
+        no tier when it was last looked up.
+        """
+        found = sum(self.result.hit_tokens.values()) if self.left else 0
+        return self.spec.prompt_tokens - max(found, self.done_tokens)
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Prompt tokens that are not on the device yet."""
+        return self.left_tokens
 
     @property
     def whole_pages(self) -> int:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.policy.messages import (
+    Consulted,
     Evict,
     Fact,
     Move,
     PagesDropped,
     PagesPlaced,
-    Planner,
+    Question,
     RequestArrived,
     RequestFinished,
     StepPlan,
@@ -31,6 +32,7 @@ _MOVE_PAGES = 32
 _AHEAD = 4
 """Prefetches on each link at a time."""
 
+_A = TypeVar("_A")
 _Next: TypeAlias = tuple[str, tuple[float, tuple[PageKey, ...]]]
 """A request to come: its id, when, and its pages."""
 
@@ -46,7 +48,7 @@ class Oracle:
 
     def __init__(
         self,
-        inner: Planner,
+        inner: Consulted,
         requests: Sequence[SimRequest],
         device_pages: int | None = None,
         host_pages: int | None = None,
@@ -88,6 +90,10 @@ class Oracle:
             for follower in self._followers.pop(fact.rid, ()):
                 self._next[follower.rid] = (fact.now + follower.arrival_s, follower.keys)
             self._stale = True
+
+    def query(self, question: Question[_A]) -> _A:
+        """The inner planner's answer."""
+        return self._inner.query(question)
 
     def step(self, view: StepView) -> StepPlan:
         """The inner plan, with prefetches and an order of eviction."""

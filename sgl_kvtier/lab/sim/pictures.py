@@ -18,6 +18,15 @@ from sgl_kvtier.types import PLACES, Tier
 
 _SHOWN_REQUESTS = 4
 _MOST_POINTS = 400
+_NAMES = ("policy", "n")
+_RESTORED = (
+    "Restored: requests whose prefix the planner restores; the engine loads the others by itself. "
+    "Moved up: storage to host, host to device and storage to device."
+)
+_NOTES = (
+    "Moved up: storage to host, host to device and storage to device. Wasted: loaded and never "
+    "used by the request it was for, or prefetched and dropped or left without a hit.",
+)
 
 
 def policies_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
@@ -31,11 +40,32 @@ def policies_table(outcomes: Sequence[Mapping[str, Any]], title: str) -> Table:
         Column("moved_up_bytes", "moved up", format=format_bytes),
         Column("wasted_up_bytes", "of it wasted", format=format_bytes),
     ]
-    notes = (
-        "Moved up: storage to host, host to device and storage to device. Wasted: loaded and never "
-        "used by the request it was for, or prefetched and dropped or left without a hit.",
-    )
-    return Table(title, columns, outcomes, notes)
+    return Table(title, columns, outcomes, _NOTES)
+
+
+def draws_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One row per policy: medians over several draws, and the range of the mean."""
+    shown = [
+        {
+            "policy": row["policy"],
+            "range": f"{row['ttft_s.mean']['least']:.2f} to {row['ttft_s.mean']['most']:.2f}",
+            **{key.replace(".", " "): row[key]["median"] for key in row if key not in _NAMES},
+        }
+        for row in rows
+    ]
+    columns = [
+        Column("policy", "policy"),
+        Column("ttft_s mean", "TTFT mean", "s", 2),
+        Column("range", "least to most (s)"),
+        Column("ttft_s p50", "TTFT p50", "s", 2),
+        Column("ttft_s p99", "TTFT p99", "s", 2),
+        Column("computed_tokens", "computed tokens", decimals=0),
+        Column("restored", "restored", decimals=0),
+        Column("moved_up_bytes", "moved up", format=format_bytes),
+    ]
+    draws = rows[0]["n"] if rows else 0
+    note = f"Each number is the median of {draws} draws; the range is that of their means."
+    return Table(title, columns, shown, (note, _RESTORED))
 
 
 def cells_table(cells: Sequence[Cell], title: str) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
@@ -20,7 +20,7 @@ from sgl_kvtier.lab.sim.baselines import (
 from sgl_kvtier.lab.sim.oracle import Oracle
 from sgl_kvtier.lab.sim.requests import SimRequest
 from sgl_kvtier.lab.sim.server import ServerSpec
-from sgl_kvtier.policy.messages import Planner
+from sgl_kvtier.policy.messages import Consulted, Planner
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
 
@@ -52,8 +52,10 @@ class Policy:
     about: str
     make: Callable[[Setting], Planner]
     fetches_to_host: bool = False
-    asks_order: bool = False
-    """Waiting requests run in the planner's order (`policy.queue`), not in that of arrival."""
+    served: bool = False
+    """The planner is asked what a server asks it, and has the engine's own loads beside it
+    (`served.py`).
+    """
     unbounded_device: bool = False
     """Nothing is ever evicted from the device: a bound that no policy can pass on this load."""
 
@@ -61,10 +63,7 @@ class Policy:
         """The server as this policy meets it."""
         device_pages = None if self.unbounded_device else spec.device_pages
         return dataclasses.replace(
-            spec,
-            offer_with_room=not self.fetches_to_host,
-            device_pages=device_pages,
-            asks_order=self.asks_order,
+            spec, fetches=self.fetches_to_host, device_pages=device_pages, consulted=self.served
         )
 
 
@@ -102,7 +101,7 @@ def _stock(stop: Stop) -> Callable[[Setting], Planner]:
 
 def _oracle(setting: Setting) -> Planner:
     # Its own foresight takes the place of the planner's lookahead.
-    inner = _rule(prefetch="off")(setting)
+    inner = cast(Consulted, _rule(prefetch="off")(setting))
     return Oracle(inner, setting.requests, setting.server.device_pages, setting.server.host_pages)
 
 
@@ -122,17 +121,19 @@ _PAPER: Mapping[str, Any] = {
 """Neither paper looks ahead; their engines evict by last use."""
 
 POLICIES: Mapping[str, Policy] = {
-    "kvtier": Policy("the planner as kvtier.json sets it", _kvtier, asks_order=True),
+    "kvtier": Policy("the planner as kvtier.json sets it", _kvtier, served=True),
     "restore": Policy(
-        "the same without lookahead: restoration alone", _rule(prefetch="off"), asks_order=True
+        "the same without lookahead: restoration alone", _rule(prefetch="off"), served=True
     ),
     "cake": Policy(
         "Cake's rule: split always, whole chunks, arrival order; no lookahead",
         _rule(rules=_named(Cake), **_PAPER),
+        served=True,
     ),
     "cacheflow": Policy(
         "CacheFlow's rule: Cake's with I/O for the longest first",
         _rule(rules=_named(CacheFlow), **_PAPER),
+        served=True,
     ),
     "load": Policy("loads all there is, computes nothing of it", _rule(rules="", restore="load")),
     "lru": Policy(
@@ -162,7 +163,9 @@ POLICIES: Mapping[str, Policy] = {
         "the same with best_effort", _stock(Stop.BEST_EFFORT), fetches_to_host=True
     ),
     "oracle": Policy(
-        "kvtier told who comes next: prefetch before arrival, eviction by next use", _oracle
+        "kvtier told who comes next: prefetch before arrival, eviction by next use",
+        _oracle,
+        served=True,
     ),
     "unbounded": Policy(
         "a device that never fills: what no policy can beat",

@@ -8,6 +8,16 @@ from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 
 @dataclass(frozen=True, slots=True)
+class ByLayers:
+    """A stored prefix that is restored by layers (CacheFlow 3.1): some layers are computed for all
+    its tokens, the others loaded.
+    """
+
+    tokens: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
 class SimRequest:
     """One request. Its reusable prefix is given either by `keys`, which are looked up in the
     simulated tiers, or by `cached`.
@@ -15,7 +25,8 @@ class SimRequest:
     `keys` name its full prompt pages in order, `final_keys` those of prompt and output together
     (empty: the output is not kept). `cached` are disjoint ascending page spans from page 0 on with
     the tier each lies in; they are always found. `arrival_s` counts from the start, or from the end
-    of request `after` (a client that waits for its answer).
+    of request `after` (a client that waits for its answer). With `by_layers` each page of `cached`
+    is a layer of all tokens of the prefix, and `prompt_tokens` counts one page's tokens for each.
     """
 
     rid: str
@@ -27,6 +38,7 @@ class SimRequest:
     cached: tuple[tuple[Span, Tier], ...] = ()
     session: str | None = None
     after: str | None = None
+    by_layers: ByLayers | None = None
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.output_tokens < 1:
@@ -44,7 +56,7 @@ class RequestResult:
 
     `hit_tokens`: what lay in each tier when it arrived. `computed` + `spliced` + `resident_tokens`
     = prompt. `unused_tokens` were loaded and never became part of a prefix. `restore_mode` is what
-    the planner answered ("" = nothing to restore).
+    the planner answered ("" = nothing to restore), `left` whether the engine loaded it by itself.
     """
 
     rid: str
@@ -61,6 +73,7 @@ class RequestResult:
     unused_tokens: int = 0
     lost_tokens: int = 0
     restore_mode: str = ""
+    left: bool = False
     chunks: int = 0
     retracted: int = 0
 

@@ -24,6 +24,7 @@ from sgl_kvtier.policy.messages import (
     Compute,
     Consulted,
     Fact,
+    LeftToEngine,
     Planner,
     RequestArrived,
     RequestFinished,
@@ -33,6 +34,7 @@ from sgl_kvtier.policy.messages import (
     StepView,
     Waiter,
 )
+from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.types import Span, Tier
 
 _PATIENCE = 64
@@ -41,6 +43,10 @@ taken back.
 """
 _MOST_ASKED = 16
 """Times that a planner is asked at one instant while something is under way."""
+_MOST_READS = 3
+"""Lost pages of a request are read again so often, then they are computed."""
+_WORTH_READING = 256
+"""The fewest tokens for which SGLang asks storage."""
 _POLL_S = 1e-3
 """Seconds between two looks of an idle engine that has facts to report."""
 
@@ -55,9 +61,11 @@ class ServerSpec:
     prefill or decode, not both. Without `overlap`, no step begins while something is being loaded.
     `staged`: loads from below host memory need host pages while they are in flight. `write_down`:
     pages new on the device are copied to host memory and storage behind the request's back.
-    `offer_with_room`: a restoration is offered when the device can take the whole request, which
-    then owns its pages. Otherwise it is offered at once, for planners that fetch to host memory
-    first.
+    A restoration is offered when the device can take the whole request, which then owns its pages.
+    With `fetches` it is offered at once: the planner has stored pages fetched to host memory, and
+    the engine copies them to the device when the request's turn has come. `consulted`: the planner
+    is asked what a server asks it, in which order waiting requests run and which prefixes are left
+    to the engine (`served.py`).
     """
 
     page_tokens: int = 16
@@ -68,17 +76,12 @@ class ServerSpec:
     device_pages: int | None = None
     host_pages: int | None = None
     storage_pages: int | None = None
-    mixed: bool = True
+    mixed: bool = False
     overlap: bool = True
     staged: bool = False
     write_down: bool = True
-    offer_with_room: bool = True
-    asks_order: bool = False
-    """Whether the planner is asked in which order waiting requests run, as a server asks it."""
-
-
-_ORDER_S = 0.1
-"""Seconds after which a server asks for the order again, though nothing has changed."""
+    fetches: bool = False
+    consulted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -89,12 +92,31 @@ class _Part:
     tokens: Span
     splice: Span
 
+    @property
+    def by_layers(self) -> tuple[int, float] | None:
+        """Tokens of the prefix, and the share of its layers that this computes; None: by tokens."""
+        own, page = self.live.spec.by_layers, self.live.page_tokens
+        if own is None or self.tokens.stop > own.layers * page:
+            return None
+        return own.tokens, len(self.tokens) / page / own.layers
+
+    @property
+    def prefill(self) -> Span:
+        """The tokens computed in all layers, by their place in the prompt."""
+        own = self.live.spec.by_layers
+        if own is None or self.by_layers:
+            return self.tokens if own is None else Span(0, 0)
+        moved = own.tokens - own.layers * self.live.page_tokens
+        return Span(self.tokens.start + moved, self.tokens.stop + moved)
+
 
 @dataclass(slots=True)
 class _Forming:
     """The batch being formed and what is left of its budget."""
 
     budget: int
+    room: int = 0
+    """Tokens of requests that the engine may still prepare beside those in the batch."""
     parts: list[_Part] = field(default_factory=list)
 
 
@@ -143,10 +165,16 @@ class Server:
         result = RequestResult(request.rid, request.session, self._env.now, request.prompt_tokens)
         self.results.append(result)
         live = Live(request, result, self._spec.page_tokens)
-        self._hands.look_up(live)
+        resident, sources = self._hands.look_up(live)
         self._enqueue(live, len(self._waiting))
-        live.due_offer = True
-        if not self._spec.offer_with_room:
+        live.due_offer = bool(sources)
+        live.left = self._spec.fetches
+        if sources and self._spec.consulted:
+            offer = _offer_of(live, self._env.now, resident, sources)
+            question = LeftToEngine(offer, self._view(before=live))
+            live.left = cast(Consulted, self._planner).query(question) is not None
+        result.left = live.left
+        if live.left:
             self._offer(live)
 
     def wake(self) -> None:
@@ -170,14 +198,15 @@ class Server:
         live.due_offer = False
         if not sources:
             return True
-        if self._spec.offer_with_room and not self._hands.reserve(live):
-            live.due_offer = True
-            return False
-        self._hands.hold_resident(live)
-        pages = sources[-1][0].stop
-        live.offered = Restoring(live.rid, resident, pages, sources)
-        now, tokens = self._env.now, live.spec.prompt_tokens
-        self._tell(RestoreOffered(live.rid, now, tokens, resident, pages, sources))
+        if not live.left:
+            if not self._hands.reserve(live):
+                live.due_offer = True
+                return False
+            self._hands.hold_resident(live)
+        live.reads += 1
+        offer = _offer_of(live, self._env.now, resident, sources)
+        live.offered = Restoring(live.rid, resident, offer.pages, sources)
+        self._tell(offer)
         return True
 
     def _make_due_offers(self) -> None:
@@ -233,12 +262,12 @@ class Server:
 
     def _order(self) -> None:
         """Waiting requests in the planner's order, asked for when something has changed."""
-        if not self._spec.asks_order or not (self._told or len(self._waiting) > 1):
+        if not self._spec.consulted or not (self._told or len(self._waiting) > 1):
             return
         there = sorted(self._waiting, key=lambda live: self._came[live.rid])
         waiting = tuple(_waiter(live) for live in there)
         now = self._env.now
-        if waiting == self._told and now - self._told_at < _ORDER_S:
+        if waiting == self._told and now - self._told_at < ASK_AGAIN_S:
             return
         self._told, self._told_at = waiting, now
         order = cast(Consulted, self._planner).query(RunOrder(waiting, now))
@@ -259,13 +288,16 @@ class Server:
         elif self._asked > _MOST_ASKED:
             yield self._wake | self._env.timeout(_POLL_S)
 
-    def _view(self) -> StepView:
+    def _view(self, before: Live | None = None) -> StepView:
+        """The view of this step, or of a question about one waiting request: then of those that
+        restore nothing only those before it count.
+        """
         restoring = [live for live in self._slots if live.restoring is not None]
-        there = (*self._slots, *self._waiting)
-        fresh = [
-            0 if live.restoring or live.offered or live.due_offer else live.left_tokens
-            for live in there
-        ]
+        there = [*self._slots, *self._waiting]
+        if before is not None:
+            there = self._waiting[: self._waiting.index(before)]
+        plain = [live for live in there if not live.restores]
+        fresh = [0 if live.restores else live.fresh_tokens for live in self._waiting]
         return StepView(
             now=self._env.now,
             waiting=tuple(live.rid for live in self._waiting),
@@ -273,8 +305,9 @@ class Server:
             slot_open=len(self._slots) < self._spec.slots
             and len(self._running) < self._spec.max_running,
             prefill_tokens=self._budget(),
-            fresh_tokens=sum(fresh),
-            fresh=tuple(fresh[len(self._slots) :]),
+            fresh_tokens=sum(live.fresh_tokens for live in plain),
+            wanted_tokens=sum(live.wanted_tokens for live in plain),
+            fresh=tuple(fresh) if before is None else (),
             decoding=0 if self._spec.mixed else len(self._running),
             free_pages=self._free_pages(),
         )
@@ -286,7 +319,7 @@ class Server:
         caches = self._hands.caches
         free = {tier: memory.available for tier, memory in caches.tiers.items()}
         free[Tier.DEVICE] = max(0, free[Tier.DEVICE] - caches.wanted_pages)
-        for live in (*self._slots, *self._waiting) if self._spec.offer_with_room else ():
+        for live in (*self._slots, *self._waiting):
             if live.restoring is not None:
                 free[Tier.DEVICE] += live.restoring.unclaimed()
         return free
@@ -311,6 +344,9 @@ class Server:
         ordered: dict[str, Span] = {}
         for compute in computes:
             live = by_rid.get(compute.rid)
+            if live is not None and live.fetching and compute.tokens is None:
+                live.fetching = False
+                continue
             assert live is not None and live.restoring is not None, (
                 f"{compute} is about a request that restores nothing"
             )
@@ -321,9 +357,12 @@ class Server:
                 ordered[compute.rid] = compute.splice
             elif compute.tokens > 0:
                 self._add_restoring(forming, live, compute)
+        forming.room = forming.budget
         for live in [*self._slots, *self._waiting]:
             if live.due_offer:
                 break
+            if live.fetching or live.copying:
+                continue
             if live.restoring is None or live.rid in ordered:
                 if any(part.live is live for part in forming.parts):
                     continue
@@ -352,7 +391,8 @@ class Server:
                 return
             self._slots.append(live)
         if tokens:
-            forming.budget -= tokens
+            # A pass through a layer takes all tokens of its prefix, and so the step.
+            forming.budget -= tokens if live.spec.by_layers is None else forming.budget
             forming.parts.append(
                 _Part(live, Span(start * page, start * page + tokens), compute.splice)
             )
@@ -365,8 +405,11 @@ class Server:
         if not live.reserved and splice is None:
             self._hands.refresh(live)
             start = live.done_tokens
+        if splice is None and (ready := self._loads_itself(live, forming)) is not None:
+            return ready
         left = live.spec.prompt_tokens - start
         tokens = min(left, forming.budget)
+        forming.room -= left
         holds = live in self._slots
         if tokens < left:
             tokens = tokens // self._spec.page_tokens * self._spec.page_tokens
@@ -378,6 +421,30 @@ class Server:
             self._slots.append(live)
         forming.budget -= tokens
         forming.parts.append(_Part(live, Span(start, start + tokens), splice or Span(0, 0)))
+        return True
+
+    def _loads_itself(self, live: Live, forming: _Forming) -> bool | None:
+        """The engine's own way for a request whose turn has come: its stored pages are read again
+        where they were lost, those in host memory are copied to the device. None: nothing (more)
+        to load; else whether requests behind it may run before it.
+        """
+        engine_loads = self._spec.fetches or self._spec.consulted
+        if not engine_loads or live.copied or live.result.chunks:
+            return None
+        count = self._hands.in_host(live)
+        if self._spec.consulted and live.left and live.reads <= _MOST_READS:
+            behind = live.spec.keys[live.resident_pages + count : live.restorable_pages]
+            if self._hands.caches.storage.prefix(behind) * self._spec.page_tokens >= _WORTH_READING:
+                self._offer(live)
+                return True
+        if not count:
+            return None
+        left = live.left_tokens - count * self._spec.page_tokens
+        whole = left <= forming.budget or len(self._slots) < self._spec.slots
+        if forming.room <= 0 or not whole or not self._admit(live):
+            return False
+        self._hands.copy_up(live)
+        forming.room -= left
         return True
 
     def _admit(self, live: Live) -> bool:
@@ -396,7 +463,13 @@ class Server:
                 0, self._spec.step_tokens - len(decoding) - sum(len(part.tokens) for part in parts)
             )
         kv_tokens = sum(live.spec.prompt_tokens + live.out_tokens for live in decoding)
-        batch = Batch(tuple(part.tokens for part in parts), len(decoding), kv_tokens, background)
+        batch = Batch(
+            tuple(span for part in parts if (span := part.prefill)),
+            len(decoding),
+            kv_tokens,
+            background,
+            tuple(own for part in parts if (own := part.by_layers) is not None),
+        )
         for part in parts:
             self._launch(part)
         seconds = self._cost.seconds(batch) / self._speed.at(self._env.now)
@@ -491,6 +564,13 @@ class Server:
         used = {tier: memory.used for tier, memory in self._hands.caches.tiers.items()}
         if not self._timeline.occupancy or self._timeline.occupancy[-1][1] != used:
             self._timeline.occupancy.append((self._env.now, used))
+
+
+def _offer_of(
+    live: Live, now: float, resident: int, sources: tuple[tuple[Span, Tier], ...]
+) -> RestoreOffered:
+    pages = sources[-1][0].stop
+    return RestoreOffered(live.rid, now, live.spec.prompt_tokens, resident, pages, sources)
 
 
 def _waiter(live: Live) -> Waiter:

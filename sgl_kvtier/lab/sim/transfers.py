@@ -31,6 +31,8 @@ class Transfer:
     lost: Callable[[Transfer, Span, str], None]
     due_s: float | None = None
     """When it is given up unless it has begun, on the kernel's clock."""
+    page_bytes: float | None = None
+    """Of each of its pages, where that is not the model's."""
 
 
 class _Share:
@@ -81,6 +83,11 @@ class Transfers:
             map(len, self._queued.values())
         )
 
+    def nbytes(self, transfer: Transfer) -> int:
+        """Bytes that it moves."""
+        page_bytes = self._page_bytes if transfer.page_bytes is None else transfer.page_bytes
+        return round(len(transfer.span) * page_bytes)
+
     def submit(self, transfer: Transfer) -> None:
         """Queues a transfer. One that has not begun when it is due is lost as late."""
         assert transfer.link in self._routes, (
@@ -109,6 +116,7 @@ class Transfers:
                 transfer.done,
                 transfer.lost,
                 transfer.due_s,
+                transfer.page_bytes,
             )
             for part in reversed(rest)
             if part
@@ -139,7 +147,7 @@ class Transfers:
                 self.on_end()
                 continue
             share.change(self._env.now, +1)
-            nbytes = len(transfer.span) * self._page_bytes
+            nbytes = self.nbytes(transfer)
             self._network.open(
                 route.pipes, nbytes, self._ended(transfer, share.each_s), route.latency_s
             )
@@ -148,7 +156,7 @@ class Transfers:
         def ended(_: object) -> None:
             share, result = self._shares[transfer.link], self.results[transfer.link]
             share.change(self._env.now, -1)
-            result.nbytes += len(transfer.span) * self._page_bytes
+            result.nbytes += self.nbytes(transfer)
             result.transfers += 1
             result.busy_s = share.busy_s
             transfer.done(transfer, share.each_s - each_s_before)

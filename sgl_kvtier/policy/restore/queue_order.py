@@ -17,6 +17,10 @@ from sgl_kvtier.policy.restore.modes import Forecast
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.types import Link
 
+ASK_AGAIN_S: Final = 0.05
+"""An executor asks again after this many seconds while the same requests wait: pages may have come.
+"""
+
 _CLEARLY: Final = 0.8
 """One goes before an earlier one when it takes at most this share of that one's time. With less
 between them the order would change with every page that lands, and pages read for one would leave

@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, RunOrder, Waiter
+from sgl_kvtier.policy.restore.queue_order import ASK_AGAIN_S
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.sglang import requests
 from sgl_kvtier.runtime.sglang.types import Req
 
 _MOST = 64
 """Requests that are ordered: those that came first. The others stay behind them."""
-
-_ASK_S = 0.05
-"""The planner is asked again after so long while the same requests wait: pages may have come."""
 
 
 class Queue:
@@ -36,7 +34,7 @@ class Queue:
         """Sorts SGLang's queue in place. The planner is asked when requests came or went, and from
         time to time. `now` is the agreed time in seconds.
         """
-        if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < _ASK_S:
+        if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
             return
         came = {req.rid: self._came.get(req.rid, 0) for req in queue}
         for rid, number in came.items():

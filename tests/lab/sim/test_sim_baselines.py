@@ -80,7 +80,7 @@ def test_waiting_for_the_prefetch_takes_more_from_storage_than_best_effort() -> 
     moved = {}
     for stop, setting in settings.items():
         spec = ServerSpec(
-            page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, offer_with_room=False
+            page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, fetches=True
         )
         result = simulate(
             StockHiCache(SHAPE, setting), machine(), MODEL, requests, server=spec, cost=COST
@@ -92,7 +92,7 @@ def test_waiting_for_the_prefetch_takes_more_from_storage_than_best_effort() -> 
 
 def test_stock_leaves_a_prefix_below_its_threshold_on_storage() -> None:
     spec = ServerSpec(
-        page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, offer_with_room=False
+        page_tokens=PAGE, step_tokens=32, device_pages=12, host_pages=12, fetches=True
     )
     planner = StockHiCache(SHAPE, StockSettings(Stop.WAIT_COMPLETE, threshold_tokens=100_000))
     result = simulate(planner, machine(), MODEL, _sessions(), server=spec, cost=COST)
@@ -104,9 +104,7 @@ def test_stock_needs_pages_with_names() -> None:
 
     request = SimRequest("r", 0.0, 129, cached=((Span(0, 8), Tier.STORAGE),))
     with pytest.raises(AssertionError, match="give the request keys"):
-        serve(
-            StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], offer_with_room=False
-        )
+        serve(StockHiCache(SHAPE, StockSettings(threshold_tokens=0)), [request], fetches=True)
 
 
 def test_the_oracle_is_not_slower_than_the_planner_it_tells_what_comes() -> None:

@@ -55,7 +55,8 @@ def test_the_policy_section_of_kvtier_json_steers_the_run(tmp_path: Path) -> Non
     config = tmp_path / "kvtier.json"
     computed = []
     for restore in ("compute", "load"):
-        config.write_text(json.dumps({"policy": {"restore": restore, "prefetch": "off"}}))
+        policy = {"restore": restore, "prefetch": "off", "min_restore_tokens": 0}
+        config.write_text(json.dumps({"policy": policy}))
         out = tmp_path / f"{restore}.json"
         assert (
             main(
@@ -74,7 +75,34 @@ def test_the_policy_section_of_kvtier_json_steers_the_run(tmp_path: Path) -> Non
             == 0
         )
         computed.append(json.loads(out.read_text())["policies"][0]["loaded_tokens"])
-    assert computed[0] == 0 < computed[1]
+    assert computed[0] < computed[1]  # the engine itself copies what lies in host memory
+
+
+def test_draws_are_summed_up_with_their_spread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    command = ["sim", "run", *LOAD, "--policy", "recompute", "--start-every", "5", "--seed", "3"]
+    assert main([*command, "--draws", "3", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert [row["seed"] for row in result["policies"]] == [3, 4, 5]
+    means = sorted(row["ttft_s"]["mean"] for row in result["policies"])
+    (over,) = result["draws"]
+    assert over["policy"] == "recompute" and over["n"] == 3
+    assert over["ttft_s.mean"] == {"median": means[1], "least": means[0], "most": means[2]}
+    assert means[0] < means[2]
+    assert "least to most" in capsys.readouterr().out
+
+
+def test_steps_are_mixed_only_where_asked(tmp_path: Path) -> None:
+    steps = []
+    for extra in ([], ["--mixed"]):
+        out = tmp_path / "out.json"
+        assert main(["sim", "run", *LOAD, "--policy", "stock", "--json", str(out), *extra]) == 0
+        result = json.loads(out.read_text())
+        assert result["setup"]["machine"]["mixed"] == bool(extra)
+        steps.append(result["policies"][0]["steps"])
+    assert steps[0] > steps[1]
 
 
 def test_json_to_standard_output_is_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,8 +113,10 @@ def test_json_to_standard_output_is_all_there_is(capsys: pytest.CaptureFixture[s
 def test_a_logged_run_replays_and_a_changed_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = tmp_path / "run.log"
-    assert main(["sim", "run", *LOAD, "--policy", "kvtier", "--log", str(log)]) == 0
+    log, config = tmp_path / "run.log", tmp_path / "kvtier.json"
+    config.write_text(json.dumps({"policy": {"restore": "both", "min_restore_tokens": 0}}))
+    command = ["sim", "run", *LOAD, "--policy", "kvtier", "--log", str(log)]
+    assert main([*command, "--config", str(config)]) == 0
     assert main(["sim", "replay-log", str(log)]) == 0
     assert "plans" in capsys.readouterr().out
     lines = log.read_text().splitlines()
@@ -113,6 +143,7 @@ def test_a_papers_table_has_published_and_ours(tmp_path: Path) -> None:
             ["run", *LOAD, "--policy", "kvtier,stock", "--log", "x"],
             "--log writes the decisions of one policy",
         ),
+        (["run", *LOAD, "--policy", "kvtier", "--draws", "2", "--log", "x"], "in one draw"),
         (["run", "--trace", "nowhere"], "no trace 'nowhere'"),
         (["paper", "cake", "--table", "99"], "cake has no table '99'"),
         (["replay-log", "/does/not/exist"], "cannot read"),

@@ -11,9 +11,9 @@ import csv
 from collections.abc import Mapping
 from functools import cache
 
-from sgl_kvtier.lab.papers.cacheflow.rig import SINGLE
+from sgl_kvtier.lab.papers.cacheflow.rig import BY_TOKENS, SINGLE
 from sgl_kvtier.lab.papers.cake.grid import PUBLISHED
-from sgl_kvtier.lab.sim.cells import Cell
+from sgl_kvtier.lab.sim.cells import NULL, Cell
 
 OURS = "kvtier"
 THEIRS = "CacheFlow"
@@ -43,6 +43,15 @@ def cell(
     return Cell(f"cacheflow {table}", row, column, published, round(ours, 4), unit, reading=reading)
 
 
+def null(table: str, row: str, seconds: Mapping[str, float], over: str) -> Cell:
+    """Eq. 1 on the simulated baselines' own ratio, beside the print: what both resources at once
+    could gain over this arm, without any planner.
+    """
+    other = next(arm for arm in SINGLE if arm != over)
+    gain = 1 + seconds[over] / seconds[other]
+    return cell(table, row, "TTFT speedup", gain, reading=NULL)
+
+
 def speedups(table: str, row: str, seconds: Mapping[str, float]) -> list[Cell]:
     """Mean TTFT of every arm, over CacheFlow's and over ours. Printed numbers stand beside the
     better single resource.
@@ -65,8 +74,10 @@ def speedups(table: str, row: str, seconds: Mapping[str, float]) -> list[Cell]:
             seconds[arm] / seconds[THEIRS],
             reading=f"CacheFlow over {arm}",
         )
-        for arm in (*SINGLE, "Cake")
+        for arm in (*SINGLE, "Cake", BY_TOKENS)
     ]
+    faster = min(SINGLE, key=lambda arm: seconds[arm])
+    cells.append(null(table, row, seconds, faster))
     cells.append(cell(table, row, "ours over best single", best / seconds[OURS], reading="kvtier"))
     cells.append(
         cell(

@@ -13,7 +13,7 @@ from functools import cache
 from statistics import fmean
 
 from sgl_kvtier.lab.papers.cacheflow import model as cacheflow_model
-from sgl_kvtier.lab.papers.cacheflow.cells import OURS, THEIRS, cell, speedups
+from sgl_kvtier.lab.papers.cacheflow.cells import OURS, THEIRS, cell, null, speedups
 from sgl_kvtier.lab.papers.cacheflow.rig import (
     ARMS,
     ONE,
@@ -32,7 +32,7 @@ from sgl_kvtier.lab.papers.cacheflow.rig import (
     sequential,
     serve,
 )
-from sgl_kvtier.lab.sim.cells import Cell, Tables
+from sgl_kvtier.lab.sim.cells import Cell, Fitted, Tables
 
 
 @cache
@@ -97,6 +97,7 @@ def figure_6() -> Sequence[Cell]:
                 reading="CacheFlow over vLLM",
             )
         )
+        cells.append(null("6", row, seconds, "vLLM"))
         cells.append(
             cell(
                 "6",
@@ -151,7 +152,7 @@ def bandwidths() -> Sequence[Cell]:
 
 
 def figure_8() -> Sequence[Cell]:
-    """SWE-Bench on other machines."""
+    """SWE-Bench on other machines, under load and one request at a time."""
     cells = []
     for name, scene in SCENARIOS["fig8"].items():
         place = Place(
@@ -162,6 +163,12 @@ def figure_8() -> Sequence[Cell]:
             scene["weight_scale"],
         )
         cells += loaded("8", f"{name} SWE-Bench 10 Gbps", place, "SWE-Bench")
+        alone = [Prompt(0.0, *one) for one in sample("SWE-Bench", scene["alone"], 1)]
+        seconds = {
+            arm: fmean(serve(rig(place), [prompt], arm).ttfts()[0] for prompt in alone)
+            for arm in ARMS
+        }
+        cells += speedups("8", f"{name} SWE-Bench 10 Gbps, one at a time", seconds)
     return cells
 
 
@@ -186,6 +193,7 @@ def figure_9() -> Sequence[Cell]:
             for one in speedups("9", row, seconds)
             if one.column not in ("TTFT speedup", "over vLLM")
         ]
+        cells.append(null("9", row, seconds, "vLLM"))
         cells.append(
             cell(
                 "9",
@@ -224,10 +232,13 @@ def batch_runs(batch: int) -> Mapping[str, tuple[tuple[float, ...], ...]]:
     }
 
 
+FITTED = Fitted(parameters=0, numbers=0)
+
 TABLES: Tables = {
     "1": cacheflow_model.figure_1,
     "eq": cacheflow_model.equations,
     "3": cacheflow_model.figure_3,
+    "map": cacheflow_model.break_even,
     "4": figure_4,
     "5": figure_5,
     "6": figure_6,

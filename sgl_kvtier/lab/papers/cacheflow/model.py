@@ -5,6 +5,7 @@ where layers beat tokens.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from sgl_kvtier.lab.papers.cacheflow.cells import THEIRS, cell
@@ -16,16 +17,16 @@ from sgl_kvtier.lab.papers.cacheflow.rig import (
     Rig,
     Stages,
     default,
-    learned,
+    l_delta,
+    load_s_per_token,
     parallel,
     rig,
     serve,
 )
-from sgl_kvtier.lab.papers.cacheflow.splits import crossover_tokens, layer_split, token_split
+from sgl_kvtier.lab.papers.cacheflow.splits import layer_split, token_split
 from sgl_kvtier.lab.sim.cells import Cell
 from sgl_kvtier.lab.sim.costs import StepCost
 from sgl_kvtier.lab.sim.hardware import load_model
-from sgl_kvtier.policy.learned.cost import PrefillCost
 
 # --- section 2: what the cost model must agree with -----------------------------------------------
 
@@ -102,7 +103,10 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
     base = rig(default(gbps=gbps, stages=stages))
     cost = StepCost(0.0, scene["per_token_s"] * stages.compute)
     ideal = Rig(
-        base.hardware.with_route(next(iter(base.hardware.routes)), latency_s=0.0), base.model, cost
+        base.hardware.with_route(next(iter(base.hardware.routes)), latency_s=0.0),
+        base.model,
+        cost,
+        base.layers,
     )
     page, chunk = scene["page_tokens"], scene["chunk_tokens"]
     result = serve(
@@ -115,33 +119,20 @@ def _ideal_seconds(ratio: float, stages: Stages) -> float:
 
 
 def crossover(hardware: str, model: str, gbps: float) -> int | None:
-    """L_delta: from this many tokens on splitting by tokens is no slower
-    than by layers.
-    """
-    scene, engine = SCENARIOS["fig3"], SCENARIOS["engine"]
-    shape = load_model(model)
-    return crossover_tokens(
-        axis_cost(hardware, model),
-        shape.kv_bytes_per_token * 8 / (gbps * 1e9),
-        shape.layers,
-        engine["chunk_tokens"],
-        scene["unit_tokens"],
-        scene["longest"],
-    )
+    """L_delta in tokens."""
+    found = l_delta(rig(Place(hardware, model, gbps)), SCENARIOS["engine"]["chunk_tokens"])
+    return int(found) if math.isfinite(found) else None
 
 
-def axis_cost(hardware: str, model: str) -> PrefillCost:
-    """The price of a chunk for both ways of splitting."""
-    return learned(rig(Place(hardware, model, 1.0)).cost, SCENARIOS["engine"]["chunk_tokens"])
-
-
-def axis_seconds(hardware: str, model: str, gbps: float, tokens: int) -> tuple[float, float]:
-    """Seconds of a prefix restored by tokens and by layers."""
-    shape, cost, engine = load_model(model), axis_cost(hardware, model), SCENARIOS["engine"]
-    load_s = tokens * shape.kv_bytes_per_token * 8 / (gbps * 1e9)
-    unit = SCENARIOS["fig3"]["unit_tokens"]
-    by_token = token_split(cost, tokens, load_s, engine["chunk_tokens"], unit)[1]
-    return by_token, layer_split(cost, tokens, load_s, shape.layers)[1]
+def axis_seconds(
+    hardware: str, model: str, gbps: float, tokens: int, chunk: int | None = None
+) -> tuple[float, float]:
+    """Seconds of a prefix restored by tokens, in chunks of `chunk`, and by layers."""
+    place = rig(Place(hardware, model, gbps))
+    load_s = tokens * load_s_per_token(place)
+    chunk = chunk or SCENARIOS["engine"]["chunk_tokens"]
+    by_token = token_split(place.cost, tokens, load_s, chunk, SCENARIOS["fig3"]["unit_tokens"])[1]
+    return by_token, layer_split(place.cost, tokens, load_s, place.layers)[1]
 
 
 def figure_3() -> Sequence[Cell]:
@@ -157,4 +148,20 @@ def figure_3() -> Sequence[Cell]:
         reading = "" if tokens is not None else f"none up to {scene['longest']} tokens"
         row, column = f"{model} on {hardware}", f"{gbps:g} Gbps"
         cells.append(Cell("cacheflow 3", row, column, None, ours, "tokens", reading=reading))
+    return cells
+
+
+def break_even() -> Sequence[Cell]:
+    """What splitting by layers is worth over splitting by tokens, by length and size of chunk."""
+    scene = SCENARIOS["map"]
+    cells = []
+    for model, gbps, tokens, chunk in itertools.product(
+        scene["models"], scene["gbps"], scene["tokens"], scene["chunk_tokens"]
+    ):
+        by_token, by_layer = axis_seconds(scene["hardware"], model, gbps, tokens, chunk)
+        row, column = f"{model}, {gbps:g} Gbps, {tokens} tokens", f"chunks of {chunk}"
+        reading = "seconds by tokens over seconds by layers"
+        cells.append(
+            Cell("cacheflow map", row, column, None, by_token / by_layer, "x", reading=reading)
+        )
     return cells

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,12 +16,15 @@ from statistics import fmean
 from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
+from sgl_kvtier.errors import TraceError
+from sgl_kvtier.lab.papers.cacheflow.axes import TwoAxes
+from sgl_kvtier.lab.papers.cacheflow.splits import crossover_tokens
 from sgl_kvtier.lab.rules import CacheFlow, Cake, LongestFirst, ShortestFirst
 from sgl_kvtier.lab.sim.baselines import RecomputeOnly
 from sgl_kvtier.lab.sim.costs import StepCost
 from sgl_kvtier.lab.sim.hardware import Hardware, ModelShape, load_hardware, load_model, step_cost
 from sgl_kvtier.lab.sim.links import Pipe
-from sgl_kvtier.lab.sim.requests import SimRequest, SimResult
+from sgl_kvtier.lab.sim.requests import ByLayers, SimRequest, SimResult
 from sgl_kvtier.lab.sim.run import simulate
 from sgl_kvtier.lab.sim.server import ServerSpec
 from sgl_kvtier.lab.workload.catalogue import trace_files
@@ -39,7 +42,9 @@ SCENARIOS: dict[str, Any] = json.loads(
     Path(__file__).with_name("cacheflow.json").read_text("utf-8")
 )
 
-ARMS = ("vLLM", "LMCache", "Cake", "CacheFlow", "kvtier")
+BY_TOKENS = "CacheFlow by tokens"
+"""CacheFlow without its split by layers."""
+ARMS = ("vLLM", "LMCache", "Cake", "CacheFlow", BY_TOKENS, "kvtier")
 SINGLE = ("vLLM", "LMCache")
 """Those that use one resource. SGLang's HiCache is not among the arms: with all pages in one remote
 tier it is load-only.
@@ -64,6 +69,8 @@ class Rig:
     hardware: Hardware
     model: ModelShape
     cost: StepCost
+    layers: int
+    """Of one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +153,7 @@ def rig(place: Place) -> Rig:
             shape, kv_bytes_per_token=round(shape.kv_bytes_per_token * stages.bytes)
         ),
         cost,
+        shape.layers // stages.count,
     )
 
 
@@ -168,7 +176,7 @@ def planner_of(arm: str, rig_: Rig, page_tokens: int, chunk_tokens: int) -> Plan
         "prefill": dataclasses.asdict(learned(rig_.cost, chunk_tokens)),
         "links": {Link.STORAGE_TO_DEVICE.value: rig_.hardware.pipes[STORAGE].bytes_per_s},
     }
-    named: dict[str, type[Rules]] = {"Cake": Cake, "CacheFlow": CacheFlow}
+    named: dict[str, type[Rules]] = {"Cake": Cake, "CacheFlow": CacheFlow, BY_TOKENS: CacheFlow}
     named |= {f"kvtier, {order} first": rules for order, rules in ORDERS.items()}
     rules = named.get(arm, Rules)
     config = PolicyConfig(
@@ -191,20 +199,43 @@ def serve(
     """One run; every request yields one token."""
     page = page_tokens or SCENARIOS["engine"]["page_tokens"]
     chunk = chunk_tokens or SCENARIOS["engine"]["chunk_tokens"]
+    threshold = l_delta(rig_, chunk) if arm == "CacheFlow" else 0
     requests = [
-        SimRequest(
-            f"r{number:03d}",
-            prompt.arrival_s,
-            prompt.prefix // page * page + max(1, prompt.new),
-            cached=((Span(0, prompt.prefix // page), Tier.REMOTE),)
-            if prompt.prefix >= page
-            else (),
-        )
+        _request(f"r{number:03d}", prompt, page, rig_, threshold)
         for number, prompt in enumerate(prompts)
     ]
-    server = ServerSpec(page_tokens=page, step_tokens=chunk, write_down=False)
+    server = ServerSpec(page_tokens=page, step_tokens=chunk, mixed=True, write_down=False)
     planner = planner_of(arm, rig_, page, chunk)
+    if any(one.by_layers for one in requests):
+        token_s = load_s_per_token(rig_)
+        planner = TwoAxes(planner, requests, page, rig_.cost, token_s, _HORIZON_S)
     return simulate(planner, rig_.hardware, rig_.model, requests, server=server, cost=rig_.cost)
+
+
+def _request(rid: str, prompt: Prompt, page: int, rig_: Rig, threshold: float) -> SimRequest:
+    """A prompt whose prefix is restored by layers where it is shorter than the threshold."""
+    prefix, new = prompt.prefix // page * page, max(1, prompt.new)
+    own = ByLayers(prefix, rig_.layers) if page <= prefix < threshold else None
+    units = prefix // page if own is None else own.layers
+    cached = ((Span(0, units), Tier.REMOTE),) if units else ()
+    return SimRequest(rid, prompt.arrival_s, units * page + new, cached=cached, by_layers=own)
+
+
+def load_s_per_token(rig_: Rig) -> float:
+    """Seconds that a token's KV takes over the link."""
+    return rig_.model.kv_bytes_per_token / rig_.hardware.pipes[STORAGE].bytes_per_s
+
+
+@cache
+def _l_delta(cost: StepCost, token_s: float, layers: int, chunk: int) -> float:
+    scene = SCENARIOS["fig3"]
+    found = crossover_tokens(cost, token_s, layers, chunk, scene["unit_tokens"], scene["longest"])
+    return math.inf if found is None else found
+
+
+def l_delta(rig_: Rig, chunk: int) -> float:
+    """The tokens from which on a prefix is restored by tokens, as CacheFlow profiles it."""
+    return _l_delta(rig_.cost, load_s_per_token(rig_), rig_.layers, chunk)
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -217,7 +248,13 @@ def lengths(workload: str) -> tuple[tuple[int, int], ...]:
     """
     scene = SCENARIOS["workloads"][workload]
     if "trace" in scene:
-        return _lengths_in(source(workload), scene["sessions"])
+        if scene["trace"] not in trace_files():
+            raise TraceError(
+                f"lengths of {workload} come from the trace {scene['trace']}, which was not found: "
+                "put its file into ../shared/traces (docs/manual/workloads.md says where it is "
+                "published). No other sessions take its place, since the cells would differ"
+            )
+        return _lengths_in(str(scene["trace"]), scene["sessions"])
     rng = random.Random(0)
     drawn = (
         rng.lognormvariate(0, scene["prefix_sigma"]) * scene["prefix_median"] for _ in range(2000)
@@ -244,23 +281,6 @@ def poisson(workload: str, rig_: Rig, seed: int) -> list[Prompt]:
         now += rng.expovariate(per_s)
         prompts.append(Prompt(now, prefix, new))
     return prompts
-
-
-@cache
-def source(workload: str) -> str:
-    """Where a workload's sessions come from: its trace, or generated ones where that is missing,
-    which one line on stderr says.
-    """
-    scene = SCENARIOS["workloads"][workload]
-    trace, fallback = str(scene["trace"]), str(scene["fallback"])
-    if trace in trace_files():
-        return trace
-    print(
-        f"no trace {trace} was found: lengths of {workload} come from {fallback}, and cells that "
-        "use them differ",
-        file=sys.stderr,
-    )
-    return fallback
 
 
 def _lengths_in(sessions_of: str, sessions: int) -> tuple[tuple[int, int], ...]:

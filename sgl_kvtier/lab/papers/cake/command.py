@@ -16,10 +16,13 @@ from sgl_kvtier.lab.papers.cake.fit import is_fitted
 from sgl_kvtier.lab.papers.cake.grid import TABLES as PRINTED
 from sgl_kvtier.lab.papers.cake.grid import Pair, printed, printed_averages
 from sgl_kvtier.lab.papers.cake.run import Times, least_seconds, times
-from sgl_kvtier.lab.sim.cells import Cell, Tables
+from sgl_kvtier.lab.sim.cells import NULL, Cell, Fitted, Tables
 
 CAKE, OURS = "cake's rule", "kvtier"
 """Readings of a cell: whose rule it is."""
+
+FITTED = Fitted(parameters=16, numbers=19)
+"""coefficients.json: the printed ratios that `is_fitted` names, and what is solved from them."""
 
 _LABELS = ("over I/O", "over compute")
 
@@ -53,6 +56,30 @@ def _cells(pair: Pair, seconds: float, ours: Times, reading: str) -> list[Cell]:
         )
         for label, published, speedup in numbers
     ]
+
+
+def null_model() -> Sequence[Cell]:
+    """Eq. 1's time, loading times computing over their sum, from each pair's own printed ratio:
+    what the print implies without any planner.
+    """
+    cells = []
+    for pair in (pair for name in PRINTED for pair in printed(name)):
+        speedups = (1 + pair.over_io / pair.over_compute, 1 + pair.over_compute / pair.over_io)
+        numbers = zip(_LABELS, (pair.over_io, pair.over_compute), speedups, strict=True)
+        cells += [
+            Cell(
+                f"cake {pair.table}",
+                pair.row,
+                f"{pair.column} {label}",
+                published,
+                round(speedup, 4),
+                "x",
+                fitted=is_fitted(pair),
+                reading=NULL,
+            )
+            for label, published, speedup in numbers
+        ]
+    return cells
 
 
 def averages() -> Sequence[Cell]:
@@ -117,6 +144,7 @@ def optimum() -> Sequence[Cell]:
 
 TABLES: Tables = {
     **{name: partial(table, name) for name in PRINTED},
+    "null": null_model,
     "averages": averages,
     "optimum": optimum,
     "fig4": figure_4,

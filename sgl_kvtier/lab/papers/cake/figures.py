@@ -55,7 +55,7 @@ def watched(
     prefixes = {CACHED: next(r.prompt_tokens for r in requests if r.rid == CACHED) - 1}
     watch = Watch(wrap(planner) if wrap else planner, page_tokens, prefixes)
     server = ServerSpec(
-        page_tokens=page_tokens, step_tokens=parts.engine.chunk_tokens, write_down=False
+        page_tokens=page_tokens, step_tokens=parts.engine.chunk_tokens, mixed=True, write_down=False
     )
     result = simulate(
         watch, parts.hardware, parts.model, requests, server=server, cost=parts.cost, record=record

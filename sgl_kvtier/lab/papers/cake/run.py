@@ -134,7 +134,11 @@ def restore_seconds(setup: Setup, rule: str, restore: str = "auto") -> float:
     parts = rig(setup)
     watch = Watch(planner_of(parts, rule, policy(restore)), PAGE_TOKENS, {CACHED: setup.tokens})
     server = ServerSpec(
-        page_tokens=PAGE_TOKENS, step_tokens=setup.budget, share=setup.share, write_down=False
+        page_tokens=PAGE_TOKENS,
+        step_tokens=setup.budget,
+        share=setup.share,
+        mixed=True,
+        write_down=False,
     )
     simulate(
         watch,

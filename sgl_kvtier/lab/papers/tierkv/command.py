@@ -18,7 +18,10 @@ from sgl_kvtier.lab.papers.tierkv.setup import (
     printed_figure,
     printed_table,
 )
-from sgl_kvtier.lab.sim.cells import Cell, Tables
+from sgl_kvtier.lab.sim.cells import Cell, Fitted, Tables
+
+FITTED = Fitted(parameters=10, numbers=28)
+"""coefficients.json: arrivals, lengths and step times, to cells of Tables 4 to 7."""
 
 MODELS = ("7B", "13B", "30B", "70B")
 _LOOKAHEADS = (0, 1, 16)
