@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_pages import aligned, content, key, open_at, put, read, segments
+from store_pages import aligned, content, key, put, read, segments
 from test_store_forks import in_child
 
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome

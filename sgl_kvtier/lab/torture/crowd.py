@@ -65,7 +65,7 @@ def crowd(root: str, seed: int, processes: int, threads: int, operations: int) -
         children.append(child)
     alive = set(children)
     while alive:
-        result.peak_bytes = max(result.peak_bytes, _occupied(root))
+        result.peak_bytes = max(result.peak_bytes, occupied(root))
         for child in list(alive):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -186,7 +186,8 @@ def stall(root: str, rounds: int) -> Stall:
     return result
 
 
-def _occupied(root: str) -> int:
+def occupied(root: str) -> int:
+    """Bytes on disk of all files below a folder."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
