@@ -115,9 +115,13 @@ class SiblingFolder:
         self.whole = self.whole or used == len(data)
         return anew, records
 
-    def as_numbered_there(self) -> list[Segment]:
-        """The segments under the numbers that its log has."""
-        return [replace(segment, number=number) for number, segment in self.segments.items()]
+    def as_numbered_there(self, among: set[int] | None = None) -> list[Segment]:
+        """Segments that have rows, under the numbers that the log has; all, or those `among`."""
+        return [
+            replace(segment, number=number)
+            for number, segment in self.segments.items()
+            if segment.base >= 0 and (among is None or number in among)
+        ]
 
     def close(self) -> None:
         """Closes the log; the segments are the caller's."""

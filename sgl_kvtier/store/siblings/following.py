@@ -131,6 +131,8 @@ class Following:
                 path = os.path.join(self._own.path, GONE_LIST)
                 core.check_owner()
                 write_gone(core.env, path, core.identity, self._own_list)
+                if core.config.durable:
+                    self._sync_names()
             except OSError as error:
                 core.complaints.about("telling other servers what was deleted", error)
 
@@ -147,6 +149,14 @@ class Following:
         self.close()
 
     # Below: with `_lock` held.
+
+    def _sync_names(self) -> None:
+        env = self._core.env
+        fd = env.open(self._own.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            env.sync(fd)
+        finally:
+            env.close(fd)
 
     def _list(self) -> None:
         env, namespace = self._core.env, self._own.namespace
@@ -186,9 +196,7 @@ class Following:
         if folder.gone.tobytes() != gone.tobytes():
             self._gather()
             self._told += 1
-        for segment in folder.segments.values():
-            if segment.base < 0 and not self._add_rows(segment):
-                folder.close()
+        self._add_rows(folder)
         if not anew:
             records = np.concatenate([folder.waiting, records])
         folder.waiting = NOTHING
@@ -199,13 +207,16 @@ class Following:
         self, folder: SiblingFolder, anew: bool, records: np.ndarray, seen: list[np.ndarray] | None
     ) -> None:
         newest = newest_sequence(self._core.env)
-        segments = [s for s in folder.as_numbered_there() if s.base >= 0]
+        named = None if anew else set(records["segment"].tolist())
+        segments = folder.as_numbered_there(named)
         live = latest(records, segments, newest)
         known = records["sequence"][records["sequence"] <= newest]
         self._newest = max(self._newest, int(known.max()) if len(known) else 0)
         if seen is not None:
             seen.append(live)
-        live = live[~self._deletes.hit(live)]
+        deleted = self._deletes.hit(live)
+        if deleted.any():
+            live = live[~deleted]
         if not self._core.config.verify_reads:
             # Unlike an own slot, theirs may be written while it is read.
             live = live[:0]
@@ -254,17 +265,24 @@ class Following:
                             some["sequence"][new],
                         )  # fmt: skip
                         table.borrow(where[new])
-                waiting.append(some[absent & (state == State.DOOMED)])
+                read = absent & (state == State.DOOMED)
+                if read.any():
+                    waiting.append(some[read])
         return np.concatenate(waiting)
 
-    def _add_rows(self, segment: Segment) -> bool:
-        """False while an earlier file of the same name is still being read."""
-        if segment.number in self._room.theirs:
-            return False
-        with self._core.lock:
-            segment.base = self._core.table.add_rows(segment.slots, segment.number)
-            self._room.theirs[segment.number] = segment
-        return True
+    def _add_rows(self, folder: SiblingFolder) -> None:
+        table, new = self._core.table, [s for s in folder.segments.values() if s.base < 0]
+        if new:
+            with self._core.lock:
+                table.reserve(sum(segment.slots for segment in new))
+        for segment in new:
+            if segment.number in self._room.theirs:
+                # An earlier file of this name is still being read: the log is read again then.
+                folder.close()
+                continue
+            with self._core.lock:
+                segment.base = table.add_rows(segment.slots, segment.number)
+                self._room.theirs[segment.number] = segment
 
     def _forget(self, segments: list[Segment]) -> None:
         table = self._core.table

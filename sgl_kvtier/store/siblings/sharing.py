@@ -127,9 +127,9 @@ class Sharing:
         wanted = any(map(self._wants, self._siblings()))
         holds = room.charged_bytes
         total = holds + room.held_by_siblings
-        above = holds > self._part(wants=False)
-        room.giving = wanted and above
         over = total > room.whole
+        above = (wanted or over) and holds > self._part(wants=False)
+        room.giving = wanted and above
         if over and self._remove_ownerless():
             return
         if above and (over or (wanted and total + room.segment_target > room.whole)):
