@@ -215,7 +215,7 @@ def _live(root: str, capacity_bytes: int, journal: Journal, number: int, seed: i
                 _, wrong = _read(store, names)
                 if wrong:
                     journal.say("wrong", sorted(wrong))
-                if names and chance.random() < 0.1:
+                if names and chance.random() < 0.3:
                     _delete(store, journal, names[:1])
             elif len(mine) > _KEPT:
                 _delete(store, journal, mine[: len(mine) - _KEPT])

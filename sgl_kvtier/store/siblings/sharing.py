@@ -183,6 +183,9 @@ class Sharing:
         forks.owns(owned)
         try:
             core.env.unlink(segment.path)
+        except FileNotFoundError:
+            # Another owner without room was faster.
+            return False
         except OSError as error:
             core.complaints.about("removing a segment that no server owns", error)
             return False
