@@ -27,7 +27,7 @@ _LIFE = 1 << 20
 """Names of one process's life: each page has a name of its own and one content for ever."""
 _KEPT = 300
 """Pages that one life may leave; it deletes the older ones."""
-_GUESSED = 400
+_GUESSED = 600
 
 
 def page_key(name: int) -> PageKey:
@@ -209,7 +209,9 @@ def _live(root: str, capacity_bytes: int, journal: Journal, number: int, seed: i
                 journal.say("stored", stored)
             elif what < 0.9:
                 other = max(1, number - chance.randint(-2, 2)) * _LIFE
-                names = [other + chance.randrange(_GUESSED) for _ in range(8)]
+                newest = next_name % _LIFE  # the other is about as far as this one
+                names = [other + max(0, newest - chance.randrange(_GUESSED)) for _ in range(8)]
+                names = list(dict.fromkeys(names))
                 there = store.lookup([page_key(n) for n in names])
                 names = [n for n, how in zip(names, there, strict=True) if how is Lookup.HIT]
                 _, wrong = _read(store, names)
