@@ -27,7 +27,6 @@ _LIFE = 1 << 20
 """Names of one process's life: each page has a name of its own and one content for ever."""
 _KEPT = 300
 """Pages that one life may leave; it deletes the older ones."""
-_GUESSED = 600
 
 
 def page_key(name: int) -> PageKey:
@@ -116,7 +115,8 @@ class Together:
         number, seed = self._born, chance.getrandbits(60)
         child = os.fork()
         if child == 0:
-            _live(self.root, self.capacity_bytes, Journal(writing), number, seed)
+            known = sorted(self.stored - self.doubtful)[-_KEPT:]
+            _live(self.root, self.capacity_bytes, Journal(writing), number, seed, known)
         os.close(writing)
         os.set_blocking(reading, False)
         self.lives.append(_Life(child, reading, number))
@@ -159,7 +159,7 @@ class Together:
             found, wrong = _read(store, names)
         finally:
             store.close()
-        over = occupied(self.root) - self.capacity_bytes
+        over = occupied(self.root) - self.capacity_bytes - SEGMENT
         self.over_cap_bytes = max(self.over_cap_bytes, over)
         for life in self.lives:
             self._hear(life)
@@ -188,8 +188,10 @@ def _read(store: DiskStore, names: list[int]) -> tuple[set[int], set[int]]:
     return {n for n, _ in found}, {n for n, right in found if not right}
 
 
-def _live(root: str, capacity_bytes: int, journal: Journal, number: int, seed: int) -> None:
-    """The life of one owner: never returns."""
+def _live(
+    root: str, capacity_bytes: int, journal: Journal, number: int, seed: int, known: list[int]
+) -> None:
+    """The life of one owner: never returns. `known` pages were there when it began."""
     try:
         store = open_together(root, capacity_bytes)
         chance = random.Random(seed)
@@ -208,10 +210,7 @@ def _live(root: str, capacity_bytes: int, journal: Journal, number: int, seed: i
                 mine += stored
                 journal.say("stored", stored)
             elif what < 0.9:
-                other = max(1, number - chance.randint(-2, 2)) * _LIFE
-                newest = next_name % _LIFE  # the other is about as far as this one
-                names = [other + max(0, newest - chance.randrange(_GUESSED)) for _ in range(8)]
-                names = list(dict.fromkeys(names))
+                names = chance.sample(known + mine, min(8, len(known + mine)))
                 there = store.lookup([page_key(n) for n in names])
                 names = [n for n, how in zip(names, there, strict=True) if how is Lookup.HIT]
                 _, wrong = _read(store, names)

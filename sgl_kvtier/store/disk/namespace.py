@@ -256,7 +256,14 @@ def is_rank_name(name: str) -> bool:
 
 def is_rank_file(name: str) -> bool:
     """Whether the store makes files of this name in a rank's folder."""
-    return name in _RANK_FILES or segment_number(name) is not None or bool(_GONE_NEW.match(name))
+    return name in _RANK_FILES or segment_number(name) is not None or is_left_over(name)
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a file of this name was being written by a process that has ended, unless its owner
+    is writing it now.
+    """
+    return bool(_GONE_NEW.match(name))
 
 
 def folder_bytes(env: Env, path: str) -> int:

@@ -123,6 +123,11 @@ class SiblingFolder:
             if segment.base >= 0 and (among is None or number in among)
         ]
 
+    def begin_anew(self) -> None:
+        """The next `news` is the whole log."""
+        self.close()
+        self.whole = False
+
     def close(self) -> None:
         """Closes the log; the segments are the caller's."""
         if self._fd >= 0:

@@ -14,7 +14,7 @@ import numpy as np
 
 from sgl_kvtier.store.disk.format import key_words
 from sgl_kvtier.store.disk.index_log import INDEX_BYTES_PER_SLOT
-from sgl_kvtier.store.disk.namespace import GONE_LIST, RankFolder, list_alike
+from sgl_kvtier.store.disk.namespace import GONE_LIST, RankFolder, is_left_over, list_alike
 from sgl_kvtier.store.disk.segment import NUMBER_MASK, Segment
 from sgl_kvtier.store.index.core import Core
 from sgl_kvtier.store.index.room import Room
@@ -27,6 +27,8 @@ _CHUNK = 256
 """Rows changed at a time: the core's lock is held for microseconds."""
 _RECENT_NS = 1_000_000_000
 _MOST_FOLDERS = 2047
+_LONG = 256
+"""Entries of the own list of deletes from which on it is shortened whenever it has doubled."""
 
 
 class Following:
@@ -48,6 +50,7 @@ class Following:
         self._leaving: list[Segment] = []
         self._own_list = NOTHING
         self._deletes = Deletes(NOTHING)
+        self._long = _LONG
         self._told = 0
         self._obeyed = 0
         self._newest = 0
@@ -57,39 +60,24 @@ class Following:
         """Finds what siblings hold, and keeps of the own list of deletes what is still needed.
         Before any other thread runs. Never raises OSError.
         """
-        env, path = self._core.env, os.path.join(self._own.path, GONE_LIST)
+        core, path = self._core, os.path.join(self._own.path, GONE_LIST)
         try:
-            self._own_list = read_gone(env, path, self._core.identity)
+            for name in filter(is_left_over, core.env.list(self._own.path)):
+                core.env.unlink(os.path.join(self._own.path, name))
+            self._own_list = read_gone(core.env, path, core.identity)
+            with self._lock:
+                before = len(self._own_list)
+                self._shorten()
+                if len(self._own_list) < before:
+                    write_gone(core.env, path, core.identity, self._own_list)
         except OSError as error:
-            self._core.complaints.about("reading the list of deletes", error)
-        own, seen = Deletes(self._own_list), [NOTHING]
-        self._deletes = own
-        self.look(seen)
-        needed = own.needed_for(np.concatenate(seen))
-        if len(needed) < len(self._own_list) and all(f.whole for f in self.folders.values()):
-            try:
-                write_gone(env, path, self._core.identity, needed)
-                self._own_list = needed
-            except OSError as error:
-                self._core.complaints.about("shortening the list of deletes", error)
+            core.complaints.about("shortening the list of deletes", error)
 
-    def look(self, seen: list[np.ndarray] | None = None) -> None:
-        """Brings the table up to what the siblings' folders say now. Never raises OSError. Records
-        of pages there are added to `seen`, deleted ones too.
-        """
+    def look(self) -> None:
+        """Brings the table up to what the siblings' folders say now. Never raises OSError."""
         with self._lock:
-            if self._closed:
-                return
-            self._list()
-            for folder in list(self.folders.values()):
-                try:
-                    self._follow(folder, seen)
-                except FileNotFoundError:
-                    self._leave(folder)
-                except OSError as error:
-                    self._core.complaints.about("following another server's pages", error)
-            self._close_left()
-            self._count()
+            if not self._closed:
+                self._look(None)
 
     def told(self) -> bool:
         """Whether a sibling deleted pages since the last call."""
@@ -127,6 +115,9 @@ class Following:
             new = gone_records(keys, pool, until)
             self._own_list = np.concatenate([self._own_list, new]) if keys else new
             self._gather()
+            if len(self._own_list) > self._long:
+                self._shorten()
+                self._long = max(_LONG, 2 * len(self._own_list))
             try:
                 path = os.path.join(self._own.path, GONE_LIST)
                 core.check_owner()
@@ -149,6 +140,30 @@ class Following:
         self.close()
 
     # Below: with `_lock` held.
+
+    def _look(self, seen: list[np.ndarray] | None) -> None:
+        """Records of pages that are there, deleted ones too, are added to `seen`."""
+        self._list()
+        for folder in list(self.folders.values()):
+            try:
+                self._follow(folder, seen)
+            except FileNotFoundError:
+                self._leave(folder)
+            except OSError as error:
+                self._core.complaints.about("following another server's pages", error)
+        self._close_left()
+        self._count()
+
+    def _shorten(self) -> None:
+        """Reads all logs from their beginning, and forgets the own deletes that delete nothing."""
+        seen = [NOTHING]
+        for folder in self.folders.values():
+            folder.begin_anew()
+        self._gather()
+        self._look(seen)
+        if all(folder.whole for folder in self.folders.values()):
+            self._own_list = Deletes(self._own_list).needed_for(np.concatenate(seen))
+            self._gather()
 
     def _sync_names(self) -> None:
         env = self._core.env
