@@ -17,6 +17,7 @@ from sgl_kvtier.lab.torture.oracle import (
     Oracle,
     buffers,
     content,
+    occupied,
     open_at,
     page_key,
 )
@@ -184,18 +185,6 @@ def stall(root: str, rounds: int) -> Stall:
         result.canary_touched += sum(into[n] != b"\xa5" * len(into[n]) for n in late)
     store.close()
     return result
-
-
-def occupied(root: str) -> int:
-    """Bytes on disk of all files below a folder."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue  # removed meanwhile
-    return total
 
 
 def _descriptors() -> int:

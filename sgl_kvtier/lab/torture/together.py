@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.torture.crowd import occupied
-from sgl_kvtier.lab.torture.oracle import IDENTITY, SEGMENT, Journal
+from sgl_kvtier.lab.torture.oracle import IDENTITY, SEGMENT, Journal, occupied
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.engine import DiskStore, open_store
 from sgl_kvtier.types import Lookup, PageKey
