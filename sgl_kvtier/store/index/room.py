@@ -48,7 +48,7 @@ class Siblings(Protocol):
         """Brings `Room.held_by_siblings` up to this moment. Does I/O; never raises OSError."""
 
     def make_room(self, nbytes: int) -> bool:
-        """Whether so many bytes were freed in a folder without an owner. Where there is none, the
+        """Whether `nbytes` were freed in a folder without an owner. Where there is none, the
         owners that hold more than their part learn that this one wants room. Never raises OSError.
         """
 

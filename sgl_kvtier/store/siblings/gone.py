@@ -1,4 +1,4 @@
-"""Deletes that hold for every folder of the same pages, whoever owns it.
+"""Deletes that hold for every folder of the same pages and every owner.
 
 An owner erases only its own pages. What else was deleted stands on a list in its folder, which the
 siblings follow: each erases such pages of its own, and passes over those in other folders.

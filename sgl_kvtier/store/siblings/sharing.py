@@ -1,7 +1,7 @@
 """One capacity for all owners of the same pages, and the thread that follows them.
 
 The whole is what all folders may take together. An owner makes a segment where all that is there
-leaves room for it, whoever holds it. Its part is the whole divided by the owners that hold
+leaves room for it. Its part is the whole divided by the owners that hold
 something or want to. An owner without room that holds less than its part removes the segment unused
 for longest of a folder without an owner, or says that it wants room. Owners that hold more than
 their part then give one segment after the other back.
