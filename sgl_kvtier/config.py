@@ -83,7 +83,7 @@ class StoreConfig:
     path: str = setting("", "folder for the pages; created with mode 0700. Required")
     capacity_bytes: int = setting(
         64 << 30,
-        "most bytes on disk, all ranks of a server together",
+        "most bytes on disk, all servers and ranks that use the folder together",
         low=1 << 20,
         high=_MOST_BYTES,
         is_bytes=True,
@@ -117,7 +117,9 @@ class StoreConfig:
         "auto = io_uring where the kernel allows it and the page cache is bypassed",
         choices=("auto", "threads", "io_uring"),
     )
-    verify_reads: bool = setting(True, "check the checksum of every page read")
+    verify_reads: bool = setting(
+        True, "check the checksum of every page read; off, pages of other servers are not read"
+    )
     admission: str = setting(
         "all",
         "which new pages are written: all, second-hit = those offered twice, or recompute-cost = "

@@ -32,7 +32,7 @@ from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.format import POOL_BYTES, RECORD, SlotHead
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.disk.index_log import IndexLog
-from sgl_kvtier.store.disk.namespace import RankFolder, own_rank_folder
+from sgl_kvtier.store.disk.namespace import RankFolder, own_rank_folder, own_shared_folder
 from sgl_kvtier.store.disk.segment import probe_direct_io
 from sgl_kvtier.store.erasing import Eraser
 from sgl_kvtier.store.index.columns import Columns, columns_of
@@ -45,6 +45,7 @@ from sgl_kvtier.store.io.native_threads import NATIVE, NativeIOThreads, ring_thr
 from sgl_kvtier.store.io.threads import IOThreads, PythonIOThreads
 from sgl_kvtier.store.io.transfer import Mover
 from sgl_kvtier.store.recovery import load_table, snapshot
+from sgl_kvtier.store.siblings.sharing import Sharing
 from sgl_kvtier.store.writes import Writer, find_pages, pool_names
 from sgl_kvtier.types import Lookup, PageKey
 
@@ -52,21 +53,34 @@ logger = logging.getLogger(__name__)
 
 
 def open_store(
-    config: StoreConfig, identity: Identity, rank: str, ranks: int = 1, *, env: Env | None = None
+    config: StoreConfig,
+    identity: Identity,
+    rank: str,
+    ranks: int = 1,
+    *,
+    alike: str = "",
+    writes: bool = True,
+    env: Env | None = None,
 ) -> DiskStore:
     """The store of one rank below `config.path`, made if it is not there.
 
-    `ranks` stores share `config.capacity_bytes`. Raises StoreBusyError when another process has
-    this rank's folder, StoreFormatError when the folder was not made by a store, and StoreError
-    when it cannot be used. Each error says what to do.
+    `ranks` stores share `config.capacity_bytes`. With `alike` any number of stores have the pages
+    of a rank together: each owns a folder, `rank` or one whose name fits this regular expression,
+    and reads those of the others. They count as one of the `ranks`. One that never puts says so
+    with `writes`. Raises StoreBusyError when another process has this rank's folder,
+    StoreFormatError when the folder was not made by a store, and StoreError when it cannot be used.
+    Each error says what to do.
     """
     env = env or Env()
     if ranks < 1:
         raise StoreError(f"a store has at least one rank, not {ranks}")
-    folder = own_rank_folder(env, config.path, identity, rank)
+    if alike:
+        folder = own_shared_folder(env, config.path, identity, rank, alike, writes=writes)
+    else:
+        folder = own_rank_folder(env, config.path, identity, rank)
     forks.owns(folder)
     try:
-        store = DiskStore(env, config, identity, folder, ranks)
+        store = DiskStore(env, config, identity, folder, ranks, alike)
         forks.owns(folder, store._leave_to_parent)
         return store
     except OSError as error:
@@ -90,7 +104,13 @@ class DiskStore:
     """
 
     def __init__(
-        self, env: Env, config: StoreConfig, identity: Identity, folder: RankFolder, ranks: int
+        self,
+        env: Env,
+        config: StoreConfig,
+        identity: Identity,
+        folder: RankFolder,
+        ranks: int,
+        alike: str,
     ) -> None:
         io = probe_direct_io(env, folder.path, config.direct_io)
         check_owner = functools.partial(folder.check, env)
@@ -114,6 +134,10 @@ class DiskStore:
         self._writer = Writer(self._core, self._room, self._io_threads, self._eraser)
         self._suspects: dict[int, int] = {}
         self._opened_at = env.now()
+        self._sharing: Sharing | None = None
+        if alike:
+            self._sharing = Sharing(self._core, self._room, folder, alike, self._remove)
+            self._sharing.open()
         logger.info(
             "page store %s: %d pages, %s",
             folder.path,
@@ -167,7 +191,7 @@ class DiskStore:
             if not len(table.state):
                 return [0] * len(rows)
             any_row = np.maximum(rows, 0)
-            there = (rows != EMPTY) & (table.state[any_row] == State.LIVE)
+            there = (rows != EMPTY) & (table.state[any_row] >= State.LIVE)
             return list(np.where(there, table.length[any_row], 0).tolist())
 
     def expect(self, keys: Sequence[PageKey], pool: str = KV) -> None:
@@ -208,7 +232,15 @@ class DiskStore:
             self._core.log.rewrite(self._snapshot)
         return self._writer.put(pages)
 
+    def follow(self) -> None:
+        """Finds at once what siblings have written until now, which else takes 0.1 s. Does I/O."""
+        if self._sharing is not None and not self._core.closing:
+            self._sharing.follow()
+
     def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
+        if self._sharing is not None and keys:
+            self._sharing.delete(list(keys), pool)
+
         def here() -> Rows:
             rows = self._core.table.find(keys, pool)
             return np.unique(rows[rows != EMPTY])
@@ -217,9 +249,11 @@ class DiskStore:
 
     def clear(self) -> int:
         table = self._core.table
+        if self._sharing is not None:
+            self._sharing.delete([], KV)
         removed = self._room.give_back_idle()
         return removed + self._remove(
-            lambda: np.flatnonzero((table.state == State.LIVE) | (table.state == State.WRITING))
+            lambda: np.flatnonzero((table.state >= State.LIVE) | (table.state == State.WRITING))
         )
 
     def sync(self) -> bool:
@@ -256,6 +290,8 @@ class DiskStore:
             if core.closing:
                 return
             core.closing = True
+        if self._sharing is not None:
+            self._sharing.close()
         self._io_threads.close()
         with core.lock:
             core.lock.wait_for(
@@ -310,6 +346,8 @@ class DiskStore:
         core.closing = True
         core.table = SlotTable()
         core.log.leave_to_parent()
+        if self._sharing is not None:
+            self._sharing.leave_to_parent()
         self._room.leave_to_parent()
 
     def _mover(self) -> Mover:
@@ -325,7 +363,7 @@ class DiskStore:
         # entries are never read.
         any_row = np.maximum(rows, 0)
         lengths = table.length[any_row]
-        hit = (rows != EMPTY) & (table.state[any_row] == State.LIVE) & (lengths == asked.lengths)
+        hit = (rows != EMPTY) & (table.state[any_row] >= State.LIVE) & (lengths == asked.lengths)
         rows[~hit] = EMPTY
         found = rows[hit]
         segment = table.segment[any_row]
@@ -408,6 +446,10 @@ class DiskStore:
         with core.lock:
             for i in corrupt + failed:
                 row, sequence = int(located.rows[i]), int(located.sequences[i])
+                if core.table.state[row] == State.THEIRS:
+                    # The sibling has something else there by now: nothing of ours is damaged.
+                    core.table.drop(located.rows[i : i + 1])
+                    continue
                 if (
                     row in dropped
                     or core.table.state[row] != State.LIVE
@@ -437,11 +479,13 @@ class DiskStore:
                 unsaid = self._eraser.unsaid()
                 rows = find()
                 live = rows[core.table.state[rows] == State.LIVE]
+                theirs = rows[core.table.state[rows] == State.THEIRS]
+                core.table.drop(theirs)
                 gone = self._eraser.forget(live)
             self._eraser.erase(gone)
-            removed += len(live)
+            removed += len(live) + len(theirs)
             self._eraser.settle(unsaid)
-            if len(live) == len(rows):
+            if len(live) + len(theirs) == len(rows):
                 break
         if core.config.durable and self.sync():
             try:
@@ -459,7 +503,12 @@ class DiskStore:
         return snapshot(self._core, self._room)
 
 
-_ANSWERS = {State.NONE: Lookup.MISS, State.LIVE: Lookup.HIT, State.WRITING: Lookup.PENDING}
+_ANSWERS = {
+    State.NONE: Lookup.MISS,
+    State.LIVE: Lookup.HIT,
+    State.THEIRS: Lookup.HIT,
+    State.WRITING: Lookup.PENDING,
+}
 _COUNTED = {
     ReadOutcome.MISS: "pages_missed",
     ReadOutcome.CORRUPT: "pages_corrupt",

@@ -179,7 +179,7 @@ class Writer:
             row = row_of[i]
             if i in written or row == EMPTY:
                 continue
-            if table.state[row] == State.LIVE:
+            if table.state[row] >= State.LIVE:
                 batch.outcomes[i] = PutOutcome.KEPT
                 kept += 1
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -230,15 +231,29 @@ def test_weights_changed_at_run_time_never_match_again(model, monkeypatch):
     assert len({before, first, fingerprint(model)}) == 3
 
 
-def test_ranks_have_folders_of_their_own():
-    names = {
-        share_of(storage_config(tp_rank=t, tp_size=2, pp_rank=p, pp_size=2, dp_rank=d)).folder(copy)
-        for t in (0, 1)
+def test_ranks_with_pages_of_their_own_have_folders_that_no_other_reads():
+    shares = [
+        share_of(storage_config(tp_rank=t, tp_size=12, pp_rank=p, pp_size=2))
+        for t in range(12)
         for p in (0, 1)
-        for d in (0, 1)
-        for copy in (0, 1)
-    }
-    assert len(names) == 16
+    ]
+    for share in shares:
+        read = [one for one in shares if re.fullmatch(share.alike(), one.folder())]
+        assert read == [share]
+        assert share.holders() == 24
+
+
+def test_ranks_with_the_same_pages_have_folders_that_all_of_them_read():
+    shares = [
+        share_of(storage_config(tp_rank=t, tp_size=2, dp_rank=d)) for t in (0, 1) for d in (0, 1)
+    ]
+    assert {share.folder(replicated=True) for share in shares} == {"tp0-pp0"}
+    assert {share.holders(replicated=True) for share in shares} == {1}
+    alike = shares[0].alike(replicated=True)
+    assert all(re.fullmatch(alike, name) for name in ("tp0-pp0", "tp1-pp0", "tp0-pp0-dp1-copy1"))
+    assert not re.fullmatch(alike, "tp0-pp1")
+    assert re.fullmatch(shares[0].alike(), "tp0-pp0-dp1-copy1"), "as it was named once"
+    assert not re.fullmatch(shares[0].alike(), "tp1-pp0")
 
 
 def test_a_model_named_by_its_hub_name_is_its_cached_snapshot(tmp_path, monkeypatch):

@@ -134,12 +134,6 @@ def test_a_killed_server_finds_its_pages_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_folder_in_use_is_refused_at_start_with_what_to_do(served: Served, tmp_path):
-    log = refused(tmp_path, flags(), served.server.folder / "kvtier.json")
-    assert "StoreBusyError" in log and "store.path" in log
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -13,12 +13,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_config
+from pools import (
+    PAGE,
+    host_pool,
+    latent_host_pool,
+    latent_pool,
+    page_bytes,
+    server_args,
+    slots,
+    storage_config,
+)
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mha_mxfp8 import MHATokenToKVPoolMXFP8Host
 
-from sgl_kvtier.errors import ConfigError, SeamError, StoreBusyError
+from sgl_kvtier.errors import ConfigError, SeamError
 from sgl_kvtier.runtime.backend import hooks as backend_hooks
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
@@ -149,10 +158,31 @@ def test_pages_are_there_after_the_backend_was_closed_and_opened_again(make):
     assert page_bytes(pool, 8) == page_bytes(pool, 7)
 
 
-def test_two_backends_of_one_rank_cannot_open_one_folder(make):
-    make(host_pool())
-    with pytest.raises(StoreBusyError, match=r"store\.path"):
-        make(host_pool())
+def test_two_backends_of_one_rank_find_each_others_pages(make):
+    pool, other = host_pool(), host_pool()
+    first, second = make(pool), make(other)
+    assert first.folder == second.folder
+    first.batch_set_v1(keys("a", "b"), slots([1, 2]))
+    second._store.follow()
+    assert second.batch_exists(keys("a", "b")) == 2
+    assert second.batch_get_v1(keys("a", "b"), slots([5, 6])) == [True] * 2
+    assert page_bytes(other, 5) == page_bytes(pool, 1)
+    assert second.batch_set_v1(keys("a"), slots([5])) == [True]
+    assert second._store.stats().pages_written == 0
+
+
+def test_data_parallel_ranks_have_each_others_pages(make, monkeypatch):
+    pool, other = host_pool(), host_pool()
+    first = make(pool)
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel",
+        lambda: SimpleNamespace(dp_rank=1, num_dp_ranks=2),
+    )
+    second = make(other, dp_rank=1)
+    first.batch_set_v1(keys("a"), slots([1]))
+    second._store.follow()
+    assert second.batch_get_v1(keys("a"), slots([5])) == [True]
+    assert page_bytes(other, 5) == page_bytes(pool, 1)
 
 
 @pytest.mark.parametrize(
@@ -430,11 +460,32 @@ def test_statistics_tell_pages_and_bandwidth_of_each_batch_once(make):
     assert backend.get_stats().prefetch_pgs == []
 
 
-def test_every_rank_writes_the_mla_pages_that_all_of_them_hold(make):
-    config = {"is_mla_model": True, "tp_size": 2, "tp_rank": 1}
-    assert not storage_config(**config).is_storage_writer
-    backend = make(host_pool(), **config)
-    assert backend.storage_config.is_storage_writer
+def test_mla_pages_that_all_tensor_ranks_hold_are_written_once_and_read_by_all(make):
+    pools = [latent_host_pool(latent_pool(2)) for _ in range(2)]
+    ranks = [
+        make(pool, is_mla_model=True, tp_size=2, tp_rank=rank) for rank, pool in enumerate(pools)
+    ]
+    names = keys("a", "b", "c")
+    for rank in ranks:
+        assert rank.storage_config.is_storage_writer, "SGLang asks every rank to write"
+        rank.watch_pages()
+        assert rank.batch_set_v1(names, slots([1, 2, 3])) == [True] * 3
+    ranks[1]._store.follow()
+    written = [rank._store.stats() for rank in ranks]
+    assert [stats.pages_written for stats in written] == [3, 0]
+    assert written[1].bytes_written == 0 < written[0].bytes_written
+    assert ranks[0].take_seen() == ranks[1].take_seen()
+    assert ranks[1].batch_exists(names) == 3
+    assert ranks[1].batch_get_v1(names, slots([5, 6, 7])) == [True] * 3
+    assert page_bytes(pools[1], 6) == page_bytes(pools[0], 2)
+
+
+def test_tensor_ranks_of_other_models_have_pages_of_their_own(make):
+    first = make(host_pool(), tp_size=2, tp_rank=0)
+    second = make(host_pool(), tp_size=2, tp_rank=1)
+    first.batch_set_v1(keys("a"), slots([1]))
+    second._store.follow()
+    assert second.batch_exists(keys("a")) == 0
 
 
 def test_a_model_without_kv_pages_is_refused():

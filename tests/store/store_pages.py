@@ -57,6 +57,9 @@ def open_at(
     rank: str = "tp0",
     ranks: int = 1,
     env: Env | None = None,
+    *,
+    alike: str = "",
+    writes: bool = True,
     **settings: Any,
 ) -> DiskStore:
     defaults: dict[str, Any] = {
@@ -66,7 +69,8 @@ def open_at(
         "min_free_bytes": 0,
         "io_threads": 2,
     }
-    return open_store(StoreConfig(**(defaults | settings)), identity, rank, ranks, env=env)
+    config = StoreConfig(**(defaults | settings))
+    return open_store(config, identity, rank, ranks, alike=alike, writes=writes, env=env)
 
 
 def put(store: PageStore, pages: dict[PageKey, bytes], pool: str = KV) -> list[PutOutcome]:

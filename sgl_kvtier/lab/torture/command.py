@@ -34,6 +34,8 @@ from sgl_kvtier.lab.torture.kills import POINTS, Killing
 from sgl_kvtier.lab.torture.oracle import Verdict
 from sgl_kvtier.lab.torture.power import torture_power
 from sgl_kvtier.lab.torture.sweep import sweep
+from sgl_kvtier.lab.torture.together import AMPLE as ROOM_FOR_ALL
+from sgl_kvtier.lab.torture.together import together
 
 SCHEMA = "kvtier.torture/1"
 
@@ -51,12 +53,13 @@ class Amounts:
     clean_reads: int
     crowd_operations: int
     stalls: int
+    together_kills: int
 
 
-FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20)
-QUICK = Amounts(25, 1, 20, 61, 100, 2_000, 20_000, 8_000, 3)
+FULL = Amounts(1000, 100, 1000, 1, 10_000, 100_000, 1_000_000, 1_000_000, 20, 200)
+QUICK = Amounts(25, 1, 20, 61, 100, 2_000, 20_000, 8_000, 3, 20)
 Points = tuple[tuple[str, str], ...]
-PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall")
+PARTS = ("kills", "points", "deletes", "sweep", "power", "damage", "crowd", "stall", "together")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +135,7 @@ def bad(result: dict[str, Any]) -> int:
         "exceptions",
         "over_cap_bytes",
         "canary_touched",
+        "lost_pages",
     )
     return sum(int(result[name]) for name in names)
 
@@ -280,6 +284,24 @@ def _stall(root: str, amounts: Amounts, _: int, result: dict[str, Any]) -> None:
     result["stall"] = dataclasses.asdict(found)
 
 
+def _together(root: str, amounts: Amounts, seed: int, result: dict[str, Any]) -> None:
+    with progress("kills beside another owner", amounts.together_kills, "kills") as shown:
+        rooms = together(root, seed, amounts.together_kills, _advance(shown))
+    for room in rooms:
+        result["kills"] += room.kills
+        result["deletes"] += room.deletes
+        result["pages_checked"] += room.found
+        result["wrong_pages"] += room.wrong
+        result["resurrected"] += room.resurrected
+        result["failed_opens"] += room.failed_opens
+        result["exceptions"] += room.failed_lives
+        result["lost_pages"] += room.lost
+        result["over_cap_bytes"] += room.over_cap_bytes
+        if room.capacity_bytes == ROOM_FOR_ALL:
+            result["recent"] += room.checked
+            result["recent_found"] += room.found
+
+
 def _advance(shown: Progress) -> Callable[[int], None]:
     def step(steps: int) -> None:
         shown.advance(steps)
@@ -309,6 +331,7 @@ _COUNTS = (
     "crowd_operations",
     "over_cap_bytes",
     "canary_touched",
+    "lost_pages",
 )
 _PARTS = {
     "kills": _kills,
@@ -319,4 +342,5 @@ _PARTS = {
     "crowd": _crowd,
     "deletes": _deletes,
     "stall": _stall,
+    "together": _together,
 }

@@ -17,6 +17,7 @@ from sgl_kvtier.lab.torture.oracle import (
     Oracle,
     buffers,
     content,
+    occupied,
     open_at,
     page_key,
 )
@@ -65,7 +66,7 @@ def crowd(root: str, seed: int, processes: int, threads: int, operations: int) -
         children.append(child)
     alive = set(children)
     while alive:
-        result.peak_bytes = max(result.peak_bytes, _occupied(root))
+        result.peak_bytes = max(result.peak_bytes, occupied(root))
         for child in list(alive):
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
@@ -184,17 +185,6 @@ def stall(root: str, rounds: int) -> Stall:
         result.canary_touched += sum(into[n] != b"\xa5" * len(into[n]) for n in late)
     store.close()
     return result
-
-
-def _occupied(root: str) -> int:
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue  # removed meanwhile
-    return total
 
 
 def _descriptors() -> int:

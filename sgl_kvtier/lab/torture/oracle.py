@@ -191,6 +191,18 @@ def hear(oracle: Oracle, lines: bytes) -> int:
     return highest
 
 
+def occupied(root: str) -> int:
+    """Bytes on disk of all files below a folder."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except OSError:
+                continue  # removed meanwhile
+    return total
+
+
 def quick_pages(count: int, nbytes: int, seed: int) -> np.ndarray:
     """Random pages as rows of one array."""
     return np.random.default_rng(seed).integers(0, 256, (count, nbytes), np.uint8)

@@ -66,13 +66,23 @@ class RankShare:
             "tp_lcm_size": self.tp_lcm_size,
         }
 
-    def folder(self, replica: int | None = None) -> str:
-        """The folder of this rank below its identity: ranks never share one. `replica` is the
-        data-parallel copy's number.
+    def folder(self, *, replicated: bool = False) -> str:
+        """The folder of this rank's pages below its identity. With `replicated` all TP ranks have
+        the same pages (MLA).
         """
-        name = f"tp{self.tp_rank}-pp{self.pp_rank}"
-        if self.attn_cp_size > 1:
-            name += f"-cp{self.attn_cp_rank}"
-        if self.dp_rank:
-            name += f"-dp{self.dp_rank}"
-        return name + (f"-copy{replica}" if replica else "")
+        return self._named(f"tp{0 if replicated else self.tp_rank}")
+
+    def alike(self, *, replicated: bool = False) -> str:
+        """A regular expression of the folders with the same pages, for `open_store`: those of
+        data-parallel ranks were named apart once, and those of TP ranks that are replicated.
+        """
+        name = self._named(r"tp[0-9]+" if replicated else f"tp{self.tp_rank}")
+        return name + r"(?:-dp[0-9]+)?(?:-copy[0-9]+)?"
+
+    def holders(self, *, replicated: bool = False) -> int:
+        """How many ranks of a server have pages of their own: these divide the capacity."""
+        return (1 if replicated else self.tp_size) * self.pp_size * self.attn_cp_size
+
+    def _named(self, tp: str) -> str:
+        cp = f"-cp{self.attn_cp_rank}" if self.attn_cp_size > 1 else ""
+        return f"{tp}-pp{self.pp_rank}{cp}"

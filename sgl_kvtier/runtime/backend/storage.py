@@ -94,11 +94,11 @@ class KVTierStorage(HiCacheStorage):
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
         self._cut_short = False
-        if storage_config.is_mla_model and storage_config.tp_size > 1:
-            # SGLang lets one rank write replicated MLA pages for all. Each rank has a store of its
-            # own here, so each writes.
-            storage_config.is_mla_model = False
-            logger.info("kvtier: every rank keeps its own copy of the replicated MLA pages")
+        self._replicated = bool(storage_config.is_mla_model)
+        self._writes = not self._replicated or storage_config.tp_rank == 0
+        # SGLang would not call the ranks that do not write replicated MLA pages. All of them are to
+        # know which pages there are.
+        storage_config.is_mla_model = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """The pool of ordinary KV pages. Raises ConfigError for a model without one."""
@@ -137,12 +137,17 @@ class KVTierStorage(HiCacheStorage):
         share = share_of(c)
         pools = {name: shape_of(pool) for name, pool in self.registered_pools.items()}
         who = identity.identity_of(resolving_view(get_server_args()), share, pools)
-        ranks = c.tp_size * c.pp_size * c.attn_cp_size * max(1, parallel.num_dp_ranks)
-        rank = share.folder(parallel.dp_rank)
+        replicated = self._replicated
         try:
-            self._store = _in_front(
-                open_store(self.config.store, who, rank, ranks), self.config, c.tp_rank
+            store = open_store(
+                self.config.store,
+                who,
+                share.folder(replicated=replicated),
+                share.holders(replicated=replicated),
+                alike=share.alike(replicated=replicated),
+                writes=self._writes,
             )
+            self._store = _in_front(store, self.config, c.tp_rank)
         except StoreError as error:
             again = (
                 "If this was an attach at run time, DELETE /hicache/storage-backend before you "
@@ -159,8 +164,7 @@ class KVTierStorage(HiCacheStorage):
             self._metrics = PUBLISHER.add("", partial(store_samples, self._store), labels)
         stats = self._store.stats()
         logger.info(
-            "kvtier: %d pages in %s/%s/%s, zero copy %s, at most %d bytes",
-            stats.pages, self.config.store.path, who.directory_name, rank,
+            "kvtier: %d pages in %s, zero copy %s, at most %d bytes", stats.pages, store.folder,
             is_page_contiguous(self.mem_pool_host), stats.capacity_bytes,
         )  # fmt: skip
 
@@ -392,8 +396,7 @@ class KVTierStorage(HiCacheStorage):
             return [False] * len(keys)
         names = [page_key(k) for k in keys]
         there = [a is Lookup.HIT for a in store.lookup(names, self._tag(pool))]
-        if self._seen is not None and pool == KV:
-            self._seen.extend(names[: leading(there)])
+        self._note_seen(names[: leading(there)], pool)
         return there
 
     def _read(
@@ -432,6 +435,10 @@ class KVTierStorage(HiCacheStorage):
         store = self._store
         if store is None:
             return [False] * len(keys)
+        if not self._writes:
+            # The first rank writes them, and this one finds them a moment later.
+            self._note_seen([page_key(k) for k in keys], pool)
+            return [True] * len(keys)
         started = time.perf_counter()
         tag = self._tag(pool)
         outcomes = store.put(
@@ -440,13 +447,13 @@ class KVTierStorage(HiCacheStorage):
         seconds = time.perf_counter() - started
         stored = [outcome is PutOutcome.STORED for outcome in outcomes]
         self._note(self._write_batches, sum(stored), nbytes_of(parts, stored), seconds)
-        if self._seen is not None and pool == KV:
-            self._seen.extend(
-                page_key(k)
-                for k, o in zip(keys, outcomes, strict=True)
-                if o is not PutOutcome.REFUSED
-            )
+        kept = zip(keys, outcomes, strict=True)
+        self._note_seen([page_key(k) for k, o in kept if o is not PutOutcome.REFUSED], pool)
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
+
+    def _note_seen(self, names: Sequence[PageKey], pool: str) -> None:
+        if self._seen is not None and pool == KV:
+            self._seen.extend(names)
 
     def _note(
         self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float

@@ -73,6 +73,16 @@ class Env:
             raise
         return fd
 
+    def open_to_read(self, path: str, flags: int = 0) -> int:
+        """A descriptor of a regular file of this user, for reading. Raises NotOursError."""
+        fd = self.open(path, os.O_RDONLY | flags)
+        try:
+            check_owned(path, os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
     def close(self, fd: int) -> None:
         """Closes a descriptor; an error is ignored, since nothing can be done about it."""
         with contextlib.suppress(OSError):

@@ -48,7 +48,8 @@ RECORD = np.dtype(
     ]
 )
 """One record of the index log. PUT: a slot now holds a page. DROP: it holds none. SETTLED: nothing
-was written that the records before do not name.
+was written that the records before do not name. GONE is in a list of deletes: no folder has this
+key, or any where the pool is empty, from a write up to this sequence.
 """
 
 FIRST_WORD = np.dtype(
@@ -76,6 +77,7 @@ HEAD = np.dtype(
 PUT = 1
 DROP = 2
 SETTLED = 3
+GONE = 4
 
 _ZEROS = bytes(BLOCK)
 
@@ -261,11 +263,16 @@ def pack_frame(records: np.ndarray) -> bytes:
 
 def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, bool]:
     """(records as written, whether the log is whole). Stops at a frame that does not fit."""
-    nothing = np.empty(0, RECORD)
     if data[:LOG_HEAD_BYTES] != pack_log_head(identity):
-        return nothing, False
+        return np.empty(0, RECORD), False
+    records, used = unpack_frames(data[LOG_HEAD_BYTES:])
+    return records, LOG_HEAD_BYTES + used == len(data)
+
+
+def unpack_frames(data: bytes | memoryview) -> tuple[np.ndarray, int]:
+    """(records as written, bytes used) up to the first frame that is not whole."""
     frames = []
-    at = LOG_HEAD_BYTES
+    at = 0
     while at + FRAME_HEAD_BYTES <= len(data):
         magic, count, digest = _FRAME.unpack_from(data, at)
         body = data[at + FRAME_HEAD_BYTES : at + FRAME_HEAD_BYTES + count * RECORD.itemsize]
@@ -276,6 +283,4 @@ def unpack_log(data: bytes | memoryview, identity: bytes) -> tuple[np.ndarray, b
         frames.append(body)
         at += FRAME_HEAD_BYTES + len(body)
     # A log that was just rewritten is one frame, which is not copied.
-    return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at == len(
-        data
-    )
+    return np.frombuffer(frames[0] if len(frames) == 1 else b"".join(frames), RECORD), at

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import grp
+import itertools
 import json
 import os
 import pwd
@@ -26,6 +27,11 @@ from sgl_kvtier.store.disk.identity import Identity, fingerprint_of
 from sgl_kvtier.store.disk.index_log import NAME
 from sgl_kvtier.store.disk.segment import PROBE, segment_number
 
+GONE_LIST = "gone"
+"""Deletes that siblings have to follow."""
+WANTED = "wanted"
+"""Its time of change is the last time that its owner found no room although its part is larger."""
+
 CONFIG = "config.json"
 LOCK = "lock"
 PROFILE = "restore-profile.json"
@@ -39,7 +45,11 @@ _MOST_LOCK_BYTES = 64
 _FINGERPRINT_DIGITS = 16
 _RANK = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 _NAMESPACE = re.compile(rf"^[A-Za-z0-9][A-Za-z0-9_.-]*-[0-9a-f]{{{_FINGERPRINT_DIGITS}}}$")
-_RANK_FILES = {LOCK, NAME, f"{NAME}.new", PROBE}
+_RANK_FILES = {LOCK, NAME, f"{NAME}.new", PROBE, GONE_LIST, WANTED}
+_GONE_NEW = re.compile(rf"^{GONE_LIST}\.[0-9]+\.new$")
+_MOST_OWNERS = 1024
+_BRIEF = 10
+"""Tries where another folder does as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,37 @@ class RankFolder:
         env.close(self.lock_fd)
 
 
-def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankFolder:
+def own_shared_folder(
+    env: Env, root: str, identity: Identity, rank: str, alike: str, *, writes: bool
+) -> RankFolder:
+    """Makes or takes over a folder that no process owns, of those with one rank's pages.
+
+    They have the name `rank`, or one that fits the regular expression `alike`, both also with a
+    point and a number behind. Folders with segments go to those who write, empty ones to the
+    others. Raises StoreError, which says what to do.
+    """
+    namespace = os.path.join(root, identity.directory_name)
+    there = {os.path.basename(path): path for path in list_alike(env, namespace, alike)}
+    free = [name for name, path in there.items() if _is_free(env, path)]
+    filled = [name for name in free if _has_segments(env, there[name])]
+    empty = [name for name in free if name not in filled]
+    fresh = (rank if n == 1 else f"{rank}.{n}" for n in range(1, _MOST_OWNERS))
+    unknown = (name for name in fresh if name not in there)
+    for name in itertools.chain(filled if writes else (), empty, unknown):
+        with contextlib.suppress(StoreBusyError):
+            return own_rank_folder(env, root, identity, name, _BRIEF)
+    raise StoreBusyError(f"{namespace} has {_MOST_OWNERS} owners already: stop some of them")
+
+
+def list_alike(env: Env, namespace: str, alike: str) -> list[str]:
+    """Folders of ranks whose names fit a regular expression, with or without a number behind."""
+    fits = re.compile(rf"(?:{alike})(?:\.([0-9]{{1,4}}))?")
+    return [path for path in list_ranks(env, namespace) if fits.fullmatch(os.path.basename(path))]
+
+
+def own_rank_folder(
+    env: Env, root: str, identity: Identity, rank: str, tries: int = PATIENT
+) -> RankFolder:
     """Makes and locks the folder of a rank. Raises StoreError, which says what to do."""
     if not root:
         raise StoreError("store.path is not set: give the folder that pages are kept in")
@@ -72,7 +112,7 @@ def own_rank_folder(env: Env, root: str, identity: Identity, rank: str) -> RankF
     try:
         os.makedirs(root, mode=0o700, exist_ok=True)
         check_root(root)
-        lock_fd = _make_and_lock(env, namespace, path)
+        lock_fd = _make_and_lock(env, namespace, path, tries)
     except NotOursError as error:
         raise StoreError(error.advice) from error
     except OSError as error:
@@ -216,7 +256,14 @@ def is_rank_name(name: str) -> bool:
 
 def is_rank_file(name: str) -> bool:
     """Whether the store makes files of this name in a rank's folder."""
-    return name in _RANK_FILES or segment_number(name) is not None
+    return name in _RANK_FILES or segment_number(name) is not None or is_left_over(name)
+
+
+def is_left_over(name: str) -> bool:
+    """Whether a file of this name was being written by a process that has ended, unless its owner
+    is writing it now.
+    """
+    return bool(_GONE_NEW.match(name))
 
 
 def folder_bytes(env: Env, path: str) -> int:
@@ -234,13 +281,25 @@ def namespace_bytes(env: Env, namespace: str) -> int:
     return sum(folder_bytes(env, rank) for rank in list_ranks(env, namespace))
 
 
-def _make_and_lock(env: Env, namespace: str, path: str) -> int:
+def _is_free(env: Env, path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return not is_open(env, path)
+    return False
+
+
+def _has_segments(env: Env, path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(map(segment_number, env.list(path)))
+    return False
+
+
+def _make_and_lock(env: Env, namespace: str, path: str, tries: int) -> int:
     for _ in range(PATIENT):
         # Another server or a purge removed the folder at this moment.
         with contextlib.suppress(FileNotFoundError):
             _make_folder(env, namespace)
             _make_folder(env, path)
-            return lock_folder(env, path, PATIENT)
+            return lock_folder(env, path, tries)
     raise StoreBusyError(
         f"{path} is removed again and again by another process. Stop it, or choose another "
         "store.path"

@@ -23,6 +23,8 @@ MOST_SEGMENT_NUMBER = 1 << 20
 """Tables by segment number stay small: after this number the free ones are used again from the
 start.
 """
+NUMBER_MASK = (1 << 21) - 1
+"""The bits of a segment's number on disk; those above tell whose folder it is in."""
 _PREFIX = "seg-"
 
 
@@ -127,6 +129,28 @@ def open_segment(
         env.close(fd)
         return None
     return Segment(number, found[1], found[2], path, fd)
+
+
+def open_to_read(env: Env, folder: str, number: int, identity: bytes, io: DirectIO) -> Segment:
+    """A segment in another owner's folder. Raises OSError, NotASegmentError also where its head is
+    not there yet.
+    """
+    path = os.path.join(folder, segment_name(number))
+    fd = env.open_to_read(path, io.flags)
+    try:
+        found = unpack_segment_head(_beginning(env, fd, 1), identity)
+        if found is None or found[0] != number:
+            raise NotASegmentError(path)
+    except BaseException:
+        env.close(fd)
+        raise
+    return Segment(number, found[1], found[2], path, fd)
+
+
+def named_apart(segment: Segment, folder: int) -> Segment:
+    """The same segment with the number of its folder (from 1 on) above its own number."""
+    segment.number |= folder << NUMBER_MASK.bit_length()
+    return segment
 
 
 def is_segment(env: Env, path: str) -> bool:

@@ -92,11 +92,15 @@ class Core:
     counters: Counters = field(default_factory=Counters)
     lock: threading.Condition = field(default_factory=threading.Condition)
     sequence: int = 0
+    stamps: bool = False
+    """Sequence numbers follow the clock, so that those of several folders can be compared."""
     closing: bool = False
     """Set once, under the lock: from then on nothing is claimed, doomed or made."""
 
     def next_sequence(self, count: int) -> int:
         """The first of `count` sequence numbers never used before. Under the lock."""
+        if self.stamps:
+            self.sequence = max(self.sequence, self.env.wall_ns())
         first = self.sequence + 1
         self.sequence += count
         return first

@@ -81,7 +81,7 @@ def coldest_segment(table: SlotTable, segments: Iterable[Segment]) -> tuple[Segm
             or (state == State.DOOMED).any()
         ):
             continue
-        live = table.used[rows][state == State.LIVE]
+        live = table.used[rows][state >= State.LIVE]
         used = int(live.max()) if len(live) else -1
         if best is None or used < best[1]:
             best = (segment, used)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_kvtier.store.disk.format import RECORD, SlotHead, heads_of
-from sgl_kvtier.store.disk.segment import Segment
+from sgl_kvtier.store.disk.segment import NUMBER_MASK, Segment
 from sgl_kvtier.store.index.slots import EMPTY, Rows
 
 
@@ -28,7 +28,7 @@ class Located:
     slots: Rows
     segment: NDArray[np.uint32]
     segments: dict[int, Segment]
-    """The segments these pages are in, by number."""
+    """The segments these pages are in, by number (in siblings' folders: `segment.named_apart`)."""
 
     @classmethod
     def nothing(cls, identity: bytes, count: int) -> Located:
@@ -98,7 +98,7 @@ class Located:
             self.pools[index].decode(),
             int(self.sequences[index]),
             int(self.lengths[index]),
-            int(self.segment[index]),
+            int(self.segment[index]) & NUMBER_MASK,
             int(self.slots[index]),
         )
 
@@ -110,6 +110,6 @@ class Located:
             self.pools,
             self.sequences,
             self.lengths,
-            self.segment,
+            self.segment & NUMBER_MASK,
             self.slots,
         )

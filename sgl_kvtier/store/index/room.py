@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,18 @@ capacity where that is less).
 """
 
 
+class Siblings(Protocol):
+    """The other owners of folders with the same pages. The caller holds `Room.changing`."""
+
+    def measure(self) -> None:
+        """Brings `Room.held_by_siblings` up to this moment. Does I/O; never raises OSError."""
+
+    def make_room(self, nbytes: int) -> bool:
+        """Whether `nbytes` were freed in a folder without an owner. Where there is none, the
+        owners that hold more than their part learn that this one wants room. Never raises OSError.
+        """
+
+
 class Room:
     """The segments of one open store and the bytes they may take.
 
@@ -62,6 +75,12 @@ class Room:
         self._left_alone: set[str] = set()
         self._removed = False
         self.segments: dict[int, Segment] = {}
+        self.theirs: dict[int, Segment] = {}
+        """Segments in siblings' folders, by the numbers that `named_apart` gives."""
+        self.siblings: Siblings | None = None
+        self.held_by_siblings = 0
+        self.giving = False
+        """Holds more than its part while a sibling wants room: makes no segment."""
 
     @property
     def bytes_used(self) -> int:
@@ -76,11 +95,30 @@ class Room:
         )
 
     @property
-    def allowance(self) -> int:
-        """Bytes this rank may take: its share of the capacity less what other identities take."""
+    def whole(self) -> int:
+        """Bytes that all owners of these pages may take: their share of the capacity less what
+        other identities take.
+        """
         others = sum(nbytes for _, nbytes in self._others)
         share = max(0, self._core.config.capacity_bytes - others) // self._ranks
         return share - min(_INDEX_FIXED_BYTES, share // 8)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes that a folder's small files may take."""
+        return min(_INDEX_FIXED_BYTES, self._core.config.capacity_bytes // self._ranks // 8)
+
+    @property
+    def allowance(self) -> int:
+        """Bytes this owner may take: what siblings leave of the whole."""
+        return self.whole - self.held_by_siblings
+
+    @property
+    def segment_target(self) -> int:
+        """Bytes that a new segment should have."""
+        config = self._core.config
+        share = config.capacity_bytes // self._ranks
+        return min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
 
     def adopt(self, segments: list[Segment], aside: list[int]) -> None:
         """Takes over segments found; files set aside only count. Before any other thread runs."""
@@ -126,11 +164,11 @@ class Room:
         """
         known = numbers[which]
         if len(known) and (known == known[0]).all():
-            segment = self.segments[int(known[0])]
+            segment = self._segment(int(known[0]))
             return rows - segment.base, numbers, {segment.number: segment}
         # Not np.unique: it sorts, and sorting releases Python's lock, which costs 5 ms beside a
         # busy thread.
-        segments = {n: self.segments[n] for n in set(known.tolist())}
+        segments = {n: self._segment(n) for n in set(known.tolist())}
         bases = np.array(
             [segments[n].base if n in segments else 0 for n in numbers.tolist()], np.int64
         )
@@ -245,14 +283,14 @@ class Room:
 
     def close(self) -> None:
         """Closes all files. The caller holds `changing`."""
-        for segment in self.segments.values():
+        for segment in (*self.segments.values(), *self.theirs.values()):
             self._core.env.close(segment.fd)
 
     def leave_to_parent(self) -> None:
         """Closes all files in a forked child, where the locks' holders may not exist."""
         self.changing, self._syncing = threading.Lock(), threading.Lock()
         self.close()
-        self.segments = {}
+        self.segments, self.theirs = {}, {}
 
     def sync(self) -> None:
         """Makes everything written so far survive a power loss. Raises OSError."""
@@ -279,6 +317,13 @@ class Room:
         finally:
             env.close(fd)
 
+    def retire_coldest(self) -> bool:
+        """Deletes the segment unused for longest. The caller holds `changing`."""
+        return self._retire_coldest(None)
+
+    def _segment(self, number: int) -> Segment:
+        return self.segments.get(number) or self.theirs[number]
+
     def _of_size(self, slot_bytes: int) -> list[Segment]:
         return [s for s in self.segments.values() if s.slot_bytes == slot_bytes]
 
@@ -289,6 +334,9 @@ class Room:
 
     def _grow(self, slot_bytes: int) -> bool:
         slots = self._slots_of_new(slot_bytes)
+        if slots and self.siblings is not None:
+            self.siblings.measure()
+            slots = self._slots_of_new(slot_bytes)
         if slots == 0:
             return False
         core = self._core
@@ -298,6 +346,12 @@ class Room:
         except OSError as error:
             core.complaints.about("making room for pages", error)
             return False
+        if self.siblings is not None:
+            # Another owner may have made one at the same time. At least one of both sees that.
+            self.siblings.measure()
+            if self.charged_bytes + segment.nbytes > self.allowance:
+                self.remove(segment)
+                return False
         with core.lock:
             segment.base = core.table.add_rows(slots, segment.number)
             self.segments[segment.number] = segment
@@ -320,10 +374,9 @@ class Room:
 
     def _slots_of_new(self, slot_bytes: int) -> int:
         """Slots that the next segment of this size may have; 0 when there is no room for it."""
-        config = self._core.config
-        share = config.capacity_bytes // self._ranks
-        target = min(max(config.segment_bytes, share // _MOST_SEGMENTS), share // _FEWEST_SEGMENTS)
-        full = max(1, (target - BLOCK) // slot_bytes)
+        if self.giving:
+            return 0
+        full = max(1, (self.segment_target - BLOCK) // slot_bytes)
         cost = slot_bytes + INDEX_BYTES_PER_SLOT
         self._evict_others(self.charged_bytes + BLOCK + full * cost)
         slots = min(full, (self.allowance - self.charged_bytes - BLOCK) // cost)
@@ -347,6 +400,8 @@ class Room:
         """Discards the coldest segment of another slot size when all its pages are older than the
         one that would be evicted.
         """
+        if self.siblings is not None and self.siblings.make_room(self.segment_target):
+            return True
         with self._core.lock:
             own = self._lru_of(slot_bytes).oldest(self._of_size(slot_bytes))
         if self.charged_bytes + BLOCK + slot_bytes + INDEX_BYTES_PER_SLOT <= self.allowance:

@@ -19,15 +19,17 @@ from sgl_kvtier.types import PageKey
 
 class State(enum.IntEnum):
     """The state of a row. FREE -> WRITING -> LIVE -> FREE, or LIVE -> DOOMED -> FREE while a read
-    of the slot is in flight.
+    of the slot is in flight. From LIVE on a page can be read.
     """
 
     NONE = 0
     """No slot: a gap left by a segment that was discarded."""
     FREE = 1
     WRITING = 2
-    LIVE = 3
-    DOOMED = 4
+    DOOMED = 3
+    LIVE = 4
+    THEIRS = 5
+    """A page in a sibling's folder: read, never written or erased by this process."""
 
 
 class SlotTable:
@@ -45,12 +47,13 @@ class SlotTable:
         self.pools: list[str] = []
         self._table = HashTable()
         self._clock = 0
+        self._theirs = 0
         self._gaps: list[tuple[int, int]] = []
         self._rows = 0
 
     def __len__(self) -> int:
-        """Number of pages that can be found: written or being written."""
-        return len(self._table)
+        """Number of pages of this store's own: written or being written."""
+        return len(self._table) - self._theirs
 
     @property
     def nbytes(self) -> int:
@@ -131,9 +134,17 @@ class SlotTable:
         """Turns WRITING rows into LIVE ones."""
         self.state[rows] = State.LIVE
 
+    def borrow(self, rows: Rows) -> None:
+        """Turns WRITING rows into pages of a sibling's folder, used longer ago than any other."""
+        self.state[rows] = State.THEIRS
+        self.used[rows] = 0
+        self._theirs += len(rows)
+
     def drop(self, rows: Rows) -> Rows:
         """Forgets pages; returns the rows free now. A pinned row is free with its last `unpin`."""
         self._table.remove(rows, self.keys, self.pool)
+        if self._theirs:
+            self._theirs -= int((self.state[rows] == State.THEIRS).sum())
         pinned = self.pins[rows] > 0
         self.state[rows[pinned]] = State.DOOMED
         self.state[rows[~pinned]] = State.FREE
@@ -166,8 +177,9 @@ class SlotTable:
 
     def check(self) -> None:
         """Asserts the invariants that hold between calls; for tests."""
-        live = np.flatnonzero((self.state == State.LIVE) | (self.state == State.WRITING))
+        live = np.flatnonzero((self.state >= State.LIVE) | (self.state == State.WRITING))
         assert len(live) == len(self._table)
+        assert self._theirs == int((self.state == State.THEIRS).sum())
         for pool in range(len(self.pools)):
             mine = live[self.pool[live] == pool]
             assert (self._table.find(self.keys[mine], pool, self.keys, self.pool) == mine).all()

@@ -26,6 +26,9 @@ DONE = {
     "damage": lambda r: r["corruptions"] >= QUICK.corruptions and len(r["damage_by_kind"]) == 9,
     "crowd": lambda r: r["crowd_operations"] > 7000,
     "stall": lambda r: r["stall"]["late_pages"] > 0,
+    "together": lambda r: (
+        r["kills"] == QUICK.together_kills and r["deletes"] > 5 and r["recovered_share"] == 1
+    ),
 }
 
 

@@ -1,0 +1,152 @@
+"""One folder of another owner, followed from outside: its segments, what its log says since the
+last look, and its list of deletes.
+
+Nothing here writes. What is read is a hint: the owner may change all of it at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from dataclasses import replace
+
+import numpy as np
+
+from sgl_kvtier.store.disk.env import Env, check_private, read_fully
+from sgl_kvtier.store.disk.format import LOG_HEAD_BYTES, RECORD, pack_log_head, unpack_frames
+from sgl_kvtier.store.disk.index_log import NAME, most_bytes
+from sgl_kvtier.store.disk.namespace import GONE_LIST, WANTED
+from sgl_kvtier.store.disk.segment import (
+    NUMBER_MASK,
+    DirectIO,
+    Segment,
+    named_apart,
+    open_to_read,
+    segment_number,
+)
+from sgl_kvtier.store.siblings.gone import read_gone
+
+NOTHING = np.empty(0, RECORD)
+_RECENT_NS = 1_000_000_000
+"""A folder that changed so shortly before it was listed may have changed again unseen: the clock
+of files goes in steps of some milliseconds.
+"""
+
+
+class SiblingFolder:
+    """What another owner's folder holds. One thread at a time."""
+
+    def __init__(self, env: Env, path: str, identity: bytes, io: DirectIO, number: int) -> None:
+        """`number`, from 1 on, tells this folder's segments from those of others."""
+        self._env = env
+        self._identity = identity
+        self._io = io
+        self.path = path
+        self.number = number
+        self.segments: dict[int, Segment] = {}
+        """By their numbers in this folder; `Segment.number` has the folder's number above."""
+        self.waiting = NOTHING
+        """Records of pages that could not be entered yet."""
+        self.gone = NOTHING
+        """Deletes that this owner was told of."""
+        self.wanted_ns = 0
+        """The last time that its owner found no room, in nanoseconds since 1970."""
+        self.whole = False
+        """Whether its log was read to the end once."""
+        self._changed_ns = -1
+        self._inode = -1
+        self._fd = -1
+        self._at = 0
+
+    def look(self) -> list[Segment]:
+        """Opens what is new. Returns segments whose files are gone, for the caller to close. Raises
+        OSError, FileNotFoundError once the folder is gone.
+        """
+        env = self._env
+        found = env.status(self.path)
+        if found.st_mtime_ns == self._changed_ns:
+            return []
+        if self._inode not in (-1, found.st_ino):
+            raise FileNotFoundError(errno.ENOENT, "another folder by now", self.path)
+        check_private(self.path, found)
+        self._inode = found.st_ino
+        names = env.list(self.path)
+        listed = GONE_LIST in names
+        path = os.path.join(self.path, GONE_LIST)
+        self.gone = read_gone(env, path, self._identity) if listed else NOTHING
+        self.wanted_ns = 0
+        if WANTED in names:
+            with contextlib.suppress(OSError):
+                self.wanted_ns = env.modified_ns(os.path.join(self.path, WANTED))
+        if self._fd >= 0 and not env.same_file(self._fd, os.path.join(self.path, NAME)):
+            self.close()
+        numbers = {n for name in names if (n := segment_number(name)) is not None}
+        gone = [s for n, s in self.segments.items() if n not in numbers or self._replaced(s)]
+        # From here on nothing raises: the caller closes what is returned.
+        for segment in gone:
+            del self.segments[segment.number & NUMBER_MASK]
+        unread = not self._open(numbers - self.segments.keys())
+        recent = env.wall_ns() - found.st_mtime_ns < _RECENT_NS
+        self._changed_ns = -1 if recent or unread else found.st_mtime_ns
+        return gone
+
+    def news(self) -> tuple[bool, np.ndarray]:
+        """(whether the log began anew, its records since the last call). Raises OSError."""
+        env = self._env
+        anew = False
+        if self._fd < 0:
+            try:
+                self._fd = env.open_to_read(os.path.join(self.path, NAME))
+            except FileNotFoundError:
+                return False, NOTHING
+            anew, self._at = True, 0
+        size = env.size(self._fd)
+        if size <= self._at or size > most_bytes(sum(s.slots for s in self.segments.values())):
+            return anew, NOTHING
+        buffer = np.empty(size - self._at, np.uint8).data
+        data = buffer[: read_fully(env, self._fd, [buffer], self._at)]
+        if self._at == 0:
+            if data[:LOG_HEAD_BYTES] != pack_log_head(self._identity):
+                return anew, NOTHING
+            data, self._at = data[LOG_HEAD_BYTES:], LOG_HEAD_BYTES
+        records, used = unpack_frames(data)
+        self._at += used
+        self.whole = self.whole or used == len(data)
+        return anew, records
+
+    def as_numbered_there(self, among: set[int] | None = None) -> list[Segment]:
+        """Segments that have rows, under the numbers that the log has; all, or those `among`."""
+        return [
+            replace(segment, number=number)
+            for number, segment in self.segments.items()
+            if segment.base >= 0 and (among is None or number in among)
+        ]
+
+    def begin_anew(self) -> None:
+        """The next `news` is the whole log."""
+        self.close()
+        self.whole = False
+
+    def close(self) -> None:
+        """Closes the log; the segments are the caller's."""
+        if self._fd >= 0:
+            self._env.close(self._fd)
+            self._fd = -1
+
+    def _replaced(self, segment: Segment) -> bool:
+        return not self._env.same_file(segment.fd, segment.path)
+
+    def _open(self, numbers: set[int]) -> bool:
+        """False where one of them has no head yet, or cannot be opened."""
+        opened = True
+        for number in sorted(numbers):
+            try:
+                segment = open_to_read(self._env, self.path, number, self._identity, self._io)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                opened = False
+                continue
+            self.segments[number] = named_apart(segment, self.number)
+        return opened

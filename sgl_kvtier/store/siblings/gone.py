@@ -1,0 +1,88 @@
+"""Deletes that hold for every folder of the same pages and every owner.
+
+An owner erases only its own pages. What else was deleted stands on a list in its folder, which the
+siblings follow: each erases such pages of its own, and passes over those in other folders.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_kvtier.store.disk.env import Env, read_fully, write_file
+from sgl_kvtier.store.disk.format import (
+    GONE,
+    RECORD,
+    key_words,
+    pack_frame,
+    pack_log_head,
+    unpack_log,
+)
+
+_MOST_BYTES = 256 << 20
+
+
+def read_gone(env: Env, path: str, identity: bytes) -> np.ndarray:
+    """The list in a file; empty where there is none. Raises OSError."""
+    try:
+        fd = env.open_to_read(path)
+    except FileNotFoundError:
+        return np.empty(0, RECORD)
+    try:
+        buffer = np.empty(min(env.size(fd), _MOST_BYTES), np.uint8).data
+        records, _ = unpack_log(buffer[: read_fully(env, fd, [buffer], 0)], identity)
+    finally:
+        env.close(fd)
+    gone: np.ndarray = records[records["kind"] == GONE]
+    return gone
+
+
+def write_gone(env: Env, path: str, identity: bytes, records: np.ndarray) -> None:
+    """Replaces the list; it survives a power loss. No file where it is empty. Raises OSError."""
+    if len(records):
+        write_file(env, path, pack_log_head(identity) + pack_frame(records))
+    elif env.exists(path):
+        env.unlink(path)
+
+
+def gone_records(keys: list[bytes], pool: str, until: int) -> np.ndarray:
+    """Entries for pages by their keys; without keys, one for all pages."""
+    named = [(key, pool.encode(), until, 0, 0, 0, GONE) for key in keys]
+    return np.array(named or [(b"", b"", until, 0, 0, 0, GONE)], RECORD)
+
+
+class Deletes:
+    """Which pages must not be found any more: by their key, or all, written up to a moment."""
+
+    def __init__(self, records: np.ndarray) -> None:
+        named = records["pool"] != b""
+        everything = records[~named]
+        self.all_until = int(everything["sequence"].max()) if len(everything) else 0
+        self._until: dict[bytes, int] = {}
+        for record in records[named]:
+            self._until[_name(record)] = max(
+                self._until.get(_name(record), 0), int(record["sequence"])
+            )
+        self._words = np.unique(key_words(records[named])[:, 0])
+        self.named = records[named]
+        self._records = records
+
+    def hit(self, pages: np.ndarray) -> NDArray[np.bool_]:
+        """For each record of a page whether it was deleted."""
+        found: NDArray[np.bool_] = pages["sequence"] <= self.all_until
+        if len(self._words):
+            for i in np.flatnonzero(np.isin(key_words(pages)[:, 0], self._words)).tolist():
+                found[i] |= int(pages["sequence"][i]) <= self._until.get(_name(pages[i]), -1)
+        return found
+
+    def needed_for(self, pages: np.ndarray) -> np.ndarray:
+        """The entries that delete one of these pages: the others have done their work."""
+        names = {_name(page) for page in pages[self.hit(pages)]}
+        everything = bool((pages["sequence"] <= self.all_until).any())
+        keep = [_name(entry) in names if entry["pool"] else everything for entry in self._records]
+        needed: np.ndarray = self._records[np.array(keep, bool)]
+        return needed
+
+
+def _name(record: np.ndarray) -> bytes:
+    return bytes(record["key"]) + bytes(record["pool"])

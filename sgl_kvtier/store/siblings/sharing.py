@@ -1,0 +1,195 @@
+"""One capacity for all owners of the same pages, and the thread that follows them.
+
+The whole is what all folders may take together. An owner makes a segment where all that is there
+leaves room for it. Its part is the whole divided by the owners that hold
+something or want to. An owner without room that holds less than its part removes the segment unused
+for longest of a folder without an owner, or says that it wants room. Owners that hold more than
+their part then give one segment after the other back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from sgl_kvtier.errors import StoreBusyError
+from sgl_kvtier.store.disk import forks
+from sgl_kvtier.store.disk.env import create_file
+from sgl_kvtier.store.disk.namespace import WANTED, RankFolder, is_open, lock_folder
+from sgl_kvtier.store.index.core import Core
+from sgl_kvtier.store.index.eviction import coldest_segment
+from sgl_kvtier.store.index.room import Room
+from sgl_kvtier.store.index.slots import Rows
+from sgl_kvtier.store.siblings.folder import SiblingFolder
+from sgl_kvtier.store.siblings.following import Following
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+"""Seconds between two looks at siblings: what they wrote is found that much later."""
+_ALONE_S = 1.0
+_AGAIN_S = 1.0
+"""Seconds until an owner without room asks again."""
+_WANTED_NS = 3_000_000_000
+
+
+class Sharing:
+    """The siblings of one store, as `room.Siblings`. Any thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        room: Room,
+        own: RankFolder,
+        alike: str,
+        remove: Callable[[Callable[[], Rows]], int],
+    ) -> None:
+        """`remove` deletes the pages of rows that its argument finds, as the store does."""
+        self._core = core
+        self._room = room
+        self._own = own
+        self._remove = remove
+        self._again_at = 0.0
+        self._alive: dict[str, tuple[float, bool]] = {}
+        self._stop = threading.Event()
+        self._following = Following(core, room, own, alike)
+        self._thread = threading.Thread(target=self._run, name="kvtier-follow", daemon=True)
+
+    def open(self) -> None:
+        """Finds what is there, and follows it from now on. Never raises OSError."""
+        self._core.stamps = True
+        self._room.siblings = self
+        self._following.open()
+        self._obey()
+        self._thread.start()
+
+    def follow(self) -> None:
+        """One look at all siblings: what they wrote is found, what they deleted is deleted."""
+        self._following.look()
+        self._obey()
+        self._balance()
+
+    def delete(self, keys: list[bytes], pool: str) -> None:
+        """`Following.delete`."""
+        self._following.delete(keys, pool)
+
+    def measure(self) -> None:
+        self._following.look()
+
+    def make_room(self, nbytes: int) -> bool:
+        now, room = self._core.env.now(), self._room
+        if now < self._again_at or not self._following.folders:
+            return False
+        self._again_at = now + _AGAIN_S
+        if room.charged_bytes + room.held_by_siblings + nbytes <= room.whole:
+            return False
+        if room.charged_bytes + nbytes > self._part(wants=True):
+            return False
+        if self._remove_ownerless():
+            self._again_at = now
+            return True
+        try:
+            self._core.check_owner()
+            path = os.path.join(self._own.path, WANTED)
+            self._core.env.close(create_file(self._core.env, path, os.O_WRONLY))
+        except OSError as error:
+            self._core.complaints.about("asking for room", error)
+        return False
+
+    def close(self) -> None:
+        """Ends the thread. Not from it."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._following.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: closes what is open. The thread does not exist there."""
+        self._room.siblings = None
+        self._following.leave_to_parent()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_TICK_S if self._following.folders else _ALONE_S):
+            try:
+                self.follow()
+            except Exception:
+                # Out of memory, or a mistake of ours: tried again, and the thread lives on.
+                logger.exception("following other servers' pages failed")
+
+    def _obey(self) -> None:
+        if self._following.told():
+            self._remove(self._following.deleted_rows)
+
+    def _balance(self) -> None:
+        room = self._room
+        wanted = any(map(self._wants, self._siblings()))
+        holds = room.charged_bytes
+        total = holds + room.held_by_siblings
+        over = total > room.whole
+        above = (wanted or over) and holds > self._part(wants=False)
+        room.giving = wanted and above
+        if over and self._remove_ownerless():
+            return
+        if above and (over or (wanted and total + room.segment_target > room.whole)):
+            with room.changing:
+                if not self._core.closing:
+                    room.retire_coldest()
+
+    def _part(self, *, wants: bool) -> int:
+        """Bytes that are this owner's when all want more than there is."""
+        others = [f for f in self._siblings() if (f.segments or self._wants(f)) and self._lives(f)]
+        mine = 1 if wants or self._room.segments else 0
+        return self._room.whole // max(1, len(others) + mine)
+
+    def _siblings(self) -> list[SiblingFolder]:
+        return list(self._following.folders.values())
+
+    def _wants(self, folder: SiblingFolder) -> bool:
+        recent = self._core.env.wall_ns() - folder.wanted_ns < _WANTED_NS
+        return recent and self._lives(folder)
+
+    def _lives(self, folder: SiblingFolder) -> bool:
+        now = self._core.env.now()
+        until, alive = self._alive.get(folder.path, (0.0, False))
+        if now >= until:
+            try:
+                alive = is_open(self._core.env, folder.path)
+            except OSError:
+                alive = True
+            self._alive[folder.path] = (now + _AGAIN_S, alive)
+        return alive
+
+    def _remove_ownerless(self) -> bool:
+        """Removes the segment unused for longest of all in folders that no process owns."""
+        core = self._core
+        homes = {
+            segment.number: (folder, segment)
+            for folder in self._siblings()
+            if folder.segments and not self._lives(folder)
+            for segment in list(folder.segments.values())
+            if segment.base >= 0
+        }
+        with core.lock:
+            found = coldest_segment(core.table, [segment for _, segment in homes.values()])
+        if found is None:
+            return False
+        folder, segment = homes[found[0].number]
+        try:
+            owned = RankFolder(folder.path, self._own.namespace, lock_folder(core.env, folder.path))
+        except (StoreBusyError, OSError):
+            return False
+        forks.owns(owned)
+        try:
+            core.env.unlink(segment.path)
+        except FileNotFoundError:
+            # Another owner without room was faster.
+            return False
+        except OSError as error:
+            core.complaints.about("removing a segment that no server owns", error)
+            return False
+        finally:
+            forks.release(core.env, owned)
+        self._following.look()
+        return True

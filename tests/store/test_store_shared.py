@@ -1,0 +1,457 @@
+"""Several owners of folders with the same pages: each finds what the others wrote, and never a
+wrong page; a delete holds for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_pages import aligned, content, key, put, read, segments
+from test_store_forks import in_child
+
+from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.engine import DiskStore
+from sgl_kvtier.store.siblings import sharing
+from sgl_kvtier.types import Lookup
+
+NBYTES = 5000
+PAGES = {key(i): content(i, NBYTES) for i in range(20)}
+MORE = {key(i): content(i, NBYTES) for i in range(20, 40)}
+HIT, MISS = Lookup.HIT, Lookup.MISS
+Open = Callable[..., DiskStore]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving files away needs root")
+
+
+@pytest.fixture(autouse=True)
+def only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No look at siblings but those of the test."""
+    monkeypatch.setattr(sharing, "_TICK_S", 3600.0)
+    monkeypatch.setattr(sharing, "_ALONE_S", 3600.0)
+
+
+@pytest.fixture
+def owner(opened: Open) -> Iterator[Open]:
+    """Opens one more owner of the same pages."""
+
+    def one(**more: Any) -> DiskStore:
+        return opened(**({"alike": "tp0"} | more))
+
+    yield one
+
+
+def found(store: DiskStore, pages: dict[Any, bytes]) -> int:
+    """How many pages can be read. Fails for one that is not as it was put."""
+    whole = 0
+    for (outcome, data), wanted in zip(
+        read(store, {k: len(v) for k, v in pages.items()}), pages.values(), strict=True
+    ):
+        assert outcome in (ReadOutcome.OK, ReadOutcome.MISS)
+        assert outcome is not ReadOutcome.OK or data == wanted
+        whole += outcome is ReadOutcome.OK
+    store._core.table.check()
+    return whole
+
+
+# Finding
+
+
+def test_a_second_owner_finds_what_the_first_wrote_before_and_writes_later(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    assert Path(second.folder).parent == Path(first.folder).parent
+    assert second.folder != first.folder
+    assert found(second, PAGES) == 20
+    put(first, MORE)
+    second.follow()
+    assert second.lookup(list(MORE)) == [HIT] * 20 and found(second, MORE) == 20
+    assert second.lengths(list(MORE)) == [NBYTES] * 20
+    first.follow()
+    put(second, {key("back"): b"x" * 100})
+    first.follow()
+    assert found(first, {key("back"): b"x" * 100}) == 1
+
+
+def test_what_others_wrote_is_found_without_being_asked_to_look(
+    owner: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_TICK_S", 0.01)
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    put(first, MORE)
+    waited = threading.Event()
+    for _ in range(1000):
+        if second.lookup(list(MORE)) == [HIT] * 20:
+            break
+        waited.wait(0.01)
+    assert found(second, MORE) == 20
+
+
+def test_a_page_that_a_sibling_has_is_kept_and_not_written_again(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    assert put(second, PAGES) == [PutOutcome.KEPT] * 20
+    assert put(second, PAGES | MORE) == [PutOutcome.KEPT] * 20 + [PutOutcome.STORED] * 20
+    assert second.stats().pages == 20 and second.stats().pages_written == 20
+    assert len(segments(second)) == 1
+
+
+def test_folders_of_other_ranks_are_not_read(opened: Open, owner: Open) -> None:
+    for name in ("tp1", "tp0-pp1", "tp0.x", "tp01"):
+        put(opened(rank=name), PAGES)
+    assert owner().lookup(list(PAGES)) == [MISS] * 20
+
+
+def test_pages_of_another_identity_are_not_read(tmp_path: Path, owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    # The same file under another identity's fingerprint, as a person may copy it.
+    (segment,) = segments(first)
+    data = bytearray(segment.read_bytes())
+    data[16:48] = bytes(32)
+    segment.write_bytes(data)
+    assert found(second, PAGES) == 20, "what was opened before is the same file"
+    assert owner().lookup(list(PAGES)) == [MISS] * 20
+
+
+def test_a_page_read_unchecked_could_be_half_written_so_siblings_are_left_alone(
+    owner: Open,
+) -> None:
+    put(owner(), PAGES)
+    second = owner(verify_reads=False)
+    assert second.lookup(list(PAGES)) == [MISS] * 20
+    assert put(second, PAGES) == [PutOutcome.STORED] * 20
+
+
+# What changes meanwhile
+
+
+def test_an_entry_that_is_not_true_any_more_is_a_miss_and_forgotten(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    first.delete(list(PAGES)[:10])
+    put(first, MORE)
+    assert second.lookup(list(PAGES)) == [HIT] * 20, "it has not looked"
+    assert found(second, PAGES) == 10
+    assert second.lookup(list(PAGES)) == [MISS] * 10 + [HIT] * 10
+    assert second.stats().pages_corrupt == 0 and second.stats().pages_missed == 10
+    assert put(second, PAGES) == [PutOutcome.STORED] * 10 + [PutOutcome.KEPT] * 10
+    second.follow()
+    assert found(second, PAGES) == 20 and found(second, MORE) == 20
+
+
+def test_a_page_evicted_by_its_owner_is_a_miss_before_and_after_the_next_look(owner: Open) -> None:
+    first = owner(capacity_bytes=2 << 20, segment_bytes=256 << 10)
+    put(first, PAGES)
+    second = owner(capacity_bytes=2 << 20, segment_bytes=256 << 10)
+    for i in range(100, 400, 20):
+        put(first, {key(i + n): content(i + n, NBYTES) for n in range(20)})
+    assert first.lookup(list(PAGES)) == [MISS] * 20
+    assert found(second, dict(list(PAGES.items())[:10])) == 0
+    second.follow()
+    assert found(second, PAGES) == 0
+    last = {key(i): content(i, NBYTES) for i in range(380, 400)}
+    assert found(second, last) == 20
+
+
+def test_a_log_that_is_made_anew_is_followed_from_its_beginning(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+    log = Path(first.folder, "index.log")
+    before = log.stat().st_ino
+    for i in range(20):
+        names = {key(("gone", i, n)): b"y" * 100 for n in range(40)}
+        put(first, names)
+        first.delete(list(names))
+    put(first, MORE)
+    assert log.stat().st_ino != before
+    second.follow()
+    assert found(second, PAGES) == 20 and found(second, MORE) == 20
+
+
+def test_a_log_that_ends_in_the_middle_of_a_frame_is_followed_up_to_there(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    with Path(first.folder, "index.log").open("ab") as file:
+        file.write(b"KVTF\x05\x00")
+    second = owner()
+    assert found(second, PAGES) == 20
+    put(first, MORE)
+    second.follow()
+    first.close()
+    assert found(owner(), PAGES | MORE) == 40
+    second.follow()
+    assert found(second, PAGES | MORE) == 40
+
+
+def test_a_segment_that_its_owner_removed_is_closed(owner: Open) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    second.follow()
+    assert second.lookup([key(0)]) == [HIT]
+
+    removed = os.path.realpath(segments(first)[0]) + " (deleted)"
+    first.clear()
+    second.follow()
+    links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert removed not in links and second.lookup([key(0)]) == [MISS]
+    put(first, MORE)
+    second.follow()
+    assert found(second, MORE) == 20
+
+
+class Hanging(Env):
+    """Reads of pages wait until they are released."""
+
+    native = False
+
+    def __init__(self) -> None:
+        self.begun, self.release = threading.Event(), threading.Event()
+        self.hangs = False
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.hangs and sum(map(len, buffers)) > 4096:
+            self.begun.set()
+            assert self.release.wait(60)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_slot_that_its_owner_fills_anew_while_it_is_read_is_a_miss_and_then_the_new_page(
+    tmp_path: Path, owner: Open
+) -> None:
+    first = owner()
+    put(first, PAGES)
+    env = Hanging()
+    second = owner(env=env)
+    env.hangs = True
+    job = second.read([PageRead(key(0), [aligned(NBYTES)])])
+    assert env.begun.wait(60)
+    first.delete([key(0)])
+    # The slots that were never used come first: a segment has 85.
+    put(first, {key(("next", i)): content(i, NBYTES) for i in range(65)})
+    put(first, {key("new"): content("new", NBYTES)})
+    assert len(segments(first)) == 1
+    env.hangs = False
+    second.follow()
+    assert second.lookup([key(0), key("new")]) == [MISS, MISS]
+    env.release.set()
+    assert job.wait(60) and job.outcomes == [ReadOutcome.MISS]
+    second.follow()
+    assert found(second, {key("new"): content("new", NBYTES)}) == 1
+
+
+def test_a_folder_that_is_removed_takes_only_its_own_pages_along(owner: Open) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    put(second, MORE)
+    second.follow()
+    first.close()
+    for path in Path(first.folder).iterdir():
+        path.unlink()
+    Path(first.folder).rmdir()
+    second.follow()
+    assert second.lookup(list(PAGES)) == [MISS] * 20 and found(second, MORE) == 20
+
+
+# Taking over
+
+
+def test_a_folder_without_an_owner_goes_to_the_next_one_who_writes(owner: Open) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    put(second, MORE)
+    first.close()
+    second.follow()
+    assert found(second, PAGES) == 20
+    third = owner()
+    assert third.folder == first.folder and third.stats().pages == 20
+    assert found(third, PAGES | MORE) == 40
+
+
+def test_one_who_only_reads_takes_no_folder_with_pages(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    first.close()
+    reader = owner(writes=False)
+    assert reader.folder != first.folder and found(reader, PAGES) == 20
+    writer = owner()
+    assert writer.folder == first.folder
+
+
+def test_a_forked_child_finds_no_page_of_siblings_and_keeps_nothing_open(owner: Open) -> None:
+    first = owner()
+    put(first, PAGES)
+    second = owner()
+
+    def work() -> None:
+        assert second.lookup([key(0)]) == [MISS]
+        second.follow()
+        assert second.delete([key(0)]) == second.clear() == 0
+        second.close()
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert not [link for link in links if link.startswith(first.folder)]
+
+    assert in_child(work) == ""
+    assert found(second, PAGES) == 20 and found(first, PAGES) == 20
+
+
+# Deleting
+
+
+def test_a_delete_holds_for_every_owner_and_says_how_many_pages_there_were(owner: Open) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    assert second.delete(list(PAGES)[:5]) == 5
+    assert second.lookup(list(PAGES)) == [MISS] * 5 + [HIT] * 15
+    first.follow()
+    assert first.lookup(list(PAGES)) == [MISS] * 5 + [HIT] * 15
+    first.close()
+    second.close()
+    again = owner()
+    assert again.lookup(list(PAGES)) == [MISS] * 5 + [HIT] * 15
+
+
+def test_a_delete_reaches_the_copy_that_this_owner_does_not_know_of(owner: Open) -> None:
+    first, second = owner(), owner()
+    for store in (first, second):
+        put(store, {key(store.folder): b"z" * NBYTES})
+    put(first, PAGES)
+    assert put(second, PAGES) == [PutOutcome.STORED] * 20, "it has not looked"
+    second.follow()
+    assert second.delete(list(PAGES)) == 20
+    for _ in range(2):
+        first.follow()
+        second.follow()
+    assert first.lookup(list(PAGES)) == second.lookup(list(PAGES)) == [MISS] * 20
+
+
+@pytest.mark.parametrize("all_of_them", [False, True], ids=["delete", "clear"])
+def test_what_was_deleted_in_a_folder_without_an_owner_stays_so_in_every_later_life(
+    owner: Open, *, all_of_them: bool
+) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    first.close()
+    assert (second.clear() if all_of_them else second.delete(list(PAGES))) == 20
+    second.close()
+    reader = owner(writes=False)
+    assert reader.lookup(list(PAGES)) == [MISS] * 20
+    reader.close()
+    again = owner()
+    assert again.folder == first.folder and again.lookup(list(PAGES)) == [MISS] * 20
+    # And once those pages are gone, nothing is left to remember.
+    other = owner()
+    other.close()
+    assert not list(Path(first.folder).parent.glob("*/gone"))
+
+
+def test_a_page_that_is_written_after_its_delete_is_found_again(owner: Open) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    second.clear()
+    first.follow()
+    assert put(first, PAGES) == [PutOutcome.STORED] * 20
+    second.follow()
+    first.follow()
+    assert found(second, PAGES) == found(first, PAGES) == 20
+    first.close()
+    second.close()
+    assert found(owner(), PAGES) == 20
+
+
+def test_a_clear_empties_all_folders_once_their_owners_have_looked(owner: Open) -> None:
+    first, second = owner(), owner()
+    put(first, PAGES)
+    put(second, MORE)
+    assert first.clear() >= 20
+    assert first.lookup(list(PAGES | MORE)) == [MISS] * 40
+    second.follow()
+    assert second.lookup(list(PAGES | MORE)) == [MISS] * 40 and second.stats().pages == 0
+
+
+# Whose files these are
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def given_away(path: Path) -> None:
+    os.chown(path, 65534, 65534)
+
+
+@pytest.mark.parametrize("spoil", [link, fifo, pytest.param(given_away, marks=needs_root)])
+@pytest.mark.parametrize("name", ["index.log", "seg-00000001"])
+def test_a_siblings_file_that_is_no_regular_one_of_this_user_is_not_read(
+    owner: Open, name: str, spoil: Callable[[Path], None]
+) -> None:
+    first = owner()
+    put(first, PAGES)
+    spoil(Path(first.folder, name))
+    second = owner()
+    assert second.lookup(list(PAGES)) == [MISS] * 20
+    assert put(second, PAGES) == [PutOutcome.STORED] * 20 and found(second, PAGES) == 20
+
+
+@pytest.mark.parametrize(
+    "spoil", [link, pytest.param(given_away, marks=needs_root), lambda path: path.chmod(0o777)]
+)
+def test_a_siblings_folder_that_others_could_have_filled_is_not_read(
+    owner: Open, spoil: Callable[[Path], None]
+) -> None:
+    first, second = owner(), owner()
+    put(second, PAGES)
+    spoil(Path(second.folder))
+    first.follow()
+    assert first.lookup(list(PAGES)) == [MISS] * 20
+    assert put(first, PAGES) == [PutOutcome.STORED] * 20
+
+
+# What it costs one server alone
+
+
+class Counting(Env):
+    native = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name not in ("calls", "native", "now", "wall_ns"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def test_an_owner_without_siblings_needs_no_further_system_call_to_read_and_write(
+    opened: Open, tmp_path: Path
+) -> None:
+    def calls(**how: Any) -> list[str]:
+        env = Counting()
+        store = opened(tmp_path / str(len(how)), env=env, native_io=False, io_threads=1, **how)
+        put(store, PAGES)
+        env.calls.clear()
+        put(store, MORE)
+        read(store, dict.fromkeys(MORE, NBYTES))
+        store.lookup(list(PAGES))
+        seen = list(env.calls)
+        store.close()
+        return seen
+
+    assert calls(alike="tp0") == calls()
