@@ -88,8 +88,9 @@ class RequestFinished:
 
 @message
 class RestoreOffered:
-    """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending
-    page spans with the tier of each, and cover that range.
+    """A waiting request's pages [resident, pages) could be restored. `sources` are disjoint
+    ascending page spans with the tier of each. Pages of that range in none of them are holes: no
+    tier has them, so they can only be computed.
     """
 
     rid: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from effort import examples
 from hypothesis import given, settings
@@ -64,8 +66,14 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
         free = [page for low, high in loading for page in range(low, high)]
     lost = sum(pointer.lost_in(one) for _, one in states)
     computed = sum(page < meet for page in free) + lost
+    islands = sum(
+        pointer.lost_in(one) > pointer.lost_in(before)
+        for (_, before), (_, one) in itertools.pairwise(states)
+    )
     computed_s = (
-        at_s + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
+        at_s
+        + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
+        + islands * pace.cost.fixed_s
         if computed
         else 0.0
     )

@@ -51,15 +51,17 @@ class Open(NamedTuple):
     """The pages of a restoration that both ends have yet to share, whatever compute costs and
     wherever they meet.
 
-    `runs` are the open pages; `stuck` counts those that can only be computed. `roads` has one entry
-    per link. It holds the open pages the link could bring, the seconds until it is free for them,
-    its latency in seconds, and its bytes per second. Its last value is the seconds until this
-    request's own pages in flight have come: 0 without any, since it does not wait for loads of
-    other requests. `top`: above this page nothing changes with the meeting page.
+    `runs` are the open pages; `stuck` counts those that can only be computed, `breaks` the chunks
+    that they take beside those of the front. `roads` has one entry per link. It holds the open
+    pages the link could bring, the seconds until it is free for them, its latency in seconds, and
+    its bytes per second. Its last value is the seconds until this request's own pages in flight
+    have come: 0 without any, since it does not wait for loads of other requests. `top`: above this
+    page nothing changes with the meeting page.
     """
 
     runs: Runs
     stuck: int
+    breaks: int
     roads: list[Road]
     top: int
 
@@ -100,7 +102,8 @@ def open_of(
             )
         )
     top = pointer.units if taken_back else max(front, runs[-1][1]) if runs else front
-    return Open(runs, pointer.lost_from(front), roads, top)
+    stuck = pointer.lost_from(front)
+    return Open(runs, stuck, pointer.lost_runs(front) if stuck else 0, roads, top)
 
 
 def best_split(
@@ -114,7 +117,7 @@ def best_split(
     later compute ends and the sooner loads do. `charge`: each second of compute counts as this
     many.
     """
-    runs, stuck, roads, top = left
+    runs, stuck, _, roads, top = left
     of = _ends_of_one_run if len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs else _ends
     meet, seconds = _crossing(of(pace, charge, compute_at_s, front, left), front, top, guess)
     return Split(meet, _computed_pages(runs, stuck, meet) * pace.page_tokens, seconds)
@@ -130,7 +133,7 @@ def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
 
 
 def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
-    runs, stuck, roads, _ = left
+    runs, stuck, breaks, roads, _ = left
     page_tokens, page_bytes, chunk_tokens, cost = (
         pace.page_tokens,
         pace.page_bytes,
@@ -151,7 +154,7 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
             # PrefillCost.range_seconds, written out: a search evaluates it in every step.
             tokens = pages * page_tokens
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
-            computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
+            computed_s = compute_at_s + ((breaks - (-tokens // chunk_tokens)) * fixed_s + work_s)
         loaded_s = 0.0
         for pieces, backlog_s, latency_s, bytes_per_s, own_s in roads:
             pages = 0
@@ -185,7 +188,7 @@ def _ends_of_one_run(
     )
     start = front * page_tokens
     ((low, high),), backlog_s, latency_s, bytes_per_s, own_s = left.roads[0]
-    stuck = left.stuck
+    stuck, breaks = left.stuck, left.breaks
 
     def ends(meet: int) -> tuple[float, float]:
         pages = stuck
@@ -195,7 +198,7 @@ def _ends_of_one_run(
         if pages:
             tokens = pages * page_tokens
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
-            computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
+            computed_s = compute_at_s + ((breaks - (-tokens // chunk_tokens)) * fixed_s + work_s)
         if meet >= high:
             return computed_s, own_s
         return computed_s, backlog_s + (

@@ -63,6 +63,8 @@ class Restoration:
     """
     stuck_since: float = -1.0
     """When it first waited for a slot with no load in flight and none since; -1: it does not."""
+    holes: bool = False
+    """Pages of it were in no tier when it was offered."""
     fixed_meet: int = -1
     """Compute takes all pages below this one and loads all others, in every case; -1: as predicted
     best on the way.
@@ -162,12 +164,19 @@ class Forecast:
         )
 
     def load_only(self, item: Restoration) -> float:
-        """Seconds until all open pages are loaded, behind the work of the links that bring them."""
+        """Seconds until all open pages are loaded, behind the work of the links that bring them.
+        Behind a hole nothing is: an engine computes all from there on.
+        """
+        span = item.remaining_span()
+        hole = item.pointer.first_lost(span.start)
         end = 0.0
-        for link, pages in item.link_pages(item.remaining_span()).items():
+        for link, pages in item.link_pages(Span(span.start, hole)).items():
             if pages or item.in_flight.get(link):
                 seconds = self._bandwidth.seconds(link, pages * self._engine.page_bytes)
                 end = max(end, self._backlog_s.get(link, 0.0) + seconds)
+        if hole < span.stop:
+            waits_s = max(0.0, end - self._compute_at_s)
+            end = waits_s + self.compute_seconds(hole, span.stop - hole)
         return end
 
     def both(self, item: Restoration) -> Split:
@@ -229,7 +238,8 @@ class Ways:
 
     @property
     def in_host(self) -> bool:
-        return all(tier is Tier.HOST for _, tier in self._item.sources)
+        sources = self._item.sources
+        return bool(sources) and all(tier is Tier.HOST for _, tier in sources)
 
     @property
     def compute_s(self) -> float:
