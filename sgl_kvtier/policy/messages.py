@@ -100,6 +100,14 @@ class RestoreOffered:
     pages: int
     sources: tuple[tuple[Span, Tier], ...]
 
+    @property
+    def unbroken(self) -> int:
+        """The end of the pages before the first hole: as far as an engine loads by itself."""
+        end = self.resident
+        for span, _ in self.sources:
+            end = span.stop if span.start == end else end
+        return end
+
 
 @message
 class TransferDone:

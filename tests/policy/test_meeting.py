@@ -68,7 +68,8 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
     computed = sum(page < meet for page in free) + lost
     islands = sum(
         pointer.lost_in(one) > pointer.lost_in(before)
-        for (_, before), (_, one) in itertools.pairwise(states)
+        for (_, before), (page, one) in itertools.pairwise(states)
+        if page > pointer.landed_run().stop
     )
     computed_s = (
         at_s

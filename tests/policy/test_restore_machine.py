@@ -116,7 +116,8 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert pointer.open == count("free") + count("lost")
         lost = [unit for unit in range(self.front, self.units) if self.state[unit] == "lost"]
         assert pointer.first_lost(self.front) == min(lost, default=self.units)
-        begins = [unit for unit in lost if unit - 1 not in lost and unit > self.front]
+        front = self.run_of("landed", self.front).stop
+        begins = [unit for unit in lost if unit - 1 not in lost and unit > front]
         assert pointer.lost_runs(self.front) == len(begins)
         assert pointer.computed == count("computed") and pointer.spliced == count("spliced")
         assert pointer.landed_run() == self.run_of("landed", self.front)

@@ -106,8 +106,10 @@ class TwoPointer:
         return lost if lost >= 0 else self._units
 
     def lost_runs(self, start: int) -> int:
-        """Number of runs of such units behind `start`: one that begins there is not counted."""
-        return len(_LATER_LOST.findall(self._state, start))
+        """Number of runs of such units behind `start`. One that begins there, or behind units that
+        have landed there, is not counted: the front is at it.
+        """
+        return len(_LATER_LOST.findall(self._state[start:].lstrip(_LANDED)))
 
     def lost_run(self, start: int) -> int:
         """Number of consecutive units from `start` on that can only be computed."""
