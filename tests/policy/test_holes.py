@@ -137,3 +137,30 @@ def test_room_for_holes_is_counted_while_a_restoration_is_under_way():
 
 def test_islands_are_the_runs_between_holes():
     assert islands(Span(2, 8), frozenset({2, 5})) == [Span(3, 5), Span(6, 8)]
+
+
+def least_seconds(hole: Span, bytes_per_s: float) -> float:
+    """The best there is with one hole: pages before it are shared by both ends, then it is computed
+    while those behind it are loaded, as far as they are not computed as well.
+    """
+
+    def computed_s(first: int, stop: int) -> float:
+        page = ENGINE.page_tokens
+        return COST.range_seconds(first * page, (stop - first) * page, ENGINE.chunk_tokens)
+
+    page_s = ENGINE.page_bytes / bytes_per_s
+    return min(
+        max(
+            max(computed_s(0, meet), (hole.start - meet) * page_s) + computed_s(hole.start, end),
+            (hole.start - meet + PAGES - end) * page_s,
+        )
+        for meet in range(hole.start + 1)
+        for end in range(hole.stop, PAGES + 1)
+    ) + COST.chunk_seconds(PREFIX, 64)
+
+
+@pytest.mark.parametrize("hole", [Span(0, 40), Span(20, 60), Span(100, 150), Span(180, 250)])
+@pytest.mark.parametrize("ratio", [1 / 2, 1, 2])
+def test_while_a_long_hole_is_computed_what_lies_behind_it_is_loaded(hole, ratio):
+    least_s = least_seconds(hole, balance(PREFIX) * ratio)
+    assert seconds(frozenset(range(hole.start, hole.stop)), ratio) < 1.1 * least_s

@@ -118,7 +118,8 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert pointer.first_lost(self.front) == min(lost, default=self.units)
         front = self.run_of("landed", self.front).stop
         begins = [unit for unit in lost if unit - 1 not in lost and unit > front]
-        assert pointer.lost_runs(self.front) == len(begins)
+        runs = [(unit, self.run_of("lost", unit).stop) for unit in begins]
+        assert pointer.lost_runs(self.front) == runs
         assert pointer.computed == count("computed") and pointer.spliced == count("spliced")
         assert pointer.landed_run() == self.run_of("landed", self.front)
         taken = [

@@ -50,7 +50,7 @@ def test_two_ranks_with_different_holes_load_what_both_have(tmp_path: Path) -> N
     sections = {
         "throttle": {"read_gbps": GBPS},
         "policy": POLICY,
-        "faults": {"lose_rate": 0.03, "lose_first": 2, "stall_ms": 50, "seed": 4, "rank": 1},
+        "faults": {"lose_rate": 0.005, "lose_first": 2, "stall_ms": 50, "seed": 4, "rank": 1},
     }
     arguments = flags(
         "tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, tp_size=2

@@ -10,9 +10,9 @@ not only T* = Tc Tl / (Tc + Tl).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
@@ -31,6 +31,19 @@ LINK_OF: Final[Mapping[Tier, Link]] = {
 }
 """The link a restoration loads over, by the page's tier."""
 
+Source: TypeAlias = tuple[Span, Tier]
+
+
+def islands(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources as runs without a hole between them."""
+    runs: list[list[Source]] = []
+    for source in sources:
+        if runs and runs[-1][-1][0].stop == source[0].start:
+            runs[-1].append(source)
+        else:
+            runs.append([source])
+    return runs
+
 
 @dataclass(slots=True)
 class Restoration:
@@ -42,7 +55,7 @@ class Restoration:
     order: int
     prompt_tokens: int
     pointer: TwoPointer
-    sources: tuple[tuple[Span, Tier], ...]
+    sources: tuple[Source, ...]
     mode: Mode = Mode.BOTH
     yields: int = 0
     cancelled: int = 0
@@ -51,6 +64,8 @@ class Restoration:
     """Pages in flight, by link."""
     unread: dict[Link, None] = field(default_factory=dict)
     """Links that could still bring pages of it."""
+    load_order: tuple[Source, ...] = ()
+    """The sources in the order they are loaded: what lies before a hole is needed to compute it."""
     by_link: tuple[tuple[Link, tuple[Span, ...]], ...] = ()
     """The sources again, by link."""
     meet: int = -1
@@ -71,6 +86,9 @@ class Restoration:
     """
 
     def __post_init__(self) -> None:
+        self.load_order = tuple(
+            source for island in islands(self.sources) for source in reversed(island)
+        )
         self.unread = {LINK_OF[tier]: None for _, tier in self.sources}
         self.by_link = tuple(
             (link, tuple(span for span, tier in self.sources if LINK_OF[tier] is link))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, Ways, choose_mode, leave
+from sgl_kvtier.policy.restore.modes import (
+    LINK_OF,
+    Forecast,
+    Restoration,
+    Source,
+    Ways,
+    choose_mode,
+    islands,
+    leave,
+)
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.restore.under_way import UnderWay
@@ -17,7 +26,6 @@ _LOOK_AGAIN: Final = 16
 least its last page loaded: the link may have become faster.
 """
 
-Source: TypeAlias = tuple[Span, Tier]
 RoomFor: TypeAlias = Callable[[StepView, int, float], int]
 """How many of this many device pages may be claimed now without evicting any that is needed before
 a time, in seconds of the planner's clock.
@@ -120,12 +128,9 @@ class Offers:
         """The restoration that this offer would be. Pages in no tier are computed, and so are those
         between and behind them that are not worth a chunk of their own.
         """
-        pointer, found, end = (
-            TwoPointer(offer.resident, offer.pages),
-            list[Source](),
-            offer.resident,
-        )
-        for island in _islands(offer.sources):
+        pointer, found = TwoPointer(offer.resident, offer.pages), list[Source]()
+        end = offer.resident
+        for island in islands(offer.sources):
             span = Span(island[0][0].start, island[-1][0].stop)
             if span.start > end and not self._is_worth_a_chunk(span):
                 continue
@@ -172,15 +177,3 @@ class Offers:
         return known.costs_known and all(
             known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
         )
-
-
-def _islands(sources: Sequence[Source]) -> Iterator[list[Source]]:
-    """The sources as runs without a hole between them."""
-    run: list[Source] = []
-    for source in sources:
-        if run and run[-1][0].stop < source[0].start:
-            yield run
-            run = []
-        run.append(source)
-    if run:
-        yield run

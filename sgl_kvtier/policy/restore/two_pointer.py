@@ -22,7 +22,8 @@ _LOADING: Final = b"\4"
 _LANDED: Final = b"\5"
 _SPLICED: Final = b"\6"
 _FREE_RUN: Final = re.compile(_FREE + b"+")
-_LATER_LOST: Final = re.compile(b"[^" + _LOST + b"]" + _LOST)
+_LANDED_RUN: Final = re.compile(_LANDED + b"+")
+_LOST_RUN: Final = re.compile(_LOST + b"+")
 _UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
@@ -105,11 +106,13 @@ class TwoPointer:
         lost = self._state.find(_LOST, start)
         return lost if lost >= 0 else self._units
 
-    def lost_runs(self, start: int) -> int:
-        """Number of runs of such units behind `start`. One that begins there, or behind units that
-        have landed there, is not counted: the front is at it.
+    def lost_runs(self, start: int) -> list[tuple[int, int]]:
+        """Runs of such units behind `start`, like `free_runs`. One that begins there, or behind
+        units that have landed there, is not among them: the front is at it.
         """
-        return len(_LATER_LOST.findall(self._state[start:].lstrip(_LANDED)))
+        landed = _LANDED_RUN.match(self._state, start)
+        first = landed.end() if landed else start
+        return [run.span() for run in _LOST_RUN.finditer(self._state, first) if run.start() > first]
 
     def lost_run(self, start: int) -> int:
         """Number of consecutive units from `start` on that can only be computed."""
