@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from sgl_kvtier.policy.messages import RestoreOffered
-from sgl_kvtier.runtime.ranks.stored_pages import Stored, StoredPages, found
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
-from sgl_kvtier.runtime.restore.offers import Offers
+from sgl_kvtier.runtime.restore.offers import Offers, Stored
+from sgl_kvtier.runtime.restore.offers import stored_of as found
 from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.sglang.stored_pages import StoredPages
 from sgl_kvtier.types import PageKey, Span, Tier
 
 PAGE = 4

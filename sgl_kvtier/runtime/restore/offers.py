@@ -6,21 +6,29 @@ Whatever is refused here goes SGLang's own way and is counted under the reason. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_kvtier.policy.messages import RestoreOffered
-from sgl_kvtier.runtime.ranks import stored_pages
-from sgl_kvtier.runtime.ranks.stored_pages import Stored
+from sgl_kvtier.runtime.ranks.polls import runs_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
-from sgl_kvtier.runtime.sglang import requests, storage_ops
+from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.runtime.step.page_names import from_hex
+from sgl_kvtier.types import PageKey, Span, Tier
 
 LATER = 0.0
 """The time in facts noted between two ticks; the tick puts the agreed one in."""
+
+
+class Stored(NamedTuple):
+    """Pages of a prompt in storage: from page `start` on those of `keys`, except `holes`."""
+
+    start: int
+    keys: tuple[PageKey, ...]
+    holes: tuple[Span, ...] = ()
 
 
 class Offers:
@@ -77,7 +85,7 @@ class Offers:
         if req is not None and store_of(self._context.tree.cache_controller) is None:
             return self._fall_back("another backend")
         return req is not None and self._offer(
-            req, stored_pages.found(operation, hit_tokens, self._context.page)
+            req, stored_of(operation, hit_tokens, self._context.page)
         )
 
     def look_at(self, handle: Handle, operation: Operation | None = None) -> None:
@@ -89,7 +97,7 @@ class Offers:
         self._looking[handle] = None
         if operation is not None and not operation.is_terminated():
             hit_tokens = operation.storage_hit_count
-            stored = stored_pages.found(operation, hit_tokens, self._context.page)
+            stored = stored_of(operation, hit_tokens, self._context.page)
             self._looking[handle] = stored if stored.holes else None
 
     def again(self, r: Restoration) -> None:
@@ -152,6 +160,16 @@ class Offers:
         """Leaves a hit to SGLang's own way, and counts why: every hit that is not restored."""
         self._counters.declined[why] += 1
         return False
+
+
+def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:
+    """What storage has of a waiting request's prompt: a hit of `hit_tokens`, and the pages behind
+    its end.
+    """
+    start, hit = operation.storage_start // page, hit_tokens // page
+    names, there = stored_pages.up_to_the_last(operation, hit)
+    holes = (Span(start + low, start + high) for low, high in runs_of(there, 0, hit, len(there)))
+    return Stored(start, from_hex(names), tuple(holes))
 
 
 def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration | str:

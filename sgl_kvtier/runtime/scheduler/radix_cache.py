@@ -20,11 +20,11 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
-from sgl_kvtier.runtime.ranks.stored_pages import StoredPages
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import Parts
 from sgl_kvtier.runtime.sglang import storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.stored_pages import StoredPages
 from sgl_kvtier.runtime.sglang.types import Operation, Req
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier

@@ -9,28 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from sgl_kvtier.runtime.ranks.polls import runs_of
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Operation
-from sgl_kvtier.runtime.step.page_names import from_hex
-from sgl_kvtier.types import PageKey, Span
 
 logger = logging.getLogger(__name__)
 
 _ANSWER = "kvtier_stored"
 """Where an operation has one byte for each page that it asks for: 1 where every rank has it."""
-
-
-class Stored(NamedTuple):
-    """Pages of a prompt in storage: from page `start` on those of `keys`, except `holes`."""
-
-    start: int
-    keys: tuple[PageKey, ...]
-    holes: tuple[Span, ...] = ()
 
 
 class StoredPages:
@@ -86,15 +75,12 @@ class StoredPages:
         return there
 
 
-def found(operation: Operation, hit_tokens: int, page: int) -> Stored:
-    """What storage has of a waiting request's prompt: a hit of so many tokens, and the pages behind
-    its end.
+def up_to_the_last(operation: Operation, hit: int) -> tuple[Sequence[str], bytearray]:
+    """Names of an operation's pages up to the last one that every rank has, and whether they all
+    have each: of those behind its hit of `hit` pages 0 or 1.
     """
-    start, hit = operation.storage_start // page, hit_tokens // page
     there = bytearray(getattr(operation, _ANSWER, b""))
     end = there.rfind(1) + 1
     if end <= hit:
-        return Stored(start, from_hex(operation.hash_value[:hit]))
-    names: Sequence[str] = operation.all_hash_values or ()
-    holes = (Span(start + low, start + high) for low, high in runs_of(there, 0, hit, end))
-    return Stored(start, from_hex(names[:end]), tuple(holes))
+        return operation.hash_value[:hit], bytearray(b"\1" * hit)
+    return (operation.all_hash_values or ())[:end], there[:end]
