@@ -325,6 +325,7 @@ def _options(args: argparse.Namespace, model: str, page: int, chunk: int) -> Gri
         slow_rounds=args.slow_rounds,
         seed=args.seed,
         always_store=bool(args.fluctuate),
+        hole=args.hole is not None,
         curve_step=min(chunk, _PACED_CURVE_STEP) if paced else None,
     )
 
