@@ -12,7 +12,9 @@ from virtual_hands import COST, ENGINE, islands, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import CacheFlow, Cake, FixedSplit
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import LeftToEngine, Mode, RestoreOffered, StepView
+from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Span, Tier
 
@@ -88,6 +90,15 @@ def test_few_pages_between_two_holes_are_computed_with_them():
     loaded = {page for load in loads for page in range(load.span.start, load.span.stop)}
     assert loaded.isdisjoint(range(100, 105))
     assert loaded.issuperset(range(110, PAGES))
+
+
+def test_where_tokens_cost_little_whole_chunks_behind_a_hole_are_loaded():
+    """As on a small model: 0.1 s for a chunk, whatever its length."""
+    profile = profile_of(PrefillCost(0.1, 1e-7), 1e9)
+    for stored, loaded in ((Span(1, PAGES), True), (Span(1, 32), False)):
+        one = make_planner(BOTH, ENGINE, profile)
+        one.observe(offer(stored, pages=stored.stop))
+        assert bool(one.step(VIEW).loads) is loaded
 
 
 def test_a_prefix_with_a_hole_is_not_only_loaded():

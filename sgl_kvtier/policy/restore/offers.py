@@ -157,8 +157,10 @@ class Offers:
         """Whether computing these pages takes longer than a chunk of no tokens. Loaded, they make
         one chunk more of what is computed before and behind them.
         """
-        cost, page = self._under_way.cost.cost, self._under_way.engine.page_tokens
-        return cost.work_seconds(span.start * page, len(span) * page) > cost.fixed_s
+        cost, engine = self._under_way.cost.cost, self._under_way.engine
+        start, tokens = span.start * engine.page_tokens, len(span) * engine.page_tokens
+        chunks_s = tokens // engine.chunk_tokens * cost.fixed_s
+        return cost.work_seconds(start, tokens) + chunks_s >= cost.fixed_s
 
     def _fixed_meet(self, offer: RestoreOffered) -> int:
         """Where the rules fix the meeting of what is computed and loaded at once; -1 where they do
