@@ -258,6 +258,12 @@ class FaultConfig:
     write_error_rate: float = setting(0.0, "share of page writes that fail", low=0, high=1)
     corrupt_rate: float = setting(0.0, "share of stored pages with one flipped bit", low=0, high=1)
     stall_ms: float = setting(0.0, "time added to one read in a hundred", low=0, high=600_000)
+    lose_rate: float = setting(
+        0.0, "share of stored pages that are deleted when they are looked up", low=0, high=1
+    )
+    lose_first: int = setting(
+        0, "first pages of each look-up that are deleted before it is answered", low=0, high=65_535
+    )
     seed: int = setting(0, "which reads and writes fail", low=0, high=1_000_000_000)
     rank: int = setting(
         -1,

@@ -88,8 +88,9 @@ class RequestFinished:
 
 @message
 class RestoreOffered:
-    """A waiting request's pages [resident, pages) could be loaded. `sources` are disjoint ascending
-    page spans with the tier of each, and cover that range.
+    """A waiting request's pages [resident, pages) could be restored. `sources` are disjoint
+    ascending page spans with the tier of each. Pages of that range in none of them are holes: no
+    tier has them, so they can only be computed.
     """
 
     rid: str
@@ -98,6 +99,14 @@ class RestoreOffered:
     resident: int
     pages: int
     sources: tuple[tuple[Span, Tier], ...]
+
+    @property
+    def unbroken(self) -> int:
+        """The end of the pages before the first hole: as far as an engine loads by itself."""
+        end = self.resident
+        for span, _ in self.sources:
+            end = span.stop if span.start == end else end
+        return end
 
 
 @message

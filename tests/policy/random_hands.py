@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from virtual_hands import islands
+
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
     CANCELLED,
@@ -51,6 +53,7 @@ class Request:
     keys: tuple[PageKey, ...]
     resident: int
     pages: int
+    holes: frozenset[int]
     front: int = 0
     """Tokens that are part of the prefix."""
     state: dict[int, str] = field(default_factory=dict)
@@ -128,13 +131,16 @@ class RandomHands:
             ((Tier.HOST, Tier.STORAGE), (Tier.STORAGE, Tier.HOST), (Tier.STORAGE, Tier.STORAGE))
         )
         spans = zip((Span(resident, cut), Span(cut, pages)), tiers, strict=True)
-        sources = tuple((span, tier) for span, tier in spans if span)
+        holes = frozenset(
+            self.chance.sample(range(pages), self.chance.choice((0, 0, 0, 0, 1, pages // 4)))
+        )
+        sources = tuple((island, tier) for span, tier in spans for island in islands(span, holes))
         for span, tier in (*sources, (Span(0, resident), Tier.DEVICE)):
             if span:
                 self.tell(PagesPlaced(keys[span.start : span.stop], tier, self.now))
         session = f"s{self.chance.randrange(3)}" if self.chance.random() < 0.7 else None
         self.tell(RequestArrived(rid, self.now, tokens, keys, session))
-        request = Request(rid, tokens, keys, resident, pages, resident * PAGE)
+        request = Request(rid, tokens, keys, resident, pages, holes, resident * PAGE)
         self.requests[rid] = request
         if self.chance.random() < 0.7:
             self.tell(RestoreOffered(rid, self.now, tokens, resident, pages, sources))
@@ -273,6 +279,7 @@ class RandomHands:
         request = self.requests[load.rid]
         assert load.span and request.resident <= load.span.start and load.span.stop <= request.pages
         for page in range(load.span.start, load.span.stop):
+            assert page not in request.holes, f"page {page} of {load.rid} is in no tier"
             assert page not in request.state, (
                 f"page {page} of {load.rid} is loaded, but it was {request.state[page]} before"
             )

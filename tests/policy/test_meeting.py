@@ -64,19 +64,34 @@ def ends(pace, at_s, pointer, sources, meet, in_flight, taken_back):
         free = [page for low, high in loading for page in range(low, high)]
     lost = sum(pointer.lost_in(one) for _, one in states)
     computed = sum(page < meet for page in free) + lost
+    holes = pointer.lost_runs(pointer.front)
     computed_s = (
-        at_s + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
+        at_s
+        + pace.cost.range_seconds(pointer.front * PAGE, computed * PAGE, CHUNK)
+        + len(holes) * pace.cost.fixed_s
         if computed
         else 0.0
     )
     loaded_s = 0.0
     for link, spans in sources:
-        pages = sum(page in span for page in free if page >= meet for span in spans)
+        loads = [page for page in free if page >= meet and any(page in span for span in spans)]
         behind_s, own = pace.backlog_s.get(link, 0.0), in_flight.get(link, 0)
         if taken_back:
             behind_s, own = max(0.0, behind_s - pace.bandwidth.seconds(link, own * PAGE_BYTES)), 0
-        if pages or own:  # what a link does for others alone is nothing to this request
-            loaded_s = max(loaded_s, behind_s + pace.bandwidth.seconds(link, pages * PAGE_BYTES))
+
+        def until_s(pages: int) -> float:
+            return behind_s + pace.bandwidth.seconds(link, pages * PAGE_BYTES)  # noqa: B023
+
+        if loads or own:  # what a link does for others alone is nothing to this request
+            loaded_s = max(loaded_s, until_s(len(loads)))
+        for place, (low, _) in enumerate(holes):
+            # A hole is computed when the pages before it are there, and so are those behind it.
+            pages = sum(page < low for page in loads)
+            rest_s = sum(
+                pace.cost.range_seconds(first * PAGE, (stop - first) * PAGE, CHUNK)
+                for first, stop in holes[place:]
+            )
+            loaded_s = max(loaded_s, until_s(pages) + rest_s if pages else 0.0)
     return computed_s, loaded_s
 
 

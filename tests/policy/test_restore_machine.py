@@ -71,6 +71,13 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert len(span) == count or span.start - 1 not in allowed
         self.state[span.start : span.stop] = ["loading"] * len(span)
 
+    @rule(start=st.integers(0, 40), length=st.integers(0, 20))
+    def lack(self, start, length):
+        span = Span(min(start, self.units), min(start + length, self.units))
+        self.pointer.lack(span)
+        for unit in range(span.start, span.stop):
+            self.state[unit] = "lost" if self.state[unit] == "free" else self.state[unit]
+
     @rule(
         start=st.integers(0, 40),
         length=st.integers(0, 20),
@@ -107,6 +114,12 @@ class TwoPointerMachine(RuleBasedStateMachine):
         assert pointer.met is (self.front == self.units)
         assert pointer.loading == count("loading") and pointer.landed == count("landed")
         assert pointer.open == count("free") + count("lost")
+        lost = [unit for unit in range(self.front, self.units) if self.state[unit] == "lost"]
+        assert pointer.first_lost(self.front) == min(lost, default=self.units)
+        front = self.run_of("landed", self.front).stop
+        begins = [unit for unit in lost if unit - 1 not in lost and unit > front]
+        runs = [(unit, self.run_of("lost", unit).stop) for unit in begins]
+        assert pointer.lost_runs(self.front) == runs
         assert pointer.computed == count("computed") and pointer.spliced == count("spliced")
         assert pointer.landed_run() == self.run_of("landed", self.front)
         taken = [

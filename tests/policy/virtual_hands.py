@@ -67,6 +67,19 @@ def best_seconds(
     return min(ends) + cost.chunk_seconds(prefix, suffix)
 
 
+def islands(span: Span, holes: frozenset[int]) -> list[Span]:
+    """The pages of a span as runs without those in `holes`."""
+    runs: list[Span] = []
+    for page in range(span.start, span.stop):
+        if page in holes:
+            continue
+        grows = runs and runs[-1].stop == page
+        runs[-1:] = (
+            [Span(runs[-1].start, page + 1)] if grows else [*runs[-1:], Span(page, page + 1)]
+        )
+    return runs
+
+
 def restore(
     prefix: int,
     bytes_per_second: float,
@@ -76,19 +89,22 @@ def restore(
     rules: Rules | None = None,
     profile: dict | None = None,
     failing: frozenset[int] = frozenset(),
+    holes: frozenset[int] = frozenset(),
     slow_after_s: float = float("inf"),
     slow_factor: float = 1.0,
     free_pages: int | None = None,
     lasts: Callable[[float, int], float] | None = None,
 ) -> Outcome:
-    """Runs one restoration to its end. Pages in `failing` are lost; after `slow_after_s` the link
+    """Runs one restoration to its end. Pages in `failing` are lost, those in `holes` are stored
+    nowhere; after `slow_after_s` the link
     is slower by a factor, or `lasts` says how many seconds a transfer of so many bytes takes that
     begins then.
     """
     planner = make_planner(config or PolicyConfig(), ENGINE, profile, rules)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
     planner.observe(RequestArrived("a", 0.0, total))
-    planner.observe(RestoreOffered("a", 0.0, total, 0, pages, ((Span(0, pages), Tier.STORAGE),)))
+    sources = tuple((span, Tier.STORAGE) for span in islands(Span(0, pages), holes))
+    planner.observe(RestoreOffered("a", 0.0, total, 0, pages, sources))
     out, now, front, slot = Outcome(), 0.0, 0, None
     queue: list[tuple[float, float, Span]] = []  # begun, ends, pages
     for _ in range(100_000):
@@ -130,6 +146,7 @@ def restore(
             queue.append(
                 (begun, begun + (lasts(begun, nbytes) if lasts else nbytes / rate), load.span)
             )
+            assert holes.isdisjoint(range(load.span.start, load.span.stop))
             out.loads.append(load.span)
         compute = plan.computes[0] if plan.computes else None
         if "a" not in planner.restoring:

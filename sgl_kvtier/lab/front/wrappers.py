@@ -137,7 +137,7 @@ class Throttled(_InFront):
 
 class Faulty(_InFront):
     """A store whose device fails on purpose, by seed: FAILED reads, REFUSED writes, flipped bits on
-    disk, slow reads.
+    disk, slow reads, pages that are gone when they are looked up.
 
     The seed and the order of calls alone decide which pages are hit. Flipped bits are written to
     the disk by the store behind, so that its own checks have to find them. A store that cannot do
@@ -155,6 +155,16 @@ class Faulty(_InFront):
             )
         self._random = random.Random(config.seed)
         self._lock = threading.Lock()
+
+    def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
+        with self._lock:
+            lost = [
+                place < self._config.lose_first or self._random.random() < self._config.lose_rate
+                for place in range(len(keys))
+            ]
+        if any(lost):
+            self._store.delete([key for key, gone in zip(keys, lost, strict=True) if gone], pool)
+        return self._store.lookup(keys, pool)
 
     def read(
         self,

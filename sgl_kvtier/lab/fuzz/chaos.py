@@ -1,8 +1,8 @@
 """The accidents of a fuzz run and their times, decided by a seed, request by request.
 
-Faults of the device (failed reads, flipped bits, stalls) are settings of the store. This module has
-the accidents that clients and operators make. Requests are given up, caches flushed, ways of
-restoring and bandwidths changed, and the server is killed.
+Faults of the device (failed reads, flipped bits, stalls, lost pages) are settings of the store.
+This module has the accidents that clients and operators make. Requests are given up, caches
+flushed, ways of restoring and bandwidths changed, and the server is killed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,22 @@ from typing import Any
 
 from sgl_kvtier.errors import BenchError
 
-KINDS = ("errors", "corrupt", "stall", "abort", "disconnect", "flush", "kill", "switch", "hint")
+KINDS = (
+    "errors",
+    "corrupt",
+    "stall",
+    "holes",
+    "abort",
+    "disconnect",
+    "flush",
+    "kill",
+    "switch",
+    "hint",
+)
 """Kinds of accidents, in order. Failed reads and writes; flipped bits; reads that come after their
-deadline. Requests ended over HTTP, or by hanging up; caches emptied; SIGKILL and restart. Ways of
-restoring and bandwidths changed; hints, true or not, to a server that looks ahead.
+deadline; stored pages that are gone. Requests ended over HTTP, or by hanging up; caches emptied;
+SIGKILL and restart. Ways of restoring and bandwidths changed; hints, true or not, to a server that
+looks ahead.
 """
 
 MODES = ("both", "auto", "load", "both", "auto", "both")
@@ -76,6 +88,8 @@ class Chaos:
             found |= {"corrupt_rate": 0.01}
         if "stall" in self.kinds:
             found |= {"stall_ms": 400.0}
+        if "holes" in self.kinds:
+            found |= {"lose_rate": 0.01}
         return found
 
     def accident(self, number: int) -> Accident:

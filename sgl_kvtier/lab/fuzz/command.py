@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chaos",
         default="all",
         metavar="A,B",
-        help="what goes wrong: all, none, or of errors, corrupt, stall, abort, disconnect, flush, "
-        "kill, switch, hint (default all)",
+        help="what goes wrong: all, none, or of errors, corrupt, stall, holes, abort, disconnect, "
+        "flush, kill, switch, hint (default all)",
     )
     parser.add_argument(
         "--lookahead",

@@ -159,7 +159,7 @@ class Loads:
         links, rid, take_back = self._under_way.links, item.rid, item.pointer.take_back
         device, host = room.get(Tier.DEVICE, _UNBOUNDED), room.get(Tier.HOST, _UNBOUNDED)
         patience = self._under_way.rules.load_patience
-        for source, tier in reversed(item.sources):
+        for source, tier in item.load_order:
             link = LINK_OF[tier]
             staged = engine.staged and tier > Tier.HOST
             pages, group = 0, self._group(link)

@@ -51,15 +51,18 @@ class Open(NamedTuple):
     """The pages of a restoration that both ends have yet to share, whatever compute costs and
     wherever they meet.
 
-    `runs` are the open pages; `stuck` counts those that can only be computed. `roads` has one entry
-    per link. It holds the open pages the link could bring, the seconds until it is free for them,
-    its latency in seconds, and its bytes per second. Its last value is the seconds until this
-    request's own pages in flight have come: 0 without any, since it does not wait for loads of
-    other requests. `top`: above this page nothing changes with the meeting page.
+    `runs` are the open pages; `stuck` counts those that can only be computed. `waits` has one entry
+    per hole behind the front: its first page, which is computed when all before it is there, and
+    the seconds that it and later holes take. `roads` has one entry per link. It holds the open
+    pages the link could bring, the seconds until it is free for them, its latency in seconds, and
+    its bytes per second. Its last value is the seconds until this request's own pages in flight
+    have come: 0 without any, since it does not wait for loads of other requests. `top`: above this
+    page nothing changes with the meeting page.
     """
 
     runs: Runs
     stuck: int
+    waits: list[tuple[int, float]]
     roads: list[Road]
     top: int
 
@@ -100,7 +103,16 @@ def open_of(
             )
         )
     top = pointer.units if taken_back else max(front, runs[-1][1]) if runs else front
-    return Open(runs, pointer.lost_from(front), roads, top)
+    stuck = pointer.lost_from(front)
+    return Open(runs, stuck, _waits(pace, pointer, front) if stuck else [], roads, top)
+
+
+def _waits(pace: Pace, pointer: TwoPointer, front: int) -> list[tuple[int, float]]:
+    waits, seconds, page = list[tuple[int, float]](), 0.0, pace.page_tokens
+    for low, high in reversed(pointer.lost_runs(front)):
+        seconds += pace.cost.range_seconds(low * page, (high - low) * page, pace.chunk_tokens)
+        waits.append((low, seconds))
+    return waits
 
 
 def best_split(
@@ -114,8 +126,9 @@ def best_split(
     later compute ends and the sooner loads do. `charge`: each second of compute counts as this
     many.
     """
-    runs, stuck, roads, top = left
-    of = _ends_of_one_run if len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs else _ends
+    runs, stuck, waits, roads, top = left
+    plain = len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs and not waits
+    of = _ends_of_one_run if plain else _ends
     meet, seconds = _crossing(of(pace, charge, compute_at_s, front, left), front, top, guess)
     return Split(meet, _computed_pages(runs, stuck, meet) * pace.page_tokens, seconds)
 
@@ -130,7 +143,8 @@ def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
 
 
 def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
-    runs, stuck, roads, _ = left
+    runs, stuck, waits, roads, _ = left
+    breaks = len(waits)
     page_tokens, page_bytes, chunk_tokens, cost = (
         pace.page_tokens,
         pace.page_bytes,
@@ -151,7 +165,7 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
             # PrefillCost.range_seconds, written out: a search evaluates it in every step.
             tokens = pages * page_tokens
             work_s = tokens * (per_token_s + per_position_s * (start + tokens / 2))
-            computed_s = compute_at_s + (-(-tokens // chunk_tokens) * fixed_s + work_s)
+            computed_s = compute_at_s + ((breaks - (-tokens // chunk_tokens)) * fixed_s + work_s)
         loaded_s = 0.0
         for pieces, backlog_s, latency_s, bytes_per_s, own_s in roads:
             pages = 0
@@ -161,9 +175,27 @@ def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open
             end_s = backlog_s + (latency_s + pages * page_bytes / bytes_per_s) if pages else own_s
             if end_s > loaded_s:
                 loaded_s = end_s
+        for first, behind_s in waits:
+            end_s = _loaded_between(meet, first, roads, page_bytes)
+            if end_s:
+                loaded_s = max(loaded_s, end_s + charge * behind_s)
         return computed_s, loaded_s
 
     return ends
+
+
+def _loaded_between(meet: int, first: int, roads: list[Road], page_bytes: int) -> float:
+    """Seconds until the open pages from `meet` on up to page `first` are there, where links bring
+    them before all others; 0 where there are none.
+    """
+    loaded_s = 0.0
+    for pieces, backlog_s, latency_s, bytes_per_s, _ in roads:
+        pages = 0
+        for low, high in pieces:
+            pages += max(0, min(high, first) - max(low, meet))
+        if pages:
+            loaded_s = max(loaded_s, backlog_s + (latency_s + pages * page_bytes / bytes_per_s))
+    return loaded_s
 
 
 def _ends_of_one_run(

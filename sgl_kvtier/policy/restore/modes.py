@@ -10,9 +10,9 @@ not only T* = Tc Tl / (Tc + Tl).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
@@ -31,6 +31,19 @@ LINK_OF: Final[Mapping[Tier, Link]] = {
 }
 """The link a restoration loads over, by the page's tier."""
 
+Source: TypeAlias = tuple[Span, Tier]
+
+
+def islands(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources as runs without a hole between them."""
+    runs: list[list[Source]] = []
+    for source in sources:
+        if runs and runs[-1][-1][0].stop == source[0].start:
+            runs[-1].append(source)
+        else:
+            runs.append([source])
+    return runs
+
 
 @dataclass(slots=True)
 class Restoration:
@@ -42,7 +55,7 @@ class Restoration:
     order: int
     prompt_tokens: int
     pointer: TwoPointer
-    sources: tuple[tuple[Span, Tier], ...]
+    sources: tuple[Source, ...]
     mode: Mode = Mode.BOTH
     yields: int = 0
     cancelled: int = 0
@@ -51,6 +64,8 @@ class Restoration:
     """Pages in flight, by link."""
     unread: dict[Link, None] = field(default_factory=dict)
     """Links that could still bring pages of it."""
+    load_order: tuple[Source, ...] = ()
+    """The sources in the order they are loaded: what lies before a hole is needed to compute it."""
     by_link: tuple[tuple[Link, tuple[Span, ...]], ...] = ()
     """The sources again, by link."""
     meet: int = -1
@@ -63,12 +78,17 @@ class Restoration:
     """
     stuck_since: float = -1.0
     """When it first waited for a slot with no load in flight and none since; -1: it does not."""
+    holes: bool = False
+    """Pages of it were in no tier when it was offered."""
     fixed_meet: int = -1
     """Compute takes all pages below this one and loads all others, in every case; -1: as predicted
     best on the way.
     """
 
     def __post_init__(self) -> None:
+        self.load_order = tuple(
+            source for island in islands(self.sources) for source in reversed(island)
+        )
         self.unread = {LINK_OF[tier]: None for _, tier in self.sources}
         self.by_link = tuple(
             (link, tuple(span for span, tier in self.sources if LINK_OF[tier] is link))
@@ -162,12 +182,19 @@ class Forecast:
         )
 
     def load_only(self, item: Restoration) -> float:
-        """Seconds until all open pages are loaded, behind the work of the links that bring them."""
+        """Seconds until all open pages are loaded, behind the work of the links that bring them.
+        Behind a hole nothing is: an engine computes all from there on.
+        """
+        span = item.remaining_span()
+        hole = item.pointer.first_lost(span.start)
         end = 0.0
-        for link, pages in item.link_pages(item.remaining_span()).items():
+        for link, pages in item.link_pages(Span(span.start, hole)).items():
             if pages or item.in_flight.get(link):
                 seconds = self._bandwidth.seconds(link, pages * self._engine.page_bytes)
                 end = max(end, self._backlog_s.get(link, 0.0) + seconds)
+        if hole < span.stop:
+            waits_s = max(0.0, end - self._compute_at_s)
+            end = waits_s + self.compute_seconds(hole, span.stop - hole)
         return end
 
     def both(self, item: Restoration) -> Split:
@@ -229,7 +256,8 @@ class Ways:
 
     @property
     def in_host(self) -> bool:
-        return all(tier is Tier.HOST for _, tier in self._item.sources)
+        sources = self._item.sources
+        return bool(sources) and all(tier is Tier.HOST for _, tier in sources)
 
     @property
     def compute_s(self) -> float:

@@ -6,7 +6,16 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RestoreStart, StepView
-from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Restoration, Ways, choose_mode, leave
+from sgl_kvtier.policy.restore.modes import (
+    LINK_OF,
+    Forecast,
+    Restoration,
+    Source,
+    Ways,
+    choose_mode,
+    islands,
+    leave,
+)
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.restore.under_way import UnderWay
@@ -56,7 +65,7 @@ class Offers:
         places = {rid: place for place, rid in enumerate(view.waiting)}
         for offer in sorted(self._open, key=lambda offer: places.get(offer.rid, len(places))):
             self._order += 1
-            item = _item(offer, self._order, self._fixed_meet(offer))
+            item = self._item(offer, self._fixed_meet(offer))
             forecast = self._outlook.forecast_in_queue(view, offer.rid)
             self._copy_first(item, forecast)
             ways = Ways(forecast, item, self._knows(offer))
@@ -65,8 +74,10 @@ class Offers:
                 self._computed += 1
                 if self._computed % _LOOK_AGAIN == 0:
                     if forecast.both(item).meet == offer.pages:
-                        item = _item(offer, self._order, offer.pages - 1)
+                        item = self._item(offer, offer.pages - 1)
                     item.mode, reason = Mode.BOTH, "to measure"
+            if item.mode is Mode.LOAD and item.holes:
+                item.mode = Mode.BOTH
             if item.mode is not Mode.COMPUTE and not item.pointer.met:
                 self._under_way.begin(item)
             starts.append(RestoreStart(offer.rid, item.mode, reason))
@@ -77,15 +88,17 @@ class Offers:
         """Why this prefix is not worth offering to an engine that can load by itself, or None.
         Changes nothing.
         """
-        item = _item(offer, self._order)
+        item = self._item(offer)
         forecast = self._outlook.forecast_in_queue(view, offer.rid)
         self._copy_first(item, forecast)
-        learns = not self._under_way.costs_known or not self._under_way.bandwidth.known(
-            Link.STORAGE_TO_DEVICE
+        reads = not item.pointer.lost_run(offer.resident)
+        learns = reads and not (
+            self._under_way.costs_known and self._under_way.bandwidth.known(Link.STORAGE_TO_DEVICE)
         )
         crowded = self._crowded(offer, view, forecast.both(item).seconds)
         ways = Ways(forecast, item, self._knows(offer), learns, crowded)
-        return leave(self._under_way.rules, ways, self._under_way.config)
+        why = leave(self._under_way.rules, ways, self._under_way.config)
+        return why if reads or why != "loading is faster" else "computing is faster"
 
     def _crowded(self, offer: RestoreOffered, view: StepView, seconds: float) -> bool:
         """Whether the device has no room for this request, those before it, and what is being
@@ -97,7 +110,8 @@ class Offers:
         tokens = offer.prompt_tokens - offer.resident * page + view.wanted_tokens
         for rid, item in self._under_way.items.items():
             if rid != view.slot:  # what that will need is not among the free pages
-                open_pages = item.pointer.free_in(item.remaining_span())
+                rest = item.remaining_span()
+                open_pages = item.pointer.free_in(rest) + item.pointer.lost_in(rest)
                 tokens += item.prompt_tokens - (item.pointer.units - open_pages) * page
         pages = -(-tokens // page)
         return self._room(view, pages, view.now + seconds) < pages
@@ -109,6 +123,44 @@ class Offers:
         """
         if self._under_way.rules.balanced_chunks and len(item.sources) > 1:
             item.copied = forecast.copies_first(item)
+
+    def _item(self, offer: RestoreOffered, fixed_meet: int = -1) -> Restoration:
+        """The restoration that this offer would be. Pages in no tier are computed, and so are those
+        between and behind them that are not worth a chunk of their own.
+        """
+        pointer, found = TwoPointer(offer.resident, offer.pages), list[Source]()
+        end = offer.resident
+        for island in islands(offer.sources):
+            span = Span(island[0][0].start, island[-1][0].stop)
+            if span.start > end and not self._is_worth_a_chunk(span):
+                continue
+            pointer.lack(Span(end, span.start))
+            found += island
+            end = span.stop
+        pointer.lack(Span(end, offer.pages))
+        above = (
+            (Span(max(span.start, fixed_meet), span.stop), tier)
+            for span, tier in found
+            if span.stop > fixed_meet
+        )
+        return Restoration(
+            offer.rid,
+            self._order,
+            offer.prompt_tokens,
+            pointer,
+            tuple(above),
+            holes=bool(pointer.lost_from(offer.resident)),
+            fixed_meet=fixed_meet,
+        )
+
+    def _is_worth_a_chunk(self, span: Span) -> bool:
+        """Whether computing these pages takes longer than a chunk of no tokens. Loaded, they make
+        one chunk more of what is computed before and behind them.
+        """
+        cost, engine = self._under_way.cost.cost, self._under_way.engine
+        start, tokens = span.start * engine.page_tokens, len(span) * engine.page_tokens
+        chunks_s = tokens // engine.chunk_tokens * cost.fixed_s
+        return cost.work_seconds(start, tokens) + chunks_s >= cost.fixed_s
 
     def _fixed_meet(self, offer: RestoreOffered) -> int:
         """Where the rules fix the meeting of what is computed and loaded at once; -1 where they do
@@ -127,15 +179,3 @@ class Offers:
         return known.costs_known and all(
             known.bandwidth.known(LINK_OF[tier]) for _, tier in offer.sources
         )
-
-
-def _item(offer: RestoreOffered, order: int, fixed_meet: int = -1) -> Restoration:
-    above = (
-        (Span(max(span.start, fixed_meet), span.stop), tier)
-        for span, tier in offer.sources
-        if span.stop > fixed_meet
-    )
-    pointer = TwoPointer(offer.resident, offer.pages)
-    return Restoration(
-        offer.rid, order, offer.prompt_tokens, pointer, tuple(above), fixed_meet=fixed_meet
-    )

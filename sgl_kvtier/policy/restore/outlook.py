@@ -29,7 +29,7 @@ class Outlook:
         self._pace: Pace | None = None
         """Costs and links as known in this step, until loads begin."""
         self._left_of: Restoration | None = None
-        self._left = Open([], 0, [], 0)
+        self._left = Open([], 0, [], [], 0)
         """The open pages of the request that was evaluated last, with that pace."""
 
     def begin(self) -> None:

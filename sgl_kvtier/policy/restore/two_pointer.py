@@ -2,9 +2,9 @@
 delivered exactly once.
 
 Cake (section 4, appendix A) and CacheFlow (section 3.1) run one pointer from either end. Here a
-unit (a page, or a layer) has a state of its own. So a unit that fails to load goes to the front,
-and landed units behind a hole are still useful: the front computes the hole and steps over the
-landed units behind it.
+unit (a page, or a layer) has a state of its own. So a unit that is stored nowhere, or fails to
+load, goes to the front, and landed units behind a hole are still useful: the front computes the
+hole and steps over the landed units behind it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _LOADING: Final = b"\4"
 _LANDED: Final = b"\5"
 _SPLICED: Final = b"\6"
 _FREE_RUN: Final = re.compile(_FREE + b"+")
+_LANDED_RUN: Final = re.compile(_LANDED + b"+")
+_LOST_RUN: Final = re.compile(_LOST + b"+")
 _UNLANDED_RUN: Final = re.compile(b"[" + _FREE + _LOADING + b"]+")
 
 
@@ -66,7 +68,7 @@ class TwoPointer:
 
     @property
     def open(self) -> int:
-        """Number of units that neither end has taken, including those that failed to load."""
+        """Number of units that neither end has taken, including those that cannot be loaded."""
         return self._state.count(_FREE) + self._state.count(_LOST)
 
     def free_in(self, span: Span) -> int:
@@ -90,15 +92,30 @@ class TwoPointer:
         return [run.span() for run in _UNLANDED_RUN.finditer(self._state, start)]
 
     def lost_in(self, span: Span) -> int:
-        """Number of units of `span` that failed to load and were not computed yet."""
+        """Number of units of `span` that failed to load, or are stored nowhere, and were not
+        computed yet.
+        """
         return self._state.count(_LOST, span.start, span.stop)
 
     def lost_from(self, start: int) -> int:
         """The same from unit `start` on."""
         return self._state.count(_LOST, start)
 
+    def first_lost(self, start: int) -> int:
+        """The first such unit from `start` on; `units` where there is none."""
+        lost = self._state.find(_LOST, start)
+        return lost if lost >= 0 else self._units
+
+    def lost_runs(self, start: int) -> list[tuple[int, int]]:
+        """Runs of such units behind `start`, like `free_runs`. One that begins there, or behind
+        units that have landed there, is not among them: the front is at it.
+        """
+        landed = _LANDED_RUN.match(self._state, start)
+        first = landed.end() if landed else start
+        return [run.span() for run in _LOST_RUN.finditer(self._state, first) if run.start() > first]
+
     def lost_run(self, start: int) -> int:
-        """Number of consecutive units from `start` on that failed to load."""
+        """Number of consecutive units from `start` on that can only be computed."""
         ahead = self._state[start:]
         return len(ahead) - len(ahead.lstrip(_LOST))
 
@@ -147,6 +164,11 @@ class TwoPointer:
         """
         stop = min(self._front + count, self.barrier())
         return self._advance(Span(self._front, stop), _TAKEN)
+
+    def lack(self, span: Span) -> None:
+        """Untouched units of `span` cannot be loaded: they belong to the front."""
+        piece = self._state[span.start : span.stop]
+        self._state[span.start : span.stop] = piece.replace(_FREE, _LOST)
 
     def computed_up_to(self, unit: int) -> None:
         """The claimed units below `unit` have been computed."""

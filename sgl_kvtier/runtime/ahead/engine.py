@@ -445,7 +445,8 @@ class LookaheadEngine:
         if r is not None and r.admitted:
             first = prefix // self.context.page
             for span, tier in r.sources:
-                below[tier] = max(0, span.stop - max(span.start, first)) * self.context.page
+                pages = max(0, span.stop - max(span.start, first))
+                below[tier] = below.get(tier, 0) + pages * self.context.page
             device = prefix
         else:
             device = req.cached_tokens_device

@@ -189,6 +189,10 @@ class KVTierStorage(HiCacheStorage):
         del extra_info
         return leading(self._has(keys, KV))
 
+    def stored(self, keys: Sequence[str]) -> list[bool]:
+        """Which of these pages are there. No disk access."""
+        return self._has(keys, KV)
+
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:

@@ -6,24 +6,35 @@ Whatever is refused here goes SGLang's own way and is counted under the reason. 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_kvtier.policy.messages import RestoreOffered
+from sgl_kvtier.runtime.ranks.polls import runs_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
-from sgl_kvtier.runtime.sglang import requests, storage_ops
+from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req
 from sgl_kvtier.runtime.step.context import StepContext
+from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Span, Tier
 
 LATER = 0.0
 """The time in facts noted between two ticks; the tick puts the agreed one in."""
 
 
+class Stored(NamedTuple):
+    """Pages of a prompt in storage: from page `start` on those of `keys`, except `holes`."""
+
+    start: int
+    keys: tuple[PageKey, ...]
+    holes: tuple[Span, ...] = ()
+
+
 class Offers:
-    """Which prefixes are offered to the planner: hits of storage, and host pages of requests that
-    wait. `restorations` and `loads` are the engine's; what is offered becomes one of the former.
+    """Which prefixes are offered to the planner: hits of storage, what it has behind a missing
+    page, and host pages of requests that wait. `restorations` and `loads` are the engine's; what is
+    offered becomes one of the former.
     """
 
     def __init__(
@@ -44,8 +55,8 @@ class Offers:
         self._loads = loads
         self._counters = counters
         self._leave = leave
-        self._looking: dict[Any, None] = {}
-        self._again: dict[Any, tuple[Any, int | None, tuple[PageKey, ...]]] = {}
+        self._looking: dict[Any, Stored | None] = {}
+        self._again: dict[Any, tuple[Any, Stored | None]] = {}
 
     @property
     def open(self) -> bool:
@@ -70,33 +81,36 @@ class Offers:
 
     def hit(self, operation: Operation, hit_tokens: int) -> bool:
         """A storage hit of a waiting request, before SGLang reserves host pages. True: restored."""
-        keys = tuple(
-            PageKey(bytes.fromhex(h))
-            for h in operation.hash_value[: hit_tokens // self._context.page]
-        )
         req = self._context.waiting(operation.handle)
         if req is not None and store_of(self._context.tree.cache_controller) is None:
             return self._fall_back("another backend")
         return req is not None and self._offer(
-            req, operation.storage_start // self._context.page, keys
+            req, stored_of(operation, hit_tokens, self._context.page)
         )
 
-    def look_at(self, handle: Handle) -> None:
-        """A waiting request without pages in storage: its host pages may be offered next tick."""
-        if self.taking:
-            self._looking[handle] = None
+    def look_at(self, handle: Handle, operation: Operation | None = None) -> None:
+        """A waiting request for which SGLang reads nothing. Pages that storage has behind a missing
+        one, by this operation, may be offered next tick, else its host pages.
+        """
+        if not self.taking:
+            return
+        self._looking[handle] = None
+        if operation is not None and not operation.is_terminated():
+            hit_tokens = operation.storage_hit_count
+            stored = stored_of(operation, hit_tokens, self._context.page)
+            self._looking[handle] = stored if stored.holes else None
 
     def again(self, r: Restoration) -> None:
         """Offers what a restoration that has ended was made of."""
-        self._offer(r.req, r.pages - len(r.keys), r.keys, taken=True)
+        self._offer(r.req, Stored(r.pages - len(r.keys), r.keys, r.holes), taken=True)
 
     def make(self) -> None:
         """Offers host pages of requests queued, or looked up in storage, since the last tick."""
         looking, self._looking = self._looking, {}
         again, self._again = self._again, {}
-        for req, storage_start, keys in again.values():
-            self._offer(req, storage_start, keys, taken=True)
-        for handle in looking:
+        for req, stored in again.values():
+            self._offer(req, stored, taken=True)
+        for handle, stored in looking.items():
             req = self._context.waiting(handle)
             if (
                 req is None
@@ -104,12 +118,12 @@ class Offers:
                 or storage_ops.asked(self._context.tree, handle)
             ):
                 continue
+            if stored is not None and self._offer(req, stored):
+                continue
             if requests.found(req).host >= self.min_tokens:
-                self._offer(req, None, ())
+                self._offer(req, None)
 
-    def _offer(
-        self, req: Req, storage_start: int | None, keys: tuple[PageKey, ...], taken: bool = False
-    ) -> bool:
+    def _offer(self, req: Req, stored: Stored | None, taken: bool = False) -> bool:
         """`taken`: SGLang has dropped its own transfer from storage, so no pages are left to it."""
         reason = (
             "again"
@@ -118,10 +132,10 @@ class Offers:
             if self.taking
             else "switched off"
         )
-        found = reason or find(self._context, req, storage_start, keys)
-        if isinstance(found, Restoration) and (
-            found.pages - found.resident
-        ) * self._context.page < max(1, self.min_tokens):
+        found = reason or find(self._context, req, stored)
+        if isinstance(found, Restoration) and found.tokens(self._context.page) < max(
+            1, self.min_tokens
+        ):
             found = "short"
         if isinstance(found, Restoration):
             offer = RestoreOffered(
@@ -133,7 +147,7 @@ class Offers:
         if any(load.restoration.rid == req.rid and not load.written_off for load in self._loads):
             # Loads of an earlier restoration of it are still in flight; their reports must not be
             # taken for this one's.
-            self._again[req.cache_request_handle] = (req, storage_start, keys)
+            self._again[req.cache_request_handle] = (req, stored)
             return True
         found.node_lock = self._context.tree.lock(req.last_node)
         if len(found.host_slots):
@@ -148,12 +162,19 @@ class Offers:
         return False
 
 
-def find(
-    context: StepContext, req: Req, storage_start: int | None, keys: tuple[PageKey, ...]
-) -> Restoration | str:
-    """A waiting request's restoration by a fresh match, or why there is none. `keys` are pages in
-    storage from page `storage_start` of the prompt on. Between the tree's pages and those there
-    must be no gap; pages that are in both count as the tree's.
+def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:
+    """What storage has of a waiting request's prompt: a hit of `hit_tokens`, and the pages behind
+    its end.
+    """
+    start, hit = operation.storage_start // page, hit_tokens // page
+    names, there = stored_pages.up_to_the_last(operation, hit)
+    holes = (Span(start + low, start + high) for low, high in runs_of(there, 0, hit, len(there)))
+    return Stored(start, from_hex(names), tuple(holes))
+
+
+def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration | str:
+    """A waiting request's restoration by a fresh match, or why there is none. Between the tree's
+    pages and those in storage must be no gap; pages that are in both count as the tree's.
     """
     page = context.page
     there = requests.match(req, context.tree)
@@ -166,12 +187,23 @@ def find(
     if in_tree > resident and context.host.write_back:
         # SGLang frees host copies of pages that are on the device too, pinned or not
         return "write-back"
-    if storage_start is None:
-        storage_start = in_tree
-    if storage_start > in_tree:
+    if stored is None:
+        stored = Stored(in_tree, ())
+    if stored.start > in_tree:
         return "gap"
-    end = max(storage_start + len(keys), in_tree)
-    sources = ((Span(resident, in_tree), Tier.HOST), (Span(in_tree, end), Tier.STORAGE))
+    end = max(stored.start + len(stored.keys), in_tree)
+    holes = tuple(
+        Span(max(hole.start, in_tree), hole.stop) for hole in stored.holes if hole.stop > in_tree
+    )
+    islands = zip(
+        (in_tree, *(hole.stop for hole in holes)),
+        (*(hole.start for hole in holes), end),
+        strict=True,
+    )
+    sources = (
+        (Span(resident, in_tree), Tier.HOST),
+        *((Span(first, stop), Tier.STORAGE) for first, stop in islands),
+    )
     return Restoration(
         rid=req.rid,
         req=req,
@@ -179,6 +211,7 @@ def find(
         resident=resident,
         pages=end,
         sources=tuple((span, tier) for span, tier in sources if span),
-        keys=keys[in_tree - storage_start :],
+        keys=stored.keys[in_tree - stored.start :],
         host_slots=host,
+        holes=holes,
     )

@@ -89,9 +89,11 @@ class Restoration:
     pages: int
     sources: tuple[tuple[Span, Tier], ...]
     keys: tuple[PageKey, ...]
-    """Keys of the pages in storage: those of the last `len(keys)` pages."""
+    """Keys of the last `len(keys)` pages, which are in storage or in `holes`."""
     host_slots: torch.Tensor
     """Token slots of the pages in host memory: those from `resident` on."""
+    holes: tuple[Span, ...] = ()
+    """Pages that no tier has."""
     node_lock: Any = None
     host_pin: Pin | None = None
     mode: Mode | None = None
@@ -120,6 +122,10 @@ class Restoration:
 
     def __post_init__(self) -> None:
         self.front = self.resident
+
+    def tokens(self, page_tokens: int) -> int:
+        """Tokens that could be loaded."""
+        return sum(len(span) for span, _ in self.sources) * page_tokens
 
     def tier_of(self, page: int) -> Tier:
         """The tier of a page when it was offered."""

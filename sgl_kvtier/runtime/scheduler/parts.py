@@ -168,7 +168,7 @@ class Parts:
             view = self.views.of(context.scheduler, context.moment())
             before = self.views.before(view, context.scheduler, offer.rid)
             why = self.planner.query(LeftToEngine(offer, before))
-            self.views.left(offer.rid, 0 if why is None else offer.pages * context.page)
+            self.views.left(offer.rid, 0 if why is None else offer.unbroken * context.page)
             return why
         except Exception:
             logger.exception("kvtier: the restore planner failed; a prefix is left to SGLang")

@@ -22,7 +22,9 @@ from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.host_pins import evict_others
 from sgl_kvtier.runtime.scheduler import setup as restore_setup
 from sgl_kvtier.runtime.scheduler.parts import Parts
+from sgl_kvtier.runtime.sglang import storage_ops, tree_ranks
 from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.stored_pages import StoredPages
 from sgl_kvtier.runtime.sglang.types import Operation, Req
 from sgl_kvtier.runtime.step.page_names import from_hex
 from sgl_kvtier.types import PageKey, Tier
@@ -48,6 +50,8 @@ class KVTierRadixCache(UnifiedRadixCache):
         self._allocate = self.cache_controller.allocate_storage_hit
         self.cache_controller.allocate_storage_hit = self._offer_or_allocate
         self.kvtier = restore_setup.build(self, server_args)
+        if tree_ranks.stages(self) == 1:  # else SGLang looks on the first stage alone
+            StoredPages(self.cache_controller, self.kvtier.agreement.alone)
 
     def check_hicache_events(self) -> None:
         """SGLang's own events. It would ask storage again for what it dropped in favour of a
@@ -120,10 +124,13 @@ class KVTierRadixCache(UnifiedRadixCache):
         return answer
 
     def revoke_pending_prefetch(self, request: Any) -> None:
-        """Storage has nothing more for this request, or its transfer is ours now."""
+        """Storage has nothing more for this request from its first missing page on, or its transfer
+        is ours now.
+        """
+        operation = storage_ops.of(self, request)
         super().revoke_pending_prefetch(request)
         if self.kvtier is not None and not self._taken_over:
-            self.kvtier.engine.offers.look_at(request)
+            self.kvtier.engine.offers.look_at(request, operation)
 
     def _handle_prefetch_result(self, operation: Operation) -> None:
         """SGLang has read a waiting request's pages to host memory, and puts them into the tree."""

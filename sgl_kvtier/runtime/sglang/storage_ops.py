@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
+from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Scheduler, Tree
+
+
+def of(tree: Tree, handle: Handle) -> Operation | None:
+    """The operation of this request that is under way."""
+    operation: Operation | None = getattr(tree.ongoing_prefetch.get(handle), "operation", None)
+    return operation
 
 
 def asked(tree: Tree, handle: Handle) -> bool:
@@ -21,7 +27,7 @@ def answer_is_due(tree: Tree, handle: Handle) -> bool:
     """Whether storage has been asked and has not said yet how much it has. It answers from memory:
     that takes a step or two.
     """
-    operation = getattr(tree.ongoing_prefetch.get(handle), "operation", None)
+    operation = of(tree, handle)
     return (
         operation is not None and operation.host_indices is None and not operation.is_terminated()
     )

@@ -229,6 +229,7 @@ class Operation(Protocol):
 
     handle: Any
     hash_value: Sequence[str]
+    all_hash_values: Sequence[str] | None
     storage_start: int
     storage_hit_count: int
     completed_tokens: int

@@ -107,6 +107,8 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_run_goes_on(
         (["--lengths", "1000"], "whole pages"),
         (["--arms", "kvtier"], "must be among them"),
         (["--no-grid"], "add --fluctuate"),
+        (["--hole", "first", "--at-once", "2"], "--hole: not with --at-once"),
+        (["--hole", "first", "--fluctuate", "1"], "--hole: not with --fluctuate"),
         (["--url", "http://127.0.0.1:1", "--decision-log", "d.jsonl"], "names its own"),
     ],
 )

@@ -209,6 +209,30 @@ def test_a_server_that_brings_nothing_back_is_refused() -> None:
         measure(Forgetful(), SMALL, RestoreLog())
 
 
+class Holed(RestoringServer):
+    """The first page is gone whenever the store is asked: SGLang's own load brings nothing."""
+
+    async def cached(self, input_ids: list[int]) -> dict[str, int]:
+        found = await super().cached(input_ids)
+        return found | ({"storage": 0} if self.restore == "off" else {})
+
+
+def test_with_a_hole_nothing_is_loaded_by_sglang_and_there_is_no_bound() -> None:
+    log = RestoreLog()
+    measure(Holed(), dataclasses.replace(SMALL, hole=True), log)
+    for row in cells(log):
+        assert row["loaded_tokens"] == {"compute": 0, "load": 0, "stock_timeout": 0, "kvtier": 256}
+        assert row["bound_ms"] is row["link_bound_ms"] is row["tstar_ms"] is None
+        assert row["speedup_vs_best_single"] is not None
+
+    class Forgetful(Holed):
+        async def cached(self, input_ids: list[int]) -> dict[str, int]:
+            return await super().cached(input_ids) | {"storage": 0}
+
+    with pytest.raises(BenchError, match="0 tokens of a stored prefix"):
+        measure(Forgetful(), dataclasses.replace(SMALL, hole=True), RestoreLog())
+
+
 def test_what_is_planned_is_what_is_made() -> None:
     log = RestoreLog()
     measure(RestoringServer(), SMALL, log)

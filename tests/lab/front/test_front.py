@@ -184,3 +184,15 @@ def test_a_stalled_page_ends_later_and_whole(filled: DiskStore) -> None:
     assert all(job.wait(60) for job in jobs)
     assert {job.outcomes[0] for job in jobs} == {ReadOutcome.OK}
     assert time.monotonic() - started >= 0.05
+
+
+def test_pages_are_gone_when_they_are_looked_up(filled: DiskStore) -> None:
+    keys = list(PAGES)
+    assert Faulty(filled, FaultConfig(lose_first=2)).lookup(keys[3:8]) == [
+        *[Lookup.MISS] * 2,
+        *[Lookup.HIT] * 3,
+    ]
+    assert filled.lookup(keys[3:5]) == [Lookup.MISS] * 2, "deleted, not hidden"
+    answers = Faulty(filled, FaultConfig(lose_rate=0.5, seed=1)).lookup(keys)
+    assert filled.lookup(keys) == answers
+    assert 3 < answers.count(Lookup.HIT) < 15

@@ -50,6 +50,7 @@ def test_all_kinds_of_trouble_come_up() -> None:
         "write_error_rate",
         "corrupt_rate",
         "stall_ms",
+        "lose_rate",
     }
 
 

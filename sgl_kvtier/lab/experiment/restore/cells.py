@@ -195,6 +195,7 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
     discarded = [
         t for t in log.of(scale.model, scale.length, DISCARDED) if t.load_over_compute == ratio
     ]
+    loaded = {arm: _loaded(good, arm) for arm in arms}
     return {
         "model": scale.model,
         "length": scale.length,
@@ -216,8 +217,8 @@ def _cell(log: RestoreLog, scale: Scale, ratio: float, trials: Sequence[Trial]) 
         "speedup_vs_load": _over(load, ours),
         "speedup_vs_compute": _over(compute, ours),
         "speedup_vs_best_single": _over(single, ours),
-        **_bounds(log, scale, trials[0].gbps, middle),
-        "loaded_tokens": {arm: _loaded(good, arm) for arm in arms},
+        **_bounds(log, scale, trials[0].gbps, {} if loaded.get(LOAD) == 0 else middle),
+        "loaded_tokens": loaded,
         **equality(log, scale, [*trials, *first, *discarded]),
         "errors": errors_by_arm([*trials, *first]),
         "foreign_cores": max(

@@ -19,7 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.restore.arms import COMPUTE, DEFAULT_RESTORE_ARMS, LOAD, RESTORE_ARMS
+from sgl_kvtier.lab.experiment.restore.arms import (
+    COMPUTE,
+    DEFAULT_RESTORE_ARMS,
+    LOAD,
+    OURS,
+    RESTORE_ARMS,
+)
 from sgl_kvtier.lab.experiment.restore.bound import curve_points
 from sgl_kvtier.lab.experiment.restore.log import (
     CURVE,
@@ -69,6 +75,10 @@ class GridOptions:
     always_store: bool = False
     """Prime and warm up also where every trial is in the log already: something else follows that
     needs it.
+    """
+    hole: bool = False
+    """The first page of every prefix is gone when storage is asked for it: SGLang's load reads
+    nothing.
     """
     curve_step: int | None = None
     """Tokens between two points of the compute curve; None: a chunk."""
@@ -181,9 +191,10 @@ class Grid:
 
     async def _warm_up(self, scale: Scale, ids: Sequence[int]) -> None:
         """Every arm once, so that costs and bandwidths are known; the loading one has to bring all
-        of the prefix.
+        of the prefix, ours some of one with a hole.
         """
         gbps = scale.gbps(1.0)
+        loader, least = (OURS, 1) if self.options.hole else (LOAD, scale.length)
         for arm in self.options.arms:
             for _ in range(3 if RESTORE_ARMS[arm].estimates else 1):
                 self.describe(f"{scale.model} {scale.length:,} tokens: warming up {arm}")
@@ -193,7 +204,7 @@ class Grid:
                 self.log.keep(one)
                 if one.error is not None:
                     raise BenchError(f"{arm}: the warm-up request failed: {one.error}")
-                if arm == LOAD and (one.cached is None or one.cached.storage < scale.length):
+                if arm == loader and (one.cached is None or one.cached.storage < least):
                     found = "nothing" if one.cached is None else f"{one.cached.storage} tokens"
                     raise BenchError(
                         f"{found} of a stored prefix of {scale.length} tokens came back from storage. The server needs "

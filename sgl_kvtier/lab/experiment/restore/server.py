@@ -127,6 +127,8 @@ def _sections(
         "decision_log": decision_log,
         "rules": RULES_IN_TURN if args.at_once else FIXED_SPLITS if args.fluctuate else "",
     }
+    if args.hole:
+        found["lab"]["faults"] = {"lose_first": 1}
     return found
 
 

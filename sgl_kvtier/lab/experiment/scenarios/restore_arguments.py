@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-grid", action="store_true", help="with --fluctuate: only what its bound needs"
     )
+    parser.add_argument(
+        "--hole",
+        choices=("first",),
+        help="the first page of every prefix is deleted whenever the store is asked for it: SGLang's own load reads nothing",
+    )
     _add_batch_arguments(parser.add_argument_group("several at once"))
     parser.add_argument(
         "--foreign",
@@ -165,6 +170,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     if is_paced(args.device):
         _check_paced(args)
     _check_batches(args)
+    for name in ("url", "at_once", "fluctuate"):
+        if args.hole and getattr(args, name):
+            raise BenchError(f"--hole: not with --{name.replace('_', '-')}; leave one of them out")
     if args.no_grid and not args.fluctuate:
         raise BenchError("--no-grid leaves nothing to measure: add --fluctuate N")
     if args.decision_log is not None:

@@ -76,6 +76,11 @@ STANDING = (
     "made again (`discarded` in `trials`) are compared as well; their times count for nothing.",
 )
 
+HOLE = (
+    "The first page of every prefix was deleted whenever the store was asked for it (--hole first). SGLang's own load ends at the first "
+    "missing page: it reads nothing, so that there is no bound of loading and computing."
+)
+
 
 def run_grid(args: argparse.Namespace) -> int:
     """Measures and reports; the exit status."""
@@ -88,7 +93,11 @@ def run_grid(args: argparse.Namespace) -> int:
         results=one.results,
         tables=restore_tables,
         page=restore_page,
-        standing=[*paced_notes(paced_of(args)), *standing(args.slow_rounds)],
+        standing=[
+            *([HOLE] if args.hole else ()),
+            *paced_notes(paced_of(args)),
+            *standing(args.slow_rounds),
+        ],
         notes=one.notes,
         measured=lambda: bool(one.log.trials),
         sound=lambda result: is_sound(result["summary"]) and not one.lost_pace(),
@@ -204,6 +213,7 @@ class Restoring:
             "rounds": rounds_of(args),
             "slow_rounds": args.slow_rounds,
             "seed": args.seed,
+            "hole": args.hole,
             "foreign_cores_limit": _foreign(args),
             "cores": os.cpu_count(),
             "server_commands": self.commands,
@@ -315,6 +325,7 @@ def _options(args: argparse.Namespace, model: str, page: int, chunk: int) -> Gri
         slow_rounds=args.slow_rounds,
         seed=args.seed,
         always_store=bool(args.fluctuate),
+        hole=args.hole is not None,
         curve_step=min(chunk, _PACED_CURVE_STEP) if paced else None,
     )
 
@@ -345,5 +356,6 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "chunk": shape.chunk,
         "strict": args.strict,
         "server_args": args.server_arg,
+        **({"hole": args.hole} if args.hole else {}),
         **({} if paced is None else {"paced": paced.document()}),
     }

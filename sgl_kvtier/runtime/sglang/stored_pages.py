@@ -1,0 +1,86 @@
+"""Which pages of a prompt storage has behind the first one that it lacks, on every rank.
+
+SGLang asks storage how many pages of a prompt there are without a gap, and takes the least of all
+ranks' answers. Which pages lie behind the gap goes with that reduction: no collective is added, and
+all ranks know the same. SGLang's prefetch thread looks, the scheduler's thread reads the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_kvtier.runtime.sglang.attached import store_of
+from sgl_kvtier.runtime.sglang.types import Operation
+
+logger = logging.getLogger(__name__)
+
+_ANSWER = "kvtier_stored"
+"""Where an operation has one byte for each page that it asks for: 1 where every rank has it."""
+
+
+class StoredPages:
+    """Looks behind the gap for the operations of one controller, while it is attached to our
+    store. Replaces calls of the controller, which has no callbacks.
+    """
+
+    def __init__(self, controller: Any, alone: bool) -> None:
+        """`alone`: no other rank has to agree."""
+        self._controller = controller
+        self._agree: Callable[[Any, int], int] = controller._sync_prefetch_hit_query
+        self._reduce: Callable[[torch.Tensor, Any, Any], None] = controller._all_reduce
+        self._mine: torch.Tensor | None = None
+        controller._sync_prefetch_hit_query = self._ask
+        if not alone:
+            controller._all_reduce = self._reduce_both
+
+    def _ask(self, operation: Any, hit_tokens: int) -> int:
+        """In place of SGLang's reduction of one operation's hit."""
+        self._mine = self._there(operation, hit_tokens // self._controller.page_size)
+        try:
+            agreed = self._agree(operation, hit_tokens)
+            setattr(operation, _ANSWER, bytes(self._mine.tolist()))
+        finally:
+            self._mine = None
+        return agreed
+
+    def _reduce_both(self, data: torch.Tensor, op: Any, groups: Any) -> None:
+        mine = self._mine
+        if mine is None or groups is not self._controller.prefetch_hits_sync_groups:
+            self._reduce(data, op, groups)
+            return
+        whole = torch.cat([data, mine.to(data.dtype)])
+        self._reduce(whole, op, groups)
+        data.copy_(whole[: len(data)])
+        self._mine = whole[len(data) :]
+
+    def _there(self, operation: Any, hit: int) -> torch.Tensor:
+        """Which of its pages this rank has: as many numbers on every rank, also where it was given
+        up or storage could not be asked.
+        """
+        there = torch.zeros(len(operation.token_ids) // self._controller.page_size, dtype=torch.int)
+        there[:hit] = 1
+        names, backend = operation.all_hash_values, store_of(self._controller)
+        if backend is None or not names or operation.pool_transfers:
+            return there
+        behind = names[hit : len(there)]
+        if behind:
+            try:
+                there[hit : hit + len(behind)] = torch.tensor(backend.stored(behind))
+            except Exception:
+                logger.exception("kvtier: storage could not be asked for pages behind a gap")
+        return there
+
+
+def up_to_the_last(operation: Operation, hit: int) -> tuple[Sequence[str], bytearray]:
+    """Names of an operation's pages up to the last one that every rank has, and whether they all
+    have each: of those behind its hit of `hit` pages 0 or 1.
+    """
+    there = bytearray(getattr(operation, _ANSWER, b""))
+    end = there.rfind(1) + 1
+    if end <= hit:
+        return operation.hash_value[:hit], bytearray(b"\1" * hit)
+    return (operation.all_hash_values or ())[:end], there[:end]

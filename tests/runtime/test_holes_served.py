@@ -1,0 +1,69 @@
+"""A prompt's stored pages behind a missing one are used, by a real server: by two ranks too, one of
+which has lost other pages than the other.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from restore_lab import CHUNK, GBPS, LONG, counts
+from serving import config_file, flags, prompts, serving
+
+pytestmark = pytest.mark.server
+
+CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+POLICY = {"restore": "both", "min_restore_tokens": 64}
+
+
+def test_without_its_first_page_a_prefix_is_restored_and_the_page_is_stored_again(
+    tmp_path: Path,
+) -> None:
+    sections = {"throttle": {"read_gbps": GBPS}, "policy": POLICY, "faults": {"lose_first": 1}}
+    asked = prompts(3, tokens=LONG, seed=5)
+    arguments = flags(chunked_prefill_size=CHUNK, page_size=16)
+    with serving(tmp_path, arguments, config_file(tmp_path, **sections)) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        pages = server.metric("kvtier:store_pages")
+        server.restore("off")
+        stock = [server.ask(ids) for ids in asked]
+        assert [one.storage for one in stock] == [0] * 3, "its hit ends at the first missing page"
+        server.restore("both")
+        for _ in range(2):
+            server.flush()
+            assert server.metric("kvtier:store_pages") == pages, "the hole was filled"
+            again = [server.ask(ids) for ids in asked]
+            assert [one.tokens for one in again] == [one.tokens for one in first]
+            assert all(0 < one.storage < LONG - 16 for one in again)
+        time.sleep(1.2)  # counters are published twice a second
+        found = counts(server)
+    assert found["ended_total met"] == found["started_total both configured"] == 6
+    assert found["loaded_tokens_total storage"] > 0
+    assert found["planner_failures_total"] == 0
+    assert not any(found.get(f"lost_pages_total {why}") for why in ("miss", "failed"))
+
+
+def test_two_ranks_with_different_holes_load_what_both_have(tmp_path: Path) -> None:
+    sections = {
+        "throttle": {"read_gbps": GBPS},
+        "policy": POLICY,
+        "faults": {"lose_rate": 0.005, "lose_first": 2, "stall_ms": 50, "seed": 4, "rank": 1},
+    }
+    arguments = flags(
+        "tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, tp_size=2
+    )
+    asked = prompts(4, tokens=LONG, seed=6)
+    with serving(tmp_path, arguments, config_file(tmp_path, **sections), **CHECKED) as server:
+        first = [server.ask(ids) for ids in asked]
+        server.flush()
+        with ThreadPoolExecutor(len(asked)) as pool:
+            again = list(pool.map(server.ask, asked))
+        assert [one.tokens for one in again] == [one.tokens for one in first]
+        assert 0 < sum(one.storage for one in again) < len(asked) * (LONG - 32)
+        time.sleep(1.2)
+        found = counts(server)
+    assert found["ended_total met"] == found["started_total both configured"] == len(asked)
+    assert found["planner_failures_total"] == 0

@@ -1,0 +1,274 @@
+"""What storage has behind a missing page: looked up on every rank, agreed on with SGLang's own
+reduction, and offered with its holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from sgl_kvtier.policy.messages import RestoreOffered
+from sgl_kvtier.runtime.restore.counters import RestoreCounters
+from sgl_kvtier.runtime.restore.offers import Offers, Stored
+from sgl_kvtier.runtime.restore.offers import stored_of as found
+from sgl_kvtier.runtime.restore.restoration import Restoration
+from sgl_kvtier.runtime.sglang.stored_pages import StoredPages
+from sgl_kvtier.types import PageKey, Span, Tier
+
+PAGE = 4
+NAMES = [f"{number:064x}" for number in range(10)]
+_PLAIN = (
+    "return_logprob",
+    "return_hidden_states",
+    "input_embeds",
+    "positional_embed_overrides",
+    "multimodal_inputs",
+    "token_indices_to_pool",
+    "is_prefill_only",
+    "beam_group",
+    "session",
+)
+"""What a request for text alone does not ask for."""
+KEYS = [PageKey(bytes.fromhex(name)) for name in NAMES]
+
+
+class Handle(NamedTuple):
+    """SGLang's name of a request."""
+
+    rid: str
+
+
+R = Handle("r")
+
+
+class Backend:
+    """A store with these pages of `NAMES`; it notes what it is asked."""
+
+    begin_read = None
+
+    def __init__(self, pages: Sequence[int]) -> None:
+        self.pages = pages
+        self.asked: list[list[str]] = []
+
+    def stored(self, names: list[str]) -> list[bool]:
+        self.asked.append(names)
+        return [NAMES.index(name) in self.pages for name in names]
+
+
+class Controller:
+    """SGLang's, as far as it queries storage: another rank gives `other` into each reduction."""
+
+    page_size = PAGE
+
+    def __init__(self, backend: Any, other: Sequence[int] | None = None) -> None:
+        self.storage_backend = SimpleNamespace(_backend=backend)
+        self.prefetch_hits_sync_groups: list[Any] = []
+        self.other_groups: list[Any] = []
+        self.other = other
+        self.reduced: list[list[int]] = []
+
+    def _sync_prefetch_hit_query(self, operation: Any, hit_tokens: int) -> int:
+        packed = torch.tensor([hit_tokens, 99], dtype=torch.int)
+        self._all_reduce(packed, "min", self.prefetch_hits_sync_groups)
+        return int(packed[0])
+
+    def _all_reduce(self, data: torch.Tensor, op: Any, groups: Any) -> None:
+        self.reduced.append(data.tolist())
+        if self.other is not None and groups is self.prefetch_hits_sync_groups:
+            data.copy_(torch.minimum(data, torch.tensor(self.other, dtype=data.dtype)))
+
+
+def operation(names: Sequence[str] | None = NAMES, start: int = 0) -> Any:
+    """A question for all pages of `NAMES`, before the answer."""
+    return SimpleNamespace(
+        token_ids=range(len(NAMES) * PAGE + 3),
+        all_hash_values=names,
+        hash_value=[],
+        pool_transfers=None,
+        storage_start=start * PAGE,
+        storage_hit_count=0,
+        handle=R,
+        is_terminated=lambda: False,
+    )
+
+
+def ask(controller: Controller, one: Any, hit: int, alone: bool = True) -> int:
+    """What SGLang's thread does with a hit of so many pages; the agreed hit in pages."""
+    if controller._sync_prefetch_hit_query.__func__ is Controller._sync_prefetch_hit_query:  # type: ignore[attr-defined]
+        StoredPages(controller, alone)
+    one.storage_hit_count = controller._sync_prefetch_hit_query(one, hit * PAGE)
+    one.hash_value = NAMES[: one.storage_hit_count // PAGE]
+    return int(one.storage_hit_count) // PAGE
+
+
+def test_pages_behind_the_first_missing_one_are_found() -> None:
+    backend, one = Backend([0, 1, 4, 5, 7]), operation(start=3)
+    assert ask(Controller(backend), one, 2) == 2
+    assert backend.asked == [NAMES[2:]], "those before the gap are known"
+    assert found(one, 2 * PAGE, PAGE) == Stored(3, tuple(KEYS[:8]), (Span(5, 7), Span(9, 10)))
+
+
+def test_a_prefix_without_a_gap_is_what_sglang_found() -> None:
+    backend, one = Backend(range(10)), operation()
+    assert ask(Controller(backend), one, 10) == 10
+    assert backend.asked == []
+    assert found(one, 10 * PAGE, PAGE) == Stored(0, tuple(KEYS))
+    # it reads less of it where there is no more room
+    assert found(one, 0, PAGE).holes == ()
+
+
+def test_where_nothing_lies_behind_the_gap_there_is_no_hole() -> None:
+    one = operation()
+    assert ask(Controller(Backend([0, 1])), one, 2) == 2
+    assert found(one, 2 * PAGE, PAGE) == Stored(0, tuple(KEYS[:2]))
+
+
+def test_ranks_agree_on_the_pages_that_all_of_them_have() -> None:
+    other = [1 * PAGE, 99, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0]
+    controller, one = Controller(Backend([0, 1, 4, 5, 7, 9]), other), operation()
+    assert ask(controller, one, 2, alone=False) == 1
+    assert controller.reduced == [[2 * PAGE, 99, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1]]
+    assert found(one, PAGE, PAGE) == Stored(0, tuple(KEYS[:8]), (Span(1, 4), Span(6, 7)))
+
+
+def test_a_rank_that_did_not_look_gives_as_many_numbers() -> None:
+    """It was told to give up before it had asked, or has another backend, or failed."""
+    cases = [
+        (Backend(range(10)), operation(None)),
+        (SimpleNamespace(), operation()),
+        (SimpleNamespace(begin_read=None), operation()),
+    ]
+    for backend, one in cases:
+        controller = Controller(backend, [0, 99, *[1] * 10])
+        assert ask(controller, one, 0, alone=False) == 0
+        assert controller.reduced == [[0, 99, *[0] * 10]]
+        assert found(one, 0, PAGE) == Stored(0, ())
+
+
+def test_other_reductions_stay_as_they_are() -> None:
+    controller = Controller(Backend([1]), [0, 99, *[1] * 10])
+    ask(controller, operation(), 0, alone=False)
+    controller._all_reduce(torch.tensor([5]), "min", controller.other_groups)
+    assert controller.reduced[-1] == [5]
+
+
+# --- what is offered of it ------------------------------------------------------------------------
+
+
+def request(device: int, host: int) -> Any:
+    """A waiting request with so many pages of its prompt in memory."""
+    return SimpleNamespace(
+        rid="r",
+        cache_request_handle=R,
+        prefix_len=device * PAGE,
+        host_hit_length=host * PAGE,
+        init_next_round_input=lambda tree: None,
+        full_untruncated_fill_ids=range(len(NAMES) * PAGE + 3),
+        best_match_node=1,
+        last_node=1,
+        **dict.fromkeys(_PLAIN),
+    )
+
+
+def offers_for(req: Any, why_left: str | None = None, min_tokens: int = 0) -> tuple[Offers, Any]:
+    """The offers of a process in which this request waits, and what hangs on them."""
+    restorations: dict[str, Restoration] = {}
+    backend = SimpleNamespace(_backend=SimpleNamespace(begin_read=None))
+    context: Any = SimpleNamespace(
+        page=PAGE,
+        facts=[],
+        waiting=lambda handle: req,
+        tree=SimpleNamespace(
+            cache_controller=SimpleNamespace(storage_backend=backend),
+            lock=lambda node: None,
+            ongoing_prefetch={},
+        ),
+        host=SimpleNamespace(
+            slots_below=lambda node: torch.arange(req.host_hit_length),
+            write_back=False,
+            pin=lambda node: None,
+        ),
+    )
+    counters = RestoreCounters()
+    offers = Offers(context, restorations, [], counters, min_tokens, lambda offer: why_left)
+    return offers, SimpleNamespace(
+        facts=context.facts, restorations=restorations, counters=counters
+    )
+
+
+def looked_up(pages: Sequence[int], hit: int, start: int = 0) -> Any:
+    one = operation(start=start)
+    ask(Controller(Backend(pages)), one, hit)
+    return one
+
+
+def test_a_hit_is_offered_with_what_lies_behind_its_end() -> None:
+    offers, there = offers_for(request(0, 0))
+    assert offers.hit(looked_up([0, 1, 2, 5, 6], 3), 3 * PAGE)
+    (offer,) = there.facts
+    sources = ((Span(0, 3), Tier.STORAGE), (Span(5, 7), Tier.STORAGE))
+    assert offer == RestoreOffered("r", 0.0, len(NAMES) * PAGE + 3, 0, 7, sources)
+    assert offer.unbroken == 3
+    assert there.restorations["r"].keys_of(Span(5, 7)) == [KEYS[6], KEYS[5]]
+
+
+def test_without_its_first_page_a_prefix_is_offered_in_the_next_tick() -> None:
+    offers, there = offers_for(request(0, 0))
+    offers.look_at(R, looked_up(range(1, 10), 0))
+    offers.make()
+    (offer,) = there.facts
+    assert offer.sources == ((Span(1, 10), Tier.STORAGE),)
+    assert (offer.resident, offer.pages, offer.unbroken) == (0, 10, 0)
+
+
+def test_holes_that_the_tree_has_by_now_are_none() -> None:
+    offers, there = offers_for(request(2, 2))
+    offers.look_at(R, looked_up([1, 2, 5, 6], 0, start=1))
+    offers.make()
+    (offer,) = there.facts
+    # the tree has pages 0 to 3, storage 2, 3, 6 and 7
+    assert offer.sources == ((Span(2, 4), Tier.HOST), (Span(6, 8), Tier.STORAGE))
+    assert there.restorations["r"].holes == (Span(4, 6),)
+    assert there.restorations["r"].keys == tuple(KEYS[3:7])
+
+
+def test_what_was_offered_can_be_offered_again() -> None:
+    offers, there = offers_for(request(0, 0))
+    offers.hit(looked_up([0, 3, 4, 7], 1), PAGE)
+    first = there.facts.pop()
+    offers.again(there.restorations.pop("r"))
+    assert there.facts == [first]
+
+
+@pytest.mark.parametrize("min_tokens, offered", [(3 * PAGE, 1), (3 * PAGE + 1, 0)])
+def test_what_is_loaded_of_a_prefix_has_to_be_worth_it(min_tokens: int, offered: int) -> None:
+    offers, there = offers_for(request(0, 0), min_tokens=min_tokens)
+    offers.look_at(R, looked_up([4, 5, 9], 0))
+    offers.make()
+    assert len(there.facts) == offered
+
+
+def test_host_pages_are_offered_where_what_lies_behind_a_hole_is_not_worth_it() -> None:
+    offers, there = offers_for(request(0, 4), min_tokens=3 * PAGE)
+    offers.look_at(R, looked_up([5], 0))
+    offers.make()
+    (offer,) = there.facts
+    assert offer.sources == ((Span(0, 4), Tier.HOST), (Span(5, 6), Tier.STORAGE))
+    offers, there = offers_for(request(0, 4), "computing is faster")
+    offers.look_at(R, looked_up([9], 0))
+    offers.make()
+    assert there.facts == []
+    assert there.counters.declined == {"computing is faster": 2}, "with the stored page and without"
+
+
+def test_a_question_that_was_given_up_is_not_offered() -> None:
+    offers, there = offers_for(request(0, 0), min_tokens=1)
+    one = looked_up(range(1, 10), 0)
+    one.is_terminated = lambda: True
+    offers.look_at(R, one)
+    offers.make()
+    assert there.facts == [] and there.counters.declined == {}
