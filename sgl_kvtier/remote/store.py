@@ -102,9 +102,11 @@ class RemoteStore:
     refused, at once.
     """
 
-    def __init__(self, settings: RemoteSettings, namespace: Namespace) -> None:
+    def __init__(
+        self, settings: RemoteSettings, namespace: Namespace, presence: Presence | None = None
+    ) -> None:
         self._settings = settings
-        self._presence = Presence()
+        self._presence = Presence() if presence is None else presence
         self._counts: Counter[str] = Counter()
         self._opened_at = time.monotonic()
         self._link = link = Link(settings, namespace.prefix)

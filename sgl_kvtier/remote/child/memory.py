@@ -7,7 +7,9 @@ per page:
              "truncate": .., "fail": .., "late": ..}
     hang    names of methods that never return
     crash   names of methods in which the process dies
+    ignore  names of methods that do nothing
     refuse, unreachable    true: put has no room; the master does not answer
+    late_s  seconds after which a `late` get that failed writes all the same
 """
 
 from __future__ import annotations
@@ -26,8 +28,6 @@ from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.page import HEAD_BYTES, SUM_AT, checksum
 
 FAULTS = "faults.json"
-LATE_S = 0.002
-"""Seconds after which a get that failed writes all the same."""
 
 
 class MemoryEngine:
@@ -69,7 +69,7 @@ class MemoryEngine:
         return [Code.OK] * len(names)
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        if self._trouble("remove"):
+        if self._trouble("remove") or "remove" in self._faults.get("ignore", ()):
             return [0] * len(names)
         return [self._remove(name) for name in names]
 
@@ -91,7 +91,8 @@ class MemoryEngine:
         if fault == "fail":
             return Code.FAILED
         if fault == "late":
-            threading.Timer(LATE_S, into.__setitem__, (slice(None), b"\7" * len(into))).start()
+            late_s = self._faults.get("late_s", 0.002)
+            threading.Timer(late_s, into.__setitem__, (slice(None), b"\7" * len(into))).start()
             return Code.FAILED
         try:
             value = bytearray(self._file(name).read_bytes())
