@@ -193,7 +193,7 @@ class Link:
             moments += [until for until, _ in itertools.islice(self._resting, 1)]
         if self._ready_by:
             moments.append(self._ready_by)
-        elif not self._breaker.closed:
+        elif self._agent is None or self._may_probe:
             moments.append(self._breaker.due)
         return min(moments, default=math.inf)
 
@@ -208,10 +208,15 @@ class Link:
                 self._say("it does not answer: its process was killed")
                 agent.kill()
                 self._dying = True
-            elif not self._breaker.closed and not self._ready_by and now >= self._breaker.due:
+            elif self._may_probe and now >= self._breaker.due:
                 self._probe(now)
         elif now >= self._breaker.due:
             self._start(now)
+
+    @property
+    def _may_probe(self) -> bool:
+        """Not while the child has a call that was given up: it answers, or it is killed."""
+        return not (self._breaker.closed or self._ready_by or self._given_up)
 
     def _start(self, now: float) -> None:
         self._breaker.trip(now)

@@ -43,6 +43,18 @@ def opened(folder: Path) -> Iterator[Opened]:
         store.close()
 
 
+@pytest.fixture(scope="session")
+def shared() -> Iterator[RemoteStore]:
+    """One store for all tests that need nothing of it but pages: a child takes a while to start."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-remote-") as name:
+        store = open_remote(RemoteSettings("memory", name, ring_bytes=4 << 20), IDENTITY, "shared")
+        yield store
+        store.close()
+
+
 @pytest.fixture
-def store(opened: Opened) -> RemoteStore:
-    return opened()
+def store(shared: RemoteStore) -> RemoteStore:
+    """A store without pages. Its counters go on."""
+    assert shared.wait_usable(STARTED_S), shared.condition().trouble
+    shared.clear()
+    return shared

@@ -50,7 +50,10 @@ def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     assert extent is not None
     keys = [key(i) for i in range(len(LENGTHS))]
     heads = NAMESPACE.heads("kv", keys, LENGTHS)
-    data = [[memoryview(content(i, n))[: n // 3], memoryview(content(i, n))[n // 3 :]] for i, n in enumerate(LENGTHS)]
+    data = [
+        [memoryview(content(i, n))[: n // 3], memoryview(content(i, n))[n // 3 :]]
+        for i, n in enumerate(LENGTHS)
+    ]
     pack_pages(ring, place(extent, heads, LENGTHS, data))
     into = [[bytearray(n // 2), bytearray(n - n // 2)] for n in LENGTHS]
     pages = place(extent, heads, LENGTHS, [[memoryview(part) for part in parts] for parts in into])

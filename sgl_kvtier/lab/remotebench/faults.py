@@ -56,34 +56,40 @@ def read_with_faults(reads: int, advance: Callable[[], None] = lambda: None) -> 
     """Reads `reads` pages with a fault each and as many without one, by the memory engine. Raises
     BenchError where that does not start.
     """
+    begun = time.monotonic()
+    faulty = _reads(reads, {"get": SHARES, "late_s": _LATE_S}, advance, deadline_s=_HANG_S)
+    clean = _reads(reads, {}, advance, deadline_s=30.0)
+    others = ("wrong", "foreign", "restarts")
+    return {
+        "faulty_reads": sum(n for name, n in faulty.items() if name not in others),
+        "clean_reads": sum(n for name, n in clean.items() if name not in others),
+        "wrong_pages": faulty["wrong"] + clean["wrong"],
+        "foreign_bytes_outside_the_ring": faulty["foreign"] + clean["foreign"],
+        "faults_not_noticed": faulty[ReadOutcome.OK.value],
+        "false_alarms": clean[ReadOutcome.CORRUPT.value],
+        "outcomes_with_faults": dict(faulty),
+        "outcomes_without": dict(clean),
+        "seconds": time.monotonic() - begun,
+    }
+
+
+def _reads(
+    reads: int, faults: dict[str, Any], advance: Callable[[], None], deadline_s: float
+) -> Counter[str]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvtier-remote-") as folder:
-        settings = RemoteSettings("memory", folder, deadline_s=_HANG_S, hang_s=_HANG_S)
+        settings = RemoteSettings("memory", folder, deadline_s=deadline_s, hang_s=deadline_s)
         namespace = Namespace(hashlib.sha256(b"faults").digest(), "tp0")
         store = RemoteStore(settings, namespace, Unknowing())
         try:
             if not store.wait_usable(20):
                 raise BenchError(f"the memory engine is not usable: {store.condition().trouble}")
             pages = _Pages(store)
-            set_faults(folder, {"get": SHARES, "late_s": _LATE_S, "ignore": ["remove"]})
-            begun = time.monotonic()
-            faulty = pages.read(reads, advance)
-            set_faults(folder, {"ignore": ["remove"]})
-            time.sleep(_LATE_S + 0.1)
-            clean = pages.read(reads, advance)
-            took = time.monotonic() - begun
+            set_faults(folder, {"ignore": ["remove"], **faults})
+            found = pages.read(reads, advance)
+            found["restarts"] = store.condition().starts - 1
+            return found
         finally:
             store.close()
-    return {
-        "faulty_reads": sum(faulty.values()) - faulty["wrong"] - faulty["foreign"],
-        "clean_reads": sum(clean.values()) - clean["wrong"] - clean["foreign"],
-        "wrong_pages": faulty["wrong"] + clean["wrong"],
-        "foreign_bytes_outside_the_ring": faulty["foreign"] + clean["foreign"],
-        "faults_not_noticed": faulty["ok"],
-        "false_alarms": sum(clean.values()) - clean["ok"] - clean["wrong"] - clean["foreign"],
-        "outcomes_with_faults": dict(faulty),
-        "outcomes_without": dict(clean),
-        "seconds": took,
-    }
 
 
 class _Pages:
@@ -105,10 +111,16 @@ class _Pages:
         self._sets = [[bytearray(_MARK) for _ in range(_IN_A_READ)] for _ in range(2)]
 
     def read(self, reads: int, advance: Callable[[], None]) -> Counter[str]:
-        """Outcomes by name; `wrong` pages and `foreign` bytes besides."""
+        """Outcomes by name of `reads` pages or a few more, which the engine was asked for; `wrong`
+        pages and `foreign` bytes besides.
+        """
         found: Counter[str] = Counter()
         keys = list(self._data)
-        for turn in range(-(-reads // _IN_A_READ)):
+        turn = 0
+        while turn * _IN_A_READ - found[ReadOutcome.MISS.value] < reads:
+            turn += 1
+            if not self._store.wait_usable(20):
+                raise BenchError(f"it is not usable again: {self._store.condition().trouble}")
             asked = self._chance.sample(keys, _IN_A_READ)
             into, watched = self._sets[turn % 2], self._sets[1 - turn % 2]
             found.update(self._read(asked, into))

@@ -6,6 +6,7 @@ per page:
     get     {"flip": 0.1, "flip_head": .., "swap": .., "other_identity": .., "torn": ..,
              "truncate": .., "fail": .., "late": ..}
     hang    names of methods that never return
+    slow_s  seconds that every method takes
     crash   names of methods in which the process dies
     ignore  names of methods that do nothing
     refuse, unreachable    true: put has no room; the master does not answer
@@ -24,17 +25,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sgl_kvtier.remote.child.engine import Code
+from sgl_kvtier.remote.child.engine import Code, EngineError
 from sgl_kvtier.remote.page import HEAD_BYTES, SUM_AT, checksum
 
 FAULTS = "faults.json"
 
 
 class MemoryEngine:
-    """Objects in a folder. Any thread."""
+    """Objects in a folder. Any thread. Raises EngineError where there is no such folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        if not self._folder.is_dir():
+            raise EngineError(f"there is no folder {folder}")
         self._faults: dict[str, Any] = {}
         self._read_at = -1
         self._random = random.Random(os.getpid())
@@ -130,6 +133,7 @@ class MemoryEngine:
             self._faults = json.loads((self._folder / FAULTS).read_text()) if changed else {}
         while method in self._faults.get("hang", ()):
             time.sleep(3600)
+        time.sleep(self._faults.get("slow_s", 0))
         if method in self._faults.get("crash", ()):
             os._exit(3)
         return bool(self._faults.get("unreachable"))
