@@ -67,7 +67,7 @@ class MooncakeEngine:
 
     def exists(self, names: Sequence[str]) -> list[Code]:
         answers = self._store.batch_is_exist(list(names))
-        return [{0: Code.MISS, 1: Code.OK}.get(n) or _code(n) for n in answers]
+        return [Code.MISS if n == 0 else Code.OK if n == 1 else _code(n) for n in answers]
 
     def get(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
