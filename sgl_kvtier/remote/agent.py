@@ -1,4 +1,4 @@
-"""One life of the child process that has the engine: started, spoken to, killed."""
+"""One life of the child process that has the engine: started and killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Agent:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for one in (self._socket, theirs):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        self._socket.setblocking(False)
         given = {
             "settings": asdict(settings),
             "prefix": prefix,
@@ -63,14 +62,6 @@ class Agent:
     def pid(self) -> int:
         """The child's process id."""
         return self._process.pid
-
-    def send(self, message: bytes) -> bool:
-        """Sends a request; False when the child does not take it now. Does not block."""
-        try:
-            self._socket.send(message)
-        except OSError:
-            return False
-        return True
 
     def kill(self) -> None:
         """Ends the child at once, whatever it is doing. Its socket closes when it is gone."""

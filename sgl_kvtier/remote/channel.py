@@ -59,6 +59,9 @@ class Channel(Protocol):
         code of a page that is not the expected one is CORRUPT.
         """
 
+    def send(self, message: bytes) -> bool:
+        """Sends a request; False when the child does not take it now. Does not block."""
+
     def expect(self, number: int, pages: Placed) -> None:
         """The pages of call `number` land in these buffers."""
 
@@ -69,6 +72,14 @@ class Channel(Protocol):
 def open_channel(sock: socket.socket, wake_fd: int, ring: Ring) -> Channel:
     """The channel of a child: compiled where it can be."""
     return (NativeChannel if _native is not None else PythonChannel)(sock, wake_fd, ring)
+
+
+def wake(fd: int) -> None:
+    """Ends the wait of the channels that have this eventfd, without letting go of Python's lock."""
+    if _native is not None:
+        _native.wake(fd)
+    else:
+        os.eventfd_write(fd, 1)
 
 
 def pack_pages(ring: Ring, pages: Placed) -> None:
@@ -95,6 +106,9 @@ class NativeChannel:
     def receive(self, seconds: float) -> list[Reply] | None:
         messages = self._channel.receive(seconds)
         return None if messages is None else [Reply.unpack(one) for one in messages]
+
+    def send(self, message: bytes) -> bool:
+        return bool(self._channel.send(message))
 
     def expect(self, number: int, pages: Placed) -> None:
         offsets = np.array(pages.offsets, np.uint64)
@@ -132,6 +146,13 @@ class PythonChannel:
             if not message:
                 return replies or None
             replies.append(self._landed(Reply.unpack(message)))
+
+    def send(self, message: bytes) -> bool:
+        try:
+            self._sock.send(message, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return True
 
     def expect(self, number: int, pages: Placed) -> None:
         with self._lock:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sgl_kvtier.remote.agent import Agent
 from sgl_kvtier.remote.breaker import Breaker
-from sgl_kvtier.remote.channel import Placed
+from sgl_kvtier.remote.channel import Placed, wake
 from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import Op, Reply, Request
 from sgl_kvtier.remote.child.settings import RemoteSettings
@@ -134,14 +134,14 @@ class Link:
     def wake_before(self, moment: float) -> None:
         """Makes the link's thread look again at this moment."""
         if moment < self._wakes_at and threading.current_thread() is not self._thread:
-            os.eventfd_write(self._wake_fd, 1)
+            wake(self._wake_fd)
 
     def close(self) -> None:
         """Kills the child and ends all calls. Takes at most `CLOSE_S`. Idempotent."""
         if not self._open:
             return
         self._open = False
-        os.eventfd_write(self._wake_fd, 1)
+        wake(self._wake_fd)
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
@@ -291,7 +291,7 @@ class Link:
             agent.channel.expect(number, call.pages)
         places = call.pages[:2] if call.pages is not None else ((), ())
         request = Request(number, call.op, call.pool, call.keys, *places)
-        if not agent.send(request.pack()):
+        if not agent.channel.send(request.pack()):
             agent.channel.forget(number)
             return False
         call.begun = time.monotonic()
