@@ -311,7 +311,7 @@ class Link:
             self._free(call, reply.codes, now)
             if self._breaker.closed and Code.UNREACHABLE in reply.codes:
                 self._trip("its master does not answer")
-            self._breaker.ended(Code.FAILED not in reply.codes, now)
+            self._breaker.ended(2 * reply.codes.count(Code.FAILED) <= len(call.keys), now)
             if not self._breaker.closed and not self.trouble:
                 self._say("most of its calls fail")
             ended.append((call.ended, Answer(reply.codes, reply.value)))

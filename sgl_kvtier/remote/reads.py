@@ -19,11 +19,11 @@ from sgl_kvtier.store.base import PageRead, ReadOutcome
 from sgl_kvtier.store.io.jobs import Ended, OrderedJob
 from sgl_kvtier.types import PageKey
 
-BATCH_BYTES = 2 << 20
-BATCH_PAGES = 8
-"""An owner that is gone costs a call a second per round of pages, so a call has few."""
-_UNDER_WAY_BYTES = 16 << 20
-"""Most bytes of reads under way: what an urgent job may have to wait for."""
+BATCH_PAGES = 32
+BATCHES_IN_RING = 8
+"""A call costs a question to the master and a few thread switches, shared by its pages. They end
+together, so a call has only a part of a read: 8 MiB of a ring of 64 MiB.
+"""
 _OUTCOMES = {
     Code.OK: ReadOutcome.OK,
     Code.MISS: ReadOutcome.MISS,
@@ -36,7 +36,8 @@ Tell = Callable[[], None]
 
 
 class RemoteReadJob(OrderedJob):
-    """An ordered job whose pages of one pool are begun together, up to 8 pages and 2 MiB."""
+    """An ordered job whose pages of one pool are begun together, up to 32 pages and
+    `batch_bytes`."""
 
     def __init__(
         self,
@@ -44,11 +45,13 @@ class RemoteReadJob(OrderedJob):
         deadline: float | None,
         on_page: Callable[[int, ReadOutcome], None] | None,
         count: Count,
+        batch_bytes: int,
     ) -> None:
         super().__init__(len(pages), deadline, on_page)
         self.pages = pages
         self.lengths = [sum(part.nbytes for part in page.into) for page in pages]
         self._counted_by = count
+        self._batch_bytes = batch_bytes
 
     def upcoming(self) -> range:
         """The pages that `begin` returns next, unless the job is cancelled before."""
@@ -56,7 +59,7 @@ class RemoteReadJob(OrderedJob):
         return range(start, self._run_end(start) if start < self.count else start)
 
     def _run_end(self, start: int) -> int:
-        stop, room = start + 1, BATCH_BYTES - self.lengths[start]
+        stop, room = start + 1, self._batch_bytes - self.lengths[start]
         while stop < min(self.count, start + BATCH_PAGES):
             room -= self.lengths[stop]
             if room < 0 or self.pages[stop].pool != self.pages[start].pool:
@@ -141,8 +144,8 @@ class Reader:
         if not wanted:
             begun = job.begin()
         else:
-            most = min(_UNDER_WAY_BYTES, self._link.ring.nbytes // 2)
-            if self._under_way and self._under_way + nbytes > most:
+            half = self._link.ring.nbytes // 2  # the other half is for writes and what was given up
+            if self._under_way and self._under_way + nbytes > half:
                 return False
             extent = self._link.ring.take(nbytes)
             if extent is None:

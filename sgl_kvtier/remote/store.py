@@ -22,7 +22,7 @@ from sgl_kvtier.remote.child.settings import RemoteSettings, own_hostname
 from sgl_kvtier.remote.link import Answer, Call, Link
 from sgl_kvtier.remote.page import Namespace, is_pool
 from sgl_kvtier.remote.presence import UNREADABLE_S, Presence
-from sgl_kvtier.remote.reads import Reader, RemoteReadJob
+from sgl_kvtier.remote.reads import BATCHES_IN_RING, Reader, RemoteReadJob
 from sgl_kvtier.remote.writes import Writer, length_of
 from sgl_kvtier.store.base import (
     KV,
@@ -188,7 +188,8 @@ class RemoteStore:
         """
         now = time.monotonic()
         deadline = now + deadline_s if deadline_s is not None else None
-        job = RemoteReadJob(pages, deadline, on_page, self._count_reads)
+        batch_bytes = self._settings.ring_bytes // BATCHES_IN_RING
+        job = RemoteReadJob(pages, deadline, on_page, self._count_reads, batch_bytes)
         if not self._link.usable:
             job.end_rest(ReadOutcome.MISS)
             return job

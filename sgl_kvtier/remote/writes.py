@@ -12,11 +12,11 @@ from sgl_kvtier.remote.child.messages import Op
 from sgl_kvtier.remote.link import Answer, Call, Link
 from sgl_kvtier.remote.page import Namespace, is_pool
 from sgl_kvtier.remote.presence import Presence
-from sgl_kvtier.remote.reads import BATCH_BYTES, BATCH_PAGES
+from sgl_kvtier.remote.reads import BATCH_PAGES, BATCHES_IN_RING
 from sgl_kvtier.store.base import PageWrite, PutOutcome
 
-_UNDER_WAY = 3
-"""Of the child's four threads for transfers, one is left to reads."""
+_UNDER_WAY = 2
+"""Batches at a time: one is written while the next is packed."""
 _OUTCOMES = {Code.OK: PutOutcome.STORED, Code.KEPT: PutOutcome.KEPT}
 
 Done = queue.SimpleQueue[tuple[list[int], Answer]]
@@ -31,7 +31,7 @@ class Writer:
         self._presence = presence
 
     def write(self, pages: Sequence[PageWrite], outcomes: list[PutOutcome], until: float) -> None:
-        """Writes pages whose outcome is not KEPT, at most three batches at a time, until all are
+        """Writes pages whose outcome is not KEPT, two batches at a time, until all are
         written or it is `until`. Sets their outcomes.
         """
         done: Done = queue.SimpleQueue()
@@ -55,7 +55,9 @@ class Writer:
     def _batches(
         self, pages: Sequence[PageWrite], outcomes: Sequence[PutOutcome]
     ) -> Iterator[list[int]]:
-        """Pages of one pool each, up to 8 and 2 MiB. Without those that cannot be kept."""
+        """Pages of one pool each, up to 32 and an eighth of the ring. Those that cannot be kept are
+        left out.
+        """
         batch: list[int] = []
         room = 0
         for i, page in enumerate(pages):
@@ -67,7 +69,7 @@ class Writer:
             if batch and (full or page.pool != pages[batch[0]].pool):
                 yield batch
                 batch = []
-            room = (room if batch else BATCH_BYTES) - nbytes
+            room = (room if batch else self._link.ring.nbytes // BATCHES_IN_RING) - nbytes
             batch.append(i)
         if batch:
             yield batch

@@ -168,9 +168,9 @@ def test_a_page_whose_owner_is_gone_is_not_tried_again_at_once(
 
 def test_most_calls_failing_opens_the_breaker(opened: Opened, folder: Path) -> None:
     store = opened()
-    pages = stored(store, range(200))
+    pages = stored(store, range(20))
     set_faults(folder, {"get": {"fail": 1.0}})
-    assert set(outcomes(store, pages)) <= {FAILED, MISS}
+    assert {outcomes(store, {k: data})[0] for k, data in pages.items()} == {FAILED, MISS}
     until(lambda: not store.usable)
     assert store.condition().trouble == "most of its calls fail"
 
@@ -221,19 +221,19 @@ def test_pages_not_begun_at_the_deadline_are_late_and_begun_ones_failed(
     job = store.read([PageRead(k, [memoryview(bytearray(100_000))]) for k in pages], deadline_s=0.1)
     assert job.wait(30)
     assert job.in_flight == 0
-    assert job.outcomes == [FAILED] * 8 + [LATE] * 12
+    assert job.outcomes == [FAILED] * 5 + [LATE] * 15
     assert store.usable, "the caller was in a hurry: that says nothing of the engine"
     set_faults(folder, {})
 
 
 def test_a_job_behind_a_hanging_one_ends_at_its_own_deadline(opened: Opened, folder: Path) -> None:
     store = opened(deadline_s=5.0, hang_s=5.0, ring_bytes=1 << 20)
-    pages = stored(store, range(8), 50_000)
+    pages = stored(store, range(12), 50_000)
     set_faults(folder, {"hang": ["get"]})
     first = store.read([PageRead(k, [memoryview(bytearray(50_000))]) for k in pages])
     second = store.read(
         [PageRead(k, [memoryview(bytearray(50_000))]) for k in pages], deadline_s=0.1
     )
     assert second.wait(30)
-    assert second.outcomes == [LATE] * 8
+    assert second.outcomes == [LATE] * 12
     assert not first.done

@@ -22,7 +22,8 @@ from sgl_kvtier.remote.child.messages import MOST_REQUEST, Op, Reply, Request
 from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.page import object_names
 
-TRANSFER_THREADS = 4
+_READING_THREADS = 2
+"""Two calls hide each other's gaps; more only take processor time from the engine's own threads."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -58,9 +59,7 @@ def open_engine(settings: RemoteSettings, base: int, nbytes: int) -> Engine:
 
 
 class Server:
-    """Takes requests from a socket. Transfers have threads of their own, so that a question does
-    not wait for them.
-    """
+    """Takes requests from a socket. Reads, writes and questions do not wait for each other."""
 
     def __init__(self, sock: socket.socket, engine: Engine, base: int, prefix: str) -> None:
         self._sock = sock
@@ -70,13 +69,13 @@ class Server:
 
     def serve(self) -> None:
         """Returns never: the process ends with its socket, whatever the engine does."""
-        transfers: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        questions: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        for todo in (questions, *[transfers] * TRANSFER_THREADS):
+        reads, writes, questions = (queue.SimpleQueue[Request]() for _ in range(3))
+        for todo in (*[reads] * _READING_THREADS, writes, questions):
             threading.Thread(target=self._work, args=(todo,), daemon=True).start()
+        queues = {Op.GET: reads, Op.PUT: writes}
         while message := self._receive():
             request = Request.unpack(message)
-            (transfers if request.op in (Op.GET, Op.PUT) else questions).put(request)
+            queues.get(request.op, questions).put(request)
         os._exit(0)
 
     def _receive(self) -> bytes:

@@ -129,8 +129,8 @@ class MemoryEngine:
         except FileNotFoundError:
             changed = 0
         if changed != self._read_at:
-            self._read_at = changed
             self._faults = json.loads((self._folder / FAULTS).read_text()) if changed else {}
+            self._read_at = changed  # last: other threads look at it
         while method in self._faults.get("hang", ()):
             time.sleep(3600)
         time.sleep(self._faults.get("slow_s", 0))
