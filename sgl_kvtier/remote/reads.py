@@ -19,10 +19,10 @@ from sgl_kvtier.store.base import PageRead, ReadOutcome
 from sgl_kvtier.store.io.jobs import Ended, OrderedJob
 from sgl_kvtier.types import PageKey
 
-BATCH_PAGES = 32
-BATCHES_IN_RING = 8
+BATCH_PAGES = 16
+BATCHES_IN_RING = 16
 """A call costs a question to the master and a few thread switches, shared by its pages. They end
-together, so a call has only a part of a read: 8 MiB of a ring of 64 MiB.
+together, so a call has only a part of a read: 4 MiB of a ring of 64 MiB.
 """
 _OUTCOMES = {
     Code.OK: ReadOutcome.OK,
@@ -36,7 +36,7 @@ Tell = Callable[[], None]
 
 
 class RemoteReadJob(OrderedJob):
-    """An ordered job whose pages of one pool are begun together, up to 32 pages and
+    """An ordered job whose pages of one pool are begun together, up to 16 pages and
     `batch_bytes`."""
 
     def __init__(
@@ -144,8 +144,8 @@ class Reader:
         if not wanted:
             begun = job.begin()
         else:
-            half = self._link.ring.nbytes // 2  # the other half is for writes and what was given up
-            if self._under_way and self._under_way + nbytes > half:
+            # The other half is for writes and for what was given up.
+            if self._under_way >= self._link.ring.nbytes // 2:
                 return False
             extent = self._link.ring.take(nbytes)
             if extent is None:

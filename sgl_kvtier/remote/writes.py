@@ -55,8 +55,8 @@ class Writer:
     def _batches(
         self, pages: Sequence[PageWrite], outcomes: Sequence[PutOutcome]
     ) -> Iterator[list[int]]:
-        """Pages of one pool each, up to 32 and an eighth of the ring. Those that cannot be kept are
-        left out.
+        """Pages of one pool each, up to 16 and a sixteenth of the ring. Without those that cannot
+        be kept.
         """
         batch: list[int] = []
         room = 0

@@ -221,7 +221,7 @@ def test_pages_not_begun_at_the_deadline_are_late_and_begun_ones_failed(
     job = store.read([PageRead(k, [memoryview(bytearray(100_000))]) for k in pages], deadline_s=0.1)
     assert job.wait(30)
     assert job.in_flight == 0
-    assert job.outcomes == [FAILED] * 5 + [LATE] * 15
+    assert job.outcomes == [FAILED] * 6 + [LATE] * 14
     assert store.usable, "the caller was in a hurry: that says nothing of the engine"
     set_faults(folder, {})
 

@@ -1,5 +1,7 @@
 """The `kvtier bench remote` command: verified reads beside a busy thread against Mooncake's own
-client in a quiet process, in turns; and reads with injected faults.
+client in a process of its own, in turns; and reads with injected faults.
+
+`mooncake_busy` is that client while the other process is busy: what the processors have left.
 """
 
 from __future__ import annotations
@@ -95,7 +97,9 @@ def _speed(nbytes: int, pages: int, pairs: int) -> dict[str, Any]:
 
 
 def _rates(reads: _Reads, peer: subprocess.Popen[str], nbytes: int, pairs: int) -> dict[str, Any]:
-    sides: dict[str, list[float]] = {"mooncake_quiet": [], "quiet": [], "busy": []}
+    sides: dict[str, list[float]] = {
+        name: [] for name in ("mooncake_quiet", "mooncake_busy", "quiet", "busy")
+    }
     with progress("remote store", pairs, "rounds") as shown:
         for _ in range(pairs):
             for _ in range(_IN_A_ROW):
@@ -103,6 +107,8 @@ def _rates(reads: _Reads, peer: subprocess.Popen[str], nbytes: int, pairs: int) 
             for _ in range(_IN_A_ROW):
                 sides["quiet"].append(nbytes / reads.time() / 1e9)
             with _busy_thread():
+                for _ in range(_IN_A_ROW):
+                    sides["mooncake_busy"].append(nbytes / _peer_get(peer) / 1e9)
                 for _ in range(_IN_A_ROW):
                     sides["busy"].append(nbytes / reads.time() / 1e9)
             shown.advance()
@@ -113,6 +119,7 @@ def _rates(reads: _Reads, peer: subprocess.Popen[str], nbytes: int, pairs: int) 
         "pages": len(reads.keys),
         **median,
         "busy_over_mooncake_quiet": median["busy_gbps"] / own,
+        "busy_over_mooncake_busy": median["busy_gbps"] / median["mooncake_busy_gbps"],
         "quiet_over_mooncake_quiet": median["quiet_gbps"] / own,
         "all_gbps": sides,
     }
