@@ -123,7 +123,7 @@ class Link:
             return self._changed.wait_for(lambda: self.usable, timeout_s)
 
     def begin(self, call: Call) -> bool:
-        """Locked. Hands a call to the child; False when it does not go through now. Then nothing
+        """Locked. Gives a call to the child; False when it does not go through now. Then nothing
         of it was begun, and its extent is the caller's. Does not block.
         """
         if not self.usable or not self._send(call):

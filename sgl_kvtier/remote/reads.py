@@ -162,7 +162,7 @@ class Reader:
         return is_pool(page.pool) and not self._presence.gone(page.pool, page.key, now)
 
     def _send(self, job: RemoteReadJob, which: list[int], extent: int, nbytes: int) -> bool:
-        """Locked. Hands a batch to the child; False when it takes no calls."""
+        """Locked. Gives a batch to the child; False when it takes no calls."""
         pool = job.pages[which[0]].pool
         lengths = [job.lengths[i] for i in which]
         keys = [job.pages[i].key for i in which]

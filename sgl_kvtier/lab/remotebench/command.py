@@ -30,7 +30,7 @@ from sgl_kvtier.console import (
     write_json,
 )
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.remotebench.faults import read_with_faults
+from sgl_kvtier.lab.remotebench.faults import IN_A_READ, read_with_faults
 from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.servers import Servers
 from sgl_kvtier.remote.store import RemoteStore, open_remote
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_target(args.json)
     if args.reads:
-        result = read_with_faults(args.reads)
+        with progress("faults", 2 * args.reads // IN_A_READ, "reads") as shown:
+            result = read_with_faults(args.reads, shown.advance)
     else:
         result = _speed(parse_bytes(args.page), args.pages, args.pairs)
     if args.json != "-":

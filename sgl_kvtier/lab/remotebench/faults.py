@@ -34,8 +34,8 @@ SHARES = {
 """Every page has one: what is left of 1 is the last one's. `late` says that the transfer failed,
 and writes 7s to its memory after that has been given to other pages.
 """
-_LATE_S, _HANG_S = 0.4, 0.25
-_PAGES, _IN_A_READ, _LENGTH = 512, 64, 2048
+_LATE_S, _HANG_S = 1.2, 1.0
+_PAGES, IN_A_READ, _LENGTH = 512, 64, 2048
 _MARK = b"\x55" * _LENGTH
 
 
@@ -108,7 +108,7 @@ class _Pages:
         put = store.put([PageWrite(k, [memoryview(d)]) for k, d in self._data.items()])
         if any(outcome is not PutOutcome.STORED for outcome in put):
             raise BenchError("the memory engine did not take the pages")
-        self._sets = [[bytearray(_MARK) for _ in range(_IN_A_READ)] for _ in range(2)]
+        self._sets = [[bytearray(_MARK) for _ in range(IN_A_READ)] for _ in range(2)]
 
     def read(self, reads: int, advance: Callable[[], None]) -> Counter[str]:
         """Outcomes by name of `reads` pages or a few more, which the engine was asked for; `wrong`
@@ -117,11 +117,11 @@ class _Pages:
         found: Counter[str] = Counter()
         keys = list(self._data)
         turn = 0
-        while turn * _IN_A_READ - found[ReadOutcome.MISS.value] < reads:
+        while turn * IN_A_READ - found[ReadOutcome.MISS.value] < reads:
             turn += 1
             if not self._store.wait_usable(20):
                 raise BenchError(f"it is not usable again: {self._store.condition().trouble}")
-            asked = self._chance.sample(keys, _IN_A_READ)
+            asked = self._chance.sample(keys, IN_A_READ)
             into, watched = self._sets[turn % 2], self._sets[1 - turn % 2]
             found.update(self._read(asked, into))
             for memory in into:
