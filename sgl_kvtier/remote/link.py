@@ -152,6 +152,9 @@ class Link:
             except Exception:
                 # A mistake of ours or no memory: the thread has to go on, with a new child.
                 logger.exception("the remote store's thread failed")
+                if self._agent is not None:
+                    self._agent.kill()
+                    self._dying = True
                 self._fail_all("an error in the store, see above")
                 time.sleep(0.1)
         self._stop()
@@ -160,7 +163,9 @@ class Link:
         self._wakes_at = math.inf
         self._supervise(time.monotonic())
         now = time.monotonic()
-        moment = min(self._next_event(now), self._tend(now))
+        # First: it may begin calls, which then have a limit to be waited for.
+        wanted = self._tend(now)
+        moment = min(wanted, self._next_event(now))
         self._wakes_at = moment
         replies = self._receive(max(0.0, moment - time.monotonic()))
         ended: Ended = []

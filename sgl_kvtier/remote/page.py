@@ -49,9 +49,10 @@ class Namespace:
         return [self.head(key, pool, n) for key, n in zip(keys, lengths, strict=True)]
 
 
-def is_pool(pool: str) -> bool:
-    """Whether a pool's name fits a header."""
-    return pool.isascii() and 0 < len(pool) <= _FIELD and "\0" not in pool
+def can_be_named(pool: str, keys: Sequence[bytes]) -> bool:
+    """Whether a pool's name and keys fit a header."""
+    fits = pool.isascii() and 0 < len(pool) <= _FIELD and "\0" not in pool
+    return fits and all(len(key) == _FIELD for key in keys)
 
 
 def object_names(prefix: str, pool: str, keys: Sequence[bytes]) -> list[str]:

@@ -13,7 +13,7 @@ from sgl_kvtier.remote.channel import bytes_in_ring, place
 from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import Op
 from sgl_kvtier.remote.link import Answer, Call, Link
-from sgl_kvtier.remote.page import Namespace, is_pool
+from sgl_kvtier.remote.page import Namespace, can_be_named
 from sgl_kvtier.remote.presence import CORRUPT_S, UNREADABLE_S, Presence
 from sgl_kvtier.store.base import PageRead, ReadOutcome
 from sgl_kvtier.store.io.jobs import Ended, OrderedJob
@@ -159,7 +159,8 @@ class Reader:
         return True
 
     def _may_be_there(self, page: PageRead, now: float) -> bool:
-        return is_pool(page.pool) and not self._presence.gone(page.pool, page.key, now)
+        named = can_be_named(page.pool, [page.key])
+        return named and not self._presence.gone(page.pool, page.key, now)
 
     def _send(self, job: RemoteReadJob, which: list[int], extent: int, nbytes: int) -> bool:
         """Locked. Gives a batch to the child; False when it takes no calls."""

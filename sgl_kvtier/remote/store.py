@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import queue
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import MOST_KEYS, Op
 from sgl_kvtier.remote.child.settings import RemoteSettings, own_hostname
 from sgl_kvtier.remote.link import Answer, Call, Link
-from sgl_kvtier.remote.page import Namespace, is_pool
+from sgl_kvtier.remote.page import Namespace, can_be_named
 from sgl_kvtier.remote.presence import UNREADABLE_S, Presence
 from sgl_kvtier.remote.reads import BATCHES_IN_RING, Reader, RemoteReadJob
 from sgl_kvtier.remote.writes import Writer, length_of
@@ -108,6 +109,7 @@ class RemoteStore:
         self._settings = settings
         self._presence = Presence() if presence is None else presence
         self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._opened_at = time.monotonic()
         self._link = link = Link(settings, namespace.prefix)
         self._reader = Reader(link, namespace, self._presence, settings.deadline_s)
@@ -152,7 +154,7 @@ class RemoteStore:
         begun = time.monotonic()
         if timeout_s is None:
             timeout_s = self._settings.exists_wait_ms * 1e-3
-        if not self._link.usable or not is_pool(pool):
+        if not self._link.usable or not can_be_named(pool, keys):
             return False
         unknown = self._presence.unknown(pool, keys, begun)
         answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -218,7 +220,7 @@ class RemoteStore:
         many the engine says there were.
         """
         self._presence.distrust(pool, keys, UNREADABLE_S, time.monotonic())
-        if not is_pool(pool):
+        if not can_be_named(pool, keys):
             return 0
         return self._removed([(Op.REMOVE, pool, part) for part in _parts(keys)])
 
@@ -246,7 +248,8 @@ class RemoteStore:
         return begun + self._settings.deadline_s
 
     def _count(self, name: str, more: int = 1) -> None:
-        self._counts[name] += more
+        with self._counting:
+            self._counts[name] += more
 
     def _count_reads(self, ended: Ended, lengths: Sequence[int]) -> None:
         for i, outcome in ended:
@@ -281,7 +284,7 @@ class RemoteStore:
         total = 0
         for _ in range(begun.count(True)):
             try:
-                total += counts.get(timeout=max(0.0, until - time.monotonic()) + 0.1)
+                total += counts.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
         return total

@@ -10,7 +10,7 @@ from sgl_kvtier.remote.channel import bytes_in_ring, pack_pages, place
 from sgl_kvtier.remote.child.engine import Code
 from sgl_kvtier.remote.child.messages import Op
 from sgl_kvtier.remote.link import Answer, Call, Link
-from sgl_kvtier.remote.page import Namespace, is_pool
+from sgl_kvtier.remote.page import Namespace, can_be_named
 from sgl_kvtier.remote.presence import Presence
 from sgl_kvtier.remote.reads import BATCH_PAGES, BATCHES_IN_RING
 from sgl_kvtier.store.base import PageWrite, PutOutcome
@@ -63,7 +63,11 @@ class Writer:
         for i, page in enumerate(pages):
             nbytes = length_of(page)
             fits = nbytes > 0 and bytes_in_ring([nbytes]) <= self._link.ring.nbytes // 2
-            if outcomes[i] is PutOutcome.KEPT or not fits or not is_pool(page.pool):
+            if (
+                outcomes[i] is PutOutcome.KEPT
+                or not fits
+                or not can_be_named(page.pool, [page.key])
+            ):
                 continue
             full = len(batch) == BATCH_PAGES or nbytes > room
             if batch and (full or page.pool != pages[batch[0]].pool):
@@ -99,6 +103,7 @@ class Writer:
             if link.begin(call):
                 return True
             link.ring.give(extent)
+        link.wake_before(0.0)  # a read may wait for that room
         return False
 
     def _written(

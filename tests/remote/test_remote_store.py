@@ -14,7 +14,7 @@ from sgl_kvtier.remote import channel
 from sgl_kvtier.remote.store import RemoteStore
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.identity import Identity
-from sgl_kvtier.types import Lookup
+from sgl_kvtier.types import Lookup, PageKey
 
 OK, MISS, KEPT, REFUSED = ReadOutcome.OK, ReadOutcome.MISS, PutOutcome.KEPT, PutOutcome.REFUSED
 Opened = Callable[..., RemoteStore]
@@ -102,6 +102,16 @@ def test_a_pool_that_no_name_can_hold_is_a_miss(store: RemoteStore, pool: str) -
     assert read(store, {key(1): 1}, pool) == [(MISS, b"\0")]
     assert not store.ask([key(1)], pool)
     assert store.delete([key(1)], pool) == 0
+
+
+@pytest.mark.parametrize("name", [b"", b"x" * 31, b"x" * 33])
+def test_a_key_of_another_length_is_a_miss(store: RemoteStore, name: bytes) -> None:
+    wrong = PageKey(name)
+    pages = {key(1): b"before", wrong: b"wrong", key(2): b"after"}
+    assert put(store, pages) == [PutOutcome.STORED, REFUSED, PutOutcome.STORED]
+    assert outcomes(store, pages) == [OK, MISS, OK]
+    assert not store.ask([key(1), wrong])
+    assert store.delete([wrong]) == 0
 
 
 def test_empty_pages_and_pages_larger_than_the_ring_are_refused(store: RemoteStore) -> None:

@@ -237,3 +237,19 @@ def test_a_job_behind_a_hanging_one_ends_at_its_own_deadline(opened: Opened, fol
     assert second.wait(30)
     assert second.outcomes == [LATE] * 12
     assert not first.done
+
+
+def test_a_batch_that_the_links_own_thread_begins_fails_at_its_deadline_too(
+    opened: Opened, folder: Path
+) -> None:
+    """The engine hangs from the first page on: the rest is begun as room becomes free."""
+    store = opened(deadline_s=0.3, hang_s=0.6, ring_bytes=1 << 20)
+    pages = stored(store, range(40), 100_000)
+
+    def hang(index: int, outcome: ReadOutcome) -> None:
+        set_faults(folder, {"hang": ["get"]})
+
+    job = store.read([PageRead(k, [memoryview(bytearray(100_000))]) for k in pages], on_page=hang)
+    assert job.wait(10)
+    assert FAILED in job.outcomes
+    comes_back(store, folder)

@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_target(args.json)
     if args.reads:
-        with progress("faults", 2 * args.reads // IN_A_READ, "reads") as shown:
-            result = read_with_faults(args.reads, shown.advance)
+        with progress("faults", 2 * args.reads // IN_A_READ, "reads") as bar:
+            result = read_with_faults(args.reads, bar.advance)
     else:
         result = _speed(parse_bytes(args.page), args.pages, args.pairs)
     if args.json != "-":

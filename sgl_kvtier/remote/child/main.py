@@ -89,6 +89,8 @@ class Server:
             request = todo.get()
             try:
                 value, codes = self._call(request)
+                if codes and len(codes) != len(request.keys):
+                    raise ValueError("an engine answered for another number of names")
             except Exception:
                 # An engine's own errors are codes. Anything else must not end the thread.
                 value, codes = 0, [Code.FAILED] * len(request.keys)
