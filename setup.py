@@ -86,6 +86,14 @@ setup(
             optional=True,
         ),
         Extension(
+            "sgl_kvtier.remote._native",
+            sources=["sgl_kvtier/remote/native/landing.c"],
+            depends=[f"{NATIVE}/xxh3.h"],
+            extra_compile_args=["-O3", "-std=gnu11", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        ),
+        Extension(
             "sgl_kvtier.runtime.cuda._native",
             sources=[TO_CARD],
             extra_compile_args=["-O3", "-std=gnu11"],

@@ -87,8 +87,8 @@ COMMANDS = {
     ),
     "bench": Command(
         "sgl_kvtier.lab.bench_command",
-        "measure one part: attention, copies, copy-table, equal, store, torture, restore, "
-        "restore-fuzz, restore-overhead, restore-timeline",
+        "measure one part: attention, copies, copy-table, equal, remote, store, torture, "
+        "restore, restore-fuzz, restore-overhead, restore-timeline",
         "kvtier bench attention --tokens 8192 --chunk 512 --plot attention.svg\n  kvtier bench "
         "torture --quick",
     ),

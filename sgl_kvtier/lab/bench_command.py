@@ -27,6 +27,10 @@ PARTS: dict[str, tuple[Any, str]] = {
         "sgl_kvtier.lab.equal.command",
         "restored answers against what stock's own differ by between two chunk sizes",
     ),
+    "remote": (
+        "sgl_kvtier.lab.remotebench.command",
+        "the remote store against Mooncake's own client, and under injected faults",
+    ),
     "restore": (
         "sgl_kvtier.lab.experiment.scenarios.restore",
         "stored prompts at many bandwidths: computed, loaded, stock's way, and ours",

@@ -40,6 +40,7 @@ def test_the_wall_checker_would_notice(tmp_path):
     [
         "policy",
         "store",
+        "remote",
         "runtime",
         "console",
         "lab",

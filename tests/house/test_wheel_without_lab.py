@@ -88,6 +88,7 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_all_but_the_runtime_imports_with_none_of_the_laboratorys_libraries(site: Path) -> None:
     within = (
         "sgl_kvtier.store",
+        "sgl_kvtier.remote",
         "sgl_kvtier.policy",
         "sgl_kvtier.console",
         "sgl_kvtier.config",

@@ -1,0 +1,1 @@
+"""Pages that many servers share, in a distributed engine. See README.md."""

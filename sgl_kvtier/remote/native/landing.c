@@ -1,0 +1,329 @@
+/* Replies of the child process, and pages copied out of the ring and checked where they landed, without Python's lock.
+ *
+ * Channel.receive waits for replies. For each that names a call of `expect` it copies every page that the child calls OK into
+ * its buffers, and checks header and checksum over those buffers. After `forget` has returned, nothing of that call is written.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "../../store/native/xxh3.h"
+
+enum { HEAD = 256, SUM_AT = 240, REPLY = 16, MOST_REPLY = 8192, MOST_REPLIES = 64, MOST_PARTS = 1000, OK = 0, CORRUPT = 3 };
+
+typedef struct {
+    uint64_t offset, length;
+    uint32_t first, parts;
+} Page;
+
+typedef struct Call {
+    struct Call *next;
+    uint64_t id;
+    size_t n, buffer_count;
+    Page *pages;
+    uint8_t *heads;
+    Py_buffer *buffers;
+} Call;
+
+typedef struct {
+    uint8_t *bytes;
+    size_t length;
+} Reply;
+
+typedef struct {
+    PyObject_HEAD
+    int fd, wake_fd;
+    Py_buffer ring;
+    pthread_mutex_t lock; /* guards `calls`; held while one page is copied, never by a thread that wants Python's lock */
+    Call *calls, *landed;
+    uint8_t scratch[MOST_REPLY];
+} Channel;
+
+/* Python's lock is held. */
+static void release(Call *call) {
+    for (size_t i = 0; i < call->buffer_count; i++) PyBuffer_Release(&call->buffers[i]);
+    free(call->buffers), free(call->pages), free(call->heads), free(call);
+}
+
+static Call **find(Channel *self, uint64_t id) {
+    Call **at = &self->calls;
+    while (*at && (*at)->id != id) at = &(*at)->next;
+    return at;
+}
+
+static void digest_of(const uint8_t *head, const Py_buffer *parts, size_t count, uint8_t *digest) {
+    struct iovec iov[MOST_PARTS + 1];
+    iov[0] = (struct iovec){(void *)head, HEAD};
+    for (size_t i = 0; i < count; i++) iov[i + 1] = (struct iovec){parts[i].buf, (size_t)parts[i].len};
+    xxh3_128(iov, (int)count + 1, digest);
+}
+
+/* The header is copied before it is looked at: a transport may write at any moment. */
+static int land(const Channel *self, const Call *call, size_t i) {
+    const Page *page = &call->pages[i];
+    const uint8_t *from = (const uint8_t *)self->ring.buf + page->offset, *expected = call->heads + HEAD * i;
+    uint8_t head[HEAD], digest[16];
+    memcpy(head, from, HEAD);
+    if (memcmp(head, expected, SUM_AT)) return CORRUPT;
+    from += HEAD;
+    for (size_t k = page->first; k < page->first + page->parts; k++) {
+        memcpy(call->buffers[k].buf, from, (size_t)call->buffers[k].len);
+        from += call->buffers[k].len;
+    }
+    digest_of(expected, call->buffers + page->first, page->parts, digest);
+    return memcmp(digest, head + SUM_AT, 16) ? CORRUPT : OK;
+}
+
+/* Lands a reply's pages. A call that is forgotten meanwhile has no more pages copied. */
+static void land_all(Channel *self, Reply *reply) {
+    uint64_t id;
+    memcpy(&id, reply->bytes, 8);
+    size_t codes = reply->length - REPLY;
+    int more = 1;
+    for (size_t i = 0; more; i++) {
+        pthread_mutex_lock(&self->lock);
+        Call **at = find(self, id), *call = *at;
+        more = call && i < call->n && i < codes;
+        if (more) {
+            uint8_t *code = reply->bytes + REPLY + i;
+            if (*code == OK) *code = (uint8_t)land(self, call, i);
+        } else if (call) {
+            *at = call->next;
+            call->next = self->landed;
+            self->landed = call;
+        }
+        pthread_mutex_unlock(&self->lock);
+    }
+}
+
+/* One message into `reply`: 1, or 0 when there is none, or -1 when the other side is gone. */
+static int receive_one(Channel *self, Reply *reply) {
+    ssize_t n;
+    do n = recv(self->fd, self->scratch, MOST_REPLY, MSG_DONTWAIT);
+    while (n < 0 && errno == EINTR);
+    if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+    if (n < REPLY || !(reply->bytes = malloc((size_t)n))) return -1;
+    memcpy(reply->bytes, self->scratch, (size_t)n);
+    reply->length = (size_t)n;
+    land_all(self, reply);
+    return 1;
+}
+
+static PyObject *channel_receive(Channel *self, PyObject *args) {
+    double seconds;
+    if (!PyArg_ParseTuple(args, "d", &seconds)) return NULL;
+    Reply replies[MOST_REPLIES];
+    int count = 0, state = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    struct pollfd fds[2] = {{.fd = self->fd, .events = POLLIN}, {.fd = self->wake_fd, .events = POLLIN}};
+    poll(fds, 2, seconds <= 0 ? 0 : seconds > 60 ? 60000 : (int)(seconds * 1000) + 1);
+    uint64_t wakes;
+    if (fds[1].revents & POLLIN) (void)!read(self->wake_fd, &wakes, sizeof wakes);
+    while (count < MOST_REPLIES && (state = receive_one(self, &replies[count])) > 0) count++;
+    Py_END_ALLOW_THREADS;
+    pthread_mutex_lock(&self->lock);
+    Call *landed = self->landed;
+    self->landed = NULL;
+    pthread_mutex_unlock(&self->lock);
+    for (Call *next; landed; landed = next) {
+        next = landed->next;
+        release(landed);
+    }
+    PyObject *list = state < 0 && !count ? Py_NewRef(Py_None) : PyList_New(count);
+    for (int i = 0; i < count; i++) {
+        if (list) {
+            PyObject *bytes = PyBytes_FromStringAndSize((char *)replies[i].bytes, (Py_ssize_t)replies[i].length);
+            if (bytes) PyList_SET_ITEM(list, i, bytes);
+            else Py_CLEAR(list);
+        }
+        free(replies[i].bytes);
+    }
+    return list;
+}
+
+/* Buffers of pages that lie at `offsets` in the ring, as a call. Python's lock is held. */
+static Call *taken(const Py_buffer *ring, const Py_buffer *offsets, const Py_buffer *heads, PyObject *pages, int flags) {
+    Py_ssize_t n = PyList_GET_SIZE(pages), total = 0;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *parts = PyList_GET_ITEM(pages, i);
+        if (!PyList_Check(parts) || PyList_GET_SIZE(parts) > MOST_PARTS) goto wrong;
+        total += PyList_GET_SIZE(parts);
+    }
+    if (offsets->len != 8 * n || heads->len != HEAD * n) goto wrong;
+    Call *call = calloc(1, sizeof(Call));
+    if (!call) return (Call *)PyErr_NoMemory();
+    call->pages = calloc((size_t)n + 1, sizeof(Page));
+    call->heads = malloc((size_t)heads->len + 1);
+    call->buffers = calloc((size_t)total + 1, sizeof(Py_buffer));
+    if (!call->pages || !call->heads || !call->buffers) {
+        release(call);
+        return (Call *)PyErr_NoMemory();
+    }
+    call->n = (size_t)n;
+    memcpy(call->heads, heads->buf, (size_t)heads->len);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *parts = PyList_GET_ITEM(pages, i);
+        Page *page = &call->pages[i];
+        memcpy(&page->offset, (const char *)offsets->buf + 8 * i, 8);
+        page->first = (uint32_t)call->buffer_count;
+        page->parts = (uint32_t)PyList_GET_SIZE(parts);
+        for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts); k++) {
+            Py_buffer *buffer = &call->buffers[call->buffer_count];
+            if (PyObject_GetBuffer(PyList_GET_ITEM(parts, k), buffer, flags)) {
+                release(call);
+                return NULL;
+            }
+            call->buffer_count++;
+            page->length += (uint64_t)buffer->len;
+        }
+        if (page->offset > (uint64_t)ring->len || HEAD + page->length > (uint64_t)ring->len - page->offset) {
+            release(call);
+            goto wrong;
+        }
+    }
+    return call;
+wrong:
+    PyErr_SetString(PyExc_ValueError, "the pages do not fit the ring");
+    return NULL;
+}
+
+/* Python's lock is kept in `send` and `wake`: neither blocks, and getting the lock back beside a busy thread takes 5 ms. */
+static PyObject *channel_send(Channel *self, PyObject *message) {
+    if (!PyBytes_Check(message)) return PyErr_Format(PyExc_TypeError, "send() takes bytes");
+    ssize_t n;
+    do n = send(self->fd, PyBytes_AS_STRING(message), (size_t)PyBytes_GET_SIZE(message), MSG_DONTWAIT | MSG_NOSIGNAL);
+    while (n < 0 && errno == EINTR);
+    return PyBool_FromLong(n >= 0);
+}
+
+static PyObject *wake(PyObject *Py_UNUSED(module), PyObject *fd) {
+    const uint64_t one = 1;
+    long number = PyLong_AsLong(fd);
+    if (number == -1 && PyErr_Occurred()) return NULL;
+    (void)!write((int)number, &one, sizeof one);
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_expect(Channel *self, PyObject *args) {
+    unsigned long long id;
+    Py_buffer offsets, heads;
+    PyObject *pages;
+    if (!PyArg_ParseTuple(args, "Ky*y*O!", &id, &offsets, &heads, &PyList_Type, &pages)) return NULL;
+    Call *call = taken(&self->ring, &offsets, &heads, pages, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE);
+    PyBuffer_Release(&offsets), PyBuffer_Release(&heads);
+    if (!call) return NULL;
+    call->id = id;
+    pthread_mutex_lock(&self->lock);
+    call->next = self->calls;
+    self->calls = call;
+    pthread_mutex_unlock(&self->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_forget(Channel *self, PyObject *args) {
+    unsigned long long id;
+    if (!PyArg_ParseTuple(args, "K", &id)) return NULL;
+    pthread_mutex_lock(&self->lock);
+    Call **at = find(self, id), *call = *at;
+    if (call) *at = call->next;
+    pthread_mutex_unlock(&self->lock);
+    if (!call) Py_RETURN_FALSE;
+    release(call);
+    Py_RETURN_TRUE;
+}
+
+/* pack(ring, offsets, heads, pages): headers with their checksums, and pages, into the ring. */
+static PyObject *pack(PyObject *Py_UNUSED(module), PyObject *args) {
+    Py_buffer ring, offsets, heads;
+    PyObject *pages;
+    if (!PyArg_ParseTuple(args, "w*y*y*O!", &ring, &offsets, &heads, &PyList_Type, &pages)) return NULL;
+    Call *call = taken(&ring, &offsets, &heads, pages, PyBUF_C_CONTIGUOUS);
+    if (call) {
+        Py_BEGIN_ALLOW_THREADS;
+        for (size_t i = 0; i < call->n; i++) {
+            const Page *page = &call->pages[i];
+            uint8_t *to = (uint8_t *)ring.buf + page->offset;
+            memcpy(to, call->heads + HEAD * i, HEAD);
+            digest_of(call->heads + HEAD * i, call->buffers + page->first, page->parts, to + SUM_AT);
+            to += HEAD;
+            for (size_t k = page->first; k < page->first + page->parts; k++) {
+                memcpy(to, call->buffers[k].buf, (size_t)call->buffers[k].len);
+                to += call->buffers[k].len;
+            }
+        }
+        Py_END_ALLOW_THREADS;
+        release(call);
+    }
+    PyBuffer_Release(&ring), PyBuffer_Release(&offsets), PyBuffer_Release(&heads);
+    if (!call) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    int fd, wake_fd;
+    PyObject *ring;
+    if (!PyArg_ParseTuple(args, "iiO", &fd, &wake_fd, &ring)) return NULL;
+    Channel *self = (Channel *)type->tp_alloc(type, 0);
+    if (!self) return NULL;
+    self->fd = fd;
+    self->wake_fd = wake_fd;
+    pthread_mutex_init(&self->lock, NULL);
+    if (PyObject_GetBuffer(ring, &self->ring, PyBUF_C_CONTIGUOUS)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void channel_dealloc(Channel *self) {
+    for (Call *call = self->calls, *next; call; call = next) {
+        next = call->next;
+        release(call);
+    }
+    for (Call *call = self->landed, *next; call; call = next) {
+        next = call->next;
+        release(call);
+    }
+    if (self->ring.obj) PyBuffer_Release(&self->ring);
+    pthread_mutex_destroy(&self->lock);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMethodDef channel_methods[] = {
+    {"receive", (PyCFunction)channel_receive, METH_VARARGS, "receive(seconds): replies, their pages landed; None: the child is gone"},
+    {"send", (PyCFunction)channel_send, METH_O, "send(message): whether the child took it"},
+    {"expect", (PyCFunction)channel_expect, METH_VARARGS, "expect(id, offsets, heads, pages): where a reply's pages land"},
+    {"forget", (PyCFunction)channel_forget, METH_VARARGS, "forget(id): whether it had not landed; then it does not any more"},
+    {NULL, NULL, 0, NULL}};
+
+static PyTypeObject ChannelType = {PyVarObject_HEAD_INIT(NULL, 0).tp_name = "sgl_kvtier.remote._native.Channel",
+                                   .tp_basicsize = sizeof(Channel),
+                                   .tp_flags = Py_TPFLAGS_DEFAULT,
+                                   .tp_new = channel_new,
+                                   .tp_dealloc = (destructor)channel_dealloc,
+                                   .tp_methods = channel_methods};
+
+static PyMethodDef functions[] = {{"pack", pack, METH_VARARGS, "pack(ring, offsets, heads, pages): pages into the ring"},
+                                  {"wake", wake, METH_O, "wake(fd): adds one to an eventfd"},
+                                  {NULL, NULL, 0, NULL}};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", "Pages out of the ring without Python's lock", -1,
+                                    functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    xxh3_choose();
+    if (PyType_Ready(&ChannelType)) return NULL;
+    PyObject *m = PyModule_Create(&module);
+    if (!m) return NULL;
+    Py_INCREF(&ChannelType);
+    if (PyModule_AddObject(m, "Channel", (PyObject *)&ChannelType)) {
+        Py_DECREF(m);
+        return NULL;
+    }
+    return m;
+}

@@ -1,0 +1,83 @@
+"""What is known of pages in the engine, without asking it. It has no clock."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from sgl_kvtier.types import Lookup, PageKey
+
+HERE_S = 5.0
+"""An engine's answer protects a page from eviction for 10 s. Half of that is believed."""
+GONE_S = 1.0
+UNREADABLE_S = 15.0
+"""An engine names the pages of a dead owner for 10 s, and each read of them takes a second."""
+CORRUPT_S = 60.0
+MOST = 1 << 17
+
+
+class Presence:
+    """Answers by (pool, key), each until a moment. The oldest go first beyond `most`. Any thread;
+    `now` is in seconds of any one clock.
+    """
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._known: dict[tuple[str, PageKey], tuple[Lookup, float, bool]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def lookup(self, pool: str, keys: Iterable[PageKey], now: float) -> list[Lookup]:
+        """HIT where a page is known to be there, else MISS."""
+        return [self._answer(pool, key, now) or Lookup.MISS for key in keys]
+
+    def gone(self, pool: str, key: PageKey, now: float) -> bool:
+        """Whether a page is known not to be there, or not to be readable."""
+        return self._answer(pool, key, now) is Lookup.MISS
+
+    def unknown(self, pool: str, keys: Iterable[PageKey], now: float) -> list[PageKey]:
+        """The keys about which nothing is known."""
+        return [key for key in keys if self._answer(pool, key, now) is None]
+
+    def found(self, pool: str, keys: Sequence[PageKey], here: Sequence[bool], now: float) -> None:
+        """The engine's answers. They do not count for pages that were unreadable a moment ago."""
+        with self._lock:
+            for key, is_here in zip(keys, here, strict=True):
+                if not self._distrusted(pool, key, now):
+                    lasts = HERE_S if is_here else GONE_S
+                    self._set(pool, key, Lookup.HIT if is_here else Lookup.MISS, now + lasts)
+
+    def stored(self, pool: str, keys: Iterable[PageKey], now: float) -> None:
+        """Pages that were just written."""
+        with self._lock:
+            for key in keys:
+                self._set(pool, key, Lookup.HIT, now + HERE_S)
+
+    def distrust(self, pool: str, keys: Iterable[PageKey], seconds: float, now: float) -> None:
+        """Pages that could not be read: misses for this long, whatever the engine says."""
+        with self._lock:
+            for key in keys:
+                self._set(pool, key, Lookup.MISS, now + seconds, distrusted=True)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        with self._lock:
+            self._known.clear()
+
+    def _answer(self, pool: str, key: PageKey, now: float) -> Lookup | None:
+        known = self._known.get((pool, key))
+        return known[0] if known is not None and now < known[1] else None
+
+    def _distrusted(self, pool: str, key: PageKey, now: float) -> bool:
+        known = self._known.get((pool, key))
+        return known is not None and known[2] and now < known[1]
+
+    def _set(
+        self, pool: str, key: PageKey, answer: Lookup, until: float, distrusted: bool = False
+    ) -> None:
+        self._known.pop((pool, key), None)
+        self._known[pool, key] = (answer, until, distrusted)
+        if len(self._known) > self._most:
+            del self._known[next(iter(self._known))]

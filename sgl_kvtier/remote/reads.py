@@ -1,0 +1,209 @@
+"""Reads of pages from the engine: jobs by priority, in batches that one call each brings."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from sgl_kvtier.remote.channel import bytes_in_ring, place
+from sgl_kvtier.remote.child.engine import Code
+from sgl_kvtier.remote.child.messages import Op
+from sgl_kvtier.remote.link import Answer, Call, Link
+from sgl_kvtier.remote.page import Namespace, can_be_named
+from sgl_kvtier.remote.presence import CORRUPT_S, UNREADABLE_S, Presence
+from sgl_kvtier.store.base import PageRead, ReadOutcome
+from sgl_kvtier.store.io.jobs import Ended, OrderedJob
+from sgl_kvtier.types import PageKey
+
+BATCH_PAGES = 16
+BATCHES_IN_RING = 16
+"""A call costs a question to the master and a few thread switches, shared by its pages. They end
+together, so a call has only a part of a read: 4 MiB of a ring of 64 MiB.
+"""
+_OUTCOMES = {
+    Code.OK: ReadOutcome.OK,
+    Code.MISS: ReadOutcome.MISS,
+    Code.CORRUPT: ReadOutcome.CORRUPT,
+}
+
+Count = Callable[[Ended, Sequence[int]], None]
+"""Counts pages that ended, given the lengths of all pages of their job."""
+Tell = Callable[[], None]
+
+
+class RemoteReadJob(OrderedJob):
+    """An ordered job whose pages of one pool are begun together, up to 16 pages and
+    `batch_bytes`."""
+
+    def __init__(
+        self,
+        pages: Sequence[PageRead],
+        deadline: float | None,
+        on_page: Callable[[int, ReadOutcome], None] | None,
+        count: Count,
+        batch_bytes: int,
+    ) -> None:
+        super().__init__(len(pages), deadline, on_page)
+        self.pages = pages
+        self.lengths = [sum(part.nbytes for part in page.into) for page in pages]
+        self._counted_by = count
+        self._batch_bytes = batch_bytes
+
+    def upcoming(self) -> range:
+        """The pages that `begin` returns next, unless the job is cancelled before."""
+        start = self._next
+        return range(start, self._run_end(start) if start < self.count else start)
+
+    def _run_end(self, start: int) -> int:
+        stop, room = start + 1, self._batch_bytes - self.lengths[start]
+        while stop < min(self.count, start + BATCH_PAGES):
+            room -= self.lengths[stop]
+            if room < 0 or self.pages[stop].pool != self.pages[start].pool:
+                break
+            stop += 1
+        return stop
+
+    def _settle(self, ended: Ended) -> Ended:
+        self._counted_by(ended, self.lengths)
+        return ended
+
+
+class Reader:
+    """The queue of reads of one link. Any thread; callbacks are called without the link's lock."""
+
+    def __init__(
+        self, link: Link, namespace: Namespace, presence: Presence, deadline_s: float
+    ) -> None:
+        self._link = link
+        self._namespace = namespace
+        self._presence = presence
+        self._deadline_s = deadline_s
+        self._queue: list[tuple[int, int, RemoteReadJob]] = []
+        self._order = itertools.count()
+        self._under_way = 0
+
+    def enter(self, job: RemoteReadJob, priority: int) -> None:
+        """Begins a job, or as much of it as may be under way. Does not block."""
+        with self._link.lock:
+            heapq.heappush(self._queue, (priority, next(self._order), job))
+        self._pump(time.monotonic())
+        if job.deadline is not None and not job.exhausted:
+            self._link.wake_before(job.deadline)
+
+    def tend(self, now: float) -> float:
+        """Ends jobs whose deadline has passed and begins what there is room for. Returns the moment
+        of the next deadline.
+        """
+        for job in self._jobs():
+            if job.deadline is not None and now >= job.deadline:
+                job.end_rest(ReadOutcome.LATE)
+        self._pump(now)
+        return min((job.deadline for job in self._jobs() if job.deadline), default=math.inf)
+
+    def cancel(self) -> None:
+        """Cancels all jobs."""
+        for job in self._jobs():
+            job.cancel()
+
+    def _jobs(self) -> list[RemoteReadJob]:
+        if not self._queue:
+            return []
+        with self._link.lock:
+            return [job for _, _, job in self._queue]
+
+    def _pump(self, now: float) -> None:
+        after: list[Tell] = []
+        with self._link.lock:
+            while self._queue and self._begin_next(self._queue[0][2], now, after):
+                pass
+        for tell in after:
+            tell()
+
+    def _begin_next(self, job: RemoteReadJob, now: float, after: list[Tell]) -> bool:
+        """Locked. The next batch of a job, or its end; False when it has to wait. `after` is what
+        to tell once the lock is free.
+        """
+        rest = None
+        if job.deadline is not None and now >= job.deadline:
+            rest = ReadOutcome.LATE
+        elif not self._link.usable:
+            rest = ReadOutcome.MISS
+        if rest is not None or job.exhausted:
+            heapq.heappop(self._queue)
+            after.append(functools.partial(job.end_rest, rest or ReadOutcome.CANCELLED))
+            return True
+        wanted = [i for i in job.upcoming() if self._may_be_there(job.pages[i], now)]
+        nbytes = bytes_in_ring(job.lengths[i] for i in wanted)
+        if nbytes > self._link.ring.nbytes:
+            wanted = []  # larger than the ring: this store has never put it
+        sent = False
+        if not wanted:
+            begun = job.begin()
+        else:
+            # The other half is for writes and for what was given up.
+            if self._under_way >= self._link.ring.nbytes // 2:
+                return False
+            extent = self._link.ring.take(nbytes)
+            if extent is None:
+                return False
+            begun = job.begin()
+            sent = bool(begun) and self._send(job, wanted, extent, nbytes)
+            if not sent:
+                self._link.ring.give(extent)
+        missed = [(i, ReadOutcome.MISS) for i in begun if not sent or i not in wanted]
+        after.append(functools.partial(job.finish, missed))
+        return True
+
+    def _may_be_there(self, page: PageRead, now: float) -> bool:
+        named = can_be_named(page.pool, [page.key])
+        return named and not self._presence.gone(page.pool, page.key, now)
+
+    def _send(self, job: RemoteReadJob, which: list[int], extent: int, nbytes: int) -> bool:
+        """Locked. Gives a batch to the child; False when it takes no calls."""
+        pool = job.pages[which[0]].pool
+        lengths = [job.lengths[i] for i in which]
+        keys = [job.pages[i].key for i in which]
+        heads = self._namespace.heads(pool, keys, lengths)
+        buffers = [list(job.pages[i].into) for i in which]
+        limit = time.monotonic() + self._deadline_s
+        call = Call(
+            Op.GET,
+            pool,
+            keys,
+            functools.partial(self._landed, job, which, nbytes),
+            limit if job.deadline is None else min(limit, job.deadline),
+            extent,
+            place(extent, heads, lengths, buffers),
+        )
+        if not self._link.begin(call):
+            return False
+        self._under_way += nbytes
+        return True
+
+    def _landed(self, job: RemoteReadJob, which: list[int], nbytes: int, answer: Answer) -> None:
+        """Pages of a batch ended: they were checked, or they never land any more."""
+        now = time.monotonic()
+        with self._link.lock:
+            self._under_way -= nbytes
+        by_code: dict[int, list[PageKey]] = {}
+        for i, code in zip(which, answer.codes, strict=True):
+            by_code.setdefault(code, []).append(job.pages[i].key)
+        for code, keys in by_code.items():
+            self._learn(job.pages[which[0]].pool, keys, code, now)
+        outcomes = (_OUTCOMES.get(Code(code), ReadOutcome.FAILED) for code in answer.codes)
+        job.finish(list(zip(which, outcomes, strict=True)))
+
+    def _learn(self, pool: str, keys: list[PageKey], code: int, now: float) -> None:
+        if code in (Code.OK, Code.MISS):
+            self._presence.found(pool, keys, [code == Code.OK] * len(keys), now)
+        elif code == Code.FAILED:
+            self._presence.distrust(pool, keys, UNREADABLE_S, now)
+        elif code == Code.CORRUPT:
+            self._presence.distrust(pool, keys, CORRUPT_S, now)
+            remove = Call(Op.REMOVE, pool, keys, lambda _: None, now + self._deadline_s)
+            with self._link.lock:
+                self._link.begin(remove)

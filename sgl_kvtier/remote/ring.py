@@ -1,0 +1,67 @@
+"""Memory that this process and its child both see, in extents of any size.
+
+A transport writes here and nowhere else. An extent belongs to the child's call from `take` to
+`give`: it is given back when the child has answered or is dead.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+
+_ALIGN = 64
+
+
+class Ring:
+    """`nbytes` bytes of shared memory without a name: it goes with the last process that has it.
+
+    Not thread-safe: the link's lock guards the extents. Raises OSError where there is no memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("kvtier-ring", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self.memory = mmap.mmap(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._free = [(0, nbytes)]
+        self._taken: dict[int, int] = {}
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of extents that calls have."""
+        return sum(self._taken.values())
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a new extent, a multiple of 64; None when there is no room."""
+        need = padded(max(nbytes, 1))
+        for i, (start, stop) in enumerate(self._free):
+            if stop - start >= need:
+                self._free[i : i + 1] = [(start + need, stop)] if stop - start > need else []
+                self._taken[start] = need
+                return start
+        return None
+
+    def give(self, offset: int) -> None:
+        """Makes an extent free again."""
+        start, stop = offset, offset + self._taken.pop(offset)
+        at = bisect.bisect(self._free, (start, stop))
+        if at < len(self._free) and self._free[at][0] == stop:
+            stop = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == start:
+            at -= 1
+            start = self._free.pop(at)[0]
+        self._free.insert(at, (start, stop))
+
+    def close(self) -> None:
+        """Releases this process's hold; the mapping stays while something refers to it."""
+        os.close(self.fd)
+
+
+def padded(nbytes: int) -> int:
+    """Bytes that an object of `nbytes` takes in the ring."""
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -1,0 +1,164 @@
+"""Mooncake's master and an owner of memory on this host: for trying the remote tier out, and for
+tests.
+
+A cluster has one master, and one owner (`mooncake_client`) on every host that gives memory. They
+have no authentication and no encryption.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sgl_kvtier.errors import StoreError
+
+START_S = 20.0
+
+
+def program(name: str) -> str:
+    """The path of `mooncake_master` or `mooncake_client`. Raises StoreError where there is none."""
+    found = importlib.util.find_spec("mooncake")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        path = Path(folder, name)
+        if path.is_file():
+            if not os.access(path, os.X_OK):
+                path.chmod(path.stat().st_mode | 0o111)
+            return str(path)
+    raise StoreError(f"no {name} here: pip install 'sgl-kvtier[remote]'")
+
+
+def master_command(address: str, port: int, metrics_port: int, lease_ms: int = 10_000) -> list[str]:
+    """The command of a master. It evicts early: a store that is full refuses pages one by one."""
+    return [
+        program("mooncake_master"),
+        f"--rpc_address={address}",
+        f"--rpc_port={port}",
+        f"--metrics_host={address}",
+        f"--metrics_port={metrics_port}",
+        "--eviction_high_watermark_ratio=0.85",
+        "--eviction_ratio=0.1",
+        f"--default_kv_lease_ttl={lease_ms}",
+        "--logtostderr",
+    ]
+
+
+def owner_command(host: str, port: int, master: str, segment_bytes: int) -> list[str]:
+    """The command of an owner of `segment_bytes` of this host's memory."""
+    return [
+        program("mooncake_client"),
+        f"--host={host}",
+        f"--port={port}",
+        f"--master_server_address={master}",
+        "--metadata_server=P2PHANDSHAKE",
+        "--protocol=tcp",
+        f"--global_segment_size={segment_bytes}",
+    ]
+
+
+class Servers:
+    """A master and an owner as processes of this one. Use it in a `with` block: both end with it,
+    by their process ids. Raises StoreError where they do not start.
+    """
+
+    def __init__(
+        self, segment_bytes: int, host: str = "127.0.0.1", port: int = 0, lease_ms: int = 10_000
+    ) -> None:
+        self.host = host
+        self.port = port or free_port(host)
+        self._metrics = free_port(host)
+        self._segment_bytes = segment_bytes
+        self._lease_ms = lease_ms
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def master(self) -> str:
+        """Where the master listens, as `remote.master` has it."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """What is run, the master first."""
+        master = master_command(self.host, self.port, self._metrics, self._lease_ms)
+        return [
+            master,
+            owner_command(self.host, free_port(self.host), self.master, self._segment_bytes),
+        ]
+
+    def start_master(self) -> subprocess.Popen[bytes]:
+        """A master that answers."""
+        process = self._start(self.commands[0])
+        self._await(process, "does not listen", lambda: self._page("/metrics") is not None)
+        return process
+
+    def start_owner(self) -> subprocess.Popen[bytes]:
+        """An owner whose memory the master knows."""
+        before = self._segments()
+        process = self._start(self.commands[1])
+        self._await(process, "gives no memory", lambda: bool(self._segments() - before))
+        return process
+
+    def stop(self) -> None:
+        """Ends what was started, stopped processes too."""
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.wait()
+        self._started.clear()
+
+    def __enter__(self) -> Servers:
+        try:
+            self.start_master()
+            self.start_owner()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        nothing = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+        self._started.append(process)
+        return process
+
+    def _await(
+        self, process: subprocess.Popen[bytes], trouble: str, ready: Callable[[], bool]
+    ) -> None:
+        until = time.monotonic() + START_S
+        while not ready():
+            if process.poll() is not None or time.monotonic() > until:
+                raise StoreError(
+                    f"{Path(str(process.args[0])).name} {trouble}: run it by hand to see why: "  # type: ignore[index]
+                    f"{' '.join(process.args)}"  # type: ignore[arg-type]
+                )
+            time.sleep(0.05)
+
+    def _segments(self) -> set[str]:
+        return set((self._page("/get_all_segments") or "").split())
+
+    def _page(self, path: str) -> str | None:
+        try:
+            with urllib.request.urlopen(
+                f"http://{self.host}:{self._metrics}{path}", timeout=1
+            ) as r:
+                return str(r.read().decode())
+        except (OSError, urllib.error.URLError):
+            return None
+
+
+def free_port(host: str) -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,294 @@
+"""The remote store: pages that every server with this identity and rank finds. See README.md.
+
+The promise of store/base.py is kept here over an engine that promises nothing. A page is copied out
+of the ring into its destination and checked there. Nothing blocks longer than its stated bound, and
+no exception of the engine leaves this room.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sgl_kvtier.errors import StoreError
+from sgl_kvtier.remote.child.engine import Code
+from sgl_kvtier.remote.child.messages import MOST_KEYS, Op
+from sgl_kvtier.remote.child.settings import RemoteSettings, own_hostname
+from sgl_kvtier.remote.link import Answer, Call, Link
+from sgl_kvtier.remote.page import Namespace, can_be_named
+from sgl_kvtier.remote.presence import UNREADABLE_S, Presence
+from sgl_kvtier.remote.reads import BATCHES_IN_RING, Reader, RemoteReadJob
+from sgl_kvtier.remote.writes import Writer, length_of
+from sgl_kvtier.store.base import (
+    KV,
+    PageRead,
+    PageWrite,
+    PutOutcome,
+    ReadJob,
+    ReadOutcome,
+    StoreStats,
+)
+from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.io.jobs import Ended
+from sgl_kvtier.types import Lookup, PageKey
+
+_COUNTED = {
+    ReadOutcome.OK: "pages_read",
+    ReadOutcome.MISS: "pages_missed",
+    ReadOutcome.CORRUPT: "pages_corrupt",
+    ReadOutcome.FAILED: "reads_failed",
+    ReadOutcome.LATE: "reads_late",
+    ReadOutcome.CANCELLED: "reads_cancelled",
+    PutOutcome.STORED: "pages_written",
+    PutOutcome.KEPT: "pages_kept",
+    PutOutcome.REFUSED: "pages_refused",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How a remote store is doing."""
+
+    usable: bool
+    trouble: str
+    """Why it is not usable; empty when it is."""
+    child: int
+    """Process id of the child that has the engine; 0: there is none."""
+    starts: int
+    """How often such a child was started."""
+    exists_calls: int
+    exists_late: int
+    """Questions whose caller did not wait for the answer."""
+    ring_taken_bytes: int
+
+
+def open_remote(settings: RemoteSettings, identity: Identity, rank: str) -> RemoteStore:
+    """The remote store of one rank. Returns at once: the engine is connected in the background.
+
+    `rank` names the rank's share of a page, without numbers of data-parallel copies: all that say
+    the same name share pages. Raises ConfigError and StoreError for what cannot work, each with
+    what to do.
+    """
+    if settings.engine == "off":
+        raise StoreError("the remote store is off: set remote.engine")
+    if settings.engine == "mooncake":
+        if importlib.util.find_spec("mooncake") is None:
+            raise StoreError("Mooncake is not installed: pip install 'sgl-kvtier[remote]'")
+        if settings.hostname:
+            try:
+                own_hostname(settings)
+            except OSError as error:
+                raise StoreError(
+                    f"remote.hostname = {settings.hostname} or remote.master = {settings.master} "
+                    f"has no address: {error}"
+                ) from error
+    try:
+        return RemoteStore(settings, Namespace(identity.fingerprint, rank))
+    except OSError as error:
+        raise StoreError(
+            f"no shared memory of remote.ring_bytes = {settings.ring_bytes}: {error}"
+        ) from error
+
+
+class RemoteStore:
+    """A `PageStore` in a distributed engine, and `ask`. Made by `open_remote`. Any thread.
+
+    While the engine is not usable, and in a forked process, every page is a miss and every put is
+    refused, at once.
+    """
+
+    def __init__(
+        self, settings: RemoteSettings, namespace: Namespace, presence: Presence | None = None
+    ) -> None:
+        self._settings = settings
+        self._presence = Presence() if presence is None else presence
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._opened_at = time.monotonic()
+        self._link = link = Link(settings, namespace.prefix)
+        self._reader = Reader(link, namespace, self._presence, settings.deadline_s)
+        self._writer = Writer(link, namespace, self._presence)
+        link.start(self._reader.tend)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the engine is connected and answers."""
+        return self._link.usable
+
+    def wait_usable(self, timeout_s: float) -> bool:
+        """Blocks until the engine answers, or for `timeout_s` seconds."""
+        return self._link.wait_usable(timeout_s)
+
+    def condition(self) -> Condition:
+        """How it is doing, for metrics and messages."""
+        link = self._link
+        return Condition(
+            link.usable,
+            link.trouble,
+            link.child,
+            link.restarts,
+            self._counts["exists_calls"],
+            self._counts["exists_late"],
+            link.ring.taken_bytes if link.open else 0,
+        )
+
+    def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
+        """What is known, without asking: HIT for pages found or written in the last 5 s."""
+        if not self._link.usable:
+            return [Lookup.MISS] * len(keys)
+        return self._presence.lookup(pool, keys, time.monotonic())
+
+    def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float | None = None) -> bool:
+        """Asks the engine for all keys of which nothing is known; blocks for at most `timeout_s`
+        (default `exists_wait_ms`).
+
+        Returns whether `lookup` now knows them all. An answer that comes later is kept for the next
+        look-up all the same.
+        """
+        begun = time.monotonic()
+        if timeout_s is None:
+            timeout_s = self._settings.exists_wait_ms * 1e-3
+        if not self._link.usable or not can_be_named(pool, keys):
+            return False
+        unknown = self._presence.unknown(pool, keys, begun)
+        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        waiting = 0
+        for part in _parts(unknown):
+            self._count("exists_calls")
+            note = functools.partial(self._noted, pool, part, answers)
+            if not self._begin(Call(Op.EXISTS, pool, part, note, self._limit(begun))):
+                return False
+            waiting += 1
+        known = True
+        for _ in range(waiting):
+            try:
+                known &= answers.get(timeout=max(0.0, begun + timeout_s - time.monotonic()))
+            except queue.Empty:
+                self._count("exists_late")
+                return False
+        return known
+
+    def read(
+        self,
+        pages: Sequence[PageRead],
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        on_page: Callable[[int, ReadOutcome], None] | None = None,
+    ) -> ReadJob:
+        """Begins reading pages in the given order and returns at once.
+
+        As in `PageStore`, and more: a page that was begun is FAILED at the deadline, or the
+        settings' `deadline_s` after it was begun. `in_flight` falls at once, since only the ring
+        was the engine's.
+        """
+        now = time.monotonic()
+        deadline = now + deadline_s if deadline_s is not None else None
+        batch_bytes = self._settings.ring_bytes // BATCHES_IN_RING
+        job = RemoteReadJob(pages, deadline, on_page, self._count_reads, batch_bytes)
+        if not self._link.usable:
+            job.end_rest(ReadOutcome.MISS)
+            return job
+        self._reader.enter(job, priority)
+        return job
+
+    def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
+        """Writes pages; blocks for at most `deadline_s` of the settings. What was not written by
+        then is REFUSED.
+        """
+        begun = time.monotonic()
+        outcomes = [PutOutcome.REFUSED] * len(pages)
+        if self._link.usable and self._settings.write != "off":
+            for i, page in enumerate(pages):
+                if self._presence.lookup(page.pool, [page.key], begun)[0] is Lookup.HIT:
+                    outcomes[i] = PutOutcome.KEPT
+            self._writer.write(pages, outcomes, self._limit(begun))
+        for page, outcome in zip(pages, outcomes, strict=True):
+            self._count(_COUNTED[outcome])
+            if outcome is PutOutcome.STORED:
+                self._count("bytes_written", length_of(page))
+        return outcomes
+
+    def delete(self, keys: Sequence[PageKey], pool: str = KV) -> int:
+        """Drops pages for all that share them; blocks for at most `deadline_s` of the settings. How
+        many the engine says there were.
+        """
+        self._presence.distrust(pool, keys, UNREADABLE_S, time.monotonic())
+        if not can_be_named(pool, keys):
+            return 0
+        return self._removed([(Op.REMOVE, pool, part) for part in _parts(keys)])
+
+    def clear(self) -> int:
+        """Drops every page of this identity and rank, for all that share them; blocks for at most
+        `deadline_s` of the settings. How many the engine says there were.
+        """
+        self._presence.clear()
+        return self._removed([(Op.CLEAR, "", [])])
+
+    def stats(self) -> StoreStats:
+        """Counters. What the engine has in all, for all its users, only its master knows."""
+        names = StoreStats.__dataclass_fields__
+        counts = {name: count for name, count in self._counts.copy().items() if name in names}
+        return StoreStats(**counts, open_s=time.monotonic() - self._opened_at)
+
+    def close(self) -> None:
+        """Ends the child process and all reads; blocks for 2 s at most. Idempotent."""
+        if not self._link.open:
+            return
+        self._reader.cancel()
+        self._link.close()
+
+    def _limit(self, begun: float) -> float:
+        return begun + self._settings.deadline_s
+
+    def _count(self, name: str, more: int = 1) -> None:
+        with self._counting:
+            self._counts[name] += more
+
+    def _count_reads(self, ended: Ended, lengths: Sequence[int]) -> None:
+        for i, outcome in ended:
+            self._count(_COUNTED[outcome])
+            if outcome is ReadOutcome.OK:
+                self._count("bytes_read", lengths[i])
+
+    def _begin(self, call: Call) -> bool:
+        if not self._link.open:
+            return False
+        with self._link.lock:
+            return self._link.begin(call)
+
+    def _noted(
+        self, pool: str, keys: Sequence[PageKey], answers: queue.SimpleQueue[bool], answer: Answer
+    ) -> None:
+        """The engine's answers of one call, in time or not."""
+        codes = answer.codes
+        known = [i for i, code in enumerate(codes) if code in (Code.OK, Code.MISS)]
+        here = [codes[i] == Code.OK for i in known]
+        self._presence.found(pool, [keys[i] for i in known], here, time.monotonic())
+        answers.put(len(known) == len(keys))
+
+    def _removed(self, calls: Sequence[tuple[Op, str, Sequence[PageKey]]]) -> int:
+        until = self._limit(time.monotonic())
+        counts: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+        def ended(answer: Answer) -> None:
+            counts.put(answer.removed)
+
+        begun = [self._begin(Call(op, pool, keys, ended, until)) for op, pool, keys in calls]
+        total = 0
+        for _ in range(begun.count(True)):
+            try:
+                total += counts.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+        return total
+
+
+def _parts(keys: Sequence[PageKey]) -> list[Sequence[PageKey]]:
+    return [keys[i : i + MOST_KEYS] for i in range(0, len(keys), MOST_KEYS)]

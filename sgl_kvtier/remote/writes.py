@@ -1,0 +1,124 @@
+"""Writes of pages to the engine: packed into the ring, in batches, within a stated time."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+
+from sgl_kvtier.remote.channel import bytes_in_ring, pack_pages, place
+from sgl_kvtier.remote.child.engine import Code
+from sgl_kvtier.remote.child.messages import Op
+from sgl_kvtier.remote.link import Answer, Call, Link
+from sgl_kvtier.remote.page import Namespace, can_be_named
+from sgl_kvtier.remote.presence import Presence
+from sgl_kvtier.remote.reads import BATCH_PAGES, BATCHES_IN_RING
+from sgl_kvtier.store.base import PageWrite, PutOutcome
+
+_UNDER_WAY = 2
+"""Batches at a time: one is written while the next is packed."""
+_OUTCOMES = {Code.OK: PutOutcome.STORED, Code.KEPT: PutOutcome.KEPT}
+
+Done = queue.SimpleQueue[tuple[list[int], Answer]]
+
+
+class Writer:
+    """Writes through one link. Any thread."""
+
+    def __init__(self, link: Link, namespace: Namespace, presence: Presence) -> None:
+        self._link = link
+        self._namespace = namespace
+        self._presence = presence
+
+    def write(self, pages: Sequence[PageWrite], outcomes: list[PutOutcome], until: float) -> None:
+        """Writes pages whose outcome is not KEPT, two batches at a time, until all are
+        written or it is `until`. Sets their outcomes.
+        """
+        done: Done = queue.SimpleQueue()
+        batches = list(self._batches(pages, outcomes))[::-1]
+        under_way = 0
+        while (batches or under_way) and time.monotonic() < until:
+            if batches and under_way < _UNDER_WAY:
+                if self._begin(pages, batches[-1], done, until):
+                    batches.pop()
+                    under_way += 1
+                    continue
+                if not under_way:
+                    return
+            try:
+                which, answer = done.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                return
+            under_way -= 1
+            self._written(pages, which, answer, outcomes)
+
+    def _batches(
+        self, pages: Sequence[PageWrite], outcomes: Sequence[PutOutcome]
+    ) -> Iterator[list[int]]:
+        """Pages of one pool each, up to 16 and a sixteenth of the ring. Without those that cannot
+        be kept.
+        """
+        batch: list[int] = []
+        room = 0
+        for i, page in enumerate(pages):
+            nbytes = length_of(page)
+            fits = nbytes > 0 and bytes_in_ring([nbytes]) <= self._link.ring.nbytes // 2
+            if (
+                outcomes[i] is PutOutcome.KEPT
+                or not fits
+                or not can_be_named(page.pool, [page.key])
+            ):
+                continue
+            full = len(batch) == BATCH_PAGES or nbytes > room
+            if batch and (full or page.pool != pages[batch[0]].pool):
+                yield batch
+                batch = []
+            room = (room if batch else self._link.ring.nbytes // BATCHES_IN_RING) - nbytes
+            batch.append(i)
+        if batch:
+            yield batch
+
+    def _begin(
+        self, pages: Sequence[PageWrite], which: list[int], done: Done, until: float
+    ) -> bool:
+        """Packs a batch into the ring and sends it; False when there is no room or no child."""
+        link = self._link
+        pool = pages[which[0]].pool
+        keys = [pages[i].key for i in which]
+        lengths = [length_of(pages[i]) for i in which]
+        with link.lock:
+            extent = link.ring.take(bytes_in_ring(lengths))
+        if extent is None:
+            return False
+        heads = self._namespace.heads(pool, keys, lengths)
+        placed = place(extent, heads, lengths, [list(pages[i].data) for i in which])
+        pack_pages(link.ring, placed)
+
+        def ended(answer: Answer) -> None:
+            done.put((which, answer))
+
+        # The call outlives the caller's memory, which it does not need: its pages are packed.
+        call = Call(Op.PUT, pool, keys, ended, until, extent, placed._replace(buffers=[]))
+        with link.lock:
+            if link.begin(call):
+                return True
+            link.ring.give(extent)
+        link.wake_before(0.0)  # a read may wait for that room
+        return False
+
+    def _written(
+        self,
+        pages: Sequence[PageWrite],
+        which: list[int],
+        answer: Answer,
+        outcomes: list[PutOutcome],
+    ) -> None:
+        for i, code in zip(which, answer.codes, strict=True):
+            outcomes[i] = _OUTCOMES.get(Code(code), PutOutcome.REFUSED)
+        here = [pages[i].key for i in which if outcomes[i] is not PutOutcome.REFUSED]
+        self._presence.stored(pages[which[0]].pool, here, time.monotonic())
+
+
+def length_of(page: PageWrite) -> int:
+    """Bytes of a page to write."""
+    return sum(part.nbytes for part in page.data)

@@ -1,0 +1,148 @@
+"""Pages out of the ring: compiled and in Python they land in the same way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+from remote_pages import NAMESPACE, content, key
+
+from sgl_kvtier.remote import channel as channels
+from sgl_kvtier.remote.channel import Channel, Placed, bytes_in_ring, pack_pages, place
+from sgl_kvtier.remote.child.engine import Code
+from sgl_kvtier.remote.child.messages import Op, Reply
+from sgl_kvtier.remote.page import HEAD_BYTES
+from sgl_kvtier.remote.ring import Ring
+
+LENGTHS = [1, 100, 4096, 70_001]
+
+
+class Side(SimpleNamespace):
+    """A channel, the child's end of its socket, and a ring with packed pages."""
+
+    channel: Channel
+    child: socket.socket
+    ring: Ring
+    pages: Placed
+    into: list[list[bytearray]]
+
+    def reply(self, number: int, *codes: Code) -> None:
+        self.child.send(Reply(number, Op.GET, 0, bytes(codes)).pack())
+
+    def landed(self) -> list[bytes]:
+        return [b"".join(parts) for parts in self.into]
+
+
+@pytest.fixture(params=["native", "python"])
+def side(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Side]:
+    if request.param == "python":
+        monkeypatch.setattr(channels, "_native", None)
+    elif channels._native is None:
+        pytest.skip("the extension module is not built here (no C compiler at install)")
+    ring = Ring(1 << 20)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+    extent = ring.take(bytes_in_ring(LENGTHS))
+    assert extent is not None
+    keys = [key(i) for i in range(len(LENGTHS))]
+    heads = NAMESPACE.heads("kv", keys, LENGTHS)
+    data = [
+        [memoryview(content(i, n))[: n // 3], memoryview(content(i, n))[n // 3 :]]
+        for i, n in enumerate(LENGTHS)
+    ]
+    pack_pages(ring, place(extent, heads, LENGTHS, data))
+    into = [[bytearray(n // 2), bytearray(n - n // 2)] for n in LENGTHS]
+    pages = place(extent, heads, LENGTHS, [[memoryview(part) for part in parts] for parts in into])
+    yield Side(
+        channel=channels.open_channel(ours, wake_fd, ring),
+        child=theirs, ring=ring, pages=pages, into=into, wake_fd=wake_fd,
+    )  # fmt: skip
+    ours.close()
+    theirs.close()
+    os.close(wake_fd)
+    ring.close()
+
+
+def test_pages_land_in_their_buffers(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    assert side.channel.receive(1.0) == [Reply(7, Op.GET, 0, bytes(4))]
+    assert side.landed() == [content(i, n) for i, n in enumerate(LENGTHS)]
+
+
+def test_what_the_child_does_not_call_right_is_not_copied(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    codes = [Code.MISS, Code.OK, Code.FAILED, Code.CORRUPT]
+    side.reply(7, *codes)
+    assert side.channel.receive(1.0) == [Reply(7, Op.GET, 0, bytes(codes))]
+    assert side.landed() == [bytes(1), content(1, 100), bytes(4096), bytes(70_001)]
+
+
+@pytest.mark.parametrize("at", [0, 8, 20, 60, 200, 255, HEAD_BYTES, HEAD_BYTES + 99])
+def test_a_page_that_is_not_the_expected_one_is_noticed(side: Side, at: int) -> None:
+    side.ring.memory[side.pages.offsets[1] + at] ^= 1
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    (reply,) = side.channel.receive(1.0) or []
+    assert reply.codes == bytes([Code.OK, Code.CORRUPT, Code.OK, Code.OK])
+
+
+def test_a_forgotten_call_writes_nothing(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    assert side.channel.forget(7)
+    assert not side.channel.forget(7)
+    side.reply(7, *[Code.OK] * 4)
+    side.channel.receive(1.0)
+    assert side.landed() == [bytes(n) for n in LENGTHS]
+
+
+def test_a_call_that_has_landed_cannot_be_forgotten(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    side.channel.receive(1.0)
+    assert not side.channel.forget(7)
+
+
+def test_bytes_that_come_late_reach_the_ring_only(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    side.channel.receive(1.0)
+    side.ring.memory[:] = b"\7" * side.ring.nbytes
+    assert side.landed() == [content(i, n) for i, n in enumerate(LENGTHS)]
+
+
+def test_fewer_codes_than_pages_land_fewer_pages(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    side.reply(7, Code.OK, Code.OK)
+    side.channel.receive(1.0)
+    assert side.landed()[2:] == [bytes(4096), bytes(70_001)]
+
+
+def test_a_child_that_is_gone_is_noticed(side: Side) -> None:
+    side.child.close()
+    assert side.channel.receive(1.0) is None
+
+
+def test_a_wake_ends_the_wait(side: Side) -> None:
+    os.eventfd_write(side.wake_fd, 1)
+    begun = time.monotonic()
+    assert side.channel.receive(60.0) == []
+    assert time.monotonic() - begun < 30
+
+
+def outside(side: Side, change: Callable[[Placed], Placed]) -> None:
+    with pytest.raises(ValueError, match="do not fit the ring"):
+        side.channel.expect(7, change(side.pages))
+
+
+def test_a_page_outside_the_ring_is_refused_by_the_compiled_channel(side: Side) -> None:
+    if isinstance(side.channel, channels.PythonChannel):
+        pytest.skip("Python checks every access itself")
+    end = side.ring.nbytes
+    outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], end - 1000]))
+    outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], (1 << 64) - 1]))
+    outside(side, lambda pages: pages._replace(heads=pages.heads[:3]))
