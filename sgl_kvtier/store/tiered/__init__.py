@@ -1,0 +1,1 @@
+"""One store of two: pages on local disk, and those of other servers."""

@@ -1,0 +1,228 @@
+"""Brings pages of the local store to the remote one.
+
+Names wait, bytes do not: the thread reads a page from the local store, checked, when its turn has
+come. What is there already is found out 128 names at a time and not sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.tiered.remote import RemoteStore
+from sgl_kvtier.types import Lookup, PageKey
+
+logger = logging.getLogger(__name__)
+
+MOST_NAMES = 100_000
+"""Names that wait; beyond that the oldest is dropped."""
+LAST = 1 << 20
+"""The priority of its reads: behind all others."""
+_ASKED = 128
+"""Names that are asked for together."""
+_SENT_BYTES = 4 << 20
+"""Bytes that are read and sent together; at least one page."""
+_ASK_S = 2.0
+PAUSE_S = 1.0
+"""How long it waits after a refusal, or where the remote store does not answer."""
+_YIELD_S = 0.02
+_YIELD_MOST = 50
+"""It lets reads go first for so many `_YIELD_S`, then it sends something."""
+
+
+class Name(NamedTuple):
+    """A page of the local store: its bytes are read when it is sent."""
+
+    key: PageKey
+    pool: str
+    nbytes: int
+
+
+class Uploader:
+    """A thread that sends pages. `reading` says whether pages are being read from the remote store:
+    they go first.
+    """
+
+    def __init__(
+        self,
+        local: PageStore,
+        remote: RemoteStore,
+        policy: str,
+        reading: Callable[[], bool],
+        most_names: int = MOST_NAMES,
+    ) -> None:
+        """`policy`: all, second-hit (pages that were written or read here twice) or off."""
+        self.sent = 0
+        """Pages the remote store took."""
+        self.there = 0
+        """Pages that were there already."""
+        self.refused = 0
+        self.dropped = 0
+        """Names that found no room, or whose page was gone when its turn came."""
+        self._local = local
+        self._remote = remote
+        self._policy = policy
+        self._reading = reading
+        self._most_names = most_names
+        self._waiting: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
+        self._once: OrderedDict[tuple[PageKey, str], None] = OrderedDict()
+        self._busy = False
+        self._wanted = True
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvtier-upload", daemon=True)
+        if policy != "off":
+            self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Names that wait."""
+        return len(self._waiting)
+
+    def written(self, names: Iterable[Name]) -> None:
+        """Pages that the local store has, new ones and others. Any thread; does not block."""
+        self._note(names, again=self._policy == "all")
+
+    def read(self, names: Iterable[Name]) -> None:
+        """Pages that are read from the local store. Any thread; does not block."""
+        if self._policy == "second-hit":
+            self._note(names, again=False)
+
+    def settle(self, timeout_s: float) -> bool:
+        """Blocks until no name waits, or the time is over; whether none does."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not (self._waiting or self._busy), timeout_s)
+
+    def forget(self, keys: Iterable[PageKey] | None = None, pool: str = KV) -> None:
+        """Pages are about to be deleted, None for all: their names are not sent from now on, nor
+        are those that were about to be. Blocks while pages are being sent.
+        """
+        with self._changed:
+            if keys is None:
+                self._once.clear()
+                self._waiting.clear()
+            for key in keys or ():
+                self._once.pop((key, pool), None)
+                self._waiting.pop((key, pool), None)
+            self._wanted = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._busy)
+
+    def close(self) -> None:
+        """Ends the thread and forgets names that wait. Blocks while pages are sent. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._wanted = False
+            self._waiting.clear()
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _note(self, names: Iterable[Name], *, again: bool) -> None:
+        """Queues names; those that have to be seen a second time only then, unless `again`."""
+        if self._policy == "off":
+            return
+        with self._changed:
+            for key, pool, nbytes in names:
+                name = (key, pool)
+                if not again and name not in self._once:
+                    self._once[name] = None
+                    if len(self._once) > self._most_names:
+                        self._once.popitem(last=False)
+                    continue
+                self._once.pop(name, None)
+                self._waiting[name] = nbytes
+                if len(self._waiting) > self._most_names:
+                    self._waiting.popitem(last=False)
+                    self.dropped += 1
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: bool(self._waiting) or self._closing)
+                if self._closing:
+                    return
+                self._busy = self._wanted = True
+                names = self._next()
+            try:
+                self._send_missing(names)
+            except Exception:
+                # A mistake of a store: these pages are not sent, the thread goes on.
+                logger.exception("kvtier: pages could not be sent to the remote store")
+                self._pause(PAUSE_S)
+
+    def _next(self) -> list[Name]:
+        """Locked. The oldest names, of one pool."""
+        names: list[Name] = []
+        while self._waiting and len(names) < _ASKED:
+            (key, pool), nbytes = self._waiting.popitem(last=False)
+            if names and pool != names[0].pool:
+                self._waiting[key, pool] = nbytes
+                self._waiting.move_to_end((key, pool), last=False)
+                break
+            names.append(Name(key, pool, nbytes))
+        return names
+
+    def _send_missing(self, names: list[Name]) -> None:
+        pool = names[0].pool
+        keys = [name.key for name in names]
+        self._yield()
+        while not self._remote.ask(keys, pool, _ASK_S):
+            if not self._pause(PAUSE_S):
+                return
+        there = self._remote.lookup(keys, pool)
+        self.there += there.count(Lookup.HIT)
+        missing = [n for n, answer in zip(names, there, strict=True) if answer is not Lookup.HIT]
+        while missing and self._wanted:
+            count, nbytes = 1, missing[0].nbytes
+            while count < len(missing) and nbytes + missing[count].nbytes <= _SENT_BYTES:
+                nbytes += missing[count].nbytes
+                count += 1
+            self._yield()
+            self._send(missing[:count])
+            missing = missing[count:]
+
+    def _send(self, names: list[Name]) -> None:
+        """Reads pages from the local store and puts those that are right."""
+        memory = memoryview(bytearray(sum(name.nbytes for name in names)))
+        pages: list[PageRead] = []
+        start = 0
+        for name in names:
+            pages.append(PageRead(name.key, [memory[start : start + name.nbytes]], name.pool))
+            start += name.nbytes
+        job = self._local.read(pages, priority=LAST)
+        while not job.wait(PAUSE_S):
+            if not self._wanted:
+                job.cancel()
+        read = [
+            PageWrite(page.key, page.into, page.pool)
+            for page, outcome in zip(pages, job.outcomes, strict=True)
+            if outcome is ReadOutcome.OK
+        ]
+        self.dropped += len(pages) - len(read)
+        if not read or not self._wanted:
+            return
+        outcomes = self._remote.put(read)
+        self.sent += outcomes.count(PutOutcome.STORED)
+        self.there += outcomes.count(PutOutcome.KEPT)
+        refused = outcomes.count(PutOutcome.REFUSED)
+        self.refused += refused
+        if refused:
+            self._pause(PAUSE_S)
+
+    def _yield(self) -> None:
+        for _ in range(_YIELD_MOST):
+            if not self._reading() or not self._pause(_YIELD_S):
+                return
+
+    def _pause(self, seconds: float) -> bool:
+        """False when these names are not to be sent any more."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: not self._wanted, seconds)
