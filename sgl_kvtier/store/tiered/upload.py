@@ -31,7 +31,7 @@ PAUSE_S = 1.0
 """How long it waits after a refusal, or where the remote store does not answer."""
 _YIELD_S = 0.02
 _YIELD_MOST = 50
-"""It lets reads go first for so many `_YIELD_S`, then it sends something."""
+"""It lets reads go first for this many times `_YIELD_S`, then it sends something."""
 
 
 class Name(NamedTuple):
