@@ -101,7 +101,7 @@ COMMANDS = {
     "stat": Command(
         "sgl_kvtier.store.tools.commands:stat",
         "what is in a page store, and who has it open",
-        "kvtier stat /mnt/nvme/kvtier",
+        "kvtier stat /mnt/nvme/kvtier\n  kvtier stat --remote 127.0.0.1:9003",
     ),
     "fsck": Command(
         "sgl_kvtier.store.tools.commands:fsck",
@@ -112,6 +112,11 @@ COMMANDS = {
         "sgl_kvtier.store.tools.commands:purge",
         "remove pages from a store",
         "kvtier purge /mnt/nvme/kvtier --all --dry-run",
+    ),
+    "remote up": Command(
+        "sgl_kvtier.remote.tools.up",
+        "run Mooncake's master and one owner of memory on this host, to try the remote store",
+        "kvtier remote up --segment 2GiB",
     ),
     "doctor": Command(
         "sgl_kvtier.runtime.tools.doctor",

@@ -140,6 +140,39 @@ class StoreConfig:
 
 
 @dataclass(frozen=True)
+class RemoteConfig:
+    """A store that is shared with other servers, behind the one on local disk. See remote.md."""
+
+    engine: str = setting(
+        "off",
+        "what keeps the shared pages: off, mooncake = Mooncake Store, memory = a folder in the "
+        "memory of this host, for tests",
+        choices=("off", "mooncake", "memory"),
+    )
+    master: str = setting(
+        "", "where Mooncake's master listens, as host:port; for memory, the folder"
+    )
+    hostname: str = setting(
+        "", "this host as others reach it; empty = the address from which the master is reached"
+    )
+    protocol: str = setting("tcp", "how bytes travel", choices=("tcp", "rdma"))
+    device: str = setting("", "RDMA devices as Mooncake names them; empty with tcp")
+    write: str = setting(
+        "all",
+        "which pages are sent: all, second-hit = those written or read here twice, off = none, "
+        "others' pages are read all the same",
+        choices=("all", "second-hit", "off"),
+    )
+    ring_bytes: int = setting(
+        64 << 20,
+        "memory of each rank through which pages come and go",
+        low=1 << 20,
+        high=64 << 30,
+        is_bytes=True,
+    )
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     """What is decided: the same section steers the server and the simulator."""
 
@@ -295,6 +328,7 @@ class KVTierConfig:
     """Everything in kvtier.json but the keys SGLang reads itself (`HOST_KEYS`)."""
 
     store: StoreConfig = field(default_factory=StoreConfig)
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     lab: LabConfig = field(default_factory=LabConfig)
 
@@ -337,7 +371,9 @@ def parse_setting(section: str, name: str, value: Any) -> Any:
     return _parse_value(known[name], f"{section}.{name}", value)
 
 
-def describe_config(sections: Iterable[str] = ("store", "policy")) -> list[dict[str, str]]:
+def describe_config(
+    sections: Iterable[str] = ("store", "remote", "policy"),
+) -> list[dict[str, str]]:
     """One row per setting (key, default, allowed, meaning), for `kvtier doctor --settings` and the
     docs. What the laboratory alone writes, `LAB_SECTIONS`, is left out unless it is asked for.
     """
@@ -427,6 +463,7 @@ LAB_SECTIONS = ("lab", "lab.throttle", "lab.faults")
 """Sections that only the laboratory writes."""
 _SECTIONS: dict[str, Any] = {
     "store": StoreConfig,
+    "remote": RemoteConfig,
     "policy": PolicyConfig,
     "lab": LabConfig,
     "lab.throttle": ThrottleConfig,

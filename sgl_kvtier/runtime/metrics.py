@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, TypeAlias
 
 from sgl_kvtier.store.base import PageStore, StoreStats
+from sgl_kvtier.store.tiered.store import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,21 @@ _STORE = (
     Metric("read_busy_s", "seconds in which a read was under way"),
     Metric("write_busy_s", "seconds in which a write was under way"),
     Metric("open_s", "seconds since the store was opened"),
+)
+_REMOTE = (
+    Metric("remote_up", "1 while calls to the store that servers share go through", kind=Kind.GAUGE),
+    Metric("remote_pages_read", "pages read from the store that servers share"),
+    Metric("remote_bytes_read", "payload bytes of these"),
+    Metric("remote_pages_missed", "pages asked for that were not there any more"),
+    Metric("remote_pages_corrupt", "pages that failed the check where they landed"),
+    Metric("remote_reads_failed", "pages that the engine failed or that took too long"),
+    Metric("remote_reads_late", "pages that were not begun before their deadline"),
+    Metric("remote_pages_sent", "pages sent to it"),
+    Metric("remote_bytes_sent", "payload bytes of these"),
+    Metric("remote_pages_refused", "pages that it did not take"),
+    Metric("remote_names_dropped", "pages that were gone, or too many, when their turn came"),
+    Metric("remote_names_waiting", "pages that wait to be sent now", kind=Kind.GAUGE),
+    Metric("remote_pages_kept", "pages that came from it and were written to the local disk"),
 )
 _RESTORE = (
     Metric("restore_started", "offers answered", ("mode", "reason")),
@@ -136,7 +152,7 @@ _LOOKAHEAD = (
     Metric("lookahead_map_storage_pages", "pages known to be in storage", kind=Kind.GAUGE),
     Metric("lookahead_sessions", "idle sessions whose paths are kept", kind=Kind.GAUGE),
 )
-METRICS = {metric.name: metric for metric in (*_STORE, *_RESTORE, *_LOOKAHEAD)}
+METRICS = {metric.name: metric for metric in (*_STORE, *_REMOTE, *_RESTORE, *_LOOKAHEAD)}
 
 _POSITIONS = tuple(n / 10 for n in range(1, 11))
 """Buckets of the one histogram."""
@@ -157,6 +173,25 @@ def store_samples(store: PageStore) -> Iterator[Sample]:
     for field in fields(StoreStats):
         now = f"store_{field.name}"
         yield (now if now in METRICS else field.name), {}, getattr(stats, field.name)
+
+
+def remote_samples(store: TieredStore) -> Iterator[Sample]:
+    """What the store that servers share did for this one."""
+    stats = store.tiered_stats()
+    remote = stats.remote
+    yield "up", {}, stats.usable
+    yield "pages_read", {}, remote.pages_read
+    yield "bytes_read", {}, remote.bytes_read
+    yield "pages_missed", {}, remote.pages_missed
+    yield "pages_corrupt", {}, remote.pages_corrupt
+    yield "reads_failed", {}, remote.reads_failed
+    yield "reads_late", {}, remote.reads_late
+    yield "pages_sent", {}, stats.uploaded
+    yield "bytes_sent", {}, remote.bytes_written
+    yield "pages_refused", {}, stats.refused
+    yield "names_dropped", {}, stats.uploads_dropped
+    yield "names_waiting", {}, stats.uploads_waiting
+    yield "pages_kept", {}, stats.kept
 
 
 class Source:

@@ -267,3 +267,35 @@ def test_a_model_named_by_its_hub_name_is_its_cached_snapshot(tmp_path, monkeypa
     assert identity.model_folder("org/model") == snapshot
     assert identity.model_folder("org/other") == Path("org/other")
     assert identity.model_folder(str(snapshot)) == snapshot
+
+
+def test_pages_of_weights_that_were_read_can_be_shared(model):
+    assert identity.not_shareable(server_args(str(model))) is None
+    mtp = {"speculative_algorithm": "NEXTN", "speculative_draft_model_path": str(model)}
+    assert identity.not_shareable(server_args(str(model), **mtp)) is None
+
+
+def test_pages_of_weights_of_which_only_a_path_is_known_cannot_be_shared(model, tmp_path):
+    assert "no-such-folder" in (identity.not_shareable(server_args("no-such-folder")) or "")
+    (model / "model.safetensors").unlink()
+    assert str(model) in (identity.not_shareable(server_args(str(model))) or "")
+    assert identity.not_shareable(server_args(str(model), load_format="dummy")) is None
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"speculative_draft_model_path": "/models/draft"},
+        {"quantization_param_path": "/models/scales.json"},
+        {"lora_paths": [SimpleNamespace(lora_name="a", lora_path="/models/adapter")]},
+    ],
+    ids=lambda args: next(iter(args)),
+)
+def test_pages_that_a_file_changes_of_which_only_a_path_is_known_cannot_be_shared(model, args):
+    assert "/models/" in (identity.not_shareable(server_args(str(model), **args)) or "")
+
+
+def test_pages_of_weights_changed_at_run_time_cannot_be_shared(model, monkeypatch):
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+    identity.weights_changed()
+    assert "at run time" in (identity.not_shareable(server_args(str(model))) or "")

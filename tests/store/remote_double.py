@@ -38,6 +38,10 @@ class RemoteDouble:
         self._threads: list[threading.Thread] = []
         self.closed = False
 
+    @property
+    def usable(self) -> bool:
+        return not self.down
+
     def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.0) -> bool:
         self._trip()
         self.shared.asked.append(len(keys))

@@ -62,6 +62,38 @@ def identity_of(server_args: Any, ranks: RankShare, pools: Mapping[str, PageShap
     return Identity(json.loads(json.dumps(fields)), name=Path(str(server_args.model_path)).name)
 
 
+def not_shareable(server_args: Any) -> str | None:
+    """Why pages under this identity cannot be shared with other hosts, or None: on another host
+    other weights may have the same identity.
+    """
+    if _runtime_weights is not None:
+        return "weights were changed at run time, so no other server has these"
+    download_dir = getattr(server_args, "download_dir", None)
+    weights = model_folder(server_args.model_path, server_args.revision, download_dir)
+    if server_args.load_format != "dummy" and not _has_weights(weights):
+        return (
+            f"the weights of {server_args.model_path} cannot be read here, only their path is known"
+        )
+    for adapter in getattr(server_args, "lora_paths", None) or ():
+        path = _adapter_path(adapter)
+        if not _has_weights(model_folder(path, None, download_dir, "adapter_config.json")):
+            return (
+                f"the weights of the adapter {path} cannot be read here, only their path is known"
+            )
+    for name in ("speculative_draft_model_path", "quantization_param_path"):
+        path = getattr(server_args, name, None)
+        if path and path != server_args.model_path:
+            return f"of --{name.replace('_', '-')} {path} the identity has only the path"
+    return None
+
+
+def _has_weights(path: Path) -> bool:
+    """Whether `weights_digest` of this path is one of weights."""
+    return path.is_file() or (
+        path.is_dir() and any(file.suffix in _WEIGHT_SUFFIXES for file in path.iterdir())
+    )
+
+
 def adapter_digests(server_args: Any) -> dict[str, str]:
     """Digests of the LoRA adapters a server is started with, by name and path. Those that are
     loaded later get an id of their own from SGLang each time, so that their pages are never found
@@ -69,10 +101,7 @@ def adapter_digests(server_args: Any) -> dict[str, str]:
     """
     digests = {}
     for adapter in getattr(server_args, "lora_paths", None) or ():
-        name, path = (
-            getattr(adapter, "lora_name", None),
-            getattr(adapter, "lora_path", None) or str(adapter),
-        )
+        name, path = getattr(adapter, "lora_name", None), _adapter_path(adapter)
         folder = model_folder(
             path,
             download_dir=getattr(server_args, "download_dir", None),
@@ -80,6 +109,10 @@ def adapter_digests(server_args: Any) -> dict[str, str]:
         )
         digests[f"{name} {path}"] = weights_digest(folder)
     return digests
+
+
+def _adapter_path(adapter: Any) -> str:
+    return getattr(adapter, "lora_path", None) or str(adapter)
 
 
 def model_folder(

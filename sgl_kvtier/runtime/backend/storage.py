@@ -27,7 +27,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sgl_kvtier.config import FaultConfig, KVTierConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError, StoreError
 from sgl_kvtier.runtime import settings
-from sgl_kvtier.runtime.backend import identity, side_pools
+from sgl_kvtier.runtime.backend import identity, remote, side_pools
 from sgl_kvtier.runtime.backend.host_pages import (
     bytes_of,
     is_page_contiguous,
@@ -39,7 +39,7 @@ from sgl_kvtier.runtime.backend.host_pages import (
 )
 from sgl_kvtier.runtime.backend.prefix_read import PrefixRead, read_or_given_up
 from sgl_kvtier.runtime.backend.side_pools import leading
-from sgl_kvtier.runtime.metrics import PUBLISHER, Source, store_samples
+from sgl_kvtier.runtime.metrics import PUBLISHER, Source, remote_samples, store_samples
 from sgl_kvtier.runtime.sglang import hooks, seams
 from sgl_kvtier.runtime.step.page_names import page_key
 from sgl_kvtier.store.base import (
@@ -53,6 +53,7 @@ from sgl_kvtier.store.base import (
 )
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.io.jobs import OrderedJob
+from sgl_kvtier.store.tiered.store import TieredStore
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class KVTierStorage(HiCacheStorage):
         """Bytes and seconds of SGLang's own reads ahead: restoring learns the disk's speed from
         them where it has nothing to load.
         """
-        self._metrics: Source | None = None
+        self._metrics: list[Source] = []
         self._reading: dict[int, ReadJob | PrefixRead] = {}
         self._prefix = threading.local()
         self._cut_short = False
@@ -147,7 +148,13 @@ class KVTierStorage(HiCacheStorage):
                 alike=share.alike(replicated=replicated),
                 writes=self._writes,
             )
-            self._store = _in_front(store, self.config, c.tp_rank)
+            self._store = remote.beside(
+                _in_front(store, self.config, c.tp_rank),
+                self.config.remote,
+                who,
+                share,
+                resolving_view(get_server_args()),
+            )
         except StoreError as error:
             again = (
                 "If this was an attach at run time, DELETE /hicache/storage-backend before you "
@@ -161,7 +168,10 @@ class KVTierStorage(HiCacheStorage):
                 "pp_rank": str(c.pp_rank),
                 "dp_rank": str(parallel.dp_rank or 0),
             }
-            self._metrics = PUBLISHER.add("", partial(store_samples, self._store), labels)
+            self._metrics.append(PUBLISHER.add("", partial(store_samples, self._store), labels))
+            if isinstance(self._store, TieredStore):
+                samples = partial(remote_samples, self._store)
+                self._metrics.append(PUBLISHER.add("remote_", samples, labels))
         stats = self._store.stats()
         logger.info(
             "kvtier: %d pages in %s, zero copy %s, at most %d bytes", stats.pages, store.folder,
@@ -351,7 +361,7 @@ class KVTierStorage(HiCacheStorage):
         """Pages and bandwidth of each batch since the last call. Scheduler thread, every tick:
         takes no lock of an I/O.
         """
-        if self._metrics is None:
+        if not self._metrics:
             return None
         stats = StorageMetrics()
         _drain(self._read_batches, stats.prefetch_pgs, stats.prefetch_bandwidth)
@@ -365,7 +375,9 @@ class KVTierStorage(HiCacheStorage):
 
     def throttle(self, read_gbps: float) -> None:
         """Sets the imitated device's bandwidth; 0 = the disk's. ValueError when there is none."""
-        change = getattr(self._store, "set_read_gbps", None)
+        store = self._store
+        local = store.local if isinstance(store, TieredStore) else store
+        change = getattr(local, "set_read_gbps", None)
         if change is None:
             raise ValueError("the store was not started with lab.throttle: it has no bandwidth")
         change(read_gbps)
@@ -386,9 +398,9 @@ class KVTierStorage(HiCacheStorage):
     def close(self) -> None:
         """Ends I/O and releases the folder. Idempotent."""
         store, self._store = self._store, None
-        metrics, self._metrics = self._metrics, None
-        if metrics is not None:
-            metrics.close()
+        metrics, self._metrics = self._metrics, []
+        for source in metrics:
+            source.close()
         if store is not None:
             store.close()
 
@@ -399,7 +411,9 @@ class KVTierStorage(HiCacheStorage):
         if store is None:
             return [False] * len(keys)
         names = [page_key(k) for k in keys]
-        there = [a is Lookup.HIT for a in store.lookup(names, self._tag(pool))]
+        # SGLang's prefetch thread: it may wait a moment for a store that others share.
+        find = store.find if isinstance(store, TieredStore) else store.lookup
+        there = [answer is Lookup.HIT for answer in find(names, self._tag(pool))]
         self._note_seen(names[: leading(there)], pool)
         return there
 
@@ -462,7 +476,7 @@ class KVTierStorage(HiCacheStorage):
     def _note(
         self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float
     ) -> None:
-        if self._metrics is not None and pages:
+        if self._metrics and pages:
             batches.append((pages, nbytes / max(seconds, 1e-9) / 1e9))
 
     def _tag(self, pool: str) -> str:

@@ -34,6 +34,8 @@ class TieredStats:
     """What the remote store did, and what moved between the two."""
 
     remote: StoreStats
+    usable: bool
+    """Whether the remote store answers now."""
     kept: int
     """Pages that came from the remote store and were written here."""
     not_kept: int
@@ -60,6 +62,11 @@ class TieredStore:
         self._remote_pages = 0
         self._keeper = Keeper(local)
         self._uploader = Uploader(local, remote, write, lambda: self._remote_pages > 0)
+
+    @property
+    def local(self) -> PageStore:
+        """The store on local disk."""
+        return self._local
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         answers = self._local.lookup(keys, pool)
@@ -136,6 +143,7 @@ class TieredStore:
         """Of the remote store and of what moved between the two. Takes no lock of an I/O."""
         return TieredStats(
             self._remote.stats(),
+            self._remote.usable,
             self._keeper.kept,
             self._keeper.dropped,
             self._uploader.sent,

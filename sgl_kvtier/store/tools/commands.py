@@ -23,9 +23,11 @@ from sgl_kvtier.errors import StoreBusyError, StoreError
 from sgl_kvtier.store.disk.env import Env
 from sgl_kvtier.store.disk.namespace import PATIENT, is_open
 from sgl_kvtier.store.disk.removal import look_through, remove_namespace
+from sgl_kvtier.store.tools import master
 from sgl_kvtier.store.tools.offline import Namespace, check_rank, count_pages, namespaces
 
 SCHEMA_STAT = "kvtier.stat/1"
+SCHEMA_STAT_REMOTE = "kvtier.stat.remote/1"
 SCHEMA_FSCK = "kvtier.fsck/1"
 SCHEMA_PURGE = "kvtier.purge/1"
 
@@ -36,10 +38,19 @@ class Stat:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        _add_common(parser)
+        _add_common(parser, needs_path=False)
+        parser.add_argument(
+            "--remote",
+            metavar="HOST:PORT",
+            help="instead: what the master of a remote store says, at the address of its figures",
+        )
 
     def run(self, args: argparse.Namespace) -> int:
         """Prints one row per identity. Raises KVTierError."""
+        if args.remote is not None:
+            return _stat_remote(args)
+        if args.path is None:
+            raise StoreError("name the store's folder, or --remote HOST:PORT")
         env, found = _find(args)
         rows = [_row(env, namespace) for namespace in found if not namespace.problem]
         columns = [
@@ -144,8 +155,30 @@ fsck = Fsck()
 purge = Purge()
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="the store's folder (store.path in kvtier.json)")
+def _stat_remote(args: argparse.Namespace) -> int:
+    if args.json is not None:
+        check_target(args.json)
+    status = dataclasses.asdict(master.look(args.remote))
+    columns = [
+        Column("keys", "objects", decimals=0),
+        Column("nbytes", "in use", format=_size),
+        Column("capacity_bytes", "of", format=_size),
+        Column("evicted_keys", "evicted", decimals=0),
+        Column("clients", "clients", decimals=0),
+        Column("owners", "owners of memory"),
+    ]
+    row = {**status, "owners": ", ".join(status["segments"]) or "none"}
+    table = Table(f"Remote store {args.remote}", columns, [row])
+    _show(args, table, SCHEMA_STAT_REMOTE, {"master": args.remote, **status})
+    return 0
+
+
+def _add_common(parser: argparse.ArgumentParser, *, needs_path: bool = True) -> None:
+    parser.add_argument(
+        "path",
+        nargs=None if needs_path else "?",
+        help="the store's folder (store.path in kvtier.json)",
+    )
     parser.add_argument(
         "--match",
         action="append",

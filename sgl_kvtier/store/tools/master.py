@@ -1,0 +1,61 @@
+"""What the master of a remote store says of itself, over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import urllib.request
+from dataclasses import dataclass
+
+from sgl_kvtier.errors import StoreError
+
+_WAIT_S = 2.0
+_MOST_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class MasterStatus:
+    """Sums over all owners of memory."""
+
+    keys: int
+    """Objects, of all servers and models."""
+    nbytes: int
+    capacity_bytes: int
+    evicted_keys: int
+    """Since it was started."""
+    clients: int
+    segments: tuple[str, ...]
+    """Owners' pieces of memory, by address."""
+
+
+def look(address: str) -> MasterStatus:
+    """Asks Mooncake's master at `host:port` of its figures; 2 s at most. Raises StoreError."""
+    figures = {}
+    for line in _get(address, "metrics").splitlines():
+        name, _, value = line.rpartition(" ")
+        if name and not line.startswith("#"):
+            figures[name] = value
+    try:
+        known = [
+            int(float(figures[f"master_{name}"]))
+            for name in (
+                "key_count",
+                "allocated_bytes",
+                "total_capacity_bytes",
+                "evicted_key_count",
+                "active_clients",
+            )
+        ]
+    except (KeyError, ValueError, OverflowError) as error:
+        raise StoreError(f"http://{address}/metrics is no Mooncake master's") from error
+    return MasterStatus(*known, tuple(_get(address, "get_all_segments").split()))
+
+
+def _get(address: str, path: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{address}/{path}", timeout=_WAIT_S) as response:
+            return str(response.read(_MOST_BYTES).decode(errors="replace"))
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise StoreError(
+            f"no answer from http://{address}/{path} ({error}). Give the master's address and its "
+            "--metrics_port (9003 unless it was set)"
+        ) from error

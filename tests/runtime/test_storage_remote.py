@@ -1,0 +1,235 @@
+"""Storage backends of several servers with one remote store between them, in this process. The
+engine is the double that keeps its pages in a folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pools import PAGE, host_pool, page_bytes, server_args, slots, storage_config
+
+from sgl_kvtier.errors import ConfigError
+from sgl_kvtier.remote.child.memory import set_faults
+from sgl_kvtier.runtime import metrics
+from sgl_kvtier.runtime.backend import identity
+from sgl_kvtier.runtime.backend.page_shape import RankShare
+from sgl_kvtier.runtime.backend.remote import shared_rank
+from sgl_kvtier.runtime.backend.storage import KVTierStorage
+from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.disk.env import Env
+from sgl_kvtier.store.disk.namespace import is_open
+from sgl_kvtier.store.tiered.store import TieredStore
+from sgl_kvtier.types import PageKey
+
+
+def keys(*names: object) -> list[str]:
+    return [hashlib.sha256(str(name).encode()).hexdigest() for name in names]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """What the engine of all servers keeps."""
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., KVTierStorage]]:
+    """Starts servers with folders of their own; they are closed at the end."""
+    opened: list[KVTierStorage] = []
+    args = server_args(load_format="dummy")
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+    monkeypatch.setattr(
+        "sglang.srt.arg_groups.model_override_base.resolving_view", lambda given: given
+    )
+    monkeypatch.setattr(
+        "sglang.srt.runtime_context.get_parallel",
+        lambda: SimpleNamespace(dp_rank=None, num_dp_ranks=1),
+    )
+    monkeypatch.setattr(identity, "_runtime_weights", None)
+
+    def started(pool: Any = None, remote: dict[str, Any] | None = None, **changes: Any) -> Any:
+        for name, value in changes.items():
+            setattr(args, name, value)
+        number = len(opened)
+        extra = {
+            "module_path": "sgl_kvtier.runtime.backend.storage",
+            "store": {
+                "path": str(tmp_path / f"store{number}"),
+                "min_free_bytes": 0,
+                "segment_bytes": "4MiB",
+            },
+            "remote": remote or {"engine": "memory", "master": str(shared)},
+        }
+        backend = KVTierStorage(storage_config(extra_config=extra), {})
+        opened.append(backend)
+        backend.register_mem_pool_host(host_pool(seed=number) if pool is None else pool)
+        backend.on_host_pools_registered()
+        store = backend._store
+        assert not isinstance(store, TieredStore) or store._remote.wait_usable(60)
+        return backend
+
+    yield started
+    for backend in opened:
+        backend.close()
+
+
+def tiered(backend: KVTierStorage) -> TieredStore:
+    store = backend._store
+    assert isinstance(store, TieredStore)
+    return store
+
+
+def test_a_page_of_one_server_is_found_and_read_by_another_and_kept_there(start):
+    a, b = start(), start()
+    names = keys(1, 2, 3)
+    assert a.batch_set_v1(names, slots([3, 9, 4])) == [True] * 3
+    assert tiered(a).settle(30)
+    assert b.batch_exists([*names, *keys("other")]) == 3
+    assert b.batch_get_v1(names, slots([11, 12, 30])) == [True] * 3
+    pools = (a.mem_pool_host, b.mem_pool_host)
+    assert [page_bytes(pools[1], p) for p in (11, 12, 30)] == [
+        page_bytes(pools[0], p) for p in (3, 9, 4)
+    ]
+    assert tiered(b).settle(30)
+    assert tiered(b).local.stats().pages == 3
+    assert tiered(b).tiered_stats().kept == 3
+
+
+def test_a_restoration_reads_pages_of_both_places_in_one_job(start):
+    a, b = start(), start()
+    names = keys(*range(6))
+    b.batch_set_v1(names[1::2], slots([1, 3, 5]))
+    a.batch_set_v1(names, slots([10, 11, 12, 13, 14, 15]))
+    assert tiered(a).settle(30)
+    asked = [PageKey(bytes.fromhex(name)) for name in reversed(names)]
+    ended: list[tuple[int, ReadOutcome]] = []
+    job = b.begin_read(
+        asked, slots(list(range(20, 26))), 30.0, lambda i, outcome: ended.append((i, outcome))
+    )
+    assert job.wait(30) and job.outcomes == [ReadOutcome.OK] * 6
+    assert sorted(i for i, _ in ended) == list(range(6))
+    assert tiered(b).tiered_stats().remote.pages_read == 3
+
+
+def test_sglangs_read_of_a_prefix_ahead_takes_pages_of_both_places(start):
+    a, b = start(), start()
+    names = keys(*range(8))
+    a.batch_set_v1(names, slots(list(range(8))))
+    b.batch_set_v1(names[:3], slots([0, 1, 2]))
+    assert tiered(a).settle(30)
+    assert b.batch_exists(names) == 8
+    into = slots(list(range(16, 24)))
+    with b.reading_ahead(names, into):
+        assert b.batch_get_v1(names[:4], into[: 4 * PAGE]) == [True] * 4
+        assert b.batch_get_v1(names[4:], into[4 * PAGE :]) == [True] * 4
+    assert page_bytes(b.mem_pool_host, 23) == page_bytes(a.mem_pool_host, 7)
+
+
+def test_a_look_up_ends_while_the_engine_hangs(start, shared):
+    a, b = start(), start()
+    a.batch_set_v1(keys(1), slots([1]))
+    assert tiered(a).settle(30)
+    set_faults(shared, {"hang": ["exists", "get", "put"]})
+    assert b.batch_exists(keys(1)) == 0
+    assert b.batch_set_v1(keys(2), slots([2])) == [True]
+    assert b.batch_exists(keys(2)) == 1
+
+
+def test_reads_under_way_end_while_the_engine_hangs(start, shared):
+    a, b = start(), start()
+    a.batch_set_v1(keys(1), slots([1]))
+    assert tiered(a).settle(30)
+    assert b.batch_exists(keys(1)) == 1
+    set_faults(shared, {"hang": ["get"]})
+    assert b.batch_get_v1(keys(1), slots([4])) == [False]
+
+
+def test_a_wrong_page_of_the_engine_is_a_miss_and_is_not_kept(start, shared):
+    a, b = start(), start()
+    a.batch_set_v1(keys(1), slots([1]))
+    assert tiered(a).settle(30)
+    assert b.batch_exists(keys(1)) == 1
+    set_faults(shared, {"get": {"flip": 1.0}})
+    assert b.batch_get_v1(keys(1), slots([4])) == [False]
+    set_faults(shared, {})
+    assert tiered(b).settle(30)
+    assert tiered(b).local.stats().pages == 0
+    assert tiered(b).tiered_stats().remote.pages_corrupt == 1
+
+
+def test_another_identity_finds_nothing(start):
+    a = start()
+    a.batch_set_v1(keys(1), slots([1]))
+    assert tiered(a).settle(30)
+    assert start(host_pool(dtype=torch.bfloat16)).batch_exists(keys(1)) == 0
+    assert start(host_pool(), dtype="bfloat16").batch_exists(keys(1)) == 0
+
+
+def test_a_clear_drops_pages_for_all_servers(start):
+    a, b = start(), start()
+    a.batch_set_v1(keys(1, 2), slots([1, 2]))
+    assert tiered(a).settle(30)
+    a.clear()
+    assert b.batch_exists(keys(1, 2)) == 0
+
+
+def test_pages_of_weights_that_another_host_may_not_have_are_refused_at_start(start, tmp_path):
+    with pytest.raises(ConfigError, match=r"remote\.engine = memory: .*only their path is known"):
+        start(load_format="auto")
+    (rank,) = (tmp_path / "store0").glob("*/tp0*")
+    assert not is_open(Env(), str(rank)), "the local store was closed again"
+
+
+def test_weights_changed_at_run_time_are_refused(start):
+    identity.weights_changed()
+    with pytest.raises(ConfigError, match="weights were changed at run time"):
+        start()
+
+
+def test_settings_that_cannot_work_are_refused_with_what_to_do(start):
+    with pytest.raises(ConfigError, match=r"remote\.master"):
+        start(remote={"engine": "mooncake", "master": "no port"})
+
+
+def test_a_server_starts_and_serves_where_nothing_answers(start, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(
+        "sgl_kvtier.remote.store.RemoteStore.wait_usable", lambda store, seconds: True
+    )
+    begun = time.monotonic()
+    backend = start(remote={"engine": "mooncake", "master": "127.0.0.1:9"})
+    assert time.monotonic() - begun < 5, "setting Mooncake up without a master takes 90 s"
+    assert backend.batch_set_v1(keys(1), slots([1])) == [True]
+    assert backend.batch_exists(keys(1, 2)) == 1
+    assert backend.batch_get_v1(keys(1, 2), slots([3, 4])) == [True, False]
+
+
+def test_data_parallel_copies_share_pages_and_other_ranks_do_not():
+    names = {
+        shared_rank(RankShare(tp_size=2, tp_rank=tp, dp_rank=dp)) for tp in (0, 1) for dp in (0, 1)
+    }
+    assert names == {"tp0-pp0", "tp1-pp0"}
+
+
+def test_what_is_counted_of_a_remote_store_is_in_the_table_of_metrics(start):
+    backend = start()
+    said = [f"remote_{name}" for name, _, _ in metrics.remote_samples(tiered(backend))]
+    table = [name for name in metrics.METRICS if name.startswith("remote_")]
+    assert sorted(said) == sorted(table)
+
+
+def test_a_store_without_the_section_is_the_disk_alone(start):
+    backend = start(remote={"engine": "off"})
+    assert not isinstance(backend._store, TieredStore)
+
