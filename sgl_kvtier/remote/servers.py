@@ -83,6 +83,11 @@ class Servers:
         return f"{self.host}:{self.port}"
 
     @property
+    def metrics(self) -> str:
+        """Where the master's figures are, over HTTP."""
+        return f"{self.host}:{self._metrics}"
+
+    @property
     def commands(self) -> list[list[str]]:
         """What is run, the master first."""
         master = master_command(self.host, self.port, self._metrics, self._lease_ms)

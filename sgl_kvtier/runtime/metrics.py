@@ -68,7 +68,9 @@ _STORE = (
     Metric("open_s", "seconds since the store was opened"),
 )
 _REMOTE = (
-    Metric("remote_up", "1 while calls to the store that servers share go through", kind=Kind.GAUGE),
+    Metric(
+        "remote_up", "1 while calls to the store that servers share go through", kind=Kind.GAUGE
+    ),
     Metric("remote_pages_read", "pages read from the store that servers share"),
     Metric("remote_bytes_read", "payload bytes of these"),
     Metric("remote_pages_missed", "pages asked for that were not there any more"),

@@ -232,4 +232,3 @@ def test_what_is_counted_of_a_remote_store_is_in_the_table_of_metrics(start):
 def test_a_store_without_the_section_is_the_disk_alone(start):
     backend = start(remote={"engine": "off"})
     assert not isinstance(backend._store, TieredStore)
-

@@ -81,9 +81,9 @@ def not_shareable(server_args: Any) -> str | None:
                 f"the weights of the adapter {path} cannot be read here, only their path is known"
             )
     for name in ("speculative_draft_model_path", "quantization_param_path"):
-        path = getattr(server_args, name, None)
-        if path and path != server_args.model_path:
-            return f"of --{name.replace('_', '-')} {path} the identity has only the path"
+        other = getattr(server_args, name, None)
+        if other and other != server_args.model_path:
+            return f"of --{name.replace('_', '-')} {other} the identity has only the path"
     return None
 
 

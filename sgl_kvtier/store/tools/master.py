@@ -35,19 +35,20 @@ def look(address: str) -> MasterStatus:
         if name and not line.startswith("#"):
             figures[name] = value
     try:
-        known = [
-            int(float(figures[f"master_{name}"]))
-            for name in (
-                "key_count",
-                "allocated_bytes",
-                "total_capacity_bytes",
-                "evicted_key_count",
-                "active_clients",
-            )
-        ]
+        return MasterStatus(
+            keys=_whole(figures["master_key_count"]),
+            nbytes=_whole(figures["master_allocated_bytes"]),
+            capacity_bytes=_whole(figures["master_total_capacity_bytes"]),
+            evicted_keys=_whole(figures["master_evicted_key_count"]),
+            clients=_whole(figures["master_active_clients"]),
+            segments=tuple(_get(address, "get_all_segments").split()),
+        )
     except (KeyError, ValueError, OverflowError) as error:
         raise StoreError(f"http://{address}/metrics is no Mooncake master's") from error
-    return MasterStatus(*known, tuple(_get(address, "get_all_segments").split()))
+
+
+def _whole(text: str) -> int:
+    return int(float(text))
 
 
 def _get(address: str, path: str) -> str:
