@@ -7,6 +7,7 @@ import json
 import pytest
 
 from sgl_kvtier import cli
+from sgl_kvtier.remote.child.memory import set_faults
 from sgl_kvtier.runtime.sglang import seams
 from sgl_kvtier.runtime.tools import disk_probe, doctor
 
@@ -169,3 +170,42 @@ def test_on_a_card_it_says_that_restoration_is_off_and_what_turns_it_on(
 def test_on_a_cpu_nothing_is_said_of_restoration(capsys, monkeypatch):
     monkeypatch.setattr(doctor.platform, "accelerators", lambda: [])
     assert "restoration" not in findings(capsys)
+
+
+def remote_config(tmp_path, **section: str) -> str:
+    config = tmp_path / "kvtier.json"
+    config.write_text(json.dumps({"store": {"path": str(tmp_path / "store")}, "remote": section}))
+    return str(config)
+
+
+def test_a_remote_store_is_tried_out_and_left_as_it_was(tmp_path, capsys):
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    config = remote_config(tmp_path, engine="memory", master=str(engine))
+    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
+    assert found["state"] == "ok" and "read" in found["found"] and "32 pages" in found["found"]
+    assert list(engine.iterdir()) == []
+
+
+def test_a_remote_store_that_gives_wrong_bytes_fails(tmp_path, capsys):
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    set_faults(engine, {"get": {"flip": 1.0}})
+    config = remote_config(tmp_path, engine="memory", master=str(engine))
+    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
+    assert found["state"] == "fail" and "32 of 32 pages did not come back" in found["advice"]
+
+
+def test_a_remote_store_without_room_fails(tmp_path, capsys):
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    set_faults(engine, {"refuse": True})
+    config = remote_config(tmp_path, engine="memory", master=str(engine))
+    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
+    assert found["state"] == "fail" and "took 0 of 32 pages" in found["advice"]
+
+
+def test_a_remote_store_that_cannot_work_fails_with_what_to_do(tmp_path, capsys):
+    config = remote_config(tmp_path, engine="mooncake", master="nowhere")
+    found = findings(capsys, "--config", config, "--no-disk")["remote store"]
+    assert found["state"] == "fail" and "remote.master" in found["advice"]

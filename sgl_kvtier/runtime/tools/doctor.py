@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from sgl_kvtier import __version__
-from sgl_kvtier.config import KVTierConfig, PolicyConfig, describe_config, load_config
+from sgl_kvtier.config import KVTierConfig, PolicyConfig, RemoteConfig, describe_config, load_config
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -35,11 +35,14 @@ from sgl_kvtier.policy.rules import rules_of
 from sgl_kvtier.runtime.cpu import platform
 from sgl_kvtier.runtime.settings import off_on_a_card
 from sgl_kvtier.runtime.sglang import seams
-from sgl_kvtier.runtime.tools import disk_probe
+from sgl_kvtier.runtime.tools import disk_probe, remote_probe
 from sgl_kvtier.store.disk.namespace import check_root
+from sgl_kvtier.store.tools import master
 
 SCHEMA = "kvtier.doctor/1"
 _OPEN_FILES = 4096
+_METRICS_PORT = 9003
+"""Where Mooncake's master has its figures unless it was told otherwise."""
 _HOST_RESERVE = 10 << 30
 _MEMINFO = Path("/proc/meminfo")
 """Host memory SGLang leaves free when it sizes HiCache pools by itself (pool_host/base.py)."""
@@ -242,6 +245,7 @@ def _settings(args: argparse.Namespace) -> Iterator[Finding]:
             )
             return
         yield Finding("settings", "ok", args.config)
+        yield from _remote(config.remote)
     folder = config.store.path or args.store
     if folder is None:
         yield Finding(
@@ -254,6 +258,37 @@ def _settings(args: argparse.Namespace) -> Iterator[Finding]:
     finally:
         if made and Path(folder).is_dir():
             Path(folder).rmdir()  # looking leaves nothing behind
+
+
+def _remote(config: RemoteConfig) -> Iterator[Finding]:
+    if config.engine == "off":
+        return
+    named = f"{config.engine} at {config.master}"
+    try:
+        speed = remote_probe.try_out(config)
+    except KVTierError as error:
+        yield Finding("remote store", "fail", named, str(error))
+        return
+    found = (
+        f"{named}: write {speed.write_mbps:,.0f} MB/s, read {speed.read_mbps:,.0f} MB/s, look-up "
+        f"{speed.exists_ms:.1f} ms ({remote_probe.PAGES} pages of "
+        f"{format_bytes(remote_probe.PAGE_BYTES)})"
+    )
+    yield Finding("remote store", "ok", found)
+    if config.engine != "mooncake":
+        return
+    advice = "it has no authentication and no encryption: keep it in a private network"
+    yield Finding("remote security", "warn", "whoever reaches it reads every page", advice)
+    host = config.master.rpartition(":")[0]
+    try:
+        status = master.look(f"{host}:{_METRICS_PORT}")
+    except StoreError:
+        advice = "kvtier stat --remote HOST:PORT, with the --metrics_port of its master"
+        yield Finding("remote memory", "ok", f"no figures at port {_METRICS_PORT}", advice)
+        return
+    free = format_bytes(status.capacity_bytes - status.nbytes)
+    found = f"{free} free of {format_bytes(status.capacity_bytes)}, {len(status.segments)} owners"
+    yield Finding("remote memory", "ok", found)
 
 
 def _disk(folder: Path, config: KVTierConfig, *, measure: bool) -> Iterator[Finding]:
