@@ -8,7 +8,9 @@ import argparse
 import json
 import os
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +290,68 @@ def test_fsck_leaves_what_is_no_segment_alone_even_when_it_repairs(root: Path) -
         and (rank / "seg-00000004").is_symlink()
         and (rank / "seg-00000005").exists()
     )
+
+
+class Master(BaseHTTPRequestHandler):
+    """Answers as Mooncake's master does; `figures` are of the class."""
+
+    figures = ""
+
+    def do_GET(self) -> None:
+        text = self.figures if self.path == "/metrics" else "10.0.0.1:5\n10.0.0.2:5\n"
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *said: object) -> None:
+        pass
+
+
+@pytest.fixture
+def master() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Master)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_stat_remote_shows_what_a_master_says(
+    master: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = (
+        "# HELP master_key_count keys\nmaster_key_count 7\nmaster_allocated_bytes 1e+06\n"
+        "master_total_capacity_bytes 268435456\nmaster_evicted_key_count 3\n"
+        'master_active_clients 2\nsegment_allocated_bytes{segment="10.0.0.1:5"} 0\n'
+    )
+    monkeypatch.setattr(Master, "figures", figures)
+    out = tmp_path / "out.json"
+    assert run(commands.stat, "--remote", master, "--json", str(out)) == 0
+    said = json.loads(out.read_text())
+    assert said["schema"] == "kvtier.stat.remote/1"
+    names = ("master", "keys", "nbytes", "capacity_bytes", "evicted_keys", "clients", "segments")
+    assert [said[name] for name in names] == [
+        master, 7, 1_000_000, 256 << 20, 3, 2, ["10.0.0.1:5", "10.0.0.2:5"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("figures", ["", "master_key_count many\n", "<html>"])
+def test_stat_remote_refuses_what_is_no_master(
+    figures: str, master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Master, "figures", figures)
+    with pytest.raises(StoreError, match="no Mooncake master"):
+        run(commands.stat, "--remote", master)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "not an address", "[::1"])
+def test_stat_remote_says_what_to_give_where_nothing_answers(address: str) -> None:
+    with pytest.raises(StoreError, match="metrics_port"):
+        run(commands.stat, "--remote", address)
+
+
+def test_stat_needs_a_folder_or_a_master() -> None:
+    with pytest.raises(StoreError, match="--remote"):
+        run(commands.stat)
