@@ -155,20 +155,11 @@ class RemoteConfig:
     hostname: str = setting(
         "", "this host as others reach it; empty = the address from which the master is reached"
     )
-    protocol: str = setting("tcp", "how bytes travel", choices=("tcp", "rdma"))
-    device: str = setting("", "RDMA devices as Mooncake names them; empty with tcp")
     write: str = setting(
         "all",
         "which pages are sent: all, second-hit = those written or read here twice, off = none, "
         "others' pages are read all the same",
         choices=("all", "second-hit", "off"),
-    )
-    ring_bytes: int = setting(
-        64 << 20,
-        "memory of each rank through which pages come and go",
-        low=1 << 20,
-        high=64 << 30,
-        is_bytes=True,
     )
 
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 from types import FrameType
 
+from sgl_kvtier.arguments import port
 from sgl_kvtier.errors import KVTierError
 from sgl_kvtier.remote.servers import Servers
 from sgl_kvtier.sizes import format_bytes, parse_bytes
@@ -24,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="127.0.0.1",
         metavar="ADDRESS",
         help="this host's address in a private network, where other hosts shall use it too: "
-        "whoever reaches it can read, change and delete every page (default: this host alone)",
+        "all who reach it can read, change and delete every page (default: this host alone)",
     )
     parser.add_argument(
-        "--port", type=int, default=0, help="where the master listens (default: a free one)"
+        "--port", type=port, default=0, help="where the master listens (default: a free one)"
     )
     parser.add_argument(
         "--segment", default="4GiB", metavar="SIZE", help="memory for pages (default: 4GiB)"

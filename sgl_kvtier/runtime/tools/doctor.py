@@ -278,7 +278,7 @@ def _remote(config: RemoteConfig) -> Iterator[Finding]:
     if config.engine != "mooncake":
         return
     advice = "it has no authentication and no encryption: keep it in a private network"
-    yield Finding("remote security", "warn", "whoever reaches it reads every page", advice)
+    yield Finding("remote security", "warn", "all who reach it read and change pages", advice)
     host = config.master.rpartition(":")[0]
     try:
         status = master.look(f"{host}:{_METRICS_PORT}")
