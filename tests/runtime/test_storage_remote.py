@@ -20,7 +20,6 @@ from sgl_kvtier.remote.child.memory import set_faults
 from sgl_kvtier.runtime import metrics
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.page_shape import RankShare
-from sgl_kvtier.runtime.backend.remote import shared_rank
 from sgl_kvtier.runtime.backend.storage import KVTierStorage
 from sgl_kvtier.store.base import ReadOutcome
 from sgl_kvtier.store.disk.env import Env
@@ -215,11 +214,10 @@ def test_a_server_starts_and_serves_where_nothing_answers(start, monkeypatch):
     assert backend.batch_get_v1(keys(1, 2), slots([3, 4])) == [True, False]
 
 
-def test_data_parallel_copies_share_pages_and_other_ranks_do_not():
-    names = {
-        shared_rank(RankShare(tp_size=2, tp_rank=tp, dp_rank=dp)) for tp in (0, 1) for dp in (0, 1)
-    }
-    assert names == {"tp0-pp0", "tp1-pp0"}
+def test_data_parallel_copies_share_pages_and_other_ranks_do_not_unless_pages_are_replicated():
+    ranks = [RankShare(tp_size=2, tp_rank=tp, dp_rank=dp) for tp in (0, 1) for dp in (0, 1)]
+    assert {rank.folder() for rank in ranks} == {"tp0-pp0", "tp1-pp0"}
+    assert {rank.folder(replicated=True) for rank in ranks} == {"tp0-pp0"}
 
 
 def test_what_is_counted_of_a_remote_store_is_in_the_table_of_metrics(start):

@@ -4,7 +4,7 @@ it.
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from sgl_kvtier.config import RemoteConfig
@@ -12,18 +12,17 @@ from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.store import open_remote
 from sgl_kvtier.runtime.backend import identity
-from sgl_kvtier.runtime.backend.page_shape import RankShare
 from sgl_kvtier.store.base import PageStore
 from sgl_kvtier.store.disk.identity import Identity
 from sgl_kvtier.store.tiered.store import TieredStore
 
 
 def beside(
-    local: PageStore, config: RemoteConfig, who: Identity, share: RankShare, server_args: Any
+    local: PageStore, config: RemoteConfig, who: Identity, rank: str, server_args: Any
 ) -> PageStore:
-    """The local store, with the remote one behind it. Closes the local one where it raises:
-    ConfigError for settings that cannot work, and where another host's pages might be of other
-    weights.
+    """The local store, with the remote one behind it. Servers' ranks of one name `rank` have the
+    same pages. Closes the local one where it raises: ConfigError for settings that cannot work, and
+    where another host's pages might be of other weights.
     """
     if config.engine == "off":
         return local
@@ -31,13 +30,8 @@ def beside(
         reason = identity.not_shareable(server_args)
         if reason is not None:
             raise ConfigError(f"remote.engine = {config.engine}: {reason}. Set it to off")
-        remote = open_remote(RemoteSettings(**asdict(config)), who, shared_rank(share))
+        remote = open_remote(RemoteSettings(**asdict(config)), who, rank)
     except BaseException:
         local.close()
         raise
     return TieredStore(local, remote, config.write)
-
-
-def shared_rank(share: RankShare) -> str:
-    """The name of a rank's pages for all servers: data-parallel copies have the same ones."""
-    return replace(share, dp_rank=0).folder()

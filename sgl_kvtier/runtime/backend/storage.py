@@ -139,11 +139,12 @@ class KVTierStorage(HiCacheStorage):
         pools = {name: shape_of(pool) for name, pool in self.registered_pools.items()}
         who = identity.identity_of(resolving_view(get_server_args()), share, pools)
         replicated = self._replicated
+        rank = share.folder(replicated=replicated)
         try:
             store = open_store(
                 self.config.store,
                 who,
-                share.folder(replicated=replicated),
+                rank,
                 share.holders(replicated=replicated),
                 alike=share.alike(replicated=replicated),
                 writes=self._writes,
@@ -152,7 +153,7 @@ class KVTierStorage(HiCacheStorage):
                 _in_front(store, self.config, c.tp_rank),
                 self.config.remote,
                 who,
-                share,
+                rank,
                 resolving_view(get_server_args()),
             )
         except StoreError as error:
