@@ -192,13 +192,6 @@ class PolicyConfig:
         low=0.001,
         high=600,
     )
-    max_yields: int = setting(
-        4,
-        "scheduler steps in a row for which a restoring request may be held back so that others "
-        "are prefilled",
-        low=0,
-        high=10_000,
-    )
     max_stall_ms: float = setting(
         100.0,
         "longest gap between two tokens of running requests that chunks of restorations may make, "

@@ -168,8 +168,10 @@ class Rules:
     """
     yields_to_fresh: bool = True
     """Requests that restore nothing are prefilled before one that can go on loading (Cake, section
-    4), for `policy.max_yields` steps in a row.
+    4), for `max_yields` steps in a row.
     """
+    max_yields: int = 4
+    """Steps in a row for which a restoration may be held back so."""
 
     # --- prefetching: numbers ---------------------------------------------------------------------
 

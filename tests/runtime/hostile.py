@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from sgl_kvtier.config import FaultConfig, PolicyConfig, StoreConfig, ThrottleConfig
+from sgl_kvtier.config import FaultConfig, PolicyConfig, RemoteConfig, StoreConfig, ThrottleConfig
 
 HOSTILE: dict[str, Any] = {
     "inf": math.inf,
@@ -25,6 +25,7 @@ HOSTILE: dict[str, Any] = {
 
 _SECTIONS = {
     "store": StoreConfig,
+    "remote": RemoteConfig,
     "policy": PolicyConfig,
     "lab.throttle": ThrottleConfig,
     "lab.faults": FaultConfig,

@@ -144,8 +144,8 @@ def test_what_cannot_be_changed_is_refused(served: Served, name: str) -> None:
 def test_a_value_out_of_range_is_refused(served: Served) -> None:
     assert not change(served, policy__restore=len(RESTORE))
     assert not change(served, policy__load_tokens=0)
-    assert not change(served, policy__max_yields=1.5)
-    assert change(served, policy__max_yields=3)
+    assert not change(served, policy__load_tokens=1.5)
+    assert change(served, policy__load_tokens=64)
 
 
 def test_the_log_of_a_running_server_is_decided_again_to_the_bit(

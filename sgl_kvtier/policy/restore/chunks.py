@@ -195,7 +195,7 @@ class Chunks:
         left = max(0, view.prefill_tokens - view.fresh_tokens) // page * page
         if left >= min(tokens, known.rules.min_chunk_tokens):
             return min(tokens, left)
-        if item.yields >= known.config.max_yields:
+        if item.yields >= known.rules.max_yields:
             return tokens
         item.yields += 1
         return 0

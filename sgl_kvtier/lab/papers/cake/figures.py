@@ -244,8 +244,7 @@ def burst_run(seed: int, rule: str, adaptive: bool) -> tuple[Watch, SimResult]:
     setup = Setup(scene["hardware"], scene["model"], scene["tokens"], scene["gbps"])
     # Cake's adaptive mode has no bound on how long a restoration yields.
     parts = rig(setup, scene["page_tokens"])
-    config = dataclasses.replace(policy(), max_yields=10_000)
-    return watched(parts, planner_of(parts, rule, config, adaptive), burst(seed))
+    return watched(parts, planner_of(parts, rule, policy(), adaptive, 10_000), burst(seed))
 
 
 def figure_6() -> Sequence[Cell]:

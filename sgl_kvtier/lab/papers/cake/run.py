@@ -166,11 +166,15 @@ def policy(restore: str = "auto") -> PolicyConfig:
 
 
 def planner_of(
-    parts: Rig, rule: str, config: PolicyConfig, yields_to_fresh: bool = True
+    parts: Rig,
+    rule: str,
+    config: PolicyConfig,
+    yields_to_fresh: bool = True,
+    max_yields: int = Rules.max_yields,
 ) -> Planner:
     """The planner with the paper's rule, "cake", or with ours, "kvtier"."""
     rules = {"cake": Cake, "kvtier": Rules}[rule]
-    made = rules(load_horizon_s=_HORIZON_S, yields_to_fresh=yields_to_fresh)
+    made = rules(load_horizon_s=_HORIZON_S, yields_to_fresh=yields_to_fresh, max_yields=max_yields)
     return make_planner(config, parts.engine, parts.profile, made)
 
 
