@@ -136,6 +136,8 @@ def test_a_prefix_lies_partly_on_the_disk_and_partly_elsewhere(shared):
 def test_both_serve_on_when_the_master_is_gone(shared):
     engine, a, b = shared
     asked, new = prompts(1, seed=31)[0], prompts(1, seed=32)[0]
+    a.restore("load")
+    b.restore("load")
     (first,) = sent(a, lambda: [a.ask(asked)])
     a.flush()
     engine.end()
