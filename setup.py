@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 NATIVE = "sgl_kvtier/store/native"
 TO_CARD = "sgl_kvtier/runtime/cuda/native/pages.c"
-SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "rules.py")
+SOURCE_ONLY = ("__init__.py", "messages.py", "decision_log.py", "log_keys.py", "rules.py")
 """Messages stay Python: any executor of plans may make them, and the decision log reads their
 annotations. So do rules, since users write subclasses of them.
 """

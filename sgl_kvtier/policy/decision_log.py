@@ -1,7 +1,7 @@
 """A run as lines of JSON: the facts and views a planner was given and the plans it made, to be
 replayed and compared.
 
-    {"log": "kvtier.decisions", "version": 3, "config": {...}, "engine": {...}, "profile": null}
+    {"log": "kvtier.decisions", "version": 4, "config": {...}, "engine": {...}, "profile": null}
     {"type": "RequestArrived", "rid": "r0", "now": 0.0, ...}     facts, in the order observed
     {"type": "StepView", ...}                                    one step: the view,
     {"type": "StepPlan", "starts": [...], ...}                   and the plan for it
@@ -10,7 +10,12 @@ replayed and compared.
     {"type": "PlannerFailed", "error": "..."}                    it raised on the line before
     {"type": "LinesDropped", "count": 12}                        a hole: no replay behind it
 
-Spans are [start, stop], tiers their names, links and modes their values, page keys hexadecimal.
+Spans are [start, stop], tiers their names, links and modes their values. Page keys are hexadecimal
+in version 3. In version 4 only their first mention is, which numbers them from 0 on; behind it they
+are their number, or [first, last] of numbers that follow one another, up or down. Where there are
+`log_keys.MOST_NUMBERED` numbers, the next mention first forgets all. So a log is read from its
+beginning.
+
 Floats keep all digits, so decoding and encoding again gives the same line. Fields at their default
 are left out. Pure functions: other modules open the files.
 """
@@ -20,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -28,6 +33,7 @@ from sgl_kvtier.config import PolicyConfig, parse_setting
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.outside import is_number, is_whole, parse_json, refusal, shown
 from sgl_kvtier.policy import messages
+from sgl_kvtier.policy.log_keys import IN_FULL, MOST_NUMBERED, Keys, Numbered
 from sgl_kvtier.policy.messages import (
     Fact,
     Hint,
@@ -39,12 +45,13 @@ from sgl_kvtier.policy.messages import (
     StepView,
 )
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.types import PLACES, Link, PageKey, Span
+from sgl_kvtier.types import PLACES, Link, Span
 
 Answer: TypeAlias = str | tuple[str, ...] | HintAnswer | None
 
 NAME = "kvtier.decisions"
-VERSION = 3
+VERSION, NUMBERED = 3, 4
+"""Of a log with every key in full, and of one with numbers for them."""
 _MOST_INT, _MOST_FLOAT = 1 << 63, sys.float_info.max
 _MOST_SAID = 200
 
@@ -83,9 +90,11 @@ class LinesDropped:
 Record: TypeAlias = Fact | StepView | StepPlan | Query | PlannerFailed | LinesDropped
 
 
-def encode_header(header: Header) -> str:
-    """The first line of a log, without its line break."""
-    data = {"log": NAME, "version": VERSION, **dataclasses.asdict(header)}
+def encode_header(header: Header, version: int = VERSION) -> str:
+    """The first line of a log, without its line break. `version` says whether lines will be
+    `encode`'s or a `Writer`'s, which are NUMBERED.
+    """
+    data = {"log": NAME, "version": version, **dataclasses.asdict(header)}
     return json.dumps(data, separators=(",", ":"))
 
 
@@ -94,10 +103,10 @@ def decode_header(line: str) -> Header:
     data = _parse(line)
     if data.get("log") != NAME:
         raise TraceError("not a decision log: its first line must name kvtier.decisions")
-    if data.get("version") != VERSION:
+    if data.get("version") not in (VERSION, NUMBERED):
         raise TraceError(
-            f"decision log version {shown(data.get('version'))}: this kvtier reads version "
-            f"{VERSION}; use its own"
+            f"decision log version {shown(data.get('version'))}: this kvtier reads versions "
+            f"{VERSION} and {NUMBERED}; use its own"
         )
     try:
         return Header(_config(data["config"]), _engine(data["engine"]), _profile(data["profile"]))
@@ -105,13 +114,39 @@ def decode_header(line: str) -> Header:
         raise TraceError(f"the decision log's first line is damaged: {error}") from error
 
 
+class Writer:
+    """The lines of a log of version NUMBERED, behind its first."""
+
+    def __init__(self, most_numbered: int = MOST_NUMBERED) -> None:
+        self._keys = Numbered(most_numbered)
+
+    def encode(self, record: Record) -> str:
+        """The next line, without its line break."""
+        return json.dumps(_to_plain(record, self._keys), separators=(",", ":"))
+
+
+class Reader:
+    """Reads the lines of a log of any version, behind its first, all and in their order."""
+
+    def __init__(self, most_numbered: int = MOST_NUMBERED) -> None:
+        self._keys = Numbered(most_numbered)
+
+    def decode(self, line: str) -> Record:
+        """The next line's record. Raises TraceError where it is none."""
+        return _decode(line, self._keys)
+
+
 def encode(record: Record) -> str:
-    """One fact, view, plan or question as a line, without its line break."""
-    return json.dumps(_to_plain(record), separators=(",", ":"))
+    """One fact, view, plan or question as a line with keys in full, without its line break."""
+    return json.dumps(_to_plain(record, IN_FULL), separators=(",", ":"))
 
 
 def decode(line: str) -> Record:
     """Reads such a line. Raises TraceError for any other."""
+    return _decode(line, IN_FULL)
+
+
+def _decode(line: str, keys: Keys) -> Record:
     data = _parse(line)
     kind = data.get("type")
     if not isinstance(kind, str) or kind not in _RECORDS:
@@ -120,7 +155,7 @@ def decode(line: str) -> Record:
             f"{', '.join(_RECORDS)}"
         )
     try:
-        record: Record = _from_plain(_RECORDS[kind], data)
+        record: Record = _from_plain(_RECORDS[kind], data, keys)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise TraceError(f"a {kind} of the decision log is damaged: {error}") from error
     return record
@@ -136,16 +171,16 @@ def _parse(line: str) -> dict[str, Any]:
     return data
 
 
-def _to_plain(record: Any) -> dict[str, Any]:
+def _to_plain(record: Any, keys: Keys) -> dict[str, Any]:
     data: dict[str, Any] = {"type": type(record).__name__}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if not _is_default(field, value):
-            data[field.name] = _codec(field)[0](value)
+            data[field.name] = _codec(field)[0](value, keys)
     return data
 
 
-def _from_plain(kind: type, data: Mapping[str, Any]) -> Any:
+def _from_plain(kind: type, data: Mapping[str, Any], keys: Keys) -> Any:
     known = {field.name: field for field in dataclasses.fields(kind)}
     unknown = [name for name in data if name not in known and name != "type"]
     if unknown:
@@ -153,7 +188,11 @@ def _from_plain(kind: type, data: Mapping[str, Any]) -> Any:
             f"it has fields of another version: {', '.join(map(str, unknown))[:_MOST_SAID]}"
         )
     return kind(
-        **{name: _codec(known[name])[1](value) for name, value in data.items() if name != "type"}
+        **{
+            name: _codec(known[name])[1](value, keys)
+            for name, value in data.items()
+            if name != "type"
+        }
     )
 
 
@@ -185,7 +224,8 @@ def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     return field.default_factory is not dataclasses.MISSING and not value
 
 
-_Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+_Codec: TypeAlias = tuple[Callable[[Any, Keys], Any], Callable[[Any, Keys], Any]]
+"""How a field is written and read."""
 
 
 def _same(value: Any) -> Any:
@@ -220,36 +260,41 @@ def _codec(field: dataclasses.Field[Any]) -> _Codec:
     return _CODECS[str(field.type)]
 
 
+def _keyless(write: Callable[[Any], Any], read: Callable[[Any], Any]) -> _Codec:
+    return lambda value, _: write(value), lambda value, _: read(value)
+
+
 def _many(codec: _Codec) -> _Codec:
-    return lambda values: [codec[0](v) for v in values], lambda values: tuple(
-        codec[1](v) for v in values
+    return lambda values, keys: [codec[0](v, keys) for v in values], lambda values, keys: tuple(
+        codec[1](v, keys) for v in values
     )
 
 
 def _message(kind: type) -> _Codec:
-    return _to_plain, lambda data: _from_plain(kind, data)
+    return _to_plain, lambda data, keys: _from_plain(kind, data, keys)
 
 
-_SPAN: _Codec = (lambda span: [span.start, span.stop], lambda pair: Span(*map(_plain("int"), pair)))
-_KEY: _Codec = (lambda key: key.hex(), lambda text: PageKey(bytes.fromhex(text)))
+def _span(pair: Sequence[Any]) -> Span:
+    return Span(*map(_plain("int"), pair))
+
+
+_KEY: _Codec = (lambda key, keys: keys.write((key,))[0], lambda value, keys: keys.read((value,))[0])
 _TIERS = {name: tier for tier, name in PLACES.items()}
-_TIER: _Codec = (PLACES.__getitem__, _TIERS.__getitem__)
-_SOURCE: _Codec = (
-    lambda s: [_SPAN[0](s[0]), _TIER[0](s[1])],
-    lambda s: (_SPAN[1](s[0]), _TIER[1](s[1])),
+_SOURCE = _keyless(
+    lambda s: [[s[0].start, s[0].stop], PLACES[s[1]]], lambda s: (_span(s[0]), _TIERS[s[1]])
 )
 
 
-def _question(data: Mapping[str, Any]) -> Any:
+def _question(data: Mapping[str, Any], keys: Keys) -> Any:
     kind = _QUESTIONS.get(str(data["type"]))
     if kind is None:
         raise ValueError(f"no question is of the type {shown(data['type'])}")
-    return _from_plain(kind, data)
+    return _from_plain(kind, data, keys)
 
 
 def _answer(value: Any) -> Answer:
     if isinstance(value, dict):
-        given: HintAnswer = _from_plain(HintAnswer, value)
+        given: HintAnswer = _from_plain(HintAnswer, value, IN_FULL)
         return given
     if isinstance(value, list):
         return tuple(map(_plain("str"), value))
@@ -259,26 +304,29 @@ def _answer(value: Any) -> Answer:
 
 def _answer_to_plain(answer: Answer) -> Any:
     if isinstance(answer, HintAnswer):
-        return _to_plain(answer)
+        return _to_plain(answer, IN_FULL)
     return list(answer) if isinstance(answer, tuple) else answer
 
 
 _CODECS: dict[str, _Codec] = {
     **{
-        kind: (_same, _plain(kind))
+        kind: _keyless(_same, _plain(kind))
         for kind in ("str", "int", "float", "bool", "str | None", "int | None", "float | None")
     },
-    "tuple[int, ...]": (list, lambda numbers: tuple(map(_plain("int"), numbers))),
-    "tuple[str, ...]": (list, lambda texts: tuple(map(_plain("str"), texts))),
-    "Span": _SPAN,
-    "Tier": _TIER,
-    "Link": (lambda link: link.value, Link),
-    "Mode": (lambda mode: mode.value, Mode),
-    "PolicyConfig": (dataclasses.asdict, _config),
-    "Hint": (dataclasses.asdict, lambda data: _from_plain(Hint, data)),
-    "tuple[PageKey, ...]": _many(_KEY),
+    "tuple[int, ...]": _keyless(list, lambda numbers: tuple(map(_plain("int"), numbers))),
+    "tuple[str, ...]": _keyless(list, lambda texts: tuple(map(_plain("str"), texts))),
+    "Span": _keyless(lambda span: [span.start, span.stop], _span),
+    "Tier": _keyless(PLACES.__getitem__, _TIERS.__getitem__),
+    "Link": _keyless(lambda link: link.value, Link),
+    "Mode": _keyless(lambda mode: mode.value, Mode),
+    "PolicyConfig": _keyless(dataclasses.asdict, _config),
+    "Hint": _keyless(dataclasses.asdict, lambda data: _from_plain(Hint, data, IN_FULL)),
+    "tuple[PageKey, ...]": (
+        lambda values, keys: keys.write(values),
+        lambda values, keys: keys.read(values),
+    ),
     "tuple[tuple[Span, Tier], ...]": _many(_SOURCE),
-    "dict[Tier, int]": (
+    "dict[Tier, int]": _keyless(
         lambda pages: {PLACES[tier]: count for tier, count in pages.items()},
         lambda pages: {_TIERS[name]: _plain("int")(count) for name, count in pages.items()},
     ),
@@ -298,7 +346,7 @@ _CODECS: dict[str, _Codec] = {
     **{kind.__name__: _message(kind) for kind in (RestoreOffered, StepView)},
     "PageKey": _KEY,
     "Question[Any]": (_to_plain, _question),
-    "Answer": (_answer_to_plain, _answer),
+    "Answer": _keyless(_answer_to_plain, _answer),
 }
 """How a field is written and read, by its annotation in messages.py. A new kind of field fails at
 import, just below.

@@ -15,8 +15,12 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import TraceError
 from sgl_kvtier.policy import messages as m
 from sgl_kvtier.policy.decision_log import (
+    NUMBERED,
     Header,
     Query,
+    Reader,
+    Record,
+    Writer,
     decode,
     decode_header,
     encode,
@@ -123,6 +127,58 @@ def test_a_header_survives_the_log() -> None:
         {"links": {"storage-device": 1e9}},
     )
     assert decode_header(encode_header(header)) == header
+
+
+_FEW = [PageKey(bytes([k]) * 32) for k in range(12)]
+_FEW_KEYS = st.lists(st.sampled_from(_FEW), max_size=8).map(tuple)
+_NAMING: st.SearchStrategy[Record] = st.one_of(
+    st.builds(m.PagesPlaced, _FEW_KEYS, _TIERS, st.just(1.0)),
+    st.builds(lambda keys: m.StepPlan(evictions=(m.Evict(keys, Tier.HOST),)), _FEW_KEYS),
+    st.builds(lambda key, said: Query(m.SessionsWith(key), (said,)), st.sampled_from(_FEW), _WORDS),
+)
+
+
+@given(st.lists(_NAMING, max_size=30), st.integers(1, 12))
+def test_a_log_with_numbers_for_keys_reads_as_what_was_written(
+    records: list[Record], most: int
+) -> None:
+    writer, reader = Writer(most), Reader(most)
+    lines = [writer.encode(record) for record in records]
+    assert [reader.decode(line) for line in lines] == records
+
+
+def _placed(*keys: PageKey) -> m.PagesPlaced:
+    return m.PagesPlaced(keys, Tier.HOST, 1.0)
+
+
+def test_a_key_is_written_out_once_and_runs_of_keys_by_their_ends() -> None:
+    writer = Writer()
+    texts = [key.hex() for key in _FEW[:4]]
+    lines = [writer.encode(_placed(*keys)) for keys in (_FEW[:4], _FEW[2::-1], _FEW[1:4:2])]
+    assert [json.loads(line)["keys"] for line in lines] == [texts, [[2, 0]], [1, 3]]
+
+
+def test_a_key_that_was_forgotten_is_written_out_again() -> None:
+    writer = Writer(2)
+    lines = [writer.encode(_placed(_FEW[k])) for k in (0, 1, 2, 0, 2)]
+    written = [json.loads(line)["keys"][0] for line in lines]
+    assert written == [*(_FEW[k].hex() for k in (0, 1, 2, 0)), 0]
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "[0,2]", "[2,0]", "true", "[0]", "1e9", "null"])
+def test_a_number_that_no_key_has_is_damage(value: str) -> None:
+    reader = Reader()
+    reader.decode(encode(_placed(_FEW[0], _FEW[1])))
+    with pytest.raises(TraceError, match="PagesPlaced of the decision log is damaged"):
+        reader.decode(f'{{"type":"PagesPlaced","keys":[{value}],"tier":"host","now":1.0}}')
+
+
+def test_a_log_with_keys_in_full_is_read_as_before() -> None:
+    reader, records = Reader(), [_placed(*_FEW[:3]), _placed(*_FEW[1:4])]
+    assert [reader.decode(encode(record)) for record in records] == records
+    header = Header(PolicyConfig(), EngineShape(16, 4096, 512, 32))
+    assert decode_header(encode_header(header)) == header
+    assert decode_header(encode_header(header, NUMBERED)) == header
 
 
 def _without(line: str, name: str) -> str:

@@ -15,8 +15,8 @@ from sgl_kvtier.policy.decision_log import (
     LinesDropped,
     PlannerFailed,
     Query,
+    Reader,
     Record,
-    decode,
     decode_header,
     encode,
     encode_header,
@@ -111,6 +111,7 @@ def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None
     and on one with a hole.
     """
     run: _Run | None = None
+    reader = Reader()
     for number, line in enumerate(lines, 1):
         if run is None:
             header = decode_header(line)
@@ -125,7 +126,7 @@ def replay(lines: Iterable[str], make: Callable[[Header], Planner] | None = None
                     f"line 1: no planner can be made as it says: {error!r:.200}"
                 ) from error
             continue
-        difference = run.take(number, decode(line))
+        difference = run.take(number, reader.decode(line))
         if difference is not None:
             return run.replayed(difference)
     if run is None:

@@ -19,12 +19,13 @@ from typing import TextIO, TypeVar
 
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.policy.decision_log import (
+    NUMBERED,
     Header,
     LinesDropped,
     PlannerFailed,
     Query,
     Record,
-    encode,
+    Writer,
     encode_header,
 )
 from sgl_kvtier.policy.messages import Consulted, Fact, Question, StepPlan, StepView
@@ -49,7 +50,8 @@ class DecisionFile:
         self.dropped = 0
         """Records that were not written."""
         self._stopping = threading.Event()
-        self._file: TextIO | None = _begin(path, encode_header(header))
+        self._file: TextIO | None = _begin(path, encode_header(header, NUMBERED))
+        self._lines = Writer()
         self._thread = threading.Thread(target=self._run, name="kvtier-decisions", daemon=True)
         self._thread.start()
 
@@ -85,7 +87,7 @@ class DecisionFile:
         batch = [self._queue.popleft() for _ in range(len(self._queue))]
         try:
             for record in batch:
-                self._file.write(encode(record) + "\n")
+                self._file.write(self._lines.encode(record) + "\n")
             self._file.flush()
         except OSError as error:
             logger.error(
