@@ -303,7 +303,16 @@ class LabConfig:
         "kvtier:restore_audited_pages_total counts what was found",
     )
 
+    layer_parts: int = setting(
+        0,
+        "parts of some layers each in which pages are stored, so that rules may restore by layers; "
+        "divides the number of layers, and 0 stores whole pages",
+        low=0,
+        high=65_535,
+    )
+
     throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
+    remote_throttle: ThrottleConfig = field(default_factory=ThrottleConfig)
     faults: FaultConfig = field(default_factory=FaultConfig)
 
 
@@ -443,7 +452,7 @@ def _unknown(key: str, prefix: str, known: list[str]) -> str:
     return f"unknown setting {prefix}{named}.{hint} Known: {', '.join(prefix + k for k in known)}"
 
 
-LAB_SECTIONS = ("lab", "lab.throttle", "lab.faults")
+LAB_SECTIONS = ("lab", "lab.throttle", "lab.remote_throttle", "lab.faults")
 """Sections that only the laboratory writes."""
 _SECTIONS: dict[str, Any] = {
     "store": StoreConfig,
@@ -451,5 +460,6 @@ _SECTIONS: dict[str, Any] = {
     "policy": PolicyConfig,
     "lab": LabConfig,
     "lab.throttle": ThrottleConfig,
+    "lab.remote_throttle": ThrottleConfig,
     "lab.faults": FaultConfig,
 }

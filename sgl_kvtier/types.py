@@ -35,8 +35,8 @@ class Tier(enum.IntEnum):
 
 
 class Link(enum.Enum):
-    """A path that bytes take. Each has its own bandwidth estimate; storage to device is both
-    hops as one.
+    """A path that bytes take. Each has its own bandwidth estimate; storage or remote to device is
+    both hops as one.
     """
 
     # Members are unique, and Enum's own hash is a Python call that would cost the planner a tenth
@@ -48,6 +48,8 @@ class Link(enum.Enum):
     STORAGE_TO_DEVICE = "storage-device"
     DEVICE_TO_HOST = "device-host"
     HOST_TO_STORAGE = "host-storage"
+    REMOTE_TO_HOST = "remote-host"
+    REMOTE_TO_DEVICE = "remote-device"
 
 
 PLACES = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.STORAGE: "storage", Tier.REMOTE: "remote"}

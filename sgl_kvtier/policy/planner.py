@@ -51,11 +51,8 @@ class Planner:
         profile: Mapping[str, Any] | None = None,
         rules: Rules | None = None,
     ) -> None:
-        known = profile or {}
         self.rules = rules_of(config.rules) if rules is None else rules
-        self._restore = RestorePlanner(
-            config, engine, known.get("links"), known.get("prefill"), self.rules, self._room
-        )
+        self._restore = RestorePlanner(config, engine, profile, self.rules, self._room)
         self._ahead = Lookahead(config, engine, self._restore.bandwidth, self.rules)
         self._answers: dict[type, Callable[[Any], Any]] = {
             LeftToEngine: self._restore.left_to_engine,
@@ -119,7 +116,9 @@ class Planner:
         evictions, moves = self._ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
         if not evictions and not moves:
             return plan
-        return StepPlan(plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves)
+        return StepPlan(
+            plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves, plan.aside
+        )
 
     @property
     def pages(self) -> PageView:
@@ -134,6 +133,12 @@ class Planner:
     def tally(self) -> Tally:
         """The results of lookahead so far, for reports. Any thread."""
         return self._ahead.tally()
+
+    def promised_s(self, question: LeftToEngine) -> float:
+        """What the restoration asked about is predicted to take, for reports: seconds until its
+        prompt is computed. Changes nothing.
+        """
+        return self._restore.promised_s(question)
 
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""

@@ -50,12 +50,20 @@ class Ways(Protocol):
         """Whether all of it lies in host memory."""
 
     @property
+    def shared(self) -> bool:
+        """Whether some of it comes over a network that other servers use."""
+
+    @property
     def crowded(self) -> bool:
         """Whether device memory has no room for this request and the fresh ones beside it."""
 
     @property
     def compute_s(self) -> float:
         """Computing all of it."""
+
+    @property
+    def own_s(self) -> float:
+        """What a restoration takes beside compute and links, as measured in this server."""
 
     @property
     def load_s(self) -> float:
@@ -143,11 +151,6 @@ class Rules:
     """
     split_gain_s: float = 0.005
     """And at least this many seconds: the cost of splitting itself."""
-    engine_load_s: float = 0.02
-    """A restoration has to save this much over an engine's own load: in a server on a CPU it ended
-    20 ms or more above the best split (docs/results/restore.md), and with less than this it lost at
-    fast links.
-    """
     queue_charge: float = 1.0
     """Extra weight of computing per request that waits behind: it delays them all, and a link's
     work goes on beside.
@@ -155,6 +158,11 @@ class Rules:
     overtaking: float = 0.5
     """Shorter requests overtake one that waits for this many times the predicted work that stood
     before it when it came, its own included. 0: requests run in the order of arrival.
+    """
+    gives_way: bool = False
+    """Between two chunks the request in the engine's one slot for chunked prefill gives it up to a
+    shorter one, in that order and within that bound, one request at a time. Off: the gain was
+    measured in two rounds only.
     """
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""
@@ -237,17 +245,22 @@ class Rules:
         Such an engine copies pages from host memory in the step that admits the request, and reads
         the rest ahead into host memory. So where all pages are to be loaded anyway, it needs no
         device slots before the request's turn, and no step to splice pages in. Restoring has to
-        beat loading; computing everything is no alternative for pages that lie in host memory.
-        Where the device is crowded, loads into it would only evict pages that are about to be used.
+        beat loading, with what it takes beside compute and links; computing everything is no
+        alternative for pages that lie in host memory. Where the device is crowded, loads into it
+        would only evict pages that are about to be used. What comes over a network is not left, nor
+        where the device is crowded and computing is faster: other servers use it too, and an engine
+        that loads does not begin to compute when it becomes slow.
         """
-        if ways.crowded:
+        if ways.crowded and not (ways.shared and ways.known and ways.compute_s < ways.load_s):
             return "no room"
         if not ways.known:
             return "host memory" if ways.in_host else "not measured yet" if ways.learns else None
+        if ways.shared:
+            return None
         load_s = ways.load_s
         if not ways.in_host and ways.compute_s < load_s:
             return None
-        if self.split_wins(ways.both_s, load_s - self.engine_load_s):
+        if self.split_wins(ways.both_s, load_s - ways.own_s):
             return None
         return "host memory" if ways.in_host else "loading is faster"
 

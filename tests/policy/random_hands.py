@@ -24,10 +24,12 @@ from sgl_kvtier.policy.messages import (
     RequestArrived,
     RequestFinished,
     RestoreOffered,
+    RunOrder,
     StepDone,
     StepPlan,
     StepView,
     TransferDone,
+    Waiter,
 )
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
@@ -71,7 +73,14 @@ class RandomHands:
         config: PolicyConfig,
         profiled: bool,
         rules: Rules | None = None,
+        orders: bool = False,
     ) -> None:
+        """`orders`: the planner is asked for the order of the queue, and who holds the slot may
+        give it up.
+        """
+        self.orders = orders
+        self.aside: str | None = None
+        self.given_up = 0
         self.chance = chance
         self.config = config
         self.rules = rules
@@ -126,11 +135,18 @@ class RandomHands:
         resident = self.chance.randrange(pages) if self.chance.random() < 0.3 else 0
         tokens = pages * PAGE + self.chance.randint(1, 3 * PAGE)
         keys = tuple(key(document, n) for n in range(tokens // PAGE))
-        cut = self.chance.randint(resident, pages)
+        cuts = sorted(self.chance.randint(resident, pages) for _ in range(2))
         tiers = self.chance.choice(
-            ((Tier.HOST, Tier.STORAGE), (Tier.STORAGE, Tier.HOST), (Tier.STORAGE, Tier.STORAGE))
+            (
+                (Tier.HOST, Tier.STORAGE, Tier.REMOTE),
+                (Tier.STORAGE, Tier.REMOTE, Tier.REMOTE),
+                (Tier.STORAGE, Tier.HOST, Tier.STORAGE),
+                (Tier.STORAGE, Tier.REMOTE, Tier.STORAGE),
+                (Tier.STORAGE, Tier.STORAGE, Tier.STORAGE),
+            )
         )
-        spans = zip((Span(resident, cut), Span(cut, pages)), tiers, strict=True)
+        bounds = zip((resident, *cuts), (*cuts, pages), strict=True)
+        spans = tuple(zip((Span(*bound) for bound in bounds), tiers, strict=True))
         holes = frozenset(
             self.chance.sample(range(pages), self.chance.choice((0, 0, 0, 0, 1, pages // 4)))
         )
@@ -155,12 +171,19 @@ class RandomHands:
         request = self.requests.pop(rid)
         self.chunks = [chunk for chunk in self.chunks if chunk[0] != rid]
         self.slot = None if self.slot == rid else self.slot
+        self.aside = None if self.aside == rid else self.aside
+        self.come_back()
         self.tell(
             RequestFinished(
                 rid, self.now, aborted, request.keys if self.chance.random() < 0.5 else ()
             )
         )
         self.finished.append(rid)
+
+    def come_back(self) -> None:
+        """Who gave up the slot has it again once it is free."""
+        if self.slot is None:
+            self.slot, self.aside = self.aside, None
 
     # --- ends of what was begun -------------------------------------------------------------------------------------
 
@@ -223,11 +246,15 @@ class RandomHands:
     def step(self, generous: bool = False) -> bool:
         """One step; says whether anything was begun."""
         free = {Tier.DEVICE: self.chance.randrange(200), Tier.HOST: self.chance.randrange(60)}
+        if self.orders and self.requests:
+            asked = tuple(Waiter(rid, request.tokens) for rid, request in self.requests.items())
+            self.log.append(RunOrder(asked, self.now))
+            assert sorted(self.planner.query(self.log[-1])) == sorted(self.requests)
         view = StepView(
             now=self.now,
             waiting=tuple(rid for rid in self.requests if rid != self.slot),
             slot=self.slot,
-            slot_open=generous or self.chance.random() < 0.8,
+            slot_open=(generous or self.chance.random() < 0.8) and self.aside is None,
             prefill_tokens=8 * PAGE
             if generous
             else self.chance.choice((0, PAGE - 1, PAGE, 4 * PAGE, 8 * PAGE)),
@@ -245,8 +272,13 @@ class RandomHands:
         for load in plan.loads:
             self.begin(load)
         self.begin_moves(plan)
+        if plan.aside is not None:
+            assert view.slot_open and plan.aside == self.slot
+            self.slot, self.aside = None, self.slot
+            self.given_up += 1
         began = [self.compute(compute, view) for compute in plan.computes]
         began.append(self.compute_ordinary(view))
+        self.come_back()
         return bool(plan.loads or plan.cancels or any(began))
 
     def check_room(self, plan: StepPlan, view: StepView) -> None:
@@ -387,6 +419,8 @@ class RandomHands:
         for entry in self.log:
             if isinstance(entry, StepView):
                 plans.append(planner.step(entry))
+            elif isinstance(entry, RunOrder):
+                planner.query(entry)
             else:
                 planner.observe(entry)
         return plans

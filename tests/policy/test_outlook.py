@@ -28,7 +28,7 @@ VIEW = StepView(0.0, ("a",), prefill_tokens=512)
 def outlook(*restoring: str) -> Outlook:
     """Of a planner that restores these, each as much to compute as to load."""
     profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
-    known = UnderWay(PolicyConfig(), ENGINE, profile["links"], profile["prefill"], Rules())
+    known = UnderWay(PolicyConfig(), ENGINE, profile, Rules())
     made = Outlook(known)
     offers = Offers(known, made, free)
     for rid in restoring:
@@ -87,7 +87,7 @@ def test_fresh_prefill_behind_it_in_the_queue_does_not_count() -> None:
 
 def test_offers_of_one_step_are_answered_in_the_order_of_the_queue() -> None:
     profile = profile_of(COST, TOKENS / ENGINE.page_tokens * ENGINE.page_bytes / COMPUTE_S)
-    known = UnderWay(PolicyConfig(), ENGINE, profile["links"], profile["prefill"], Rules())
+    known = UnderWay(PolicyConfig(), ENGINE, profile, Rules())
     offers = Offers(known, Outlook(known), free)
     for rid in ("late", "early"):
         offers.add(RestoreOffered(rid, 0.0, TOKENS + SUFFIX, 0, PAGES, SOURCES))

@@ -20,10 +20,11 @@ from sgl_kvtier.lab.papers.step_time import Scene
 from sgl_kvtier.policy.messages import Compute, RequestFinished, RestoreOffered, StepPlan, StepView
 from sgl_kvtier.policy.restore.chunks import Chunks
 from sgl_kvtier.policy.restore.loads import Loads
-from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
+from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.planner import free
+from sgl_kvtier.policy.restore.queue_order import QueueOrder
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link
@@ -58,7 +59,7 @@ class PlainOutlook(Outlook):
             backlogs,
         )
         front, copied_s = item.behind_copies(front, known.bandwidth, engine)
-        left = open_of(pace, item.pointer, item.by_link, front, item.in_flight, own is not None)
+        left = item.left(pace, front, own is not None)
         return best_split(pace, compute_at_s + copied_s, left, front, -1, charge)
 
     def meeting(self, item, view, compute_at_s, front):
@@ -70,8 +71,8 @@ class PlainOutlook(Outlook):
     def held(self, item):
         return self.splits.get(item.rid)
 
-    def charged_meet(self, item, view, compute_at_s, front, charge):
-        return self.search(item, view, compute_at_s, front, charge=charge).meet
+    def charged(self, item, view, compute_at_s, front, charge):
+        return self.search(item, view, compute_at_s, front, charge=charge)
 
     def meeting_if_taken_back(self, item, view, compute_at_s, front):
         return self.search(item, view, compute_at_s, front, item.in_flight, self.charge(view))
@@ -83,13 +84,10 @@ class PlainPlanner:
     """
 
     def __init__(self, config, profile, engine=ENGINE, rules=None):
-        known = profile or {}
-        self.known = UnderWay(
-            config, engine, known.get("links"), known.get("prefill"), rules or Rules()
-        )
+        self.known = UnderWay(config, engine, profile or {}, rules or Rules())
         self.outlook = PlainOutlook(self.known)
         self.offers = Offers(self.known, self.outlook, free)
-        self.chunks = Chunks(self.known, self.outlook)
+        self.chunks = Chunks(self.known, self.outlook, QueueOrder(self.known))
         self.loads = Loads(self.known, self.outlook, self.chunks)
 
     def observe(self, fact):
@@ -100,7 +98,7 @@ class PlainPlanner:
             self.offers.withdraw(fact.rid)
 
     def step(self, view):
-        self.known.next_step()
+        self.known.next_step(view)
         self.outlook.begin()
         starts = self.offers.answer(view)
         for rid, compute in self.known.complete.items():

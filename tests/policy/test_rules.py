@@ -12,7 +12,7 @@ from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError
-from sgl_kvtier.lab.rules import Cake, FixedSplit
+from sgl_kvtier.lab.rules import ByLayers, Cake, FixedSplit
 from sgl_kvtier.policy.messages import Mode, RestoreOffered, RulesTuned, StepView
 from sgl_kvtier.policy.pages.eviction import LRU, eviction_of
 from sgl_kvtier.policy.planner import Planner, make_planner
@@ -218,3 +218,14 @@ def test_only_numbers_that_rules_offer_are_changed_while_a_planner_runs():
 def test_numbers_by_name_reach_the_rules():
     config, rules = parts(Cake, load_tokens=16, split_margin=0.5)
     assert (config.load_tokens, rules.split_margin, rules.balanced_chunks) == (16, 0.5, False)
+
+
+def test_an_offer_that_is_restored_by_layers_is_the_executors_alone() -> None:
+    made = make_planner(PolicyConfig(restore="auto"), ENGINE, profile_of(COST, 1e6), ByLayers())
+    sources = ((Span(0, 256), Tier.STORAGE),)
+    made.observe(RestoreOffered("r", 0.0, 256 * ENGINE.page_tokens + 8, 0, 256, sources))
+    view = StepView(0.0, ("r",), prefill_tokens=4096)
+    plan = made.step(view)
+    assert [(start.rid, start.mode) for start in plan.starts] == [("r", Mode.LAYERS)]
+    assert (plan.loads, plan.computes) == ((), ())
+    assert made.step(view).starts == ()

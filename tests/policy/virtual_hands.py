@@ -17,11 +17,12 @@ from sgl_kvtier.policy.messages import (
     Mode,
     PagesLost,
     RequestArrived,
+    RequestFinished,
     RestoreOffered,
     StepView,
     TransferDone,
 )
-from sgl_kvtier.policy.planner import make_planner
+from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
 from sgl_kvtier.types import Link, Span, Tier
@@ -36,20 +37,29 @@ class Outcome:
     """What happened to the one request; tokens and virtual seconds."""
 
     seconds: float = 0.0
+    ended: bool = False
+    """The prefix is there."""
     mode: Mode | None = None
     chunks: list[Span] = field(default_factory=list)
     spliced: list[Span] = field(default_factory=list)
     loads: list[Span] = field(default_factory=list)
+    busy_s: dict[Link, float] = field(default_factory=dict)
+    """Seconds that each link was busy."""
     cancels: list[Span] = field(default_factory=list)
 
 
-def profile_of(cost: PrefillCost, bytes_per_second: float) -> dict:
+def profile_of(
+    cost: PrefillCost, bytes_per_second: float, remote_bytes_per_second: float | None = None
+) -> dict:
     prefill = {
         "fixed_s": cost.fixed_s,
         "per_token_s": cost.per_token_s,
         "per_token_position_s": cost.per_token_position_s,
     }
-    return {"prefill": prefill, "links": {Link.STORAGE_TO_DEVICE.value: bytes_per_second}}
+    links = {Link.STORAGE_TO_DEVICE.value: bytes_per_second}
+    if remote_bytes_per_second is not None:
+        links[Link.REMOTE_TO_DEVICE.value] = remote_bytes_per_second
+    return {"prefill": prefill, "links": links}
 
 
 def best_seconds(
@@ -94,29 +104,43 @@ def restore(
     slow_factor: float = 1.0,
     free_pages: int | None = None,
     lasts: Callable[[float, int], float] | None = None,
+    planner: Planner | None = None,
+    begin_s: float = 0.0,
+    own_s: float = 0.0,
+    decoding: int = 0,
+    remote_from: int | None = None,
+    remote_bytes_per_second: float = 0.0,
 ) -> Outcome:
     """Runs one restoration to its end. Pages in `failing` are lost, those in `holes` are stored
     nowhere; after `slow_after_s` the link
     is slower by a factor, or `lasts` says how many seconds a transfer of so many bytes takes that
-    begins then.
+    begins then. `planner` goes on from `begin_s` on; the chunk behind the prefix begins `own_s`
+    late, and requests decode beside. Pages from `remote_from` on come over a network of
+    `remote_bytes_per_second`.
     """
-    planner = make_planner(config or PolicyConfig(), ENGINE, profile, rules)
+    planner = planner or make_planner(config or PolicyConfig(), ENGINE, profile, rules)
     pages, total, page = prefix // ENGINE.page_tokens, prefix + suffix, ENGINE.page_tokens
-    planner.observe(RequestArrived("a", 0.0, total))
-    sources = tuple((span, Tier.STORAGE) for span in islands(Span(0, pages), holes))
-    planner.observe(RestoreOffered("a", 0.0, total, 0, pages, sources))
-    out, now, front, slot = Outcome(), 0.0, 0, None
-    queue: list[tuple[float, float, Span]] = []  # begun, ends, pages
+    planner.observe(RequestArrived("a", begin_s, total))
+    local = pages if remote_from is None else remote_from
+    halves = ((Span(0, local), Tier.STORAGE), (Span(local, pages), Tier.REMOTE))
+    sources = tuple((span, tier) for half, tier in halves for span in islands(half, holes))
+    rates = {
+        Link.STORAGE_TO_DEVICE: bytes_per_second,
+        Link.REMOTE_TO_DEVICE: remote_bytes_per_second,
+    }
+    planner.observe(RestoreOffered("a", begin_s, total, 0, pages, sources))
+    out, now, front, slot = Outcome(), begin_s, 0, None
+    queue: list[tuple[float, float, Span, Link]] = []  # begun, ends, pages
     for _ in range(100_000):
-        for begun, ends, span in [entry for entry in queue if entry[1] <= now + 1e-12]:
-            queue.remove((begun, ends, span))
+        for entry in [entry for entry in queue if entry[1] <= now + 1e-12]:
+            queue.remove(entry)
+            begun, ends, span, link = entry
             if any(number in failing for number in range(span.start, span.stop)):
                 planner.observe(PagesLost("a", span, "failed", now))
             else:
                 nbytes = len(span) * ENGINE.page_bytes
-                planner.observe(
-                    TransferDone("a", Link.STORAGE_TO_DEVICE, span, nbytes, ends - begun, now)
-                )
+                planner.observe(TransferDone("a", link, span, nbytes, ends - begun, now))
+                out.busy_s[link] = out.busy_s.get(link, 0.0) + ends - begun
         free = (
             {}
             if free_pages is None
@@ -124,7 +148,14 @@ def restore(
         )
         waiting = () if slot else ("a",)
         plan = planner.step(
-            StepView(now, waiting, slot, prefill_tokens=ENGINE.chunk_tokens, free_pages=free)
+            StepView(
+                now,
+                waiting,
+                slot,
+                prefill_tokens=ENGINE.chunk_tokens,
+                decoding=decoding,
+                free_pages=free,
+            )
         )
         for start in plan.starts:
             out.mode = start.mode
@@ -140,12 +171,11 @@ def restore(
                 queue.remove(entry)
                 planner.observe(PagesLost("a", entry[2], CANCELLED, now))
         for load in plan.loads:
-            begun = max([now, *(entry[1] for entry in queue)])
-            rate = bytes_per_second / (slow_factor if begun >= slow_after_s else 1.0)
+            begun = max([now, *(entry[1] for entry in queue if entry[3] is load.link)])
+            rate = rates[load.link] / (slow_factor if begun >= slow_after_s else 1.0)
             nbytes = len(load.span) * ENGINE.page_bytes
-            queue.append(
-                (begun, begun + (lasts(begun, nbytes) if lasts else nbytes / rate), load.span)
-            )
+            ends = begun + (lasts(begun, nbytes) if lasts else nbytes / rate)
+            queue.append((begun, ends, load.span, load.link))
             assert holes.isdisjoint(range(load.span.start, load.span.stop))
             out.loads.append(load.span)
         compute = plan.computes[0] if plan.computes else None
@@ -165,12 +195,15 @@ def restore(
         )
         slot, chunk = "a", Span(front, front + tokens)
         seconds = COST.chunk_seconds(front, tokens)
+        now += own_s if front >= prefix and not out.ended else 0.0
+        out.ended = out.ended or front >= prefix
         planner.observe(ChunkStarted("a", chunk, now))
         now += seconds + TICK_S
         planner.observe(ChunkDone("a", chunk, seconds, now))
         out.chunks.append(chunk)
         front = chunk.stop
         if front >= total:
+            planner.observe(RequestFinished("a", now))
             out.seconds = now
             return out
     raise AssertionError("the restoration never ended")

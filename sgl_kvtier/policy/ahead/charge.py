@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.pages.tier_map import TierMap
 from sgl_kvtier.types import Link, PageKey, Tier
 
-TWO_HOPS: Final = (Link.STORAGE_TO_HOST, Link.HOST_TO_DEVICE)
+FIRST_HOP: Final[Mapping[Tier, Link]] = {
+    Tier.STORAGE: Link.STORAGE_TO_HOST,
+    Tier.REMOTE: Link.REMOTE_TO_HOST,
+}
+"""The link that brings pages of a tier below host memory there."""
+_IN_ONE: Final[Mapping[Link, Link]] = {
+    Link.STORAGE_TO_HOST: Link.STORAGE_TO_DEVICE,
+    Link.REMOTE_TO_HOST: Link.REMOTE_TO_DEVICE,
+}
+"""The same device or network as restorations use it. The second hop is the faster one."""
+
+
+def restored_over(hop: Link) -> Link:
+    """The link of restorations that takes the same device or network as this first hop."""
+    return _IN_ONE[hop]
+
+
+def hops(source: Tier) -> tuple[Link, ...]:
+    """The links from a tier to the device, one after the other."""
+    if source is Tier.HOST:
+        return (Link.HOST_TO_DEVICE,)
+    return (FIRST_HOP[source], Link.HOST_TO_DEVICE)
 
 
 class LinkTime:
@@ -20,14 +42,9 @@ class LinkTime:
     def __init__(
         self, bandwidth: Bandwidth, link: Link, page_bytes: int, factor: float = 1.0
     ) -> None:
-        source = link
-        if (
-            link is Link.STORAGE_TO_HOST
-            and not bandwidth.known(link)
-            and bandwidth.known(Link.STORAGE_TO_DEVICE)
-        ):
-            # The same device; the second hop is the faster one.
-            source = Link.STORAGE_TO_DEVICE
+        source, whole = link, _IN_ONE.get(link)
+        if whole is not None and not bandwidth.known(link) and bandwidth.known(whole):
+            source = whole
         self.page_s = page_bytes / bandwidth.bytes_per_second(source) * factor
         self.latency_s = max(0.0, bandwidth.seconds(source, page_bytes) * factor - self.page_s)
         self.end_s = 0.0

@@ -11,7 +11,7 @@ from typing import Final
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.brought import Brought
-from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.ahead.charge import FIRST_HOP, LinkTime, Room, hops, restored_over
 from sgl_kvtier.policy.ahead.flights import Flights
 from sgl_kvtier.policy.ahead.overlap import Overlap, Overlaps
 from sgl_kvtier.policy.ahead.reach import Step
@@ -154,9 +154,9 @@ class Lacking:
         if not keys:
             return
         if target is Tier.HOST:
-            links: tuple[Link, ...] = (Link.STORAGE_TO_HOST,)
+            links: tuple[Link, ...] = (FIRST_HOP[source],)
         else:
-            links = (Link.HOST_TO_DEVICE,) if source is Tier.HOST else TWO_HOPS
+            links = hops(source)
         taken_s = max(
             step.links[link].seconds(self._flights.pages(link) + len(keys)) for link in links
         )
@@ -175,8 +175,12 @@ class Lacking:
 
     def _links(self, now: float, busy_s: Mapping[Link, float]) -> dict[Link, LinkTime]:
         factor = 1 + self._rules.prefetch_margin if self._rules.shares_links else 1.0
+        # The network is a link only where it has something to bring.
+        below = Tier.REMOTE if self._map.count(Tier.REMOTE) else Tier.STORAGE
+        firsts = [hop for tier, hop in FIRST_HOP.items() if tier <= below]
         links = {
-            link: LinkTime(self._bandwidth, link, self._page_bytes, factor) for link in TWO_HOPS
+            link: LinkTime(self._bandwidth, link, self._page_bytes, factor)
+            for link in (*firsts, Link.HOST_TO_DEVICE)
         }
         for link, time in links.items():
             time.end_s = busy_s.get(link, 0.0) + self._flights.backlog_seconds(
@@ -184,9 +188,10 @@ class Lacking:
             )
         # Restorations read the same device, and their pages go on to the device without a stop. A
         # request waits for those.
-        restoring_s = busy_s.get(Link.STORAGE_TO_DEVICE, 0.0)
-        links[Link.STORAGE_TO_HOST].end_s += restoring_s
-        links[Link.STORAGE_TO_HOST].closed = restoring_s > 0 and self._rules.shares_links
+        for hop in firsts:
+            restoring_s = busy_s.get(restored_over(hop), 0.0)
+            links[hop].end_s += restoring_s
+            links[hop].closed = restoring_s > 0 and self._rules.shares_links
         return links
 
     def _rooms(self, free: Mapping[Tier, int], empty: Mapping[Tier, int]) -> dict[Tier, Room]:

@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.ahead.charge import FIRST_HOP, LinkTime, Room
 from sgl_kvtier.policy.ahead.lacking import Lacking
 from sgl_kvtier.policy.ahead.overlap import Overlap
 from sgl_kvtier.policy.ahead.reach import SOON, Step, in_host, reach
@@ -195,13 +195,11 @@ class Prefetcher(Lacking):
             # Pages that it will claim when it runs are not for the turns behind it.
             lacking = missing.lacking - (device.claimed - claimed)
             device.take(missing.pages - missing.reach + lacking, step.now + turn.window_s)
-        storage = step.links[Link.STORAGE_TO_HOST]
         host = step.rooms[Tier.HOST]
         ahead = self._rules.lookahead_ssd < 0 and host.empty > 0
         for place, (turn, missing) in enumerate(zip(turns, known, strict=True)):
             if (
-                storage.closed
-                or storage.end_s >= horizon_s
+                step.full(horizon_s)
                 or not host.left
                 or (place >= far and (not ahead or turn.rid is None))
             ):
@@ -240,10 +238,12 @@ class Prefetcher(Lacking):
         """Eq. 1 for all pages that are missing, behind the charged ones."""
         if turn.owner in self.overlaps:
             return
-        storage, pcie = (step.links[link] for link in TWO_HOPS)
-        pages, below = missing.lacking, missing.below
-        first_s = storage.end_s + storage.seconds(below) + pcie.seconds(1) if below else 0.0
-        transfer_s = max(pcie.end_s + pcie.seconds(pages), first_s)
+        pcie, pages = step.links[Link.HOST_TO_DEVICE], missing.lacking
+        transfer_s = pcie.end_s + pcie.seconds(pages)
+        for first, below in step.firsts(missing) if missing.below else ():
+            if below:
+                first_s = first.end_s + first.seconds(below) + pcie.seconds(1)
+                transfer_s = max(transfer_s, first_s)
         window_s = turn.window_s + self._rules.scheduling_slack_s
         self.test(step, Overlap(turn.owner, pages, transfer_s, window_s, transfer_s <= window_s))
 
@@ -253,11 +253,12 @@ class Prefetcher(Lacking):
         """Prefetches to the device the pages that will be there in time, from the front on: a
         prefix is useful up to its first gap. Returns their number.
         """
-        storage, pcie = step.links[Link.STORAGE_TO_HOST], step.links[Link.HOST_TO_DEVICE]
+        links, pcie = step.links, step.links[Link.HOST_TO_DEVICE]
+        nearest = missing.runs[0][1]
         if (
             budget <= 0
             or not step.rooms[Tier.DEVICE].left
-            or (storage.closed and missing.runs[0][1] is not Tier.HOST)
+            or (nearest is not None and nearest > Tier.HOST and links[FIRST_HOP[nearest]].closed)
         ):
             return 0
         until_s = turn.window_s + self._rules.scheduling_slack_s
@@ -269,20 +270,16 @@ class Prefetcher(Lacking):
             pages = min(
                 len(span), budget - brought, pcie.fit(min(until_s, horizon_s + pcie.page_s))
             )
-            if tier is not Tier.HOST:
-                pages = min(
-                    pages, storage.fit(min(until_s - pcie.seconds(1), horizon_s + storage.page_s))
-                )
+            first = links[FIRST_HOP[tier]] if tier is not Tier.HOST else None
+            if first is not None:
+                until = min(until_s - pcie.seconds(1), horizon_s + first.page_s)
+                pages = min(pages, first.fit(until))
             pages = step.rooms[Tier.DEVICE].take(max(0, pages), needed_at)
             if pages:
-                if tier is not Tier.HOST:
-                    storage.charge(pages)
                 pcie.charge(pages)
-                pcie.end_s = (
-                    max(pcie.end_s, storage.end_s + pcie.seconds(1))
-                    if tier is not Tier.HOST
-                    else pcie.end_s
-                )
+                if first is not None:
+                    first.charge(pages)
+                    pcie.end_s = max(pcie.end_s, first.end_s + pcie.seconds(1))
                 self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.DEVICE)
             brought += pages
             if pages < len(span):
@@ -291,15 +288,16 @@ class Prefetcher(Lacking):
 
     def _stage(self, step: Step, turn: Turn, missing: Missing, horizon_s: float, due: bool) -> None:
         """Prefetches pages below to host memory; a turn that is not due gets only empty pages."""
-        storage = step.links[Link.STORAGE_TO_HOST]
         needed_at = self._needed_at(step, turn) if due else math.inf
-        until_s = min(turn.window_s + self._rules.scheduling_slack_s, horizon_s + storage.page_s)
+        slack_s = turn.window_s + self._rules.scheduling_slack_s
         for span, tier in missing.runs:
             if tier is Tier.HOST or tier is None:
                 continue
-            pages = step.rooms[Tier.HOST].take(min(len(span), storage.fit(until_s)), needed_at)
+            first = step.links[FIRST_HOP[tier]]
+            fits = first.fit(min(slack_s, horizon_s + first.page_s))
+            pages = step.rooms[Tier.HOST].take(min(len(span), fits), needed_at)
             if pages:
-                storage.charge(pages)
+                first.charge(pages)
                 self.emit(step, turn, Span(span.start, span.start + pages), tier, Tier.HOST)
             if pages < len(span):
                 break

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from sgl_kvtier.policy.ahead.charge import TWO_HOPS, LinkTime, Room
+from sgl_kvtier.policy.ahead.charge import LinkTime, Room
 from sgl_kvtier.policy.ahead.overlap import Overlap
 from sgl_kvtier.policy.ahead.turns import Turn
 from sgl_kvtier.policy.messages import Move
@@ -36,15 +36,32 @@ class Step:
         self.tests: list[Overlap] = []
         self.lookahead = 0
 
+    def firsts(self, missing: Missing) -> list[tuple[LinkTime, int]]:
+        """The first hops of an owner's pages below host memory, and how many each has to bring."""
+        found = [(self.links[Link.STORAGE_TO_HOST], missing.below - missing.remote)]
+        if missing.remote:
+            found.append((self.links[Link.REMOTE_TO_HOST], missing.remote))
+        return found
+
+    def full(self, horizon_s: float) -> bool:
+        """Whether every first hop has enough to do until the horizon."""
+        return all(
+            time.closed or time.end_s >= horizon_s
+            for link, time in self.links.items()
+            if link is not Link.HOST_TO_DEVICE
+        )
+
     def spent(self, budget: int, horizon_s: float, from_host: bool) -> bool:
         """Whether no more pages can be prefetched to the device, for any turn: there is no room, or
         links have enough to do until the horizon. `from_host`: some turn has pages that only the
         second link has to bring.
         """
-        storage, pcie = self.links[Link.STORAGE_TO_HOST], self.links[Link.HOST_TO_DEVICE]
+        pcie = self.links[Link.HOST_TO_DEVICE]
         if budget <= 0 or not self.rooms[Tier.DEVICE].left or not pcie.fit(horizon_s + pcie.page_s):
             return True
-        return not from_host and not storage.fit(horizon_s + storage.page_s)
+        return not from_host and not any(
+            time.fit(horizon_s + time.page_s) for time in self.links.values() if time is not pcie
+        )
 
 
 def reach(
@@ -63,12 +80,10 @@ def reach(
     )
     if rules.lookahead >= 0 and rules.lookahead_ssd >= 0:
         return near, max(near, far)
-    storage, pcie = (step.links[link] for link in TWO_HOPS)
-    soon_pcie, soon_stored = (
-        SOON * step.iteration_s + pcie.end_s,
-        SOON * step.iteration_s + storage.end_s,
-    )
-    latest_stored = latest_pcie = math.inf
+    pcie = step.links[Link.HOST_TO_DEVICE]
+    soon_s = SOON * step.iteration_s
+    latest = dict.fromkeys(map(id, step.links.values()), math.inf)
+    latest_pcie = math.inf
     auto_near = auto_far = 0
     for place in range(len(turns) - 1, -1, -1):
         missing = known[place]
@@ -77,11 +92,14 @@ def reach(
         latest_pcie = (
             min(latest_pcie, turns[place].window_s * _EARLY) - missing.lacking * pcie.page_s
         )
-        if latest_pcie <= soon_pcie and not auto_near:
+        if latest_pcie <= soon_s + pcie.end_s and not auto_near:
             auto_near = place + 1
-        if missing.below:
-            latest_stored = min(latest_stored, latest_pcie) - missing.below * storage.page_s
-            if latest_stored <= soon_stored and not auto_far:
+        for first, pages in step.firsts(missing) if missing.below else ():
+            if not pages:
+                continue
+            latest_s = min(latest[id(first)], latest_pcie) - pages * first.page_s
+            latest[id(first)] = latest_s
+            if latest_s <= soon_s + first.end_s and not auto_far:
                 auto_far = place + 1
     near = auto_near if rules.lookahead < 0 else near
     return near, max(near, auto_far if rules.lookahead_ssd < 0 else far)

@@ -116,6 +116,8 @@ class Missing:
     """Number of pages in `runs`."""
     below: int = 0
     """Number of those whose nearest copy is below host memory."""
+    remote: int = 0
+    """Number of those that only other servers share."""
 
 
 def missing_of(states: bytes) -> Missing:
@@ -129,6 +131,7 @@ def missing_of(states: bytes) -> Missing:
     for run in _RUNS.finditer(letters, 0, reach):
         start, stop = run.span()
         runs.append((Span(start, stop), _TIER_OF[letters[start]]))
-    below = letters.count(b"S", 0, reach) + letters.count(b"R", 0, reach)
+    remote = letters.count(b"R", 0, reach)
+    below = letters.count(b"S", 0, reach) + remote
     lacking = below + letters.count(b"H", 0, reach) + letters.count(b"h", 0, reach)
-    return Missing(tuple(runs), reach, len(letters), lacking, below)
+    return Missing(tuple(runs), reach, len(letters), lacking, below, remote)

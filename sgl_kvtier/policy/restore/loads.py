@@ -5,11 +5,11 @@ until well after the next step.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypeAlias
 
 from sgl_kvtier.policy.messages import Compute, Load, Mode, StepView
 from sgl_kvtier.policy.restore.chunks import Chunks, step_cover
-from sgl_kvtier.policy.restore.meeting import Split
+from sgl_kvtier.policy.restore.meeting import Meeting, Split
 from sgl_kvtier.policy.restore.modes import LINK_OF, Forecast, Queueing, Restoration
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
@@ -28,6 +28,9 @@ _PROBES: Final = 2
 """Transfers begun on a link that was never measured."""
 _UNBOUNDED: Final = 1 << 40
 """Pages of a tier that the view does not count."""
+
+Floors: TypeAlias = tuple[tuple[int, int], ...]
+"""For each stage, ascending: its first page, and the lowest page that should be loaded."""
 
 
 class Loads:
@@ -74,8 +77,8 @@ class Loads:
             ahead_s += max(0.0, before_s - fresh_s)
             fresh_s = max(fresh_s, before_s)
             if any(map(item.unread.__contains__, open_links)):
-                lowest, floor, split = self._floor(item, view, ending.get(item.rid), ahead_s)
-                self._load_from(item, now, lowest, floor, horizon_s, room, loads)
+                lowest, floors, split = self._floors(item, view, ending.get(item.rid), ahead_s)
+                self._load_from(item, now, lowest, floors, horizon_s, room, loads)
                 ahead_s = max(ahead_s, split.seconds) + outlook.suffix_s(item)
                 open_links = [link for link in open_links if not self._full(link, now, horizon_s)]
         return tuple(loads)
@@ -114,42 +117,49 @@ class Loads:
             return self._under_way.links.transfers(link) >= _PROBES
         return self._under_way.links.backlog_seconds(link, now) >= horizon_s
 
-    def _floor(
+    def _floors(
         self, item: Restoration, view: StepView, proposed: Compute | None, ahead_s: float
-    ) -> tuple[int, int, Split]:
-        """The lowest page that may be loaded; the lowest that should be; and the meeting page.
-        Pages that compute is predicted to reach first should not be loaded, except copies from host
-        memory that compute waits for.
+    ) -> tuple[int, Floors, Split]:
+        """The lowest page that may be loaded; the lowest that should be, by the first page of the
+        stage; and the meeting page. Pages that compute is predicted to reach first should not be
+        loaded, except copies from host memory that compute waits for.
         """
         rules, outlook = self._under_way.rules, self._outlook
         split = outlook.held(item) or outlook.meeting(item, view, ahead_s, item.pointer.front)
         lowest = item.pointer.front if proposed is None else self._stop_page(proposed, item)
         if item.fixed_meet >= 0:
-            return max(lowest, item.fixed_meet), max(lowest, item.fixed_meet), split
+            lowest = max(lowest, item.fixed_meet)
+            return lowest, ((0, lowest),), split
+        least = rules.min_chunk_tokens
+        stages = split.stages or (Meeting(0, split.meet, split.compute_tokens),)
         if (
             not rules.balanced_chunks
             or item.mode is Mode.LOAD
-            or split.compute_tokens < rules.min_chunk_tokens
+            or all(stage.tokens < least for stage in stages)
         ):
-            return lowest, lowest, split
-        meet = split.meet
+            return lowest, ((0, lowest),), split
         charge = outlook.charge(view)
-        if charge > 1 and meet > lowest:
-            meet = outlook.charged_meet(item, view, ahead_s, item.pointer.front, charge)
-        return lowest, max(lowest, meet), split
+        if charge > 1 and any(stage.meet > lowest for stage in stages):
+            charged = outlook.charged(item, view, ahead_s, item.pointer.front, charge)
+            stages = charged.stages or (Meeting(0, charged.meet, least),)
+        floors = (
+            (first, max(lowest, meet if tokens >= least else first))
+            for first, meet, tokens in stages
+        )
+        return lowest, tuple(floors), split
 
     def _load_from(
         self,
         item: Restoration,
         now: float,
         lowest: int,
-        floor: int,
+        floors: Floors,
         horizon_s: float,
         room: dict[Tier, int],
         loads: list[Load],
     ) -> None:
-        """Adds loads of this request, from its end down to the floor, until its links have enough
-        to do.
+        """Adds loads of this request, from the end of every stage down to its floor, until its
+        links have enough to do.
         """
         config, engine, readers = (
             self._under_way.config,
@@ -163,6 +173,9 @@ class Loads:
             link = LINK_OF[tier]
             staged = engine.staged and tier > Tier.HOST
             pages, group = 0, self._group(link)
+            floor = next(
+                (floor for first, floor in reversed(floors) if first <= source.start), floors[0][1]
+            )
             whole = max(group, config.load_tokens // engine.page_tokens)
             if self._under_way.rules.balanced_chunks:
                 whole = max(whole, engine.whole_load_pages)

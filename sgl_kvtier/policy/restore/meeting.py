@@ -23,14 +23,32 @@ Ends: TypeAlias = Callable[[int], tuple[float, float]]
 Road: TypeAlias = tuple[Runs, float, float, float, float]
 
 
+class Meeting(NamedTuple):
+    """Where the ends of one stage meet (`Open.later`): compute takes `tokens` of its pages, those
+    from page `first` up to `meet`, loads take the others.
+    """
+
+    first: int
+    meet: int
+    tokens: int
+
+
 class Split(NamedTuple):
     """A meeting page: compute takes the open pages below `meet`, loads take the rest. Seconds from
-    now.
+    now. With several stages these are of the first one with pages to load, and `stages` has each.
     """
 
     meet: int
     compute_tokens: int
     seconds: float
+    stages: tuple[Meeting, ...] = ()
+
+    def loaded(self, units: int) -> list[Span]:
+        """The pages below `units` that loads take, where they are open."""
+        if not self.stages:
+            return [Span(self.meet, units)]
+        stops = [*(stage.first for stage in self.stages[1:]), units]
+        return [Span(stage.meet, stop) for stage, stop in zip(self.stages, stops, strict=True)]
 
 
 @dataclass(slots=True)
@@ -58,6 +76,10 @@ class Open(NamedTuple):
     its bytes per second. Its last value is the seconds until this request's own pages in flight
     have come: 0 without any, since it does not wait for loads of other requests. `top`: above this
     page nothing changes with the meeting page.
+
+    `later`: where pages further up come over links of their own, these are the lowest ones only,
+    and each further stage has an entry, with its first page. Each stage has its own meeting. All
+    links work at once, and compute comes to a stage when the one before it is there.
     """
 
     runs: Runs
@@ -65,6 +87,20 @@ class Open(NamedTuple):
     waits: list[tuple[int, float]]
     roads: list[Road]
     top: int
+    later: tuple[tuple[int, Open], ...] = ()
+
+
+def stages_of(sources: Sequence[tuple[Link, Sequence[Span]]]) -> tuple[int, ...]:
+    """The pages at which a stage begins, without the lowest one: no link brings pages both above
+    and below.
+    """
+    ends = sorted((spans[0].start, spans[-1].stop) for _, spans in sources if spans)
+    found, reach = list[int](), 0
+    for place, (start, stop) in enumerate(ends):
+        if place and start >= reach:
+            found.append(reach)
+        reach = max(reach, stop)
+    return tuple(found)
 
 
 def open_of(
@@ -74,12 +110,36 @@ def open_of(
     front: int,
     in_flight: Mapping[Link, int],
     taken_back: bool = False,
+    stages: Sequence[int] = (),
 ) -> Open:
     """The open pages of a restoration whose front is at page `front`. `sources` are disjoint page
     spans by the link they come over, `in_flight` its pages in flight by link. `taken_back` counts
-    those as open again, as if their loads could be cancelled.
+    those as open again, as if their loads could be cancelled. `stages` as of `stages_of`.
     """
+    firsts = [first for first in stages if first > front]
+    if not firsts:
+        return _stage(pace, pointer, sources, Span(front, pointer.units), in_flight, taken_back)
+    parts, least = [], 0
+    for low, high in zip((front, *firsts), (*firsts, pointer.units), strict=True):
+        within = [source for source in sources if least < source[1][-1].stop <= high]
+        part = _stage(pace, pointer, within, Span(low, high), in_flight, taken_back)
+        parts.append((low, part))
+        least = high
+    return parts[0][1]._replace(later=tuple(parts[1:]))
+
+
+def _stage(
+    pace: Pace,
+    pointer: TwoPointer,
+    sources: Sequence[tuple[Link, Sequence[Span]]],
+    within: Span,
+    in_flight: Mapping[Link, int],
+    taken_back: bool,
+) -> Open:
+    front, end = within.start, within.stop
     runs = pointer.unlanded_runs(front) if taken_back else pointer.free_runs(front)
+    if end < pointer.units:
+        runs = [(low, min(high, end)) for low, high in runs if low < end]
     bandwidth, backlogs_s = pace.bandwidth, pace.backlog_s
     roads = []
     for link, spans in sources:
@@ -102,16 +162,18 @@ def open_of(
                 backlog_s if own else 0.0,
             )
         )
-    top = pointer.units if taken_back else max(front, runs[-1][1]) if runs else front
-    stuck = pointer.lost_from(front)
-    return Open(runs, stuck, _waits(pace, pointer, front) if stuck else [], roads, top)
+    top = end if taken_back else max(front, runs[-1][1]) if runs else front
+    stuck = pointer.lost_in(within)
+    return Open(runs, stuck, _waits(pace, pointer, within) if stuck else [], roads, top)
 
 
-def _waits(pace: Pace, pointer: TwoPointer, front: int) -> list[tuple[int, float]]:
+def _waits(pace: Pace, pointer: TwoPointer, within: Span) -> list[tuple[int, float]]:
     waits, seconds, page = list[tuple[int, float]](), 0.0, pace.page_tokens
-    for low, high in reversed(pointer.lost_runs(front)):
-        seconds += pace.cost.range_seconds(low * page, (high - low) * page, pace.chunk_tokens)
-        waits.append((low, seconds))
+    for low, stop in reversed(pointer.lost_runs(within.start)):
+        high = min(stop, within.stop)
+        if low < high:
+            seconds += pace.cost.range_seconds(low * page, (high - low) * page, pace.chunk_tokens)
+            waits.append((low, seconds))
     return waits
 
 
@@ -126,11 +188,33 @@ def best_split(
     later compute ends and the sooner loads do. `charge`: each second of compute counts as this
     many.
     """
-    runs, stuck, waits, roads, top = left
+    if left.later:
+        return _in_stages(pace, compute_at_s, left, front, guess, charge)
+    runs, stuck, waits, roads, top, _ = left
     plain = len(runs) == 1 and len(roads) == 1 and roads[0][0] == runs and not waits
     of = _ends_of_one_run if plain else _ends
     meet, seconds = _crossing(of(pace, charge, compute_at_s, front, left), front, top, guess)
     return Split(meet, _computed_pages(runs, stuck, meet) * pace.page_tokens, seconds)
+
+
+def _in_stages(
+    pace: Pace, compute_at_s: float, left: Open, front: int, guess: int, charge: float
+) -> Split:
+    """The best meeting of every stage, the lowest first: the sooner compute is through with one,
+    the sooner it helps the next.
+    """
+    meet, tokens, loads = front, 0, False
+    found = []
+    seconds = 0.0
+    for low, part in ((front, left._replace(later=())), *left.later):
+        first = max(low, front)
+        split = best_split(pace, max(compute_at_s, seconds), part, first, guess, charge)
+        seconds = max(seconds, split.seconds)
+        found.append(Meeting(first, split.meet, split.compute_tokens))
+        if not loads:
+            meet, tokens = max(meet, split.meet), tokens + split.compute_tokens
+            loads = bool(part.runs) and split.meet < part.top
+    return Split(meet, tokens, seconds, tuple(found))
 
 
 def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
@@ -143,7 +227,7 @@ def _computed_pages(runs: Runs, stuck: int, meet: int) -> int:
 
 
 def _ends(pace: Pace, charge: float, compute_at_s: float, front: int, left: Open) -> Ends:
-    runs, stuck, waits, roads, _ = left
+    runs, stuck, waits, roads, _, _ = left
     breaks = len(waits)
     page_tokens, page_bytes, chunk_tokens, cost = (
         pace.page_tokens,

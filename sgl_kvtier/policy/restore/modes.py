@@ -18,7 +18,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import Mode
-from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split, open_of
+from sgl_kvtier.policy.restore.meeting import Open, Pace, Split, best_split, open_of, stages_of
 from sgl_kvtier.policy.restore.two_pointer import TwoPointer
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.policy.shape import EngineShape
@@ -27,7 +27,7 @@ from sgl_kvtier.types import Link, Span, Tier
 LINK_OF: Final[Mapping[Tier, Link]] = {
     Tier.HOST: Link.HOST_TO_DEVICE,
     Tier.STORAGE: Link.STORAGE_TO_DEVICE,
-    Tier.REMOTE: Link.STORAGE_TO_DEVICE,
+    Tier.REMOTE: Link.REMOTE_TO_DEVICE,
 }
 """The link a restoration loads over, by the page's tier."""
 
@@ -68,6 +68,8 @@ class Restoration:
     """The sources in the order they are loaded: what lies before a hole is needed to compute it."""
     by_link: tuple[tuple[Link, tuple[Span, ...]], ...] = ()
     """The sources again, by link."""
+    stages: tuple[int, ...] = ()
+    """Pages at which links begin that bring none of the pages below (`meeting.stages_of`)."""
     meet: int = -1
     """The meeting page of the last search."""
     charged_meet: int = -1
@@ -78,6 +80,14 @@ class Restoration:
     """
     stuck_since: float = -1.0
     """When it first waited for a slot with no load in flight and none since; -1: it does not."""
+    due: float = -1.0
+    """When it is predicted to end by compute and links alone; -1: not known, or it had to share
+    them.
+    """
+    begun: bool = False
+    """A chunk of it was computed."""
+    slot_again_at: float = -1.0
+    """When another's slot may be given up for it again."""
     holes: bool = False
     """Pages of it were in no tier when it was offered."""
     fixed_meet: int = -1
@@ -93,6 +103,13 @@ class Restoration:
         self.by_link = tuple(
             (link, tuple(span for span, tier in self.sources if LINK_OF[tier] is link))
             for link in self.unread
+        )
+        self.stages = stages_of(self.by_link)
+
+    def left(self, pace: Pace, front: int, taken_back: bool = False) -> Open:
+        """Its open pages from page `front` on (`meeting.open_of`)."""
+        return open_of(
+            pace, self.pointer, self.by_link, front, self.in_flight, taken_back, self.stages
         )
 
     def read_out(self, link: Link) -> bool:
@@ -200,9 +217,9 @@ class Forecast:
     def both(self, item: Restoration) -> Split:
         """The best meeting page."""
         front, copied_s = item.behind_copies(item.pointer.front, self._bandwidth, self._engine)
-        left = open_of(self._pace, item.pointer, item.by_link, front, item.in_flight)
+        left = item.left(self._pace, front)
         split = best_split(self._pace, self._compute_at_s + copied_s, left, front)
-        return Split(split.meet, split.compute_tokens, max(split.seconds, copied_s))
+        return split._replace(seconds=max(split.seconds, copied_s))
 
     def copies_first(self, item: Restoration) -> int:
         """The end of the pages that lie in host memory at the front and are copied faster than
@@ -225,7 +242,7 @@ class Forecast:
 class Ways:
     """What each way to restore one prefix is predicted to take, for the rules (`rules.Ways`).
     `learns`: an engine that loads it would measure what is not `known`; `crowded`: the device is
-    short for what waits.
+    short for what waits. `own_s`: what a restoration takes beside compute and links.
     """
 
     def __init__(
@@ -235,12 +252,14 @@ class Ways:
         known: bool,
         learns: bool = False,
         crowded: bool = False,
+        own_s: float = 0.0,
     ) -> None:
         self._forecast = forecast
         self._item = item
         self._known = known
         self._learns = learns
         self._crowded = crowded
+        self._own_s = own_s
 
     @property
     def known(self) -> bool:
@@ -260,8 +279,16 @@ class Ways:
         return bool(sources) and all(tier is Tier.HOST for _, tier in sources)
 
     @property
+    def shared(self) -> bool:
+        return any(tier is Tier.REMOTE for _, tier in self._item.sources)
+
+    @property
     def compute_s(self) -> float:
         return self._forecast.compute_only(self._item)
+
+    @property
+    def own_s(self) -> float:
+        return self._own_s
 
     @property
     def load_s(self) -> float:

@@ -78,7 +78,9 @@ class Offers:
                     item.mode, reason = Mode.BOTH, "to measure"
             if item.mode is Mode.LOAD and item.holes:
                 item.mode = Mode.BOTH
-            if item.mode is not Mode.COMPUTE and not item.pointer.met:
+            if item.mode.restores and not item.pointer.met:
+                if item.mode is Mode.BOTH and ways.known and item.fixed_meet < 0:
+                    item.due = view.now + forecast.both(item).seconds
                 self._under_way.begin(item)
             starts.append(RestoreStart(offer.rid, item.mode, reason))
         self._open = []
@@ -92,13 +94,31 @@ class Offers:
         forecast = self._outlook.forecast_in_queue(view, offer.rid)
         self._copy_first(item, forecast)
         reads = not item.pointer.lost_run(offer.resident)
-        learns = reads and not (
-            self._under_way.costs_known and self._under_way.bandwidth.known(Link.STORAGE_TO_DEVICE)
-        )
+        learns = reads and self._engine_learns(offer)
         crowded = self._crowded(offer, view, forecast.both(item).seconds)
-        ways = Ways(forecast, item, self._knows(offer), learns, crowded)
+        own_s = self._under_way.own.seconds
+        ways = Ways(forecast, item, self._knows(offer), learns, crowded, own_s)
         why = leave(self._under_way.rules, ways, self._under_way.config)
         return why if reads or why != "loading is faster" else "computing is faster"
+
+    def promised_s(self, offer: RestoreOffered, view: StepView) -> float:
+        """Seconds until this request's prompt would be computed if its prefix were restored from
+        now on, as `left_to_engine` predicts it. Changes nothing.
+        """
+        item = self._item(offer)
+        forecast = self._outlook.forecast_in_queue(view, offer.rid)
+        self._copy_first(item, forecast)
+        return forecast.both(item).seconds + self._outlook.suffix_s(item)
+
+    def _engine_learns(self, offer: RestoreOffered) -> bool:
+        """Whether something is unknown that an engine would measure by loading this prefix. What it
+        reads over several links at once says nothing of any of them.
+        """
+        known = self._under_way
+        below = {LINK_OF[tier]: None for _, tier in offer.sources if tier > Tier.HOST}
+        links = list(below) or [Link.STORAGE_TO_DEVICE]
+        alone = len(links) == 1 and not known.bandwidth.known(links[0])
+        return not known.costs_known or alone
 
     def _crowded(self, offer: RestoreOffered, view: StepView, seconds: float) -> bool:
         """Whether the device has no room for this request, those before it, and what is being

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from sgl_kvtier.policy.messages import StepView
-from sgl_kvtier.policy.restore.meeting import Open, Pace, Split, best_split, open_of
+from sgl_kvtier.policy.restore.meeting import Open, Pace, Split, best_split
 from sgl_kvtier.policy.restore.modes import Forecast, Restoration
 from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
-from sgl_kvtier.types import Link, Span
+from sgl_kvtier.types import Link
 
 _MOST_BEHIND: Final = 8
 """At most this many waiting requests are charged for."""
@@ -69,10 +69,10 @@ class Outlook:
             if item.rid != view.slot and places.get(item.rid, -1) > mine:
                 continue
             split = self.forecast(view, ahead_s, left_s).both(item)
-            rest = Span(split.meet, item.pointer.units)
-            for link, pages in item.link_pages(rest).items():
-                seconds = known.bandwidth.seconds(link, pages * known.engine.page_bytes)
-                left_s[link] = left_s.get(link, 0.0) + seconds
+            for rest in split.loaded(item.pointer.units):
+                for link, pages in item.link_pages(rest).items():
+                    seconds = known.bandwidth.seconds(link, pages * known.engine.page_bytes)
+                    left_s[link] = left_s.get(link, 0.0) + seconds
             ahead_s = max(ahead_s, split.seconds) + self.suffix_s(item)
         return self.forecast(view, ahead_s, left_s)
 
@@ -82,7 +82,7 @@ class Outlook:
         """
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        left = self._left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
+        left = self._left = item.left(pace, front)
         self._left_of = item
         split = best_split(pace, compute_at_s + copied_s, left, front, item.meet)
         item.meet = split.meet
@@ -94,7 +94,7 @@ class Outlook:
         """
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        left = self._left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
+        left = self._left = item.left(pace, front)
         self._left_of = item
         self._holder, self._held = (
             (item.rid, pace, compute_at_s + copied_s, left, front, item.meet),
@@ -111,9 +111,9 @@ class Outlook:
             item.meet = self._held.meet
         return self._held
 
-    def charged_meet(
+    def charged(
         self, item: Restoration, view: StepView, compute_at_s: float, front: int, charge: float
-    ) -> int:
+    ) -> Split:
         """The meeting page where each second of compute counts as `charge` seconds."""
         if front >= item.copied and self._pace is not None and self._left_of is item:
             # Evaluated a moment ago, from this front or one behind landed pages: the open pages are
@@ -123,11 +123,10 @@ class Outlook:
             pace = self._pace or self._look(view)
             front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
             compute_at_s += copied_s
-            left = open_of(pace, item.pointer, item.by_link, front, item.in_flight)
-        item.charged_meet = best_split(
-            pace, compute_at_s, left, front, item.charged_meet, charge
-        ).meet
-        return item.charged_meet
+            left = item.left(pace, front)
+        split = best_split(pace, compute_at_s, left, front, item.charged_meet, charge)
+        item.charged_meet = split.meet
+        return split
 
     def charge(self, view: StepView) -> float:
         """The factor for a second of compute: it delays all waiting requests, while a link works
@@ -142,7 +141,7 @@ class Outlook:
         """The meeting page, charge included, if its loads in flight could be cancelled."""
         pace = self._pace or self._look(view)
         front, copied_s = item.behind_copies(front, pace.bandwidth, self._under_way.engine)
-        left = open_of(pace, item.pointer, item.by_link, front, item.in_flight, taken_back=True)
+        left = item.left(pace, front, taken_back=True)
         return best_split(pace, compute_at_s + copied_s, left, front, charge=self.charge(view))
 
     def _look(self, view: StepView) -> Pace:

@@ -33,17 +33,15 @@ from sgl_kvtier.types import Tier
 
 
 class RestorePlanner:
-    """Restores waiting requests: mode, meeting point, chunk sizes, order of loads. `links` and
-    `prefill` come from an earlier run: bytes per second by link name, and the coefficients of a
-    PrefillCost.
+    """Restores waiting requests: mode, meeting point, chunk sizes, order of loads. `profile` is
+    what `profile()` gave at the end of an earlier run, or parts of it.
     """
 
     def __init__(
         self,
         config: PolicyConfig,
         engine: EngineShape,
-        links: Mapping[str, float] | None = None,
-        prefill: Mapping[str, float] | None = None,
+        profile: Mapping[str, Mapping[str, float]] | None = None,
         rules: Rules | None = None,
         room: RoomFor | None = None,
     ) -> None:
@@ -51,13 +49,13 @@ class RestorePlanner:
         says.
         """
         self._under_way = UnderWay(
-            config, engine, links, prefill, Rules() if rules is None else rules
+            config, engine, profile or {}, Rules() if rules is None else rules
         )
         self._outlook = Outlook(self._under_way)
         self._offers = Offers(self._under_way, self._outlook, room or free)
-        self._chunks = Chunks(self._under_way, self._outlook)
-        self._loads = Loads(self._under_way, self._outlook, self._chunks)
         self._queue = QueueOrder(self._under_way)
+        self._chunks = Chunks(self._under_way, self._outlook, self._queue)
+        self._loads = Loads(self._under_way, self._outlook, self._chunks)
         self.bandwidth = self._under_way.bandwidth
         self.links = self._under_way.links
 
@@ -73,7 +71,7 @@ class RestorePlanner:
         """Decides this step. Loads in the plan are claimed at once, chunks when a ChunkStarted
         reports them.
         """
-        self._under_way.next_step()
+        self._under_way.next_step(view)
         if not self._under_way.items and not self._offers:
             return StepPlan()
         self._outlook.begin()
@@ -87,7 +85,8 @@ class RestorePlanner:
         computes = [
             compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot
         ]
-        return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
+        aside = self._chunks.given_up(view, computes)
+        return StepPlan(starts, cancels, loads, tuple(computes), aside=aside)
 
     def _unstuck(self, compute: Compute, view: StepView, loads: Sequence[Load]) -> Compute:
         """Lets the slot's holder go on where it has no load in flight. A request that waits for a
@@ -111,13 +110,23 @@ class RestorePlanner:
         """
         return self._offers.left_to_engine(question.offer, question.view)
 
+    def promised_s(self, question: LeftToEngine) -> float:
+        """What a restoration in its place is predicted to take, the rest of the prompt included.
+        Changes nothing.
+        """
+        return self._offers.promised_s(question.offer, question.view)
+
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The order in which these requests should run."""
         return self._queue.order(question)
 
     def profile(self) -> dict[str, Any]:
         """Learned costs and bandwidths for the next run, as plain data."""
-        return {"prefill": self._under_way.cost.profile(), "links": self.bandwidth.profile()}
+        return {
+            "prefill": self._under_way.cost.profile(),
+            "links": self.bandwidth.profile(),
+            "restore": self._under_way.own.profile(),
+        }
 
     @property
     def restoring(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.bandwidth import Bandwidth
 from sgl_kvtier.policy.learned.cost import GUESS, CostModel, PrefillCost
 from sgl_kvtier.policy.learned.links import LinkQueues
+from sgl_kvtier.policy.learned.own_cost import GUESS_S, OwnCost
 from sgl_kvtier.policy.messages import (
     CANCELLED,
     ChunkDone,
@@ -34,27 +35,28 @@ from sgl_kvtier.types import Link, Span
 
 
 class UnderWay:
-    """Every restoration between its offer's answer and its end, and the learned costs. `links` and
-    `prefill` come from an earlier run: bytes per second by link name, and the coefficients of a
-    PrefillCost.
+    """Every restoration between its offer's answer and its end, and the learned costs. `profile` is
+    from an earlier run: `links`, bytes per second by link name; `prefill`, the coefficients of a
+    PrefillCost; `restore`, an OwnCost's `own_s`. Each may be missing.
     """
 
     def __init__(
         self,
         config: PolicyConfig,
         engine: EngineShape,
-        links: Mapping[str, float] | None,
-        prefill: Mapping[str, float] | None,
+        profile: Mapping[str, Mapping[str, float]],
         rules: Rules,
     ) -> None:
+        prefill = profile.get("prefill")
         self.config = config
         self.rules = rules
         self.engine = engine
         self.profiled = prefill is not None
         self.cost = CostModel(PrefillCost(**prefill) if prefill else GUESS)
         self.bandwidth = Bandwidth(
-            {Link(name): float(rate) for name, rate in (links or {}).items()}
+            {Link(name): float(rate) for name, rate in profile.get("links", {}).items()}
         )
+        self.own = OwnCost(float(profile.get("restore", {}).get("own_s", GUESS_S)))
         self.links = LinkQueues(self.bandwidth, engine.page_bytes)
         self.items: dict[str, Restoration] = {}
         """By request, in the order they were offered."""
@@ -87,14 +89,20 @@ class UnderWay:
         if observer is not None:
             observer(fact)
 
-    def next_step(self) -> None:
+    def next_step(self, view: StepView) -> None:
         """A step is decided: running requests decode in one without a chunk."""
         if not self._chunked:
             self.stood_s = 0.0
         self._chunked = False
+        for item in self.items.values():
+            if item.due >= 0 and not _alone(item, view):
+                item.due = -1.0
 
     def begin(self, item: Restoration) -> None:
         """A request is being restored from now on."""
+        if self.items:
+            for other in (item, *self.items.values()):
+                other.due = -1.0
         self.items[item.rid] = item
         for link in item.unread:
             self.readers[link] = self.readers.get(link, 0) + 1
@@ -139,8 +147,10 @@ class UnderWay:
                 item.cancelled = 0
                 for link in item.opened(fact.span):
                     self.readers[link] = self.readers.get(link, 0) + 1
-        elif item.pointer.lose(fact.span) and item.mode is Mode.LOAD:
-            item.mode = Mode.BOTH
+        elif item.pointer.lose(fact.span):
+            item.due = -1.0
+            if item.mode is Mode.LOAD:
+                item.mode = Mode.BOTH
 
     def _settle(self, rid: str, link: Link, span: Span, now: float) -> None:
         pages = self.links.ended(link, rid, span, now)
@@ -149,13 +159,14 @@ class UnderWay:
 
     def _chunk_started(self, fact: ChunkStarted) -> None:
         seconds = self.cost.cost.chunk_seconds(fact.tokens.start, len(fact.tokens))
-        self.busy_until = max(fact.now, self.busy_until) + seconds
+        begin = max(fact.now, self.busy_until)
+        self.busy_until = begin + seconds
         self._running.append((fact.rid, fact.tokens.stop))
         item = self.items.get(fact.rid)
         if item is None:
             return
         self.stood_s += seconds
-        self._chunked = True
+        self._chunked = item.begun = True
         page = self.engine.page_tokens
         pointer = item.pointer
         start = min(fact.tokens.start // page, pointer.units)
@@ -171,6 +182,8 @@ class UnderWay:
             )
         item.yields = 0
         if pointer.met:
+            if item.due >= 0 and fact.tokens.start >= pointer.units * page:
+                self.own.saw(begin - item.due)
             self._forget(fact.rid)
         elif fact.rid in self.complete:
             self.complete[fact.rid] = Compute(fact.rid, pointer.landed_run(), None)
@@ -198,6 +211,15 @@ class UnderWay:
         self.complete.pop(rid, None)
         for link in item.unread:
             self.readers[link] -= 1
+
+
+def _alone(item: Restoration, view: StepView) -> bool:
+    """Whether nothing else runs, waits or holds the slot."""
+    return (
+        not view.decoding
+        and all(rid == item.rid for rid in view.waiting)
+        and (view.slot == item.rid or (view.slot is None and view.slot_open))
+    )
 
 
 def in_run_order(under_way: UnderWay, view: StepView) -> Iterator[Restoration]:
