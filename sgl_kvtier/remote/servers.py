@@ -7,6 +7,7 @@ have no authentication and no encryption.
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import os
 import socket
@@ -20,6 +21,15 @@ from pathlib import Path
 from sgl_kvtier.errors import StoreError
 
 START_S = 20.0
+
+
+def missing_engine() -> str:
+    """Why Mooncake cannot run here, and what to do; empty where it can."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "Mooncake is not installed: pip install 'sgl-kvtier[remote]'"
+    if ctypes.util.find_library("ibverbs") is None:
+        return "Mooncake needs libibverbs: apt-get install libibverbs1"
+    return ""
 
 
 def program(name: str) -> str:
@@ -104,9 +114,9 @@ class Servers:
 
     def start_owner(self) -> subprocess.Popen[bytes]:
         """An owner whose memory the master knows."""
-        before = self._segments()
+        before = self.segments()
         process = self._start(self.commands[1])
-        self._await(process, "gives no memory", lambda: bool(self._segments() - before))
+        self._await(process, "gives no memory", lambda: bool(self.segments() - before))
         return process
 
     def stop(self) -> None:
@@ -149,7 +159,8 @@ class Servers:
                 )
             time.sleep(0.05)
 
-    def _segments(self) -> set[str]:
+    def segments(self) -> set[str]:
+        """The owners that the master knows."""
         return set((self._page("/get_all_segments") or "").split())
 
     def _page(self, path: str) -> str | None:

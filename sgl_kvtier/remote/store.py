@@ -121,6 +121,11 @@ class RemoteStore:
         """Whether the engine is connected and answers."""
         return self._link.usable
 
+    @property
+    def child_starts(self) -> int:
+        """How often the child that has the engine was started."""
+        return self._link.restarts
+
     def wait_usable(self, timeout_s: float) -> bool:
         """Blocks until the engine answers, or for `timeout_s` seconds."""
         return self._link.wait_usable(timeout_s)

@@ -81,6 +81,7 @@ _REMOTE = (
     Metric("remote_bytes_sent", "payload bytes of these"),
     Metric("remote_pages_refused", "pages that it did not take"),
     Metric("remote_names_dropped", "pages that were gone, or too many, when their turn came"),
+    Metric("remote_child_starts", "starts of the process that has its engine"),
     Metric("remote_names_waiting", "pages that wait to be sent now", kind=Kind.GAUGE),
     Metric("remote_pages_kept", "pages that came from it and were written to the local disk"),
 )
@@ -152,6 +153,7 @@ _LOOKAHEAD = (
     Metric("lookahead_map_device_pages", "pages known to be on the device", kind=Kind.GAUGE),
     Metric("lookahead_map_host_pages", "pages known to be in host memory", kind=Kind.GAUGE),
     Metric("lookahead_map_storage_pages", "pages known to be in storage", kind=Kind.GAUGE),
+    Metric("lookahead_map_remote_pages", "pages known to be shared", kind=Kind.GAUGE),
     Metric("lookahead_sessions", "idle sessions whose paths are kept", kind=Kind.GAUGE),
 )
 METRICS = {metric.name: metric for metric in (*_STORE, *_REMOTE, *_RESTORE, *_LOOKAHEAD)}
@@ -182,6 +184,7 @@ def remote_samples(store: TieredStore) -> Iterator[Sample]:
     stats = store.tiered_stats()
     remote = stats.remote
     yield "up", {}, stats.usable
+    yield "child_starts", {}, stats.child_starts
     yield "pages_read", {}, remote.pages_read
     yield "bytes_read", {}, remote.bytes_read
     yield "pages_missed", {}, remote.pages_missed

@@ -25,11 +25,11 @@ class LookaheadCounters:
 
     def counts(self, wasted_bytes: int) -> Iterator[Sample]:
         """All of them, for /metrics. Any thread: counters are copied before they are read."""
-        for link in (Link.HOST_TO_DEVICE, Link.STORAGE_TO_HOST):
+        for link in (Link.HOST_TO_DEVICE, Link.STORAGE_TO_HOST, Link.REMOTE_TO_HOST):
             yield "moved_bytes", {"link": link.value}, self.moved_bytes[link]
         for reason, pages in dict(self.failed_moves).items():
             yield "failed_moves", {"reason": reason}, pages
-        for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE, None):
+        for tier in (*Tier, None):
             yield (
                 "hit_tokens",
                 {"tier": "none" if tier is None else PLACES[tier]},

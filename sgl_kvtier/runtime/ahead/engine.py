@@ -201,6 +201,7 @@ class LookaheadEngine:
         self._forget_stored()
         if self._votes is None and self._backend is not None:
             self._backend.take_seen()
+            self._backend.take_seen(Tier.REMOTE)
 
     def give_up(self) -> None:
         """The planner failed: SGLang does everything itself. Moves in flight are waited for."""
@@ -216,10 +217,10 @@ class LookaheadEngine:
         if self.metrics is not None:
             self.metrics.close()
 
-    def found(self, hashes: Sequence[str]) -> None:
-        """A storage query has found these pages, on every rank."""
+    def found(self, hashes: Sequence[str], tiers: Sequence[Tier | None]) -> None:
+        """A storage query has found these pages on every rank, in these tiers."""
         if self._votes is not None:
-            self._votes.found(hashes)
+            self._votes.found(hashes, tiers)
 
     # --- once per step ----------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class LookaheadEngine:
         if self.broken:
             return BROKEN
         known = self.pages
-        tiers = [known.count(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.STORAGE)]
+        tiers = [known.count(tier) for tier in Tier]
         state = (
             len(known),
             *tiers,
@@ -416,11 +417,13 @@ class LookaheadEngine:
             return
         if backend is not None:
             self.facts.placed(backend.take_seen(), Tier.STORAGE)
+            self.facts.placed(backend.take_seen(Tier.REMOTE), Tier.REMOTE)
         self.counters.drift += self.check.roll(self.context.now)
 
     def _forget_stored(self) -> None:
         """The map's pages in storage are no longer there."""
-        self.facts.dropped(tuple(self.pages.resident(Tier.STORAGE)), Tier.STORAGE)
+        for tier in (Tier.STORAGE, Tier.REMOTE):
+            self.facts.dropped(tuple(self.pages.resident(tier)), tier)
         self.check.forget()
         if self._votes is not None:
             self._votes.forget()
@@ -428,6 +431,7 @@ class LookaheadEngine:
     def _sweep(self, scheduler: Scheduler) -> None:
         """Requests that left without a word."""
         there = step.all_requests(scheduler)
+        there.update(req.rid for req in self.context.aside.requests)
         for rid, known in list(self._requests.items()):
             if rid in there:
                 known.missed = False
@@ -469,5 +473,6 @@ class LookaheadEngine:
             ("map_device_pages", {}, known.count(Tier.DEVICE)),
             ("map_host_pages", {}, known.count(Tier.HOST)),
             ("map_storage_pages", {}, known.count(Tier.STORAGE)),
+            ("map_remote_pages", {}, known.count(Tier.REMOTE)),
             ("sessions", {}, len(self._idle)),
         ]

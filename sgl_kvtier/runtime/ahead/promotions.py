@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_kvtier.policy.ahead.charge import FIRST_HOP
 from sgl_kvtier.policy.messages import Fact, Move, TransferDone
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.tier_facts import TierFacts
@@ -86,6 +87,7 @@ class _Fetch:
     poll: Poll
     begun_at: float
     deadline_at: float
+    source: Tier
     onwards: bool
 
 
@@ -180,7 +182,7 @@ class Promotions:
                 )  # every page gets its copy below as soon as it is computed
             elif path is None:
                 self._fail(move.keys, move.target, "unknown")
-            elif move.source is Tier.STORAGE:
+            elif move.source in FIRST_HOP:
                 if move.rid is None:
                     self._fetch(move, path, deadline_s)
                 # else: SGLang's prefetch or a restoration brings them; if not, the planner gives
@@ -350,6 +352,7 @@ class Promotions:
                 poll,
                 now,
                 now + deadline_s,
+                move.source,
                 move.target is Tier.DEVICE,
             )
         )
@@ -375,6 +378,9 @@ class Promotions:
         self._slots.put_back_host(fetch.host[kept.stop * self._page :])
         self._slots.give_host(len(kept) * self._page)
         self._fail(fetch.keys[kept.stop :], Tier.HOST, "not read")
+        if fetch.source is Tier.REMOTE:
+            # Nothing else says what other servers have no more.
+            self._facts.dropped(fetch.keys[pages:], Tier.REMOTE)
         self._facts.brought(fetch.keys[kept.start : kept.stop])
         if fetch.onwards:
             self._facts.failed(fetch.keys, Tier.DEVICE)  # the second hop is a move of its own
@@ -390,9 +396,10 @@ class Promotions:
             return _NO_SPAN
         fetch.path.node = taken.node or fetch.path.node
         nbytes = pages * self._page_bytes
-        self._counters.moved_bytes[Link.STORAGE_TO_HOST] += nbytes
+        link = FIRST_HOP[fetch.source]
+        self._counters.moved_bytes[link] += nbytes
         seconds = max(0.0, fetch.poll.seen_at - fetch.begun_at)
-        self._tell(TransferDone("", Link.STORAGE_TO_HOST, _NO_SPAN, nbytes, seconds, _LATER))
+        self._tell(TransferDone("", link, _NO_SPAN, nbytes, seconds, _LATER))
         return Span(taken.known_tokens // page, pages)
 
     def reset(self) -> None:

@@ -71,9 +71,11 @@ class StoreVotes:
         self._vote = self._losses = None
         self._seen = (0, 0)
 
-    def found(self, hashes: Sequence[str]) -> None:
-        """A storage query has found these pages on every rank."""
-        self._facts.placed(self._not_known(from_hex(hashes)), Tier.STORAGE)
+    def found(self, hashes: Sequence[str], tiers: Sequence[Tier | None]) -> None:
+        """A storage query has found these pages on every rank, in these tiers."""
+        for tier in (Tier.STORAGE, Tier.REMOTE):
+            names = [name for name, there in zip(hashes, tiers, strict=False) if there is tier]
+            self._facts.placed(self._not_known(from_hex(names), tier), tier)
 
     def look(self, now: float) -> int:
         """Takes what was voted on and puts the next to the vote; returns how many pages were not
@@ -118,9 +120,11 @@ class StoreVotes:
         """SGLang has begun to write a node's pages to storage; all ranks do in the same step."""
         self._writing[operation] = from_hex(names)
 
-    def _not_known(self, keys: tuple[PageKey, ...]) -> tuple[PageKey, ...]:
+    def _not_known(
+        self, keys: tuple[PageKey, ...], tier: Tier = Tier.STORAGE
+    ) -> tuple[PageKey, ...]:
         pages = ((key, self._pages.page(key)) for key in keys)
-        return tuple(key for key, page in pages if page is None or Tier.STORAGE not in page.tiers)
+        return tuple(key for key, page in pages if page is None or tier not in page.tiers)
 
     def _answer(self, poll: Poll, keys: tuple[PageKey, ...]) -> None:
         store, now = self._store(), time.monotonic()
@@ -149,4 +153,5 @@ class StoreVotes:
         return self._seen[0] != before[0] or self._seen[1] < before[1]
 
     def _store(self) -> Any:
-        return getattr(backend_of(self._tree.cache_controller), "_store", None)
+        store = getattr(backend_of(self._tree.cache_controller), "_store", None)
+        return getattr(store, "local", store)

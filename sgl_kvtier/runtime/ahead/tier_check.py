@@ -39,7 +39,8 @@ class TierCheck:
         self._said = False
 
     def _store(self) -> Any:
-        return getattr(backend_of(self._tree.cache_controller), "_store", None)
+        store = getattr(backend_of(self._tree.cache_controller), "_store", None)
+        return getattr(store, "local", store)
 
     def roll(self, now: float) -> int:
         """Pages the store dropped since are taken off the map, some at a time; returns how many."""

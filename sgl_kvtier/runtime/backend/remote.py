@@ -7,18 +7,25 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from sgl_kvtier.config import RemoteConfig
+from sgl_kvtier.config import LabConfig, RemoteConfig, ThrottleConfig
 from sgl_kvtier.errors import ConfigError
 from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.store import open_remote
+from sgl_kvtier.runtime import settings
 from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.store.base import PageStore
 from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.tiered.remote import RemoteStore
 from sgl_kvtier.store.tiered.store import TieredStore
 
 
 def beside(
-    local: PageStore, config: RemoteConfig, who: Identity, rank: str, server_args: Any
+    local: PageStore,
+    config: RemoteConfig,
+    lab: LabConfig,
+    who: Identity,
+    rank: str,
+    server_args: Any,
 ) -> PageStore:
     """The local store, with the remote one behind it. Servers' ranks of one name `rank` have the
     same pages. Closes the local one where it raises: ConfigError for settings that cannot work, and
@@ -30,7 +37,10 @@ def beside(
         reason = identity.not_shareable(server_args)
         if reason is not None:
             raise ConfigError(f"remote.engine = {config.engine}: {reason}. Set it to off")
-        remote = open_remote(RemoteSettings(**asdict(config)), who, rank)
+        remote: RemoteStore = open_remote(RemoteSettings(**asdict(config)), who, rank)
+        if lab.remote_throttle != ThrottleConfig():
+            front = settings.of_lab("front.wrappers", "lab.remote_throttle")
+            remote = front.in_front_of_remote(remote, lab)
     except BaseException:
         local.close()
         raise

@@ -54,7 +54,7 @@ from sgl_kvtier.store.base import (
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.io.jobs import OrderedJob
 from sgl_kvtier.store.tiered.store import TieredStore
-from sgl_kvtier.types import Lookup, PageKey
+from sgl_kvtier.types import Lookup, PageKey, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -80,16 +80,17 @@ class KVTierStorage(HiCacheStorage):
             seams.require("lookahead")
         self.storage_config = storage_config
         self.registered_pools: dict[str, Any] = {}
-        self._seen: deque[PageKey] | None = None
+        self._seen: dict[Tier, deque[PageKey]] = {}
         self.folder: Path | None = None
         """The folder of this server's identity, once the store was opened."""
         self._store: PageStore | None = None
         self._pool_tags: dict[str, str] = {}
         self._read_batches: deque[tuple[int, float]] = deque(maxlen=4096)
         self._write_batches: deque[tuple[int, float]] = deque(maxlen=4096)
-        self.own_reads: deque[tuple[int, float]] = deque(maxlen=64)
-        """Bytes and seconds of SGLang's own reads ahead: restoring learns the disk's speed from
-        them where it has nothing to load.
+        self.own_reads: deque[tuple[Tier, int, float]] = deque(maxlen=64)
+        """Tier, bytes and seconds of SGLang's own reads ahead: restoring learns the speed of the
+        disk, and of the network, from them where it has nothing to load. Reads from both are not
+        among them.
         """
         self._metrics: list[Source] = []
         self._reading: dict[int, ReadJob | PrefixRead] = {}
@@ -152,6 +153,7 @@ class KVTierStorage(HiCacheStorage):
             self._store = remote.beside(
                 _in_front(store, self.config, c.tp_rank),
                 self.config.remote,
+                self.config.lab,
                 who,
                 rank,
                 resolving_view(get_server_args()),
@@ -200,9 +202,18 @@ class KVTierStorage(HiCacheStorage):
         del extra_info
         return leading(self._has(keys, KV))
 
-    def stored(self, keys: Sequence[str]) -> list[bool]:
-        """Which of these pages are there. No disk access."""
-        return self._has(keys, KV)
+    @property
+    def shares(self) -> bool:
+        """Whether pages may also come from a store that servers share."""
+        return isinstance(self._store, TieredStore)
+
+    def stored(self, keys: Sequence[str]) -> list[Tier | None]:
+        """Where each of these pages is, if it is. No disk access."""
+        there = self._has(keys, KV)
+        return [
+            tier if page else None
+            for tier, page in zip(self._tiers([page_key(k) for k in keys], KV), there, strict=True)
+        ]
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
@@ -251,6 +262,7 @@ class KVTierStorage(HiCacheStorage):
         self._reading[id(prefix)] = prefix
         if self._cut_short:
             prefix.cancel()
+        tier = self._one_tier(keys, KV)
         self._prefix.read = prefix
         try:
             yield
@@ -260,8 +272,8 @@ class KVTierStorage(HiCacheStorage):
             del self._reading[id(prefix)]
             nbytes = prefix.pages_read * prefix.page_bytes
             self._note(self._read_batches, prefix.pages_read, nbytes, prefix.seconds)
-            if prefix.pages_read and prefix.tells:
-                self.own_reads.append((nbytes, prefix.seconds))
+            if prefix.pages_read and prefix.tells and tier is not None:
+                self.own_reads.append((tier, nbytes, prefix.seconds))
 
     # ---- copies: pages as flat tensors ----
 
@@ -337,8 +349,14 @@ class KVTierStorage(HiCacheStorage):
         """Begins reading pages into memory of the caller's own, which belongs to the store until
         the job is done; None while no store is open.
         """
+        return self.begin_reads(self._reads(keys, parts))
+
+    def begin_reads(
+        self, pages: Sequence[PageRead], on_page: Callable[[int, ReadOutcome], None] | None = None
+    ) -> ReadJob | None:
+        """The same, of any pools, with `begin_read`'s `on_page`."""
         store = self._store
-        return None if store is None else store.read(self._reads(keys, parts))
+        return None if store is None else store.read(pages, on_page=on_page)
 
     def _reads(
         self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
@@ -349,11 +367,13 @@ class KVTierStorage(HiCacheStorage):
 
     def watch_pages(self) -> None:
         """From now on KV pages that were written, or found, are noted for `take_seen`."""
-        self._seen = deque()
+        self._seen = {Tier.STORAGE: deque(), Tier.REMOTE: deque()}
 
-    def take_seen(self) -> tuple[PageKey, ...]:
-        """KV pages written or found since the last call, some perhaps twice. Never blocks."""
-        seen = self._seen
+    def take_seen(self, tier: Tier = Tier.STORAGE) -> tuple[PageKey, ...]:
+        """KV pages written to a tier, or found there, since the last call, some perhaps twice.
+        Never blocks.
+        """
+        seen = self._seen.get(tier)
         return tuple(seen.popleft() for _ in range(len(seen))) if seen else ()
 
     # ---- upkeep ----
@@ -415,8 +435,26 @@ class KVTierStorage(HiCacheStorage):
         # SGLang's prefetch thread: it may wait a moment for a store that others share.
         find = store.find if isinstance(store, TieredStore) else store.lookup
         there = [answer is Lookup.HIT for answer in find(names, self._tag(pool))]
-        self._note_seen(names[: leading(there)], pool)
+        found = names[: leading(there)]
+        if self._seen and pool == KV:
+            for tier, name in zip(self._tiers(found, pool), found, strict=True):
+                self._seen[tier].append(name)
         return there
+
+    def _tiers(self, names: Sequence[PageKey], pool: str) -> list[Tier]:
+        """Where each of these pages is read from, where it is anywhere."""
+        store = self._store
+        if not isinstance(store, TieredStore):
+            return [Tier.STORAGE] * len(names)
+        own = store.own(names, self._tag(pool))
+        return [Tier.STORAGE if here else Tier.REMOTE for here in own]
+
+    def _one_tier(self, keys: Sequence[str], pool: str) -> Tier | None:
+        """The tier from which all of these pages are read; None where they are in several."""
+        if not self.shares:
+            return Tier.STORAGE
+        tiers = set(self._tiers([page_key(key) for key in keys], pool))
+        return tiers.pop() if len(tiers) == 1 else None
 
     def _read(
         self, keys: Sequence[str], parts: Sequence[Sequence[memoryview]], pool: str
@@ -426,6 +464,7 @@ class KVTierStorage(HiCacheStorage):
             return [False] * len(keys)
         started = time.perf_counter()
         tag = self._tag(pool)
+        tier = self._one_tier(keys, pool)
         job = store.read([PageRead(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
         self._reading[id(job)] = job
         if self._cut_short:
@@ -437,8 +476,8 @@ class KVTierStorage(HiCacheStorage):
         read = [outcome is ReadOutcome.OK for outcome in outcomes]
         seconds = time.perf_counter() - started
         self._note(self._read_batches, sum(read), nbytes_of(parts, read), seconds)
-        if any(read) and read_or_given_up(outcomes):
-            self.own_reads.append((nbytes_of(parts, read), seconds))
+        if any(read) and read_or_given_up(outcomes) and tier is not None:
+            self.own_reads.append((tier, nbytes_of(parts, read), seconds))
         return read
 
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
@@ -471,8 +510,8 @@ class KVTierStorage(HiCacheStorage):
         return [outcome is not PutOutcome.REFUSED for outcome in outcomes]
 
     def _note_seen(self, names: Sequence[PageKey], pool: str) -> None:
-        if self._seen is not None and pool == KV:
-            self._seen.extend(names)
+        if self._seen and pool == KV:
+            self._seen[Tier.STORAGE].extend(names)
 
     def _note(
         self, batches: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float
@@ -488,10 +527,11 @@ def _in_front(store: PageStore, config: KVTierConfig, tp_rank: int) -> PageStore
     """The store behind the worse device that the section `lab` asks for, if it does. Raises
     ConfigError where the laboratory is not installed.
     """
-    if (config.lab.throttle, config.lab.faults) == (ThrottleConfig(), FaultConfig()):
+    plain = (config.lab.throttle, config.lab.faults) == (ThrottleConfig(), FaultConfig())
+    if plain and not config.lab.layer_parts:
         return store
     try:
-        front = settings.of_lab("front.wrappers", "lab.throttle and lab.faults")
+        front = settings.of_lab("front.wrappers", "lab.throttle, lab.faults and lab.layer_parts")
     except ConfigError:
         store.close()
         raise

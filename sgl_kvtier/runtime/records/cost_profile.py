@@ -1,4 +1,5 @@
-"""The learned costs of a server's prefill and links, kept beside the store for the next start.
+"""The learned costs of a server's prefill, links and restorations, kept beside the store for the
+next start.
 
     <store.path>/<identity>/restore-profile.json
 
@@ -15,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,11 +50,14 @@ LEAST_CHUNKS = 4
 """Prefill chunks timed before anything is kept: till then the cost is little more than a guess."""
 
 _PREFILL = ("fixed_s", "per_token_s", "per_token_position_s")
+_OWN = "own_s"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A learned profile. `prefill`: coefficients of `PrefillCost`; `links`: bytes per second."""
+    """A learned profile. `prefill`: coefficients of `PrefillCost`; `links`: bytes per second;
+    `restore`: `own_s` of `OwnCost`, in files of earlier versions nothing.
+    """
 
     conditions: dict[str, Any]
     prefill: dict[str, float]
@@ -64,6 +68,7 @@ class Profile:
     """Transfers per link it was learned from, in all runs; the last ten or so count."""
     written: float = 0.0
     """Seconds since the epoch."""
+    restore: dict[str, float] = field(default_factory=dict)
 
 
 def read(path: Path) -> Profile | None:
@@ -82,6 +87,10 @@ def read(path: Path) -> Profile | None:
             not all(is_whole(n, 0) for n in counts)
             or not is_number(profile.written)
             or not isinstance(profile.conditions, dict)
+        ):
+            return None
+        if not set(profile.restore) <= {_OWN} or not all(
+            is_number(seconds, 0, _MOST_SECONDS) for seconds in profile.restore.values()
         ):
             return None
         if set(profile.prefill) != set(_PREFILL) or not set(profile.links) <= {
@@ -115,10 +124,11 @@ def as_numbers(profile: Profile | None) -> list[float]:
     `taken` is its reverse.
     """
     if profile is None:
-        return [0.0] * (len(_PREFILL) + len(Link) + 1)
+        return [0.0] * (len(_PREFILL) + len(Link) + 2)
     return [
         1.0,
         *(profile.prefill[n] for n in _PREFILL),
+        profile.restore.get(_OWN, -1.0),
         *(profile.links.get(link.value, 0.0) for link in Link),
     ]
 
@@ -128,10 +138,12 @@ def taken(numbers: list[float]) -> dict[str, Any] | None:
     there, *rest = numbers
     if not there:
         return None
-    links = zip(Link, rest[len(_PREFILL) :], strict=True)
+    own_s, *rates = rest[len(_PREFILL) :]
+    links = zip(Link, rates, strict=True)
     return {
         "prefill": dict(zip(_PREFILL, rest, strict=False)),
         "links": {link.value: rate for link, rate in links if rate > 0},
+        "restore": {_OWN: own_s} if own_s >= 0 else {},
     }
 
 

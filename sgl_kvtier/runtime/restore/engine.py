@@ -76,6 +76,8 @@ class RestoreEngine:
         """What compares spliced pages with what they were loaded from, where that is asked for
         (`lab.audit`); else None.
         """
+        self.layers: Any = None
+        """What restores by layers, where that is asked for (`lab.layer_parts`); else None."""
         self.ending = False
         """A restoration has ended since the planner was last told."""
 
@@ -125,6 +127,8 @@ class RestoreEngine:
     def forget(self, rid: str) -> None:
         """A request is gone: finished, aborted or retracted."""
         self.offers.forget(rid)
+        if self.layers is not None:
+            self.layers.forget(rid)
         r = self.restorations.get(rid)
         if r is not None:
             self.abandon(r, "aborted")
@@ -156,6 +160,8 @@ class RestoreEngine:
     def reset(self) -> None:
         """Ends everything before the pools are emptied. Blocks until no transfer is under way."""
         self.abandon_all("flushed")
+        if self.layers is not None:
+            self.layers.reset()
         end = time.monotonic() + _RESET_S
         while any(OPEN in load.poll.local for load in self.loads) and time.monotonic() < end:
             self.mover.wait_news(0.01)
@@ -197,8 +203,10 @@ class RestoreEngine:
         if r is not None:
             r.mode, r.moved_at = command.mode, self.context.now
             self.counters.starts[f"{command.mode.value}: {command.reason}"] += 1
-            if command.mode is Mode.COMPUTE:
-                self._close(r, "computed")
+            if not command.mode.restores:
+                layers = self.layers if command.mode is Mode.LAYERS else None
+                begun = layers is not None and layers.begin(r)
+                self._close(r, "by layers" if begun else "computed")
 
     def load(self, command: messages.Load) -> None:
         """Claims device slots, host pages for a source in storage, and begins the transfer."""

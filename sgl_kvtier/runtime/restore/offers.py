@@ -5,11 +5,11 @@ Whatever is refused here goes SGLang's own way and is counted under the reason. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from sgl_kvtier.policy.messages import RestoreOffered
-from sgl_kvtier.runtime.ranks.polls import runs_of
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.restoration import Load, Restoration
 from sgl_kvtier.runtime.sglang import requests, storage_ops, stored_pages
@@ -23,12 +23,20 @@ LATER = 0.0
 """The time in facts noted between two ticks; the tick puts the agreed one in."""
 
 
+_SHORT = 32
+"""Fewer neighbouring pages of one tier below host memory are no source of their own between those
+of the other: each costs the planner time in every step.
+"""
+
+
 class Stored(NamedTuple):
-    """Pages of a prompt in storage: from page `start` on those of `keys`, except `holes`."""
+    """Pages of a prompt below host memory: from page `start` on those of `keys`. `sources` are
+    their tiers, ascending; what is in none of them is a hole.
+    """
 
     start: int
     keys: tuple[PageKey, ...]
-    holes: tuple[Span, ...] = ()
+    sources: tuple[tuple[Span, Tier], ...]
 
 
 class Offers:
@@ -97,12 +105,14 @@ class Offers:
         self._looking[handle] = None
         if operation is not None and not operation.is_terminated():
             hit_tokens = operation.storage_hit_count
-            stored = stored_of(operation, hit_tokens, self._context.page)
-            self._looking[handle] = stored if stored.holes else None
+            page = self._context.page
+            stored = stored_of(operation, hit_tokens, page)
+            self._looking[handle] = stored if len(stored.keys) * page > hit_tokens else None
 
     def again(self, r: Restoration) -> None:
         """Offers what a restoration that has ended was made of."""
-        self._offer(r.req, Stored(r.pages - len(r.keys), r.keys, r.holes), taken=True)
+        below = tuple((span, tier) for span, tier in r.sources if tier > Tier.HOST)
+        self._offer(r.req, Stored(r.pages - len(r.keys), r.keys, below), taken=True)
 
     def make(self) -> None:
         """Offers host pages of requests queued, or looked up in storage, since the last tick."""
@@ -167,9 +177,26 @@ def stored_of(operation: Operation, hit_tokens: int, page: int) -> Stored:
     its end.
     """
     start, hit = operation.storage_start // page, hit_tokens // page
-    names, there = stored_pages.up_to_the_last(operation, hit)
-    holes = (Span(start + low, start + high) for low, high in runs_of(there, 0, hit, len(there)))
-    return Stored(start, from_hex(names), tuple(holes))
+    names, tiers = stored_pages.up_to_the_last(operation, hit)
+    return Stored(start, from_hex(names), _sources_of(tiers, start))
+
+
+def _sources_of(tiers: Sequence[Tier | None], start: int) -> tuple[tuple[Span, Tier], ...]:
+    """Sources of the pages from `start` on. A short run takes the tier of what is before it, and is
+    read from its own disk where it lies there all the same.
+    """
+    runs = list[tuple[int, int, Tier | None]]()
+    for tier, pages in groupby(tiers):
+        low = runs[-1][1] if runs else 0
+        high = low + len(list(pages))
+        before = runs[-1][2] if runs else None
+        if tier is not None and before is not None and (before is tier or high - low < _SHORT):
+            runs[-1] = (runs[-1][0], high, before)
+        else:
+            runs.append((low, high, tier))
+    return tuple(
+        (Span(start + low, start + high), tier) for low, high, tier in runs if tier is not None
+    )
 
 
 def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration | str:
@@ -188,22 +215,16 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
         # SGLang frees host copies of pages that are on the device too, pinned or not
         return "write-back"
     if stored is None:
-        stored = Stored(in_tree, ())
+        stored = Stored(in_tree, (), ())
     if stored.start > in_tree:
         return "gap"
     end = max(stored.start + len(stored.keys), in_tree)
-    holes = tuple(
-        Span(max(hole.start, in_tree), hole.stop) for hole in stored.holes if hole.stop > in_tree
+    below = tuple(
+        (Span(max(span.start, in_tree), span.stop), tier)
+        for span, tier in stored.sources
+        if span.stop > in_tree
     )
-    islands = zip(
-        (in_tree, *(hole.stop for hole in holes)),
-        (*(hole.start for hole in holes), end),
-        strict=True,
-    )
-    sources = (
-        (Span(resident, in_tree), Tier.HOST),
-        *((Span(first, stop), Tier.STORAGE) for first, stop in islands),
-    )
+    sources = ((Span(resident, in_tree), Tier.HOST), *below)
     return Restoration(
         rid=req.rid,
         req=req,
@@ -213,5 +234,4 @@ def find(context: StepContext, req: Req, stored: Stored | None) -> Restoration |
         sources=tuple((span, tier) for span, tier in sources if span),
         keys=stored.keys[in_tree - stored.start :],
         host_slots=host,
-        holes=holes,
     )

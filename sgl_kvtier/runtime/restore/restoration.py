@@ -89,11 +89,9 @@ class Restoration:
     pages: int
     sources: tuple[tuple[Span, Tier], ...]
     keys: tuple[PageKey, ...]
-    """Keys of the last `len(keys)` pages, which are in storage or in `holes`."""
+    """Keys of the last `len(keys)` pages, which are below host memory or in no tier."""
     host_slots: torch.Tensor
     """Token slots of the pages in host memory: those from `resident` on."""
-    holes: tuple[Span, ...] = ()
-    """Pages that no tier has."""
     node_lock: Any = None
     host_pin: Pin | None = None
     mode: Mode | None = None

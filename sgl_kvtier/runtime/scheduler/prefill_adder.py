@@ -7,6 +7,7 @@ then for waiting ones.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -28,10 +29,16 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def add_chunked_req(self, req: Req) -> Any:
         """Splices what has landed, then adds the granted chunk. Returning the request without
-        adding it parks it.
+        adding it parks it; returning None has it give up the slot.
         """
         engine = self.tree_cache.kvtier.engine
-        r = engine.of(req.rid)
+        r, aside = engine.of(req.rid), engine.context.aside
+        for other in aside.requests:
+            self._reserve(engine.of(other.rid), other, other.prefix_len)
+        if r is not None and aside.takes(req):
+            engine.counters.unpark(r)  # from now on it waits for another one, not for its loads
+            self._reserve(r, req, req.prefix_len)
+            return None
         if r is None:
             return self._add_what_fits(req)
         compute = engine.computes.get(req.rid)
@@ -117,8 +124,8 @@ class KVTierPrefillAdder(PrefillAdder):
         later are added here.
         """
         host, storage = (
-            (r.spliced.get(tier, 0) - before.get(tier, 0)) * self.page_size
-            for tier in (Tier.HOST, Tier.STORAGE)
+            (now - then) * self.page_size
+            for now, then in zip(_by_place(r.spliced), _by_place(before), strict=True)
         )
         self.log_hit_tokens += host + storage
         self.log_host_hit_tokens += host
@@ -132,11 +139,11 @@ class KVTierPrefillAdder(PrefillAdder):
         self._reserve(r, req, req.prefix_len)
         return req
 
-    def _reserve(self, r: Restoration, req: Req, end: int) -> None:
+    def _reserve(self, r: Restoration | None, req: Req, end: int) -> None:
         """Reserves the tokens that this request still needs behind `end`: other requests are
         admitted beside a small chunk, or beside none.
         """
-        held = len(r.owner) * self.page_size
+        held = 0 if r is None else len(r.owner) * self.page_size
         left = requests.prompt_tokens(req) - end
         if left > 0:
             output = requests.whole_output_room(req, self.page_size)
@@ -225,9 +232,7 @@ class KVTierPrefillAdder(PrefillAdder):
         """The split by tier of a prefix that SGLang has just logged as the device's."""
         if req.retracted_stain:
             return
-        host, storage = (
-            r.spliced.get(tier, 0) * self.page_size for tier in (Tier.HOST, Tier.STORAGE)
-        )
+        host, storage = (pages * self.page_size for pages in _by_place(r.spliced))
         self.log_device_hit_tokens -= host + storage
         self.log_host_hit_tokens += host
         self.log_storage_hit_tokens += storage
@@ -248,3 +253,8 @@ class KVTierPrefillAdder(PrefillAdder):
         if taken and not isinstance(admission, AddReqResult) and admission.is_chunked:
             return AddReqResult.OTHER
         return admission
+
+
+def _by_place(pages: Mapping[Tier, int]) -> tuple[int, int]:
+    """Pages from host memory, and from storage: for SGLang, what servers share is storage."""
+    return pages.get(Tier.HOST, 0), pages.get(Tier.STORAGE, 0) + pages.get(Tier.REMOTE, 0)

@@ -114,7 +114,8 @@ def in_force(args: Any, policy: PolicyConfig) -> PolicyConfig:
 
 def build(tree: Tree, server_args: Any) -> Parts:
     """The parts for a tree whose host pools and storage backend are there. Raises SeamError, and
-    ConfigError when the decision log cannot be written or the pages cannot be audited.
+    ConfigError when the decision log cannot be written, or pages cannot be audited or restored by
+    layers.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
     from sglang.srt.runtime_context import get_parallel
@@ -176,6 +177,11 @@ def build(tree: Tree, server_args: Any) -> Parts:
         logger.warning(
             "kvtier: restored pages are read back and compared (lab.audit); this is slow"
         )
+    if config.lab.layer_parts:
+        by_layers = settings.of_lab("layers.restore", "lab.layer_parts")
+        parts.engine.layers = by_layers.Layers(
+            context, server_args, config.lab.layer_parts, parts.engine.counters
+        )
     if args.enable_metrics:
         parts.publish(replica)
     if unlike:
@@ -216,6 +222,7 @@ def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str,
     it is ignored.
     """
     cuda = args.device == "cuda" and torch.cuda.is_available()
+    network = asdict(config.lab.remote_throttle)
     return {
         "device": torch.cuda.get_device_name() if cuda else str(args.device),
         "threads": None if cuda else torch.get_num_threads(),
@@ -225,6 +232,7 @@ def conditions(args: Any, config: KVTierConfig, shape: EngineShape) -> dict[str,
         "page_bytes": shape.page_bytes,
         "throttle": asdict(config.lab.throttle),
         "io_threads": config.store.io_threads,
+        **({"remote_throttle": network} if any(network.values()) else {}),
     }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, Planner, StepDone, TransferDone
+from sgl_kvtier.policy.restore.modes import LINK_OF
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
 from sgl_kvtier.runtime.ahead.turn_reads import TurnReads
 from sgl_kvtier.runtime.ranks.agreement import Agreement, Riding
@@ -24,7 +25,7 @@ from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Scheduler
 from sgl_kvtier.runtime.step.chunk_clock import Chunk, ChunkClock
-from sgl_kvtier.types import Link, Span
+from sgl_kvtier.types import Span
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,9 @@ class RestoreTick:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
         self.context.scheduler = scheduler
         self.engine.computes = {}
+        self.context.aside.come_back(scheduler)
+        if self.engine.layers is not None:
+            self.engine.layers.sweep()
         try:
             self._run(scheduler)
         except Exception:
@@ -181,10 +185,10 @@ class RestoreTick:
         """
         reads = getattr(store_of(self.context.tree.cache_controller), "own_reads", None)
         while reads:
-            nbytes, seconds = reads.popleft()
+            tier, nbytes, seconds = reads.popleft()
             if self.agreement.alone and not self.engine.loads:
                 self.context.facts.append(
-                    TransferDone("", Link.STORAGE_TO_DEVICE, Span(0, 0), nbytes, seconds, _LATER)
+                    TransferDone("", LINK_OF[tier], Span(0, 0), nbytes, seconds, _LATER)
                 )
 
     def _step(self, scheduler: Scheduler) -> None:
@@ -210,6 +214,7 @@ class RestoreTick:
         engine.computes = {
             compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations
         }
+        self.context.aside.asked = plan.aside
         if self.ahead is not None:
             self.ahead.carry_out(plan, view)
         self._unblock(scheduler)

@@ -1,8 +1,9 @@
-"""Which pages of a prompt storage has behind the first one that it lacks, on every rank.
+"""Which pages of a prompt storage has behind the first one that it lacks, on every rank, and which
+of all of them every rank has on its own disk.
 
 SGLang asks storage how many pages of a prompt there are without a gap, and takes the least of all
-ranks' answers. Which pages lie behind the gap goes with that reduction: no collective is added, and
-all ranks know the same. SGLang's prefetch thread looks, the scheduler's thread reads the answer.
+ranks' answers. Where each page is goes with that reduction: no collective is added, and all ranks
+know the same. SGLang's prefetch thread looks, the scheduler's thread reads the answer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import torch
 
 from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.types import Operation
+from sgl_kvtier.types import Tier
 
 logger = logging.getLogger(__name__)
 
 _ANSWER = "kvtier_stored"
-"""Where an operation has one byte for each page that it asks for: 1 where every rank has it."""
+"""Where an operation has one byte for each page that it asks for."""
+_OWN, _SHARED = 2, 1
+"""Bytes of pages that every rank has on its own disk, and that every rank can get."""
+_BYTE = {Tier.STORAGE: _OWN, Tier.REMOTE: _SHARED, None: 0}
+_TIER = {byte: tier for tier, byte in _BYTE.items()}
 
 
 class StoredPages:
@@ -62,25 +68,30 @@ class StoredPages:
         up or storage could not be asked.
         """
         there = torch.zeros(len(operation.token_ids) // self._controller.page_size, dtype=torch.int)
-        there[:hit] = 1
+        there[:hit] = _OWN
         names, backend = operation.all_hash_values, store_of(self._controller)
-        if backend is None or not names or operation.pool_transfers:
+        if backend is None or not names:
             return there
-        behind = names[hit : len(there)]
-        if behind:
-            try:
-                there[hit : hit + len(behind)] = torch.tensor(backend.stored(behind))
-            except Exception:
-                logger.exception("kvtier: storage could not be asked for pages behind a gap")
+        try:
+            # Pages of the hit are there. They may be elsewhere where servers share pages.
+            first = 0 if backend.shares else hit
+            asked = names[first : hit if operation.pool_transfers else len(there)]
+            if asked:
+                found = torch.tensor([_BYTE[tier] for tier in backend.stored(asked)])
+                there[first : first + len(asked)] = found
+                there[:hit].clamp_(min=_SHARED)
+        except Exception:
+            logger.exception("kvtier: storage could not be asked where pages are")
         return there
 
 
-def up_to_the_last(operation: Operation, hit: int) -> tuple[Sequence[str], bytearray]:
-    """Names of an operation's pages up to the last one that every rank has, and whether they all
-    have each: of those behind its hit of `hit` pages 0 or 1.
+def up_to_the_last(operation: Operation, hit: int) -> tuple[Sequence[str], list[Tier | None]]:
+    """Names of an operation's pages up to the last one that every rank has, and where each is: on
+    every rank's own disk, or shared, or nowhere. Its hit are the first `hit` pages.
     """
-    there = bytearray(getattr(operation, _ANSWER, b""))
-    end = there.rfind(1) + 1
-    if end <= hit:
-        return operation.hash_value[:hit], bytearray(b"\1" * hit)
-    return (operation.all_hash_values or ())[:end], there[:end]
+    there = bytearray(getattr(operation, _ANSWER, b"")).rstrip(b"\0")
+    tiers = [_TIER[byte] for byte in there]
+    if len(tiers) <= hit:
+        tiers = [tier or Tier.STORAGE for tier in tiers[:hit]]
+        return operation.hash_value[:hit], tiers + [Tier.STORAGE] * (hit - len(tiers))
+    return (operation.all_hash_values or ())[: len(tiers)], tiers

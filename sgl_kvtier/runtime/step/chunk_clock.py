@@ -77,8 +77,13 @@ class ChunkClock:
             timed.noted = self._note(Chunk(rid, span, shared, timed.started), False) or timed.noted
         return timed
 
-    def launched(self, timed: _Timed, batch: Any) -> None:
-        """After it was launched: on a CPU it has ended."""
+    def launched(self, timed: _Timed, batch: Any, whole: bool = True) -> None:
+        """After it was launched: on a CPU it has ended. Not `whole`: its seconds are not those of
+        its tokens, and nothing is learned of 0 seconds.
+        """
+        if not whole:
+            self._end(timed, time.monotonic(), 0.0)
+            return
         if timed.events is None:
             self._end(timed, time.monotonic(), time.monotonic() - timed.started)
             return

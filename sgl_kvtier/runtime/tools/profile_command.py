@@ -145,12 +145,13 @@ def described(name: str, profile: Profile, lengths: tuple[int, ...]) -> dict[str
         "conditions": profile.conditions,
         "prefill": profile.prefill,
         "links_bytes_per_s": profile.links,
+        "restore": profile.restore,
         "chunks": profile.chunks,
         "transfers": profile.transfers,
         "written_s": profile.written,
         "predictions": [
             predicted(cost, profile, link, tokens)
-            for link in (Link.STORAGE_TO_DEVICE, Link.HOST_TO_DEVICE)
+            for link in (Link.STORAGE_TO_DEVICE, Link.REMOTE_TO_DEVICE, Link.HOST_TO_DEVICE)
             if link.value in profile.links
             for tokens in lengths
         ],

@@ -57,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         type=any_device,
-        metavar="cpu|cuda|paced:PROFILE",
+        metavar="cpu|cuda|paced:PROFILE[@GB/s]",
         help="default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
-        "time of an accelerator, to see what a server would do there (sgl_kvtier/lab/paced)",
+        "time of an accelerator, with a disk that reads 6.4 GB/s or what follows the @, to see "
+        "what a server would do there (sgl_kvtier/lab/paced)",
     )
     parser.add_argument(
         "--dilation",

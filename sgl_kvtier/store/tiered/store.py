@@ -36,6 +36,8 @@ class TieredStats:
     remote: StoreStats
     usable: bool
     """Whether the remote store answers now."""
+    child_starts: int
+    """How often the process that has its engine was started."""
     kept: int
     """Pages that came from the remote store and were written here."""
     not_kept: int
@@ -67,6 +69,15 @@ class TieredStore:
     def local(self) -> PageStore:
         """The store on local disk."""
         return self._local
+
+    @property
+    def remote(self) -> RemoteStore:
+        """The store that servers share."""
+        return self._remote
+
+    def own(self, keys: Sequence[PageKey], pool: str = KV) -> list[bool]:
+        """Which pages are on the local disk: these are read from there. No disk access."""
+        return [answer is Lookup.HIT for answer in self._local.lookup(keys, pool)]
 
     def lookup(self, keys: Sequence[PageKey], pool: str = KV) -> list[Lookup]:
         answers = self._local.lookup(keys, pool)
@@ -144,6 +155,7 @@ class TieredStore:
         return TieredStats(
             self._remote.stats(),
             self._remote.usable,
+            self._remote.child_starts,
             self._keeper.kept,
             self._keeper.dropped,
             self._uploader.sent,
