@@ -1,6 +1,6 @@
 """Stores in front of a store, with the same interface: `Throttled` is a slower device, `Faulty` an
-unreliable one. A server imports this module where its kvtier.json has `lab.throttle` or
-`lab.faults`.
+unreliable one, `LayerParts` keeps pages in parts. A server imports this module where its
+kvtier.json has `lab.throttle`, `lab.faults` or `lab.layer_parts`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from sgl_kvtier.config import FaultConfig, LabConfig, ThrottleConfig
 from sgl_kvtier.errors import StoreError
+from sgl_kvtier.lab.front.layer_parts import LayerParts
 from sgl_kvtier.lab.front.link import Link, LinkJob
 from sgl_kvtier.store.base import (
     KV,
@@ -24,14 +26,15 @@ from sgl_kvtier.store.base import (
     ReadOutcome,
     StoreStats,
 )
+from sgl_kvtier.store.tiered.remote import RemoteStore
 from sgl_kvtier.types import Lookup, PageKey
 
 logger = logging.getLogger(__name__)
 
 
 def in_front(store: PageStore, config: LabConfig, tp_rank: int) -> PageStore:
-    """The store behind the faults and the slower device that the settings ask for, if they do, on
-    this rank.
+    """The store behind the faults, the slower device and the parts that the settings ask for, if
+    they do, on this rank.
     """
     faulty = config.faults != FaultConfig(seed=config.faults.seed, rank=config.faults.rank)
     if faulty and config.faults.rank in (-1, tp_rank):
@@ -40,7 +43,15 @@ def in_front(store: PageStore, config: LabConfig, tp_rank: int) -> PageStore:
     if config.throttle != ThrottleConfig():
         logger.warning("kvtier: the store is slowed down on purpose: %s", config.throttle)
         store = Throttled(store, config.throttle)
+    if config.layer_parts:
+        store = LayerParts(store, config.layer_parts)
     return store
+
+
+def in_front_of_remote(store: RemoteStore, config: LabConfig) -> RemoteStore:
+    """The store that servers share, behind the slower network that the settings ask for."""
+    logger.warning("kvtier: the network is slowed down on purpose: %s", config.remote_throttle)
+    return ThrottledRemote(store, config.remote_throttle)
 
 
 class _InFront:
@@ -133,6 +144,23 @@ class Throttled(_InFront):
         with self._write_lock:
             self._write_free_at = until = max(self._write_free_at, earliest) + seconds
         time.sleep(max(0.0, until - time.monotonic()))
+
+
+class ThrottledRemote(Throttled):
+    """The same for a store that servers share. Questions to it are as fast as they are."""
+
+    _store: RemoteStore
+
+    @property
+    def usable(self) -> bool:
+        return self._store.usable
+
+    def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.0) -> bool:
+        return self._store.ask(keys, pool, timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the store behind has, such as its condition."""
+        return getattr(self._store, name)
 
 
 class Faulty(_InFront):

@@ -146,6 +146,21 @@ def _row_bytes(buffer: torch.Tensor) -> int:
     return buffer[0].numel() * buffer.element_size()
 
 
+def nixl_backend(read: Disk, write: Disk, bytes_scale: float) -> Callable[..., Any]:
+    """A hook around HiCacheNixl._xfer_pre_registered: each batch waits for the disk's bandwidth."""
+
+    def transfer(
+        original: Callable[..., Any], store: Any, buffers: Sequence[Any], keys: Any, direction: str
+    ) -> Any:
+        done = original(store, buffers, keys, direction)
+        if done:
+            disk = write if direction == "WRITE" else read
+            disk.serve(sum(size for _, size in buffers) * bytes_scale)
+        return done
+
+    return transfer
+
+
 def file_backend(
     read: Disk, write: Disk, bytes_scale: float
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
