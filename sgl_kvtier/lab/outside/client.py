@@ -161,6 +161,7 @@ class Client:
         *,
         rid: str | None = None,
         session_id: str | None = None,
+        priority: int | None = None,
         logprobs: bool = False,
         margins: bool = False,
         begun: asyncio.Event | None = None,
@@ -169,9 +170,10 @@ class Client:
         """Greedy generation of exactly `max_new_tokens` tokens, streamed. Never raises for a
         server's or network's failures.
 
-        `rid` names the request for `abort`, `session_id` its session. `logprobs` asks for those of
-        the output tokens, `margins` for their lead as well. `begun` is set at the first token,
-        `taken` as soon as the server has read the request, or the request has failed.
+        `rid` names the request for `abort`, `session_id` its session. `priority` is for a server
+        that schedules by it. `logprobs` asks for those of the output tokens, `margins` for their
+        lead as well. `begun` is set at the first token, `taken` as soon as the server has read the
+        request, or the request has failed.
         """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
@@ -184,6 +186,7 @@ class Client:
         }
         body |= {} if rid is None else {"rid": rid}
         body |= {} if session_id is None else {"session_id": session_id}
+        body |= {} if priority is None else {"priority": priority}
         body |= {"return_logprob": True} if logprobs or margins else {}
         body |= {"top_logprobs_num": 2} if margins else {}
         reading = _Reading(time.monotonic(), max_new_tokens, begun)

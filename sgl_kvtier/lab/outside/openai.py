@@ -64,6 +64,7 @@ class OpenAIClient(Client):
         *,
         rid: str | None = None,
         session_id: str | None = None,
+        priority: int | None = None,
         logprobs: bool = False,
         margins: bool = False,
         begun: asyncio.Event | None = None,
@@ -72,9 +73,10 @@ class OpenAIClient(Client):
         """Greedy generation of `max_new_tokens` tokens, streamed; of fewer by a server that does
         not know ignore_eos. Never raises for a server's or network's failures.
 
-        There is no session and no log-prob on this route, and nothing is told before the end.
+        There is no session, no priority and no log-prob on this route, and nothing is told before
+        the end.
         """
-        assert not (session_id or logprobs or margins or begun or taken), (
+        assert not (session_id or priority or logprobs or margins or begun or taken), (
             "the route has none of these"
         )
         body: dict[str, Any] = {

@@ -119,8 +119,9 @@ class Server:
         self._started_s = time.monotonic()
         _RUNNING[id(self)] = self
 
-    def wait_until_healthy(self, timeout_s: float = 300.0) -> float:
-        """Blocks until /health says 200 and returns the seconds since the start.
+    def wait_until_healthy(self, timeout_s: float = 300.0, look_s: float = 0.5) -> float:
+        """Blocks until /health says 200 and returns the seconds since the start, looking every
+        `look_s`.
 
         Raises BenchError with the log's last lines when the process ends or the time is over; it is
         stopped then.
@@ -130,7 +131,7 @@ class Server:
             self.raise_if_ended("while starting")
             if self._healthy():
                 return time.monotonic() - self._started_s
-            time.sleep(0.5)
+            time.sleep(look_s)
         log = self.last_lines()
         self.stop()
         raise BenchError(f"{self.name}: the server was not ready after {timeout_s:.0f} s. {log}")

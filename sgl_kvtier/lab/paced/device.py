@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,9 +26,11 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.layers import forward as layers
+from sgl_kvtier.lab.outside import nixl
 from sgl_kvtier.lab.paced import clock, profile
-from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend
-from sgl_kvtier.lab.paced.launching import METRIC
+from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend, nixl_backend
+from sgl_kvtier.lab.paced.launching import DISK_READ_GBYTES_PER_S, METRIC
 from sgl_kvtier.lab.paced.pace import PaceLog
 from sgl_kvtier.lab.paced.signatures import Decode, Extend, Signer, chain_of
 from sgl_kvtier.runtime.cpu import copies as host_copies
@@ -39,6 +42,8 @@ VARIABLE = "KVTIER_PACED"
 """Holds a `Settings` as JSON."""
 _POOLS = ("mha", "mla")
 _CHAIN = "kvtier_paced_chain"
+_NIXL = "storage.nixl.hicache_nixl.HiCacheNixl._xfer_pre_registered"
+_TICK = "sgl_kvtier.runtime.scheduler.tick"
 _MOST_REMEMBERED = 4096
 """Requests that restored."""
 
@@ -77,6 +82,36 @@ class Attention(AttentionBackend):
         """Nothing."""
 
 
+class Ticks:
+    """Processor time of our own tick, which asks the planner and carries out its plan."""
+
+    def __init__(self) -> None:
+        self._spent_s = 0.0
+        self._watched = False
+
+    def watch(self) -> None:
+        """Times the tick from now on, in a server that has one."""
+        module = sys.modules.get(_TICK)
+        if self._watched or module is None:
+            return
+        self._watched = True
+        real = module.RestoreTick.run
+
+        def run(tick: Any, scheduler: Any) -> None:
+            began_s = time.thread_time()
+            try:
+                real(tick, scheduler)
+            finally:
+                self._spent_s += time.thread_time() - began_s
+
+        module.RestoreTick.run = run
+
+    def take_s(self) -> float | None:
+        """Seconds since the last call; None in a server without a tick."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s if self._watched else None
+
+
 class Device:
     """One paced device. The scheduler's thread."""
 
@@ -90,6 +125,7 @@ class Device:
         self._signer: Signer | None = None
         self._waited: set[str] = set()
         self._spent_s = time.thread_time()
+        self._ticks = Ticks()
         slower = settings.dilation
         self.to_device = clock.Link(self._profile.to_device_gbytes_per_s / slower)
         self.to_host = clock.Link(self._profile.to_host_gbytes_per_s / slower)
@@ -100,6 +136,7 @@ class Device:
         signer = self._signer_of(pool)
         checked = signer.checked_tokens
         requests = [] if self.batch is None else list(self.batch.reqs)
+        run = None
         if forward_batch.forward_mode.is_decode():
             lengths = forward_batch.seq_lens.tolist()
             tokens = self._decode(signer, req_to_token, forward_batch, requests, lengths)
@@ -109,8 +146,12 @@ class Device:
             spans = _spans(forward_batch)
             tokens = self._extend(signer, req_to_token, forward_batch, requests, spans)
             kind, seconds = "prefill", self._profile.prefill_seconds(spans)
+            run = layers.taken(forward_batch)
             size = {"tokens": sum(n for n, _ in spans), "context": sum(p for _, p in spans)}
-        begin, end, load_wait_s = self._launch(pool, seconds * self._settings.dilation, called)
+        if run is None:
+            begin, end, load_wait_s = self._launch(pool, seconds * self._settings.dilation, called)
+        else:
+            begin, end, load_wait_s = self._launch_by_layers(signer, requests, run, called)
         self._log.step(
             kind=kind,
             rids=[req.rid for req in requests],
@@ -121,10 +162,12 @@ class Device:
             returned=clock.now(),
             load_wait_s=load_wait_s,
             scheduler_s=spent_s - self._spent_s,
+            tick_s=self._ticks.take_s(),
             checking_s=time.thread_time() - spent_s,
             checked=signer.checked_tokens - checked,
             **size,
         )
+        self._ticks.watch()
         self._spent_s = time.thread_time()
         self._tell(signer, called)
         return tokens
@@ -142,6 +185,34 @@ class Device:
         late = clock.layered_end(begin, seconds, self._profile.layers, loaded, first)
         stream.delay(late)
         return begin, max(late, end), max(late - end, 0.0)
+
+    def _launch_by_layers(
+        self, signer: Signer, requests: list[Any], run: Any, called: float
+    ) -> tuple[float, float, float]:
+        """The same of a step in which prefixes end at a layer. A part of the layers takes its share
+        of a step with the tokens that are left in it. Rows that were loaded are checked.
+        """
+        stream, begin, end, busy_s = clock.current_stream(), None, called, 0.0
+        jobs = [(share, req) for share, req in zip(run.shares, requests, strict=True) if share.job]
+        for share, _ in jobs:
+            signer.blank(share.slots.to(torch.int64))
+        for part in range(run.parts):
+            cuts = run.at(part)
+            left = [(s.tokens - n, s.prefix + n) for s, n in zip(run.shares, cuts, strict=True)]
+            seconds = self._profile.prefill_seconds(left) / run.parts * self._settings.dilation
+            start, end = stream.launch(seconds, at=None if part else called)
+            begin, busy_s = start if begin is None else begin, busy_s + seconds
+        run.end()
+        each = run.layers // run.parts
+        for share, req in jobs:
+            stop = share.prefix + len(share.slots)
+            known = _known(req, stop)
+            assert known is not None, "the chain of a prompt's own tokens"
+            low = share.first_loaded if share.taken else run.parts
+            slots = share.slots.to(torch.int64)
+            signer.sign_layers(req.rid, slots, known[share.prefix : stop], low * each)
+        assert begin is not None, "there is a part"
+        return begin, end, end - begin - busy_s
 
     def _signer_of(self, pool: Any) -> Signer:
         if self._signer is None:
@@ -257,7 +328,9 @@ def _say(settings: Settings) -> None:
     gauge = Gauge(
         METRIC, "seconds here for one of the profile", ["profile"], multiprocess_mode="max"
     )
-    gauge.labels(profile=settings.profile).set(settings.dilation)
+    own = settings.disk_read_gbytes_per_s != DISK_READ_GBYTES_PER_S
+    disk = f"@{settings.disk_read_gbytes_per_s:g}" if own else ""
+    gauge.labels(profile=settings.profile + disk).set(settings.dilation)
 
 
 def _hook_storage(settings: Settings, pages: Pages) -> None:
@@ -274,6 +347,9 @@ def _hook_storage(settings: Settings, pages: Pages) -> None:
         get, put = file_backend(read, write, settings.bytes_scale)
         HookRegistry.register(root + "hicache_storage.HiCacheFile.get", get, HookType.AROUND)
         HookRegistry.register(root + "hicache_storage.HiCacheFile.set", put, HookType.AROUND)
+        if os.environ.get(nixl.FOLDER):
+            around = nixl_backend(read, write, settings.bytes_scale)
+            HookRegistry.register(root + _NIXL, around, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 

@@ -8,6 +8,7 @@ are dilated by the same factor. Imports neither SGLang nor torch.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,9 +75,10 @@ _BASE = {
     "rope_theta": 1e6,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }
+LAYERS = 4
+"""Layers at hand, which stand for those of the model."""
 _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
     "mha": (
         {
@@ -85,7 +87,7 @@ _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 1,
             "head_dim": 8,
         },
-        2 * 8 * 4 * 4,
+        2 * 8 * 4,
     ),
     "mla": (
         {
@@ -110,10 +112,10 @@ _KINDS: Mapping[str, tuple[dict[str, Any], int]] = {
             "routed_scaling_factor": 2.5,
             "moe_layer_freq": 1,
         },
-        (8 + 8) * 4 * 4,
+        (8 + 8) * 4,
     ),
 }
-"""The model configuration of each kind of cache, and the bytes a token has there."""
+"""The model configuration of each kind of cache, and the bytes a token has there in a layer."""
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,12 @@ class Paced:
     disk_write_gbytes_per_s: float = DISK_WRITE_GBYTES_PER_S
     damage: str = ""
     damage_at: int = 1
+    layers: int = LAYERS
 
     @property
     def bytes_scale(self) -> float:
         """Bytes of the model for each byte that is kept and moved here."""
-        return self.profile.kv_bytes_per_token / _KINDS[self.profile.kind][1]
+        return self.profile.kv_bytes_per_token / (_KINDS[self.profile.kind][1] * self.layers)
 
     @property
     def slower(self) -> float:
@@ -231,7 +234,7 @@ class Paced:
 
     def model(self) -> Path:
         """The folder of a model with this kind of cache, written if it is not there yet."""
-        return _write_model(self.profile.kind)
+        return _write_model(self.profile.kind, self.layers)
 
 
 def is_paced(device: str | None) -> bool:
@@ -239,13 +242,23 @@ def is_paced(device: str | None) -> bool:
     return device is not None and device.startswith(PACED)
 
 
-def parse(device: str, dilation: float = 1.0) -> Paced:
-    """A --device of the form paced:PROFILE. Raises BenchError, with the profiles there are."""
+def parse(device: str, dilation: float = 1.0, layers: int = LAYERS) -> Paced:
+    """A --device of the form paced:PROFILE, or paced:PROFILE@R with a disk that reads R GB/s and
+    writes in proportion. Raises BenchError, with the profiles there are.
+    """
     if not is_paced(device):
         raise BenchError(f"--device {device}: not of the form {PACED}PROFILE")
     if not 0.1 <= dilation <= 100:
         raise BenchError(f"--dilation {dilation:g}: must be from 0.1 to 100")
-    return Paced(profile.read(device.removeprefix(PACED)), dilation)
+    name, at, disk = device.removeprefix(PACED).partition("@")
+    try:
+        read = float(disk) if at else DISK_READ_GBYTES_PER_S
+    except ValueError:
+        read = math.nan
+    if not 0.01 <= read <= 1000:
+        raise BenchError(f"--device {device}: {disk!r} is no GB/s of a disk, from 0.01 to 1000")
+    write = read * DISK_WRITE_GBYTES_PER_S / DISK_READ_GBYTES_PER_S
+    return Paced(profile.read(name), dilation, read, write, layers=layers)
 
 
 def of_server(metrics: Iterable[Sequence[Any]]) -> Paced | None:
@@ -258,24 +271,25 @@ def of_server(metrics: Iterable[Sequence[Any]]) -> Paced | None:
     return None
 
 
-def _write_model(kind: str) -> Path:
-    target = models_dir() / f"paced-{kind}-{_WRITER}"
+def _write_model(kind: str, layers: int) -> Path:
+    name = f"paced-{kind}" if layers == LAYERS else f"paced-{kind}-{layers}-layers"
+    target = models_dir() / f"{name}-{_WRITER}"
     if (target / "kvtier_model.json").exists():
         return target
     small = write_model("tiny-llama")  # for its tokenizer
     try:
         draft = Path(tempfile.mkdtemp(prefix=f".paced-{kind}-", dir=target.parent))
-        for name in ("tokenizer.json", "generation_config.json"):
-            shutil.copy(small / name, draft)
+        for file in ("tokenizer.json", "generation_config.json"):
+            shutil.copy(small / file, draft)
         tokenizer = json.loads((small / "tokenizer_config.json").read_text(encoding="utf-8"))
         tokenizer["model_max_length"] = MOST_CONTEXT
-        config = {**_BASE, **_KINDS[kind][0]}
-        for name, data in (
+        config = {**_BASE, **_KINDS[kind][0], "num_hidden_layers": layers}
+        for file, data in (
             ("tokenizer_config.json", tokenizer),
             ("config.json", config),
-            ("kvtier_model.json", {"name": f"paced-{kind}", "paced": True}),
+            ("kvtier_model.json", {"name": name, "paced": True}),
         ):
-            (draft / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            (draft / file).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         draft.chmod(0o755)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)

@@ -146,8 +146,9 @@ def verdict(name: str, found: Mapping[str, Any]) -> list[str]:
 
 def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any]:
     """Figures that are published of these lines. `overrun` are shares of a step's time: p50 and p99
-    by step, and of all together. The scheduler's own processor time per step, and mismatches, are
-    beside.
+    by step, and of all together. The scheduler's own processor time per step, our tick's in it,
+    and mismatches, are beside. `tick_share` is the tick's over the time of all steps without
+    dilation.
     """
     rows = list(rows)
     steps = [row for row in rows if "step" in row]
@@ -157,6 +158,7 @@ def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any
     busy_s = sum(times)
     shares = sorted(one / max(seconds, 1e-6) for one, seconds in zip(lost, times, strict=True))
     total = sum(lost) / busy_s if busy_s else None
+    ticks = [1e3 * row["tick_s"] for row in steps if row.get("tick_s") is not None]
     return {
         "steps": len(steps),
         "busy_s": busy_s / dilation,
@@ -166,6 +168,9 @@ def figures(rows: Iterable[Mapping[str, Any]], dilation: float) -> dict[str, Any
         "overrun_by": {kind: _share(steps, kind) for kind in ("prefill", "decode")},
         "valid": None if total is None else total <= MOST_OVERRUN and not wrong,
         "scheduler_ms_per_step": _mean(row.get("scheduler_s") for row in steps),
+        "tick_ms_per_step": _mean(row.get("tick_s") for row in steps),
+        "tick_ms_p99": _at(sorted(ticks), 0.99),
+        "tick_share": _ticks(steps, dilation),
         "checking_ms_per_step": _mean(row.get("checking_s") for row in steps),
         "load_wait_s": sum(row.get("load_wait_s", 0.0) for row in steps) / dilation,
         "checked_tokens": sum(row.get("checked", 0) for row in steps),
@@ -182,6 +187,12 @@ def _share(steps: Sequence[Mapping[str, Any]], kind: str) -> float | None:
     mine = [row for row in steps if row["step"] == kind]
     busy_s = sum(row["seconds"] for row in mine)
     return sum(row["late_s"] + row["gap_s"] for row in mine) / busy_s if busy_s else None
+
+
+def _ticks(steps: Sequence[Mapping[str, Any]], dilation: float) -> float | None:
+    timed = [row for row in steps if row.get("tick_s") is not None]
+    busy_s = sum(row["seconds"] for row in timed) / dilation
+    return sum(row["tick_s"] for row in timed) / busy_s if busy_s else None
 
 
 def _mean(seconds: Iterable[float | None]) -> float | None:

@@ -180,6 +180,19 @@ class Signer:
         self._write(own, chain)
         return _tokens_of(chain)
 
+    def blank(self, slots: torch.Tensor) -> None:
+        """The rows of these slots say nothing any more."""
+        for buffer in self._buffers:
+            buffer.lanes.index_fill_(0, slots, 0)
+
+    def sign_layers(self, rid: str, slots: torch.Tensor, chain: torch.Tensor, layers: int) -> None:
+        """Signs the rows of the lowest `layers`, and checks those of all."""
+        low = tuple(f"layer {layer}," for layer in range(layers))
+        for buffer in self._buffers:
+            if buffer.name.startswith(low):
+                buffer.lanes.index_copy_(0, slots, buffer.signed(chain))
+        self._check(rid, slots, chain)
+
     def _extend(self, one: Extend) -> torch.Tensor:
         length, before = one.prefix.numel(), torch.zeros(1, dtype=torch.int64)
         if length:

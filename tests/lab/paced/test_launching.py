@@ -44,6 +44,18 @@ def test_the_disk_is_as_much_slower_as_bytes_are_fewer_and_times_longer():
     assert throttle["read_gbps"] == pytest.approx(6.4 * 8 / 512 / 2)
 
 
+def test_a_slower_disk_is_named_behind_the_profile():
+    paced = launching.parse("paced:h100-llama8b@1.6")
+    assert paced.profile.name == "h100-llama8b"
+    assert paced.document()["disk_gbytes_per_s"] == [1.6, 1.0]
+
+
+@pytest.mark.parametrize("disk", ["", "fast", "nan", "0", "-1"])
+def test_a_disk_that_is_no_rate_is_refused(disk):
+    with pytest.raises(BenchError, match="no GB/s of a disk"):
+        launching.parse(f"paced:h100-llama8b@{disk}")
+
+
 def test_every_arm_of_a_comparison_runs_on_the_same_paced_device(tmp_path):
     setup = Setup(
         model_path="/m",

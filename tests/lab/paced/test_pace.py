@@ -157,3 +157,14 @@ def test_a_reader_gives_every_line_once_and_waits_for_the_end_of_one(tmp_path):
         file.write(' tokens", "at": 2.0}\n')
     assert [row["at"] for row in reader.new()] == [2.0]
     assert reader.new() == []
+
+
+def test_the_time_of_our_own_tick_is_a_share_of_the_steps_time_without_dilation(tmp_path):
+    step = {"called": 0.0, "begin": 0.0, "end": 0.2, "returned": 0.1, "scheduler_s": 0.010}
+    rows = log(tmp_path / "log", {**step, "tick_s": 0.001}, {**step, "tick_s": 0.003})
+    found = pace.figures(rows, 2.0)
+    assert found["tick_ms_per_step"] == pytest.approx(2)
+    assert found["tick_ms_p99"] == pytest.approx(3)
+    assert found["tick_share"] == pytest.approx(0.004 / 0.2)
+    stock = pace.figures([{**row, "tick_s": None} for row in rows], 2.0)
+    assert (stock["tick_ms_per_step"], stock["tick_ms_p99"], stock["tick_share"]) == (None,) * 3

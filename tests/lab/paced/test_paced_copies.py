@@ -7,7 +7,7 @@ import torch
 
 from sgl_kvtier.lab.paced import clock
 from sgl_kvtier.lab.paced.clock import Link, Stream, StreamContext
-from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend
+from sgl_kvtier.lab.paced.copies import Copies, Damage, Pages, file_backend, nixl_backend
 from sgl_kvtier.runtime.cpu import copies as host_copies
 
 PAGE, LAYERS = 4, 3
@@ -117,14 +117,25 @@ def test_damage_on_purpose_changes_one_bit_of_the_named_tier_once(tier):
     assert damage.done is not None and tier in damage.done
 
 
+class Disk:
+    def __init__(self) -> None:
+        self.served: list[float] = []
+
+    def serve(self, nbytes: float) -> None:
+        self.served.append(nbytes)
+
+
+def test_a_batch_of_nixls_waits_for_the_disk_and_one_that_failed_does_not():
+    read, write = Disk(), Disk()
+    around = nixl_backend(read, write, 512.0)
+    buffers = [(0, 64), (64, 32)]
+    assert around(lambda *call: True, None, buffers, ["a", "b"], "READ") is True
+    assert around(lambda *call: False, None, buffers, ["a", "b"], "READ") is False
+    around(lambda *call: True, None, buffers[:1], ["a"], "WRITE")
+    assert (read.served, write.served) == ([96 * 512.0], [64 * 512.0])
+
+
 def test_a_file_page_waits_for_the_disk_and_a_missing_one_does_not():
-    class Disk:
-        def __init__(self) -> None:
-            self.served: list[float] = []
-
-        def serve(self, nbytes: float) -> None:
-            self.served.append(nbytes)
-
     class Files:
         def exists(self, key: str) -> bool:
             return key == "old"
