@@ -26,12 +26,17 @@ KINDS = (
     "kill",
     "switch",
     "hint",
+    "priority",
 )
 """Kinds of accidents, in order. Failed reads and writes; flipped bits; reads that come after their
 deadline; stored pages that are gone. Requests ended over HTTP, or by hanging up; caches emptied;
 SIGKILL and restart. Ways of restoring and bandwidths changed; hints, true or not, to a server that
-looks ahead.
+looks ahead. Requests of several priorities, by which SGLang orders them and takes back running
+ones.
 """
+
+PRIORITIES = (0, 0, 0, 5, 10)
+"""Those of requests; each is drawn."""
 
 MODES = ("both", "auto", "load", "both", "auto", "both")
 """Values that policy.restore is switched to: mostly ones that use both resources."""
@@ -152,6 +157,12 @@ class Chaos:
         )
         return rng.randrange(sessions), said
 
+    def priority_of(self, number: int) -> int | None:
+        """The priority of request `number`; None: it is sent without one."""
+        if "priority" not in self.kinds:
+            return None
+        return self._random("priority", number).choice(PRIORITIES)
+
     def pause_before(self, number: int) -> float:
         """Seconds a session waits before request `number`, where sessions are expected back."""
         return float(self._random("pause", number).choice((0.0, 0.2, 0.4, 0.4, 0.8)))
@@ -167,9 +178,11 @@ class Chaos:
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """Kinds from a command line: names with commas, `all` or `none`."""
+    """Kinds from a command line: names with commas, or `none`. `all` stands for all but priority,
+    with which the server's queue would have no order of ours.
+    """
     if text == "none":
         return ()
-    return (
-        KINDS if text == "all" else tuple(word.strip() for word in text.split(",") if word.strip())
-    )
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    named = [kind for word in words for kind in (KINDS[:-1] if word == "all" else (word,))]
+    return tuple(dict.fromkeys(named))

@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, lo
 from sgl_kvtier.lab.experiment.machine import made_with
 from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import MUST_BE_ZERO, Attempt, FuzzLog, counts
+from sgl_kvtier.lab.fuzz.remote import NAMES, Menace, fuzz_two, halves
 from sgl_kvtier.lab.fuzz.run import Asked, FuzzOptions, FuzzRun, calls_of, take_references
 from sgl_kvtier.lab.fuzz.scenes import SCENES, parse_scenes, play, scenes_table
 from sgl_kvtier.lab.fuzz.server import (
@@ -100,13 +102,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         metavar="A,B",
         help="what goes wrong: all, none, or of errors, corrupt, stall, holes, abort, disconnect, "
-        "flush, kill, switch, hint (default all)",
+        "flush, kill, switch, hint, priority (default all, which is all but priority)",
     )
     parser.add_argument(
         "--lookahead",
         action="store_true",
         help="the server looks ahead (docs/manual/lookahead.md): sessions pause between turns, "
         "hints are sent, its map is compared at the end",
+    )
+    parser.add_argument(
+        "--remote",
+        action="store_true",
+        help="two servers on one Mooncake store, whose master and owner are killed, stopped and "
+        "started again at random (needs the extra [remote])",
+    )
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="prefixes are restored by layers (lab.layer_parts) where the mode is auto",
     )
     parser.add_argument(
         "--fault-rank",
@@ -199,6 +212,8 @@ def run(args: argparse.Namespace) -> int:
             "--scene: scenes end by themselves; --scale says how long they are, not --requests, "
             "--restored or --minutes"
         )
+    if args.remote and scenes:
+        raise BenchError("--remote: not with --scene; leave one of them out")
     paced = _paced(args)
     if paced is not None and scenes:
         raise BenchError(f"--scene: {args.device} has none; leave --scene or --device out")
@@ -249,10 +264,15 @@ class Fuzzing:
     log: FuzzLog
     scenes: Sequence[str]
     played: list[dict[str, Any]] = field(default_factory=list)
+    remote: dict[str, int] = field(default_factory=dict)
+    """What the servers counted of a remote store."""
 
     def measure(self, folder: Path) -> None:
         """The answers to compare with, then the scenes, or sessions in trouble."""
         args, log = self.args, self.log
+        if args.remote:
+            self.remote |= _fuzz_remote(args, self.chaos, self.setup, self.sessions, log, folder)
+            return
         _reference(self.setup, self.sessions, log, folder)
         if not self.scenes:
             _fuzz(args, self.chaos, self.setup, self.sessions, log, folder)
@@ -280,6 +300,7 @@ class Fuzzing:
             "must_be_zero": list(MUST_BE_ZERO),
             "findings": self.log.findings,
             "scenes": self.played,
+            "remote": self.remote,
         }
 
     def is_sound(self) -> bool:
@@ -289,6 +310,7 @@ class Fuzzing:
         figures = counts(self.log)
         shown = bool(self.scenes) or figures["compared"] > 0
         shown = shown and (self.setup.paced is None or figures["checked_tokens"] > 0)
+        shown = shown and (not self.args.remote or self.remote.get("pages_read", 0) > 0)
         return shown and not any(figures[name] for name in MUST_BE_ZERO)
 
     def notes(self) -> list[str]:
@@ -305,6 +327,11 @@ class Fuzzing:
             "How restorations ended, by the servers' counters: "
             f"{figures['restorations'] or 'none'}",
             *([ahead] if figures["ahead"] else []),
+            *(
+                [f"The remote store, by the servers' counters: {self.remote}"]
+                if self.remote
+                else []
+            ),
             *([checked] if paced else []),
             *([] if figures["compared"] or self.scenes else [vain]),
             *self.log.findings[:10],
@@ -360,20 +387,7 @@ def _fuzz(
     place = folder / "fuzzed"
     shutil.rmtree(place / "storage", ignore_errors=True)
     server = FuzzServer(OURS, setup, place, log, sections(setup, chaos, args))
-    no_limit = args.requests is None and args.restored is None and args.minutes is None
-    options = FuzzOptions(
-        run=f"{args.seed}-{args.overlap}-{len(log.attempts)}",
-        chaos=chaos,
-        concurrency=args.concurrency,
-        requests=400 if no_limit else args.requests,
-        restored=args.restored,
-        seconds=None if args.minutes is None else args.minutes * 60,
-        deadline_s=args.deadline,
-        page_tokens=setup.page_size,
-        dilation=setup.dilation,
-        gbps_scale=1.0 if setup.paced is None else _PACED_GBPS / setup.paced.slower,
-        ahead=args.lookahead,
-    )
+    options = _options(args, chaos, setup, log)
     by_restored = options.requests is None and options.restored is not None
     total = options.restored if by_restored else options.requests
     try:
@@ -387,6 +401,84 @@ def _fuzz(
             asyncio.run(FuzzRun(options, server, sessions, log, advance).run())
     finally:
         server.stop()
+
+
+def _fuzz_remote(
+    args: argparse.Namespace,
+    chaos: Chaos,
+    setup: Setup,
+    sessions: Sequence[Sequence[Asked]],
+    log: FuzzLog,
+    folder: Path,
+) -> dict[str, int]:
+    whole = _options(args, chaos, setup, log)
+    servers: list[FuzzServer] = []
+    with Menace(log, args.seed) as menace:
+        try:
+            for name in NAMES:
+                shutil.rmtree(folder / name / "storage", ignore_errors=True)
+                more = menace.sections(sections(setup, chaos, args))
+                servers.append(FuzzServer(OURS, setup, folder / name, log, more))
+            _start_beside(servers, lambda: _reference(setup, sessions, log, folder))
+            with progress("fuzzing two servers", whole.requests, "requests") as shown:
+
+                def advance(attempt: Attempt) -> None:
+                    shown.advance(note=f"{attempt.mode}, {len(log.findings)} findings")
+
+                runs = [
+                    FuzzRun(one, server, sessions, log, advance)
+                    for one, server in zip(_two(whole), servers, strict=True)
+                ]
+                return asyncio.run(fuzz_two(runs, servers, menace))
+        finally:
+            for server in servers:
+                server.stop()
+
+
+def _start_beside(servers: Sequence[FuzzServer], work: Callable[[], None]) -> None:
+    """Starts servers, all together, while other work is done. When that fails they are stopped."""
+    with ThreadPoolExecutor() as beside:
+        starts = [beside.submit(server.start) for server in servers]
+        try:
+            work()
+        except BaseException:
+            for server in servers:
+                server.stop()  # what waits for them to be ready ends with that
+            raise
+        for one in starts:
+            one.result()
+
+
+def _two(whole: FuzzOptions) -> list[FuzzOptions]:
+    """The options of two servers with the requests together, each with accidents of its own."""
+    limits = zip(halves(whole.requests), halves(whole.restored), strict=True)
+    return [
+        replace(
+            whole,
+            run=f"{whole.run}-{name}",
+            chaos=replace(whole.chaos, seed=2 * whole.chaos.seed + place),
+            requests=requests,
+            restored=restored,
+        )
+        for place, (name, (requests, restored)) in enumerate(zip(NAMES, limits, strict=True))
+    ]
+
+
+def _options(args: argparse.Namespace, chaos: Chaos, setup: Setup, log: FuzzLog) -> FuzzOptions:
+    no_limit = args.requests is None and args.restored is None and args.minutes is None
+    return FuzzOptions(
+        run=f"{args.seed}-{args.overlap}-{len(log.attempts)}",
+        chaos=chaos,
+        concurrency=args.concurrency,
+        requests=400 if no_limit else args.requests,
+        restored=args.restored,
+        seconds=None if args.minutes is None else args.minutes * 60,
+        deadline_s=args.deadline,
+        page_tokens=setup.page_size,
+        dilation=setup.dilation,
+        gbps_scale=1.0 if setup.paced is None else _PACED_GBPS / setup.paced.slower,
+        ahead=args.lookahead,
+    )
 
 
 def _paced(args: argparse.Namespace) -> Paced | None:

@@ -248,7 +248,12 @@ class FuzzRun:
             name = _session_name(asked.session) if self._options.ahead else None
             task = asyncio.create_task(
                 self._client.generate(
-                    asked.ids, asked.outputs, rid=rid, session_id=name, logprobs=True
+                    asked.ids,
+                    asked.outputs,
+                    rid=rid,
+                    session_id=name,
+                    priority=self._options.chaos.priority_of(number),
+                    logprobs=True,
                 )
             )
             done = await self._meet(task, rid, accident)

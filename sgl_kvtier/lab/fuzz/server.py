@@ -23,7 +23,7 @@ from sgl_kvtier.lab.experiment.argtypes import setup_of, shape_of
 from sgl_kvtier.lab.experiment.arms import Setup, prepare
 from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.restore.server import STRICT
-from sgl_kvtier.lab.fuzz.chaos import Chaos
+from sgl_kvtier.lab.fuzz.chaos import Chaos, parse_kinds
 from sgl_kvtier.lab.fuzz.log import FuzzLog, suspicious
 from sgl_kvtier.lab.outside.model_shapes import check_heads
 from sgl_kvtier.lab.outside.server import Launch, Server, Usage, free_port
@@ -35,9 +35,17 @@ SCHEDULER = "sglang::scheduler"
 
 AHEAD = {"prefetch": "on", "eviction": "next-use", "sessions": True}
 """kvtier.json's policy of a server that looks ahead."""
+BY_LAYERS = "sgl_kvtier.lab.rules:ByLayers"
+_PARTS = 2
+"""Of the layers of every model that is fuzzed."""
 CHUNK, PACED_CHUNK = 256, 2048
 """Tokens of a prefill chunk, on a paced device too: small, so that there are many borders."""
 _SETTLED_TOKENS = 64
+_PRIORITIES = (
+    "--enable-priority-scheduling",
+    "--priority-scheduling-preemption-threshold=4",
+    "--retraction-policy=priority",
+)
 _IDLE_CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 _START_S = 400.0
 _DRAIN_S = 60.0
@@ -71,7 +79,8 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
     tokens = -(-tokens // page) * page
     if tokens < longest:
         raise BenchError(f"--device-tokens {tokens}: the longest request alone needs {longest}")
-    overlap = () if args.overlap == "on" else ("--disable-overlap-schedule",)
+    flags: tuple[str, ...] = () if args.overlap == "on" else ("--disable-overlap-schedule",)
+    flags += _PRIORITIES if "priority" in parse_kinds(args.chaos) else ()
     return setup_of(
         args,
         shape,
@@ -81,7 +90,7 @@ def make_setup(args: argparse.Namespace, model: Path, chosen: Load) -> Setup:
         host_ratio=args.host_ratio,
         prefetch_threshold=2 * page,
         max_running=max(args.concurrency, 8),
-        extra=(*overlap, *args.server_arg),
+        extra=(*flags, *args.server_arg),
     )
 
 
@@ -99,9 +108,13 @@ def sections(setup: Setup, chaos: Chaos, args: argparse.Namespace) -> dict[str, 
         "load_tokens": few,
     }
     policy |= AHEAD if args.lookahead else {}
-    lab = {"throttle": {"read_gbps": 1.0}}
+    lab: dict[str, Any] = {"throttle": {"read_gbps": 1.0}}
     if setup.paced is not None:
         lab = setup.paced.sections()["lab"]
+    if args.layers:
+        policy |= {"restore": "auto", "rules": BY_LAYERS}
+        lab["layer_parts"] = _PARTS
+    if setup.paced is not None:
         faults |= {"stall_ms": faults.get("stall_ms", 0.0) * setup.dilation}
     return {"policy": policy, "lab": {**lab, "faults": faults}}
 

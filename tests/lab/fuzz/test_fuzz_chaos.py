@@ -67,8 +67,14 @@ def test_a_run_may_begin_with_settings_that_are_named() -> None:
     assert [chaos.switch_at(n) for n in range(3)] == [("both", None), None, None]
 
 
+def test_requests_have_priorities_where_the_server_is_to_order_them_by_those() -> None:
+    assert {Chaos(parse_kinds("priority")).priority_of(n) for n in range(100)} == {0, 5, 10}
+    assert {Chaos(parse_kinds("all")).priority_of(n) for n in range(100)} == {None}
+
+
 def test_kinds_are_named_on_the_command_line() -> None:
-    assert parse_kinds("all") == KINDS
+    assert parse_kinds("all") == tuple(kind for kind in KINDS if kind != "priority")
+    assert parse_kinds("all, priority") == KINDS
     assert parse_kinds("abort, flush") == ("abort", "flush")
     with pytest.raises(BenchError, match="no kind named fire"):
         Chaos(parse_kinds("abort,fire"))

@@ -61,7 +61,7 @@ def test_a_log_keeps_what_was_compared(tmp_path: Path) -> None:
 
 
 def test_a_server_gets_the_modelled_disk_and_trouble_at_its_own_pace() -> None:
-    args = argparse.Namespace(fault_rank=None, lookahead=False)
+    args = argparse.Namespace(fault_rank=None, lookahead=False, layers=False)
     found = sections(SETUP, Chaos(), args)
     assert found["policy"]["load_deadline_s"] == 0.2
     assert found["policy"]["min_restore_tokens"] == found["policy"]["load_tokens"] == 128

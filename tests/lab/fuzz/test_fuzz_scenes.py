@@ -20,6 +20,7 @@ def test_scenes_are_named_on_the_command_line_and_played_in_their_own_order() ->
             parse_scenes(text)
 
 
+@pytest.mark.slow
 def test_a_sound_server_is_found_sound_after_every_scene(tmp_path: Path) -> None:
     scenes = ["--scene", "storm,slow-disk,restarts", "--scale", "0.02", "--concurrency", "2"]
     done = run_child(tmp_path, *SMALL, *scenes)
