@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +26,9 @@ from sgl_kvtier.console import (
     write_text,
 )
 from sgl_kvtier.errors import ConfigError, KVTierError
-from sgl_kvtier.lab.pages.timeline import log_lines
+from sgl_kvtier.lab import sim_network
+from sgl_kvtier.lab.pages.compare.tables import declined_table
+from sgl_kvtier.lab.pages.timeline import whole_lines
 from sgl_kvtier.lab.sim.arrivals import Pace
 from sgl_kvtier.lab.sim.cells import (
     NULL,
@@ -38,6 +40,7 @@ from sgl_kvtier.lab.sim.cells import (
     as_rows,
     split_null,
 )
+from sgl_kvtier.lab.sim.declined import by_reason, declined
 from sgl_kvtier.lab.sim.experiment import Load, Machine, outcome, over_draws, run_policy
 from sgl_kvtier.lab.sim.hardware import known_hardware, known_models
 from sgl_kvtier.lab.sim.log_pictures import log_html
@@ -55,9 +58,9 @@ _QUICK_POLICIES = "stock,cake,cacheflow,kvtier,oracle"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds `run`, `paper`, `replay-log` and `list` with their options."""
+    """Adds `run`, `network`, `paper`, `replay-log` and `list` with their options."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="{run,paper,replay-log,list}"
+        dest="action", required=True, metavar="{run,network,paper,replay-log,list}"
     )
 
     running = actions.add_parser("run", help="a workload on a simulated machine, policy by policy")
@@ -190,6 +193,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of them, as SGLang without --enable-mixed-chunk, which restoration refuses)",
     )
 
+    network = actions.add_parser(
+        "network", help="several servers that share pages over one network, by number of servers"
+    )
+    sim_network.add_arguments(network)
+
     paper = actions.add_parser("paper", help="a paper's tables: printed, ours, deviation")
     paper.add_argument("paper", choices=PAPERS)
     paper.add_argument(
@@ -219,12 +227,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --html: this request's; may be given again (default: the longest)",
     )
 
+    replaying.add_argument(
+        "--declined",
+        action="store_true",
+        help="show the offers that were declined, by reason, and how often that was right",
+    )
+
     actions.add_parser("list", help="policies, machines, models and papers there are")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carries out one `kvtier sim` command; the exit status. Raises KVTierError."""
-    return {"run": _run, "paper": _paper, "replay-log": _replay, "list": _list}[args.action](args)
+    actions = {
+        "run": _run,
+        "network": sim_network.run,
+        "paper": _paper,
+        "replay-log": _replay,
+        "list": _list,
+    }
+    return actions[args.action](args)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -380,9 +401,9 @@ def _replay(args: argparse.Namespace) -> int:
     if args.html:
         check_target(args.html)
         with _opened(args.log) as log:
-            write_text(log_html(_whole_lines(log), str(args.log), args.rid), args.html)
+            write_text(log_html(whole_lines(log), str(args.log), args.rid), args.html)
     with _opened(args.log) as log:
-        replayed = replay(_whole_lines(log))
+        replayed = replay(whole_lines(log))
     if replayed.difference is not None:
         print(f"{args.log}: {replayed.difference}", file=sys.stderr)
         return 1
@@ -394,6 +415,9 @@ def _replay(args: argparse.Namespace) -> int:
         print(f"The planner failed {replayed.failures} times, as it did when the log was written.")
     if replayed.questions:
         print(f"It was asked {replayed.questions} times between steps, and gave the same answers.")
+    if args.declined:
+        with _opened(args.log) as log:
+            print_table(declined_table(by_reason(declined(whole_lines(log)))))
     return 0
 
 
@@ -402,11 +426,6 @@ def _opened(path: Path) -> TextIO:
         return path.open(encoding="utf-8")
     except OSError as error:
         raise KVTierError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _whole_lines(log: TextIO) -> Iterator[str]:
-    """Without a last line that its writer had not ended."""
-    return (line for line in log_lines(log) if line.strip() and line.endswith("\n"))
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""The time of one planner step on this machine's clock: `python -m sgl_kvtier.lab.papers.step_time
-[STEPS]`.
+"""The time of one planner step on this machine's clock, or what its map takes of memory: `python -m
+sgl_kvtier.lab.papers.step_time [STEPS | memory [PAGES]]`.
 
 The scene is a scheduler with many waiting requests and a map filled with a given number of pages.
 Between two steps, facts arrive as an engine would report them: chunks start and end, loads land,
@@ -9,10 +9,15 @@ need. Wall-clock time beyond it was spent by other programs.
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+
+import psutil
 
 from sgl_kvtier.console import Column, Table, print_table
 from sgl_kvtier.lab.pages.stats import percentile
@@ -273,8 +278,56 @@ def measure(scene: Scene, steps: int = 2000) -> dict[str, float]:
     }
 
 
+_SESSION_PAGES = 1024
+
+
+def memory(pages: int, kind: str) -> int:
+    """Bytes that a planner takes for this number of pages, with their keys: by what the process
+    grows.
+
+    `kind`: `stored` pages are in storage alone. Those of `sessions` are on the device and in
+    storage, and belong to idle sessions that are expected back.
+    """
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    engine = EngineShape(_PAGE_TOKENS, _PAGE_BYTES, _STEP_TOKENS)
+    planner = make_planner(replace(AHEAD, map_pages=2 * pages), engine, _PROFILE)
+    for number in range(pages // _SESSION_PAGES):
+        rid = f"s{number}"
+        keys = tuple(_key(rid, place) for place in range(_SESSION_PAGES))
+        if kind == "sessions":
+            tokens = _SESSION_PAGES * _PAGE_TOKENS
+            planner.observe(RequestArrived(rid, 0.0, tokens, keys, rid))
+            planner.observe(PagesPlaced(keys, Tier.DEVICE, 0.0))
+        planner.observe(PagesPlaced(keys, Tier.STORAGE, 0.0))
+        if kind == "sessions":
+            planner.observe(RequestFinished(rid, 1.0, keys=keys))
+    planner.step(StepView(2.0, free_pages={Tier.DEVICE: 0, Tier.HOST: 0, Tier.STORAGE: 1 << 30}))
+    gc.collect()
+    return psutil.Process().memory_info().rss - before
+
+
+def _print_memory(pages: int) -> int:
+    rows = []
+    for kind in ("stored", "sessions"):
+        # each in a process of its own: what one has freed the next would take for nothing
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            nbytes = pool.submit(memory, pages, kind).result()
+        rows.append({"kind": kind, "pages": pages, "mib": nbytes / 2**20, "each": nbytes / pages})
+    columns = [
+        Column("kind", "Pages"),
+        Column("pages", "Known"),
+        Column("mib", "Memory", "MiB", 0),
+        Column("each", "Each", "bytes", 0),
+    ]
+    print_table(Table("Map and planner", columns, rows))
+    return 0
+
+
 def main(arguments: Sequence[str]) -> int:
     """Prints the table; the first argument is the number of steps."""
+    if arguments[:1] == ["memory"]:
+        return _print_memory(int(arguments[1]) if len(arguments) > 1 else 1_000_000)
     steps = int(arguments[0]) if arguments else 2000
     sizes = [(256, known) for known in (65_536, 100_000, 1_000_000)] + [
         (4, known) for known in (1_024, 10_000, 100_000, 1_000_000)

@@ -115,7 +115,7 @@ class Operation:
     """Pages of its prefix below the device, in host memory or storage."""
     since: float
     """When it was enqueued, in seconds."""
-    batches: list[Span] = field(default_factory=list)
+    batches: list[tuple[Span, Tier]] = field(default_factory=list)
     moving: dict[PageKey, None] = field(default_factory=dict)
     asked: bool = False
     """Its turn to be fetched has come."""
@@ -180,8 +180,13 @@ class StockHiCache:
         assert self._keys.get(offer.rid), (
             f"{offer.rid}: stock HiCache moves pages by name; give the request keys"
         )
-        cuts = [*range(first, offer.pages, self.settings.batch_pages), offer.pages]
-        batches = [Span(low, high) for low, high in itertools.pairwise(cuts)]
+        batches = [
+            (Span(low, high), tier)
+            for span, tier in _stored(offer, first)
+            for low, high in itertools.pairwise(
+                (*range(span.start, span.stop, self.settings.batch_pages), span.stop)
+            )
+        ]
         pages = offer.pages - offer.resident
         self.operations[offer.rid] = Operation(offer.rid, pages, now, batches)
         return RestoreStart(offer.rid, Mode.LOAD, "prefetch")
@@ -198,10 +203,10 @@ class StockHiCache:
         operation = next((one for one in self.reading_order(view) if one.batches), None)
         if operation is None:
             return ()
-        span = operation.batches.pop(0)
+        span, tier = operation.batches.pop(0)
         keys = self._keys[operation.rid][span.start : span.stop]
         operation.moving = dict.fromkeys(keys)
-        return (Move(keys, Tier.STORAGE, Tier.HOST, operation.rid),)
+        return (Move(keys, tier, Tier.HOST, operation.rid),)
 
     def ended(self, operation: Operation, now: float) -> bool:
         """Whether its prefetch is over: complete, or ended by the policy now that the request could
@@ -216,3 +221,19 @@ class StockHiCache:
         if policy is Stop.BEST_EFFORT or late:
             operation.batches.clear()
         return not operation.batches and not operation.moving
+
+
+def _stored(offer: RestoreOffered, first: int) -> list[tuple[Span, Tier]]:
+    """Pages from `first` on in runs by where they are read from. A prefetch goes on over pages in
+    host memory that lie between.
+    """
+    runs: list[tuple[Span, Tier]] = []
+    for span, tier in offer.sources:
+        below = Tier.REMOTE if tier is Tier.REMOTE else Tier.STORAGE
+        if span.stop <= first:
+            continue
+        if runs and runs[-1][1] is below:
+            runs[-1] = (Span(runs[-1][0].start, span.stop), below)
+        else:
+            runs.append((Span(max(span.start, first), span.stop), below))
+    return runs

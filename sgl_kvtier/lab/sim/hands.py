@@ -10,8 +10,9 @@ import simpy
 
 from sgl_kvtier.lab.sim.caches import Caches
 from sgl_kvtier.lab.sim.live import Live, Restoring
+from sgl_kvtier.lab.sim.memory import TierMemory
 from sgl_kvtier.lab.sim.transfers import Transfer, Transfers
-from sgl_kvtier.policy.messages import Fact, Load, Mode, PagesLost, StepPlan, TransferDone
+from sgl_kvtier.policy.messages import Fact, Load, PagesLost, StepPlan, TransferDone
 from sgl_kvtier.policy.restore.modes import LINK_OF
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
@@ -29,6 +30,7 @@ class Hands:
         *,
         staged: bool,
         write_down: bool,
+        shared: TierMemory | None = None,
     ) -> None:
         self._env = env
         self._transfers = transfers
@@ -37,7 +39,7 @@ class Hands:
         self._staged = staged
         self._write_down = write_down
         self._facts: list[Fact] = []
-        self.caches = Caches(capacities, transfers, page_bytes, self.tell, lambda: env.now)
+        self.caches = Caches(capacities, transfers, page_bytes, self.tell, lambda: env.now, shared)
         self.loading = 0
         """Loads asked for and not ended."""
         self.wake: Callable[[], None] = lambda: None
@@ -206,9 +208,9 @@ class Hands:
             live = lives.get(start.rid)
             assert live is not None and live.offered is not None, f"{start} answers no offer"
             live.result.restore_mode = start.mode.value
-            if start.mode is not Mode.COMPUTE and live.left:
+            if start.mode.restores and live.left:
                 live.fetching = True
-            elif start.mode is not Mode.COMPUTE:
+            elif start.mode.restores:
                 live.restoring = live.offered
         for live in lives.values():
             self._close_offer(live)

@@ -200,6 +200,6 @@ class TwoAxes:
             left = self._layers[rid]
             left.back -= 1
             span = Span(left.back, left.back + 1)
-            found.append(Load(rid, span, Tier.REMOTE, Link.STORAGE_TO_DEVICE, _NEVER_S))
+            found.append(Load(rid, span, Tier.STORAGE, Link.STORAGE_TO_DEVICE, _NEVER_S))
             self._loaded_at += left.tokens_each * self._token_s
         return tuple(found)

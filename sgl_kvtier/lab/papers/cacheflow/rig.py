@@ -217,7 +217,7 @@ def _request(rid: str, prompt: Prompt, page: int, rig_: Rig, threshold: float) -
     prefix, new = prompt.prefix // page * page, max(1, prompt.new)
     own = ByLayers(prefix, rig_.layers) if page <= prefix < threshold else None
     units = prefix // page if own is None else own.layers
-    cached = ((Span(0, units), Tier.REMOTE),) if units else ()
+    cached = ((Span(0, units), Tier.STORAGE),) if units else ()
     return SimRequest(rid, prompt.arrival_s, units * page + new, cached=cached, by_layers=own)
 
 
