@@ -52,6 +52,13 @@ COMMANDS = {
         "  kvtier compare lookahead --oversubscription 1.5,3,5 --gaps 0,1 --json out.json --html "
         "out.html",
     ),
+    "compare remote": Command(
+        "sgl_kvtier.lab.experiment.scenarios.remote",
+        "sessions that begin on one server and go on at another, over one Mooncake store, at the "
+        "speed of a network",
+        "kvtier compare remote --quick\n  kvtier compare remote --tokens 4096 --gbps 0,1 --json "
+        "out.json --html out.html",
+    ),
     "compare sweep": Command(
         "sgl_kvtier.lab.experiment.scenarios.sweep",
         "compare at rising load: throughput against time to first token, for every arm",

@@ -8,6 +8,8 @@ for servers that are started with them to measure what a rule is worth.
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     Uncharged                       kvtier's, computing not made dearer by requests that wait
     ByArrival                       kvtier's, requests computed in the order they came
+    GivesWay                        kvtier's, a prompt in chunks is set aside for a shorter one
+    ByLayers                        lower layers of a whole prefix computed, upper ones loaded
     InTurn                          one of these at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
     K0, K1, K2 ...                  kvtier's, with that many iterations of lookahead
@@ -21,11 +23,11 @@ import re
 from collections.abc import Iterable, KeysView, Mapping, Sequence
 
 from sgl_kvtier.outside import refusal
-from sgl_kvtier.policy.ahead.charge import TWO_HOPS
+from sgl_kvtier.policy.ahead.charge import hops
 from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.policy.pages.owners import Owners
 from sgl_kvtier.policy.rules import Desk, Rules, ToCome, Waiting, Ways
-from sgl_kvtier.types import Link, Tier
+from sgl_kvtier.types import Tier
 
 _K = re.compile(r"K(\d{1,4})", re.ASCII)
 
@@ -81,6 +83,29 @@ class ByArrival(Rules):
     overtaking = 0.0
 
 
+class GivesWay(Rules):
+    """kvtier's, with a prompt that is prefilled in chunks set aside for a shorter one."""
+
+    gives_way = True
+
+
+class ByLayers(Rules):
+    """CacheFlow's layer axis (section 3.1), for every prefix: lower layers are computed for all its
+    tokens while upper ones are loaded, from the top down. For servers with `lab.layer_parts`;
+    others, and simulated ones, compute.
+    """
+
+    def mode(self, ways: Ways) -> tuple[Mode, str]:
+        """By layers."""
+        del ways
+        return Mode.LAYERS, "rule"
+
+    def leave(self, ways: Ways) -> str | None:
+        """None is left."""
+        del ways
+        return None
+
+
 IN_TURN: Mapping[str, type[Rules]] = {
     "kvtier": Rules,
     "cake": Cake,
@@ -89,6 +114,8 @@ IN_TURN: Mapping[str, type[Rules]] = {
     "shortest-io-first": ShortestFirst,
     "uncharged": Uncharged,
     "by-arrival": ByArrival,
+    "gives-way": GivesWay,
+    "layers": ByLayers,
 }
 """Rules of restoring that a server may have in turn, by the name of their arm."""
 
@@ -146,8 +173,7 @@ class TierKV(Rules):
                 within = near if tier is Tier.HOST else far
                 if tier is None or turn.steps > within or desk.paused(turn):
                     continue
-                links = (Link.HOST_TO_DEVICE,) if tier is Tier.HOST else TWO_HOPS
-                transfer_s = sum(map(desk.page_s, links))
+                transfer_s = sum(map(desk.page_s, hops(tier)))
                 window_s = within * desk.iteration_s + self.scheduling_slack_s
                 desk.judge(turn, len(span), transfer_s, window_s)
                 if transfer_s <= window_s:

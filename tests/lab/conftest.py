@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 from commands import Command, Done, environment, result_in, with_files
 from fake_arms import ThreadServer
+from fake_engine import FakeCluster, FakeEngine
 from fake_sglang import FakeServer
 
 from sgl_kvtier.cli import main
-from sgl_kvtier.lab.experiment import frame, rounds
+from sgl_kvtier.lab.experiment import arms, frame, rounds
+from sgl_kvtier.lab.experiment.remote import run as remote_run
 from sgl_kvtier.lab.experiment.restore import server as restore_server
 from sgl_kvtier.lab.experiment.restore.trial import Trials
+from sgl_kvtier.lab.experiment.scenarios import remote as remote_scenario
 from sgl_kvtier.lab.experiment.scenarios import restore_batches, restore_grid
 from sgl_kvtier.lab.fuzz import run as fuzz_run
 from sgl_kvtier.lab.fuzz import server as fuzz_server
@@ -35,9 +38,14 @@ def kvtier() -> Iterator[Command]:
     """
     patch = pytest.MonkeyPatch()
     patch.setattr(frame, "missing_packages", lambda: [])
-    for module in (rounds, restore_server, fuzz_server):
+    for module in (rounds, restore_server, fuzz_server, remote_run):
         patch.setattr(module, "Server", ThreadServer)
     patch.setattr(rounds, "LOOK_S", 0.01)
+    patch.setattr(remote_run, "LOOK_S", 0.01)
+    patch.setattr(remote_run, "Cluster", FakeCluster)
+    patch.setattr(rounds, "Servers", FakeEngine)
+    for module in (arms, remote_scenario):
+        patch.setattr(module, "missing_engine", lambda: "")
     quick = functools.partial(Trials, unwatched_s=0.0, pace=lambda: 1.0)
     patch.setattr(restore_grid, "Trials", quick)
     patch.setattr(

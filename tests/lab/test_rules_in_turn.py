@@ -14,8 +14,8 @@ NUMBERS = [name for name, own in vars(Rules).items() if isinstance(own, int | fl
 class Slow:
     """Two ways that are as long as each other, known, on a device with room."""
 
-    known, learns, in_host, crowded = True, False, False, True
-    compute_s, load_s, both_s = 1.0, 1.0, 0.5
+    known, learns, in_host, crowded, shared = True, False, False, True, False
+    compute_s, load_s, both_s, own_s = 1.0, 1.0, 0.5, 0.0
 
 
 class One:

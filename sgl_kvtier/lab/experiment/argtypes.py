@@ -107,9 +107,9 @@ PACED_SERVER: _Options = {
     **SERVER,
     "device": {
         "type": any_device,
-        "metavar": "cpu|cuda|paced:PROFILE",
+        "metavar": "cpu|cuda|paced:PROFILE[@GB/s]",
         "help": "default: cuda where there is an NVIDIA device. paced: computes nothing and takes the "
-        "time of an accelerator (sgl_kvtier/lab/paced)",
+        "time of an accelerator, with a disk that reads 6.4 GB/s or what follows the @ (sgl_kvtier/lab/paced)",
     },
     "dilation": {
         "type": above_nought,

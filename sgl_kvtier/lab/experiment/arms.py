@@ -13,27 +13,42 @@ from pathlib import Path
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.outside import nixl
 from sgl_kvtier.lab.outside.server import Launch
-from sgl_kvtier.lab.paced.launching import LOG, Paced, is_paced, parse
-from sgl_kvtier.launch import cache_flags, device_flags, storage_flags
+from sgl_kvtier.lab.paced.launching import LAYERS, LOG, Paced, is_paced, parse
+from sgl_kvtier.launch import HOST, cache_flags, device_flags, storage_flags
+from sgl_kvtier.remote.servers import missing_engine
 
 BASELINE = "recompute"
 OURS = "kvtier"
+NIXL = "hicache-nixl"
+MOONCAKE = "hicache-mooncake"
 NOT_RESTORED = "kvtier-off"
+ORACLE = "oracle"
+"""An arm that `oracle` makes, not one of `ARMS`."""
 ARMS = {
     BASELINE: "radix cache on the device only: what was evicted is computed again",
     "hicache": "SGLang's HiCache with its host pool, no storage",
     "hicache-file": "HiCache with its host pool and SGLang's own file backend as storage",
+    NIXL: "HiCache with its host pool and SGLang's own NIXL backend as storage: its POSIX plugin on files",
+    MOONCAKE: "HiCache with its host pool and SGLang's own Mooncake backend as storage: a master and an owner of memory on this host",
     NOT_RESTORED: "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
     OURS: "HiCache with its host pool and kvtier as storage",
 }
 """Every arm and what it is. The order is the one results are shown in."""
 
-DEFAULT_ARMS = tuple(arm for arm in ARMS if arm != NOT_RESTORED)
+DEFAULT_ARMS = tuple(arm for arm in ARMS if arm not in (NIXL, MOONCAKE, NOT_RESTORED))
 """Those compared unless others are named."""
 
-STORAGE_ARMS = ("hicache-file", NOT_RESTORED, OURS)
-_STORED_AS = {"hicache-file": "file", NOT_RESTORED: "kvtier", OURS: "kvtier"}
+DECISIONS = "decisions.jsonl"
+_STORED_AS = {
+    "hicache-file": "file",
+    NIXL: "nixl",
+    MOONCAKE: "mooncake",
+    NOT_RESTORED: "kvtier",
+    OURS: "kvtier",
+}
+STORAGE_ARMS = tuple(_STORED_AS)
 
 
 @dataclass(frozen=True)
@@ -51,8 +66,8 @@ class Variant:
 @dataclass(frozen=True)
 class Setup:
     """Settings that all arms have in common. None leaves a choice to SGLang. `sections` are more of
-    kvtier.json, for our arms; `dilation` is a paced device's; `variants` are arms beside those of
-    `ARMS`.
+    kvtier.json, for our arms; `dilation` and `paced_layers` are a paced device's; `variants` are
+    arms beside those of `ARMS`.
     """
 
     model_path: str
@@ -73,12 +88,19 @@ class Setup:
     extra: tuple[str, ...] = ()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dilation: float = 1.0
+    paced_layers: int = LAYERS
     variants: Mapping[str, Variant] = field(default_factory=dict)
+    decisions: bool = False
+    """Whether our arms write their planner's decisions down, into `DECISIONS` of their folders."""
+    master: str = ""
+    """Where Mooncake's master listens, as host:port, for the arm that is SGLang's own backend."""
 
     @property
     def paced(self) -> Paced | None:
         """The paced device that servers run on, if it is one."""
-        return parse(self.device, self.dilation) if is_paced(self.device) else None
+        if not is_paced(self.device):
+            return None
+        return parse(self.device, self.dilation, self.paced_layers)
 
     @property
     def host(self) -> str:
@@ -91,6 +113,11 @@ class Setup:
         pool.
         """
         return None if self.device_tokens is None else int(self.device_tokens * self.host_ratio)
+
+
+def oracle(tokens: int) -> Variant:
+    """The arm without a cache beside the device, whose device pool has this number of tokens."""
+    return Variant(BASELINE, "the device pool holds everything: nothing is evicted", {}, tokens)
 
 
 def storage_folder(folder: Path) -> Path:
@@ -124,13 +151,25 @@ def prepare(arm: str, setup: Setup, folder: Path) -> Launch:
         if arm == "hicache-file":
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
             env["SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"] = str(setup.storage_bytes)
+        if arm == NIXL:
+            env[nixl.FOLDER] = str(storage)
     return Launch((*flags, *setup.extra), env)
+
+
+def missing(arm: str) -> str | None:
+    """Why this arm cannot be started here; None where nothing speaks against it. Takes seconds."""
+    return nixl.missing() if arm == NIXL else missing_engine() if arm == MOONCAKE else None
+
+
+def kind_of(arm: str, setup: Setup) -> str:
+    """The arm of `ARMS` that this one is, or is a variant of."""
+    variant = setup.variants.get(arm)
+    return arm if variant is None else variant.kind
 
 
 def has_storage(arm: str, setup: Setup) -> bool:
     """Whether an arm keeps a storage tier."""
-    variant = setup.variants.get(arm)
-    return (arm if variant is None else variant.kind) in STORAGE_ARMS
+    return kind_of(arm, setup) in STORAGE_ARMS
 
 
 def check_arms(arms: Sequence[str], more: Collection[str] = ()) -> None:
@@ -225,10 +264,20 @@ def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object
     settings: dict[str, object] = {"prefetch_threshold": setup.prefetch_threshold}
     if setup.paced is not None:
         settings |= setup.paced.settings()
+    if arm == NIXL:
+        settings |= nixl.SETTINGS
+    if arm == MOONCAKE:
+        # The memory is an owner's: that of a server goes with the server.
+        settings |= {"master_server_address": setup.master, "local_hostname": HOST}
+        settings |= {"metadata_server": "P2PHANDSHAKE", "protocol": "tcp"}
+        settings["global_segment_size"] = 0
     if _STORED_AS[arm] == "kvtier":
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
         settings |= setup.sections
     if arm == NOT_RESTORED:
         own = {"restore": "off", "prefetch": "off", "eviction": "lru"}
         settings["policy"] = {**setup.sections.get("policy", {}), **own}
+    elif _STORED_AS[arm] == "kvtier" and setup.decisions:
+        log = {"decision_log": str(storage.parent.absolute() / DECISIONS)}
+        settings["policy"] = {**setup.sections.get("policy", {}), **log}
     return settings

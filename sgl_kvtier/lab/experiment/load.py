@@ -92,6 +92,16 @@ class Load:
         }
 
 
+def undisturbed_tokens(load: Load, page: int) -> int:
+    """The device pool in which nothing is evicted: all contexts, what was generated beside what the
+    trace goes on with, and room for the longest request.
+    """
+    generated = sum(int(row["output_tokens"]) for row in load.rows)
+    tokens = int((load.context_tokens + generated) * 1.1)
+    tokens += len(load.sessions) * 4 * page + load.longest_tokens
+    return -(-tokens // page) * page
+
+
 def choose_encoder(model_path: Path, divisor: int) -> Encoder:
     """The scaled-down byte encoder for a lab model, the model's own tokenizer for any other."""
     if (model_path / "kvtier_model.json").exists():

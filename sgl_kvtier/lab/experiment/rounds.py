@@ -22,8 +22,17 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import psutil
 
 from sgl_kvtier.console import Progress, progress
-from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import Setup, check_arms, has_storage, prepare, storage_folder
+from sgl_kvtier.errors import BenchError, StoreError
+from sgl_kvtier.lab.experiment.arms import (
+    MOONCAKE,
+    Setup,
+    check_arms,
+    has_storage,
+    kind_of,
+    missing,
+    prepare,
+    storage_folder,
+)
 from sgl_kvtier.lab.experiment.load import Load
 from sgl_kvtier.lab.experiment.log import Log
 from sgl_kvtier.lab.experiment.machine import CpuWatch
@@ -33,6 +42,7 @@ from sgl_kvtier.lab.outside.model_shapes import BYTES
 from sgl_kvtier.lab.outside.replay import ReplayOptions, SampleLog, replay
 from sgl_kvtier.lab.outside.server import Server, stop_servers
 from sgl_kvtier.lab.paced import launching, pace
+from sgl_kvtier.remote.servers import Servers
 
 SERVER_BYTES = 7 << 29
 """Memory one lab server needs: 3.4 GiB were measured (its three processes, shared pages counted
@@ -150,10 +160,22 @@ class RoundLog(Log):
 
 @dataclass
 class Up:
-    """Servers that are up, by arm, and the arms that have been warmed up."""
+    """Servers that are up, by arm, and the arms that have been warmed up. `engines` are the masters
+    and owners of memory that arms have of their own.
+    """
 
     servers: dict[str, Server] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
+    engines: dict[str, Servers] = field(default_factory=dict)
+
+    def stop(self, arm: str) -> None:
+        """Ends an arm's server, if it is up, and what it has of its own."""
+        server, engine = self.servers.pop(arm, None), self.engines.pop(arm, None)
+        self.warm.discard(arm)
+        if server is not None:
+            server.stop()
+        if engine is not None:
+            engine.stop()
 
 
 @contextlib.contextmanager
@@ -164,6 +186,8 @@ def servers_up() -> Iterator[Up]:
         yield up
     finally:
         stop_servers(list(up.servers.values()))
+        for engine in up.engines.values():
+            engine.stop()
 
 
 class Rounds:
@@ -186,14 +210,13 @@ class Rounds:
         self._outcome = outcome
         self._log = log or RoundLog()
         self._up = up
-        self._servers: dict[str, Server] = {}
-        self._warm: set[str] = set()
+        self._now = Up()
 
     def run(self) -> None:
         """All rounds. Raises BenchError when every arm failed."""
         plan, outcome = self._plan, self._outcome
         with servers_up() if self._up is None else contextlib.nullcontext(self._up) as up:
-            self._servers, self._warm = up.servers, up.warm
+            self._now = up
             if self._together():
                 self._start_all()
             self._run_rounds()
@@ -206,12 +229,12 @@ class Rounds:
             return plan.together
         if plan.setup.host != "cpu":
             return False  # each server takes most of the accelerator's memory
-        needed = SERVER_BYTES * len([arm for arm in plan.arms if arm not in self._servers])
+        needed = SERVER_BYTES * len([arm for arm in plan.arms if arm not in self._now.servers])
         needed += 1 << 30 if needed else 0
         return psutil.virtual_memory().available >= needed
 
     def _start_all(self) -> None:
-        arms = [a for a in self._plan.arms if self._is_left(a) and a not in self._servers]
+        arms = [a for a in self._plan.arms if self._is_left(a) and a not in self._now.servers]
         if not arms:
             return
         with progress("starting servers", len(arms), "ready") as shown:
@@ -219,7 +242,7 @@ class Rounds:
             for arm in arms:
                 with self._carrying_on(arm, shown):
                     self._start(arm)
-            for arm in [arm for arm in arms if arm in self._servers]:
+            for arm in [arm for arm in arms if arm in self._now.servers]:
                 with self._carrying_on(arm, shown):
                     self._await(arm)
                     shown.advance(note=f"{arm} ready")
@@ -276,18 +299,15 @@ class Rounds:
         except BenchError as error:
             self._outcome.failures[arm] = str(error)
             shown.say(f"{error}\nGoing on without {arm}.")
-            server = self._servers.pop(arm, None)
-            self._warm.discard(arm)
-            if server is not None:
-                server.stop()
+            self._now.stop(arm)
 
     def _run_round(self, arm: str, number: int, shown: Progress) -> None:
         plan, outcome = self._plan, self._outcome
-        fresh = arm not in self._servers
+        fresh = arm not in self._now.servers
         if fresh:
             self._start(arm)
             self._await(arm)
-        server = self._servers[arm]
+        server = self._now.servers[arm]
         outcome.commands.setdefault(arm, server.command)
         one = Round(arm, plan.first_round + number - 1)
         outcome.rounds.append(one)
@@ -299,20 +319,33 @@ class Rounds:
         kept = KeptRound(plan.place(arm), arm, number, one, start_s, command)
         self._log.add("round", kept)
         if fresh:
-            server.stop()
-            del self._servers[arm]
-            self._warm.discard(arm)
+            self._now.stop(arm)
 
     def _start(self, arm: str) -> None:
+        if reason := missing(arm):
+            raise BenchError(f"{arm} is left out: {reason}")
         folder = self._plan.folder / arm
         shutil.rmtree(storage_folder(folder), ignore_errors=True)
-        server = Server(arm, prepare(arm, self._plan.setup, folder), folder)
+        setup = self._plan.setup
+        if kind_of(arm, setup) == MOONCAKE:
+            setup = replace(setup, master=self._engine(arm))
+        server = Server(arm, prepare(arm, setup, folder), folder)
         self._outcome.commands[arm] = server.command
-        self._servers[arm] = server
+        self._now.servers[arm] = server
         server.start()
 
+    def _engine(self, arm: str) -> str:
+        """A master and an owner with the storage that other arms have; where the master listens."""
+        engine = self._now.engines[arm] = Servers(self._plan.setup.storage_bytes)
+        try:
+            engine.start_master()
+            engine.start_owner()
+        except StoreError as error:
+            raise BenchError(f"{arm}: {error}") from error
+        return engine.master
+
     def _await(self, arm: str) -> None:
-        seconds = self._servers[arm].wait_until_healthy(START_S)
+        seconds = self._now.servers[arm].wait_until_healthy(START_S)
         self._outcome.start_s.setdefault(arm, seconds)
 
     async def _measure(self, server: Server, one: Round, advance: Callable[[], None]) -> None:
@@ -322,9 +355,9 @@ class Rounds:
         async with plan.client(
             server.url, timeout_s=plan.request_timeout_s, dilation=one.dilation
         ) as client:
-            if one.arm not in self._warm:
+            if one.arm not in self._now.warm:
                 notes += await self._work.warm_up(client, one.arm)
-                self._warm.add(one.arm)
+                self._now.warm.add(one.arm)
             await client.flush()
             if has_storage(one.arm, plan.setup):
                 await client.clear_storage()

@@ -13,7 +13,7 @@ from typing import Any
 from sgl_kvtier.console import Column, Table, check_target, print_statement, print_table, write_text
 from sgl_kvtier.console.table import format_value
 from sgl_kvtier.errors import KVTierError
-from sgl_kvtier.lab.pages import html, lookahead, plots, sweep
+from sgl_kvtier.lab.pages import html, lookahead, plots, remote, sweep
 from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.compare.result import SCHEMA as COMPARE
 from sgl_kvtier.lab.pages.compare.sentence import sentence
@@ -172,6 +172,7 @@ KINDS = {
     COMPARE: (compare_tables, compare_page),
     lookahead.SCHEMA: (lookahead.lookahead_tables, lookahead.lookahead_page),
     sweep.SCHEMA: (sweep.sweep_tables, sweep.sweep_page),
+    remote.SCHEMA: (remote.remote_tables, remote.remote_page),
     one_restoration.SCHEMA: (one_restoration.restore_tables, one_restoration.restore_page),
     batches.SCHEMA: (batches.batch_tables, batches.batch_page),
     GRIDS: (grid_tables, grids_page),

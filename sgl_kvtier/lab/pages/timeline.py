@@ -123,6 +123,11 @@ def log_lines(log: TextIO) -> Iterator[str]:
         yield line
 
 
+def whole_lines(log: TextIO) -> Iterator[str]:
+    """The same without a last line that its writer had not ended."""
+    return (line for line in log_lines(log) if line.strip() and line.endswith("\n"))
+
+
 def read_timelines(log: Iterable[str]) -> list[Timeline]:
     """All restorations of a log in the order they were offered. Raises TraceError on something else
     than a log.

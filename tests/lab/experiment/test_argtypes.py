@@ -40,7 +40,10 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("arms", "(default: all but kvtier-off; recompute,hicache-file,kvtier with --quick)"),
+        (
+            "arms",
+            "(default: all but hicache-nixl,hicache-mooncake,kvtier-off, and oracle on a paced",
+        ),
         ("device-tokens", "a third on a paced device"),
         ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),
         (

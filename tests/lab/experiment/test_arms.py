@@ -10,7 +10,15 @@ import pytest
 
 from sgl_kvtier.config import load_config
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import ARMS, STORAGE_ARMS, Setup, prepare, storage_folder
+from sgl_kvtier.lab.experiment.arms import (
+    ARMS,
+    DECISIONS,
+    STORAGE_ARMS,
+    Setup,
+    prepare,
+    storage_folder,
+)
+from sgl_kvtier.lab.outside import nixl
 from sgl_kvtier.launch import serve_flags
 
 CPU = Setup(
@@ -81,6 +89,27 @@ def test_storage_arms_have_folders_of_their_own_and_the_same_limits(tmp_path: Pa
     assert len({one["prefetch_threshold"] for one in settings.values()}) == 1
 
 
+def test_our_arm_alone_writes_its_decisions_down_where_that_is_asked_for(tmp_path: Path) -> None:
+    setup = replace(CPU, decisions=True, sections={"policy": {"restore": "both"}})
+    for arm in ("kvtier", "kvtier-off"):
+        prepare(arm, setup, tmp_path / arm)
+    policy, off = (
+        load_config(tmp_path / arm / "storage.json").policy for arm in ("kvtier", "kvtier-off")
+    )
+    assert policy.decision_log == str(tmp_path / "kvtier" / DECISIONS)
+    assert policy.restore == "both"
+    assert off.decision_log == ""
+
+
+def test_nixl_is_told_of_its_plugin_and_of_the_arms_own_folder(tmp_path: Path) -> None:
+    launch = prepare("hicache-nixl", CPU, tmp_path)
+    assert as_options(launch.arguments)["--hicache-storage-backend"] == "nixl"
+    assert launch.env[nixl.FOLDER] == str(storage_folder(tmp_path))
+    settings = json.loads((tmp_path / "storage.json").read_text())
+    assert settings["plugin"] == {"posix": {"active": True}}
+    assert settings["l3_cleaner_enabled"] is False
+
+
 def test_our_settings_file_is_one_the_server_accepts(tmp_path: Path) -> None:
     prepare("kvtier", CPU, tmp_path)
     config = load_config(tmp_path / "storage.json")
@@ -121,6 +150,7 @@ def test_added_arguments_come_last_so_that_they_win(tmp_path: Path) -> None:
 
 def test_an_unknown_arm_is_refused_with_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(
-        BenchError, match=r"no arm named lmcache.*recompute, hicache, hicache-file, kvtier"
+        BenchError,
+        match=r"no arm named lmcache.*recompute, hicache, hicache-file, hicache-nixl, hicache-mooncake",
     ):
         prepare("lmcache", CPU, tmp_path)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from argparse import ArgumentParser
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -294,7 +295,11 @@ def test_a_comparison_on_a_paced_device_is_marked_as_such_everywhere(
         512.0,
     )
     assert "aiconfigurator" in device["source"]["database"]
-    assert list(result["arms"]) == ["recompute", "hicache", "hicache-file", "kvtier"]
+    assert list(result["arms"]) == ["recompute", "hicache", "hicache-file", "kvtier", "oracle"]
+    ours, oracle = (result["arms"][arm]["bound"] for arm in ("kvtier", "oracle"))
+    assert oracle["ttft_later_ms"] == ours["ttft_later_ms"] > 0
+    assert oracle["missing_on_device_tokens"] == 0
+    assert ours["wall_s"] == result["arms"]["kvtier"]["rounds"][0]["wall_s"]
     assert result["arms"]["kvtier"]["ttft_later_ms"]["n"] == 2
     assert result["settings"]["page_size"] == 64
     assert result["settings"]["concurrency"] == len(result["workload"]["rows"]) == 2
@@ -311,6 +316,16 @@ def test_another_model_on_a_paced_device_is_refused(paced: Command, other: tuple
     done = paced(*other)
     assert done.status == 1
     assert "brings a model of its own" in done.err
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="NIXL is installed here")
+def test_an_arm_whose_wheel_is_missing_is_left_out_with_the_reason(paced: Command) -> None:
+    done = paced("--rounds", "1", "--arms", "recompute,hicache-nixl")
+    assert done.status == 1
+    arms = done.result["arms"]
+    assert "hicache-nixl is left out: NIXL cannot be used" in arms["hicache-nixl"]["failure"]
+    assert arms["hicache-nixl"]["requests"] == 0
+    assert arms["recompute"]["requests"] == 4
 
 
 def test_recompute_is_measured_once_on_a_paced_device_and_all_are_compared_with_it(

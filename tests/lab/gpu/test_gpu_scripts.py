@@ -157,6 +157,7 @@ def test_a_command_that_fails_ends_no_other_and_is_run_again(tmp_path: Path) -> 
     assert stub.names()[3:] == ["fuzz-on"]
 
 
+@pytest.mark.slow
 def test_results_are_there_after_a_run_that_was_cut_off(tmp_path: Path) -> None:
     stub = Stub(tmp_path, hangs="card")
     began = time.monotonic()

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from sgl_kvtier.console import envelope
+from sgl_kvtier.lab.pages.compare.page import compare_page
 from sgl_kvtier.lab.pages.stats import pair_ratios, percentile, summary
 
 ARMS = ("recompute", "hicache", "hicache-file", "kvtier")
@@ -28,6 +29,12 @@ def compare_result() -> dict:
     hostile texts.
     """
     return make_result()
+
+
+@pytest.fixture(scope="session")
+def compare_text() -> str:
+    """The page of `compare_result`. Drawing its plots takes seconds."""
+    return compare_page(make_result())
 
 
 def make_result() -> dict:

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from sgl_kvtier.lab.pages.compare.page import compare_page
-
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
@@ -88,12 +86,10 @@ class Site:
 
 
 @pytest.fixture
-def site(compare_result: dict) -> Iterator[Site]:
+def site(compare_text: str) -> Iterator[Site]:
     pages = {f"/{width}.html": MEASURE.replace("WIDTH", str(width)) for width in (480, 768, 1200)}
     careless = '<!DOCTYPE html><link rel="icon" href="data:,"><img src="/picture.png">'
-    site = Site(
-        {"/compare.html": compare_page(compare_result), "/careless.html": careless, **pages}
-    )
+    site = Site({"/compare.html": compare_text, "/careless.html": careless, **pages})
     yield site
     site.close()
 

@@ -67,10 +67,37 @@ def two_arms(ours: float, theirs: float, **more: object) -> dict:
     }
 
 
+BOUND = {
+    "ttft_later_ms": 100.0,
+    "ttft_later_on_demand_ms": 200.0,
+    "makespan_s": 20.0,
+    "wall_s": 30.0,
+}
+
+
+def test_the_least_time_stands_beside_what_was_measured() -> None:
+    arm = {"ttft_later_ms": {"mean": 300.0, "p50": 1.0}, "bound": BOUND}
+    result = {"arms": {"hicache-file": {"ttft_ms": {"p50": 1.0}}, "kvtier": arm}}
+    note = main_tables(result)[0].notes[-1]
+    assert "100 ms on average" in note
+    assert "it took 3.0 and 1.5 times that, and 1.50 times the least of a whole round" in note
+    table = next(one for one in compare_tables(result) if one.title.startswith("Beside the least"))
+    assert table.rows[1]["over"] == {"alone": 3.0, "demand": 1.5, "round": 1.5}
+    assert table.rows[0]["over"] == dict.fromkeys(("alone", "demand", "round"))
+    assert len(main_tables(two_arms(1, 2))[0].notes) == 1
+
+
+def test_the_arm_with_memory_for_everything_is_no_opponent() -> None:
+    result = two_arms(10, 20)
+    result["arms"]["oracle"] = {"ttft_ms": {"p50": 1.0}}
+    table, _ = losing_cells(result)
+    assert not table.rows
+
+
 def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere(
-    compare_result: dict,
+    compare_text: str,
 ) -> None:
-    page = Page(compare_page(compare_result))
+    page = Page(compare_text)
     assert page.open == []
     links = [attrs["href"] for tag, attrs in page.tags if tag == "a"]
     assert [link.removeprefix("#") for link in links if link] == [
@@ -78,8 +105,8 @@ def test_the_page_is_well_formed_and_every_entry_of_its_contents_leads_somewhere
     ]
 
 
-def test_the_page_has_results_first_and_settings_last(compare_result: dict) -> None:
-    page = Page(compare_page(compare_result))
+def test_the_page_has_results_first_and_settings_last(compare_text: str) -> None:
+    page = Page(compare_text)
     assert [attrs["id"] for tag, attrs in page.tags if tag == "section"] == [
         "headline",
         "plots",
@@ -93,16 +120,15 @@ def test_the_page_has_results_first_and_settings_last(compare_result: dict) -> N
     assert inside.index("table") < inside.index("svg")
 
 
-def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_result: dict) -> None:
-    text = compare_page(compare_result)
-    page = Page(text)
+def test_the_page_refers_to_nothing_outside_itself_and_has_no_script(compare_text: str) -> None:
+    page = Page(compare_text)
     for tag, attrs in page.tags:
         assert tag not in ("script", "iframe", "object", "embed", "img")
         for name in ("src", "href", "xlink:href", "srcset", "data"):
             value = attrs.get(name)
             assert value is None or value.startswith("#") or value == "data:,"
-    assert "@import" not in text
-    assert not re.search(r"url\((?!#)", text)
+    assert "@import" not in compare_text
+    assert not re.search(r"url\((?!#)", compare_text)
 
 
 def test_text_from_outside_stays_text(compare_result: dict) -> None:
@@ -120,8 +146,10 @@ def test_text_from_outside_stays_text(compare_result: dict) -> None:
     assert "<img src=x onerror=alert(1)>" in page.text
 
 
-def test_the_page_has_the_tables_the_plots_and_the_command(compare_result: dict) -> None:
-    page = Page(compare_page(compare_result))
+def test_the_page_has_the_tables_the_plots_and_the_command(
+    compare_result: dict, compare_text: str
+) -> None:
+    page = Page(compare_text)
     assert page.count("svg") == page.count("figure") == 8
     assert page.count("table") == 1 + 5 + 1 + 1  # printed, behind it, losing cells, workload
     assert "kvtier compare --model-path '</script><b id=hostile>" in page.text
@@ -142,8 +170,8 @@ def test_the_page_is_made_from_what_the_json_file_holds(compare_result: dict) ->
     assert compare_page(json.loads(to_json(compare_result))) == compare_page(compare_result)
 
 
-def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_result: dict) -> None:
-    page = Page(compare_page(compare_result))
+def test_unequal_outputs_and_failures_stand_out_at_the_top(compare_text: str) -> None:
+    page = Page(compare_text)
     leads = [attrs for tag, attrs in page.tags if tag == "p" and "class" in attrs]
     assert leads[0]["class"] == "lead bad"
     said = "UNEQUAL ANSWERS: other tokens than recompute's first ones: hicache 1 of 96. FAILED:"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvtier.lab.pages.compare.sentence import seconds, sentence
+from sgl_kvtier.lab.pages.compare.result import seconds
+from sgl_kvtier.lab.pages.compare.sentence import sentence
 
 
 def ratio(median: float, low: float, high: float, n: int, a: float, b: float) -> dict:

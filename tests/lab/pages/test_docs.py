@@ -27,11 +27,11 @@ def test_every_key_of_the_environment_is_documented_and_no_other(compare_result:
 
 
 def test_every_key_of_a_comparison_is_documented_and_no_other(compare_result: dict) -> None:
-    # `device` and `pace` are there only where the device was a paced one.
+    # `device`, `pace` and `bound` are there only of a paced device, `declined` only where asked for.
     envelope = documented("## Envelope")
     assert envelope | documented("## `kvtier.compare/1`") == {*compare_result, "device"}
     for arm in compare_result["arms"].values():
-        assert documented("### `arms.<name>`") == {*arm, "pace"}
+        assert documented("### `arms.<name>`") == {*arm, "pace", "bound", "declined"}
     for sample in compare_result["samples"]:
         assert documented("### `samples`") == set(sample)
 

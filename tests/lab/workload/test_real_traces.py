@@ -12,6 +12,7 @@ from sgl_kvtier.lab.workload.encoder import ByteEncoder
 from sgl_kvtier.lab.workload.session import Call, Edit, Session
 from sgl_kvtier.lab.workload.source import LoadResult, load_sessions
 
+pytestmark = pytest.mark.slow
 WIDE = (1 << 31) - 1
 
 

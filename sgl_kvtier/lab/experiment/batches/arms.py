@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from sgl_kvtier.lab.experiment.restore.arms import (
     BOTH_ENDS,
     COMPUTE,
+    LAYERS,
     LOAD,
     OURS,
     RESTORE_ARMS,
@@ -67,6 +68,16 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     ),
     "by-arrival": replace(
         _OURS, rule="by-arrival", about="kvtier, requests computed in the order they came"
+    ),
+    "gives-way": replace(
+        _OURS, rule="gives-way", about="kvtier, a prompt in chunks is set aside for a shorter one"
+    ),
+    LAYERS: RestoreArm(
+        "auto",
+        "timeout",
+        "CacheFlow's layer axis: lower layers of the whole prefix computed, upper ones loaded",
+        "layers",
+        stall_ms=0.0,
     ),
     **{
         f"stall-{stall_ms}": replace(

@@ -12,10 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_kvtier.errors import BenchError
-from sgl_kvtier.lab.experiment.arms import BASELINE, OURS, Setup, Variant, check_names
-from sgl_kvtier.lab.experiment.load import Load
+from sgl_kvtier.lab.experiment.arms import (
+    BASELINE,
+    ORACLE,
+    OURS,
+    Setup,
+    Variant,
+    check_names,
+    oracle,
+)
+from sgl_kvtier.lab.experiment.load import Load, undisturbed_tokens
 
-ORACLE = "oracle"
 AUTO = -1
 """As many iterations as measured speeds ask for."""
 _OFF: Mapping[str, Any] = {"prefetch": "off", "eviction": "lru", "sessions": False}
@@ -76,15 +83,11 @@ def pools(load: Load, oversubscription: float, page: int) -> Pools:
             f"--oversubscription {oversubscription:g}: the device pool would have {device:,} tokens, and the longest request needs "
             f"{least:,}. With these sessions at most {most:.1f} is possible: take more with --sessions"
         )
-    generated = sum(int(row["output_tokens"]) for row in load.rows)
     return Pools(
         needed=needed,
         device=device,
         host=_pages(device + max(0, needed - device) / 2, page) + page,
-        # What was generated is cached beside what the trace goes on with.
-        oracle=_pages(
-            (needed + generated) * 1.1 + len(load.sessions) * 4 * page + load.longest_tokens, page
-        ),
+        oracle=undisturbed_tokens(load, page),
     )
 
 
@@ -105,14 +108,11 @@ def arm_setup(setup: Setup, sizes: Pools, restore: str, lookahead: Sequence[int]
         for k in lookahead
         if len(lookahead) > 1 and k != AUTO
     }
-    oracle = Variant(
-        BASELINE, "the device pool holds everything: nothing is evicted", {}, sizes.oracle
-    )
     return replace(
         setup,
         device_tokens=sizes.device,
         host_ratio=sizes.host_ratio,
-        variants={**steps, **swept, ORACLE: oracle},
+        variants={**steps, **swept, ORACLE: oracle(sizes.oracle)},
     )
 
 

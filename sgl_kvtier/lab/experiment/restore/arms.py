@@ -18,6 +18,7 @@ from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.rules import IN_TURN
 
 COMPUTE, LOAD, STOCK, OURS, BOTH_ENDS = "compute", "load", "stock_timeout", "kvtier", "both"
+LAYERS = "layers"
 FIXED_SPLITS = "sgl_kvtier.lab.rules:FixedSplit"
 """policy.rules of a server in which the computed share of a prefix can be fixed."""
 RULES_IN_TURN = "sgl_kvtier.lab.rules:InTurn"

@@ -29,9 +29,26 @@ from sgl_kvtier.lab.experiment.argtypes import (
     thresholds,
     words,
 )
-from sgl_kvtier.lab.experiment.arms import ARMS, BASELINE, DEFAULT_ARMS, Setup, check_arms
+from sgl_kvtier.lab.experiment.arms import (
+    ARMS,
+    BASELINE,
+    DECISIONS,
+    DEFAULT_ARMS,
+    ORACLE,
+    Setup,
+    check_arms,
+    oracle,
+)
 from sgl_kvtier.lab.experiment.frame import Experiment, check, work_folder
-from sgl_kvtier.lab.experiment.load import Load, LoadOptions, choose_encoder, load
+from sgl_kvtier.lab.experiment.hindsight.bounds import bound_of, requests_of
+from sgl_kvtier.lab.experiment.hindsight.offers import declined_of
+from sgl_kvtier.lab.experiment.load import (
+    Load,
+    LoadOptions,
+    choose_encoder,
+    load,
+    undisturbed_tokens,
+)
 from sgl_kvtier.lab.experiment.measures import arm_figures, left_out, ratios, sample_rows
 from sgl_kvtier.lab.experiment.rounds import Outcome, Plan, Replaying, RoundLog, Rounds
 from sgl_kvtier.lab.experiment.timeline import timelines, watch_first
@@ -67,7 +84,8 @@ REPLAY = ReplayOptions(concurrency=4, gap_cap_s=2.0)
 _SERVER_HELP: Mapping[str, Mapping[str, Any]] = {
     "device": {
         "help": f"default: cuda where there is an NVIDIA device, else {_DEFAULT_DEVICE}; cpu with --model-path or "
-        "--lab-model. paced: computes nothing and takes the time of an accelerator (sgl_kvtier/lab/paced)"
+        "--lab-model. paced: computes nothing and takes the time of an accelerator, with a disk that reads 6.4 GB/s or what "
+        "follows the @ (sgl_kvtier/lab/paced)"
     },
     "model_path": {
         "help": "a model's folder or name (default: a lab model is written; a paced device brings its own)"
@@ -115,6 +133,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or 2 with --quick)"
     )
     add_comparison(parser, quick, rounds)
+    parser.add_argument(
+        "--decisions",
+        action="store_true",
+        help=f"kvtier writes its planner's decisions into DIR/kvtier/{DECISIONS} of --folder; offers that it declined are "
+        "judged in hindsight",
+    )
     add_replay_arguments(parser, REPLAY, "; on a paced device all")
 
 
@@ -134,7 +158,8 @@ def add_comparison(parser: argparse.ArgumentParser, quick: str, rounds: str) -> 
     parser.add_argument(
         "--arms",
         metavar="A,B",
-        help=f"what to compare, of {','.join(ARMS)} (default: all but kvtier-off; {','.join(_QUICK_ARMS)} with --quick)",
+        help=f"what to compare, of {','.join((*ARMS, ORACLE))}; {ORACLE}: device memory for everything (default: all but "
+        f"{','.join(arm for arm in ARMS if arm not in DEFAULT_ARMS)}, and {ORACLE} on a paced device alone; {','.join(_QUICK_ARMS)} with --quick)",
     )
     servers = parser.add_argument_group("servers")
     add_options(servers, PACED_SERVER, "", **_SERVER_HELP)
@@ -229,7 +254,7 @@ def plan_of(
         setup=setup,
         folder=folder,
         rounds=rounds,
-        once=(BASELINE,) if setup.paced is not None else (),
+        once=(BASELINE, ORACLE) if setup.paced is not None else (),
         together={"auto": None, "together": True, "fresh": False}[args.servers],
         until=deadline_of(args),
         client=ROUTES[route],
@@ -261,6 +286,8 @@ def make_setup(
         host_ratio=args.host_ratio,
         context_tokens=tokens if cpu else None,
         max_running=max(at_once, 8) if cpu else None,
+        decisions=bool(vars(args).get("decisions")),
+        variants={ORACLE: oracle(undisturbed_tokens(chosen, page))},
         **(thresholds(chosen, page) | _paced_sections(paced, chosen, page)),
     )
 
@@ -279,16 +306,21 @@ def about(setup: Setup, chosen: Load, replaying: ReplayOptions) -> dict[str, Any
     folder may differ.
     """
     work = {k: v for k, v in chosen.to_json().items() if k not in ("description", "rows")}
-    servers = {k: v for k, v in asdict(setup).items() if k not in ("model_path", "variants")}
+    apart = ("model_path", "variants", "master", "decisions")
+    servers = {k: v for k, v in asdict(setup).items() if k not in apart}
     return {"workload": work, **servers, **asdict(replaying)}
 
 
 def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
     """The result of the rounds, schema kvtier.compare/1 (docs/manual/json.md)."""
     rows = sample_rows(outcome.rounds)
+    paced = plan.setup.paced
+    asked = {} if paced is None else requests_of(work.load, work.options, plan.setup.page_size)
     figures = {
         arm: {
             **arm_figures(arm, outcome.rounds, rows),
+            **bound_of(arm, outcome.rounds, asked, plan.setup, work.options),
+            **declined_of(plan.folder / arm / DECISIONS, plan.setup),
             "server_start_s": outcome.start_s.get(arm),
             "failure": outcome.failures.get(arm),
         }
@@ -300,7 +332,6 @@ def results(plan: Plan, work: Replaying, outcome: Outcome) -> dict[str, Any]:
         **asdict(work.options),
         "commands": outcome.commands,
     }
-    paced = plan.setup.paced
     found: dict[str, Any] = {
         **({} if paced is None else {"device": {"paced": paced.document()}}),
         "workload": work.load.to_json(),
@@ -412,10 +443,11 @@ def replay_defaults(device: str, chosen: Load) -> ReplayOptions:
 def chosen_arms(args: argparse.Namespace) -> list[str]:
     """The arms to compare, in their order. Raises BenchError."""
     if args.arms is None:
-        return [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
+        usual = [arm for arm in DEFAULT_ARMS if arm in _QUICK_ARMS or not args.quick]
+        return [*usual, ORACLE] if is_paced(args.device) and not args.quick else usual
     arms = words(args.arms)
-    check_arms(arms)
-    return [arm for arm in ARMS if arm in arms]
+    check_arms(arms, (ORACLE,))
+    return [arm for arm in (*ARMS, ORACLE) if arm in arms]
 
 
 def _announcement(plan: Plan, chosen: Load) -> str:

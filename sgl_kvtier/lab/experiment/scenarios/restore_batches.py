@@ -26,13 +26,12 @@ from sgl_kvtier.lab.experiment.batches.run import BatchRun
 from sgl_kvtier.lab.experiment.frame import Experiment
 from sgl_kvtier.lab.experiment.restore.arms import RestoreArm
 from sgl_kvtier.lab.experiment.restore.cells import LOGPROB_TOLERANCE, is_sound
-from sgl_kvtier.lab.experiment.restore.server import Demand, Target
+from sgl_kvtier.lab.experiment.restore.server import Demand, Target, paced_of
 from sgl_kvtier.lab.experiment.restore.trial import Attempt, Trials
 from sgl_kvtier.lab.experiment.scenarios.restore_grid import (
     Restoring,
     about,
     paced_notes,
-    paced_of,
     rounds_of,
 )
 from sgl_kvtier.lab.paced.launching import is_paced

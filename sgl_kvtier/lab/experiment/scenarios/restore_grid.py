@@ -44,12 +44,12 @@ from sgl_kvtier.lab.experiment.restore.grid import (
     prompt,
 )
 from sgl_kvtier.lab.experiment.restore.log import RestoreLog
-from sgl_kvtier.lab.experiment.restore.server import Demand, Target, started
+from sgl_kvtier.lab.experiment.restore.server import Demand, Target, paced_of, started
 from sgl_kvtier.lab.experiment.restore.trial import SLOWEST, UNWATCHED_S, Attempt, ServerCpu, Trials
 from sgl_kvtier.lab.experiment.scenarios.restore_arguments import FOREIGN_CORES, PACED_FOREIGN_CORES
 from sgl_kvtier.lab.outside.client import Client
 from sgl_kvtier.lab.paced import pace
-from sgl_kvtier.lab.paced.launching import Paced, is_paced, of_server, parse
+from sgl_kvtier.lab.paced.launching import Paced, is_paced, of_server
 from sgl_kvtier.lab.pages.restore.grid import SCHEMA, restore_page, restore_tables
 
 _COUNTED = "kvtier:restore_"
@@ -283,10 +283,6 @@ def models_of(args: argparse.Namespace) -> list[str]:
         return [paced.profile.name]
     default = "lab-mha" if shape_of(args).device == "cpu" else "lab-gpu-1b"
     return list(args.models or [default])
-
-
-def paced_of(args: argparse.Namespace) -> Paced | None:
-    return parse(args.device, args.dilation) if is_paced(args.device) else None
 
 
 def paced_notes(paced: Paced | None) -> list[str]:

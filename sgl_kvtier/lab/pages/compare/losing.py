@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from sgl_kvtier.console.table import Column, Table
 from sgl_kvtier.lab.pages.compare.result import (
     METRICS,
+    ORACLE,
     OURS,
     good_samples,
     grouped,
@@ -27,7 +28,7 @@ def losing_cells(result: dict) -> tuple[Table, int]:
     TTFT of each turn is compared with the arm that is best there. No margin for noise is taken off;
     "rounds lost" helps to judge.
     """
-    others = [arm for arm in result["arms"] if arm != OURS]
+    others = [arm for arm in result["arms"] if arm not in (OURS, ORACLE)]
     cells: list[dict] = []
     if OURS in result["arms"]:
         for other in others:

@@ -12,6 +12,8 @@ OURS = "kvtier"
 STOCK = "hicache-file"
 """SGLang's own arm that has a storage tier."""
 BASELINE = "recompute"
+ORACLE = "oracle"
+"""The arm whose device memory holds everything: what is left to be won, no opponent."""
 TIERS = ("device", "host", "storage")
 LATER = "ttft_later_ms"
 """Time to first token of the turns after a session's first, which every arm computes."""
@@ -77,3 +79,11 @@ def plural(count: int | None, noun: str) -> str:
     if count is None:
         return f"unknown number of {noun}s"
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def seconds(ms: float, *beside: float) -> str:
+    """Milliseconds for people: seconds where it or a figure beside it is a second or more."""
+    if max(ms, *beside, 0.0) < 1000:
+        return f"{ms:.{0 if ms >= 100 else 1}f} ms"
+    found = ms / 1000
+    return f"{found:.{1 if found >= 10 else 2 if found >= 0.1 else 3}f} s"

@@ -9,12 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from sgl_kvtier.console.table import format_share
-from sgl_kvtier.lab.pages.compare.result import BASELINE, OURS, STOCK, later_times, paced
+from sgl_kvtier.lab.pages.compare.result import (
+    BASELINE,
+    ORACLE,
+    OURS,
+    STOCK,
+    later_times,
+    paced,
+    seconds,
+)
 from sgl_kvtier.lab.pages.html import reference_of
 
 LEAST_ROUNDS = 4
 """Paired rounds below which nothing is said about which arm is faster."""
-_VARIANTS = (OURS, "kvtier-off")
+_NO_RIVALS = (OURS, "kvtier-off", ORACLE)
 _COUNTS = ("no paired round", "one round", "two rounds", "three rounds")
 
 
@@ -101,7 +109,7 @@ def _compared(result: dict) -> tuple[str, bool]:
     known = {arm: ms for arm, ms in means.items() if ms is not None}
     device = paced(result)
     where = "" if device is None else f" on paced {device['profile']}"
-    others = [arm for arm in known if arm not in _VARIANTS]
+    others = [arm for arm in known if arm not in _NO_RIVALS]
     if OURS not in known or not others:
         times = ", ".join(f"{arm} {seconds(ms)}" for arm, ms in known.items())
         what = f"first token of later turns after {times}" if known else "no later turn measured"
@@ -184,11 +192,3 @@ def _mean(paired: float | None, overall: float | None) -> float:
     found = overall if paired is None else paired
     assert found is not None, "only arms with later turns are compared"
     return found
-
-
-def seconds(ms: float, *beside: float) -> str:
-    """Milliseconds for people: seconds where it or a figure beside it is a second or more."""
-    if max(ms, *beside, 0.0) < 1000:
-        return f"{ms:.{0 if ms >= 100 else 1}f} ms"
-    found = ms / 1000
-    return f"{found:.{1 if found >= 10 else 2 if found >= 0.1 else 3}f} s"

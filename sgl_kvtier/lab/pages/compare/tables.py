@@ -11,12 +11,14 @@ from sgl_kvtier.console.table import Column, Table, format_share
 from sgl_kvtier.lab.pages.compare.result import (
     LATER,
     METRICS,
+    OURS,
     TIERS,
     arm_rows,
     good_samples,
     later_times,
     paced,
     prompt_parts,
+    seconds,
 )
 from sgl_kvtier.lab.pages.stats import summary
 from sgl_kvtier.sizes import format_bytes
@@ -59,10 +61,17 @@ def detail_tables(result: dict) -> list[Table]:
         pace_table(result),
         tokens_table(result),
     ]
+    if any(arm.get("bound") for arm in result["arms"].values()):
+        tables.append(bound_table(result))
     if paced(result) is not None:
         tables.append(device_table(result))
     if any((arm.get("restore") or {}).get("started") for arm in result["arms"].values()):
         tables.append(restore_table(result))
+    tables += [
+        declined_table(arm["declined"], f"Offers of {name} left to SGLang, in hindsight")
+        for name, arm in result["arms"].items()
+        if arm.get("declined")
+    ]
     tables += [ratio_table(result)] if result.get("ratios") else []
     return [_marked(table, result) for table in tables]
 
@@ -90,7 +99,58 @@ def outcome_table(result: dict) -> Table:
         Column("errors", "Errors"),
         Column("equal_tokens_fraction", "Equal", format=format_share),
     )
-    return Table("Time to first token of later turns", columns, rows, (_FIRST_TURNS,))
+    notes = (_FIRST_TURNS, *_least(result))
+    return Table("Time to first token of later turns", columns, rows, notes)
+
+
+def _least(result: dict) -> list[str]:
+    """A line on the least time there is for what our arm was asked; none where it is not known."""
+    arm = result["arms"].get(OURS) or {}
+    bound, mean = arm.get("bound") or {}, later_times(result, OURS)["mean"] if arm else None
+    least = bound.get("ttft_later_ms")
+    if not least or mean is None:
+        return []
+    on_demand, round_s = bound["ttft_later_on_demand_ms"], bound["wall_s"] / bound["makespan_s"]
+    return [
+        f"Least for what {OURS} was asked: {seconds(least)} on average with nothing left to move or wait for, "
+        f"{seconds(on_demand)} where nothing is moved ahead: it took {mean / least:.1f} and "
+        f"{mean / on_demand:.1f} times that, and {round_s:.2f} times the least of a whole round."
+    ]
+
+
+def bound_table(result: dict) -> Table:
+    """Per arm of a paced device: later turns and a whole round beside the least time that links and
+    device allow.
+    """
+    rows = []
+    for row in arm_rows(result):
+        bound, mean = row.get("bound") or {}, later_times(result, str(row["arm"])).get("mean")
+        ratios = {
+            "alone": _over(mean, bound.get("ttft_later_ms")),
+            "demand": _over(mean, bound.get("ttft_later_on_demand_ms")),
+            "round": _over(bound.get("wall_s"), bound.get("makespan_s")),
+        }
+        rows.append({**row, "mean": mean, "over": ratios})
+    columns = (
+        Column("arm", "Arm"),
+        Column("mean", "Later turns, mean", "ms", decimals=1),
+        Column("bound.ttft_later_ms", "Least", "ms", decimals=1),
+        Column("over.alone", "times", decimals=2),
+        Column("bound.ttft_later_on_demand_ms", "Nothing ahead", "ms", decimals=1),
+        Column("over.demand", "times", decimals=2),
+        Column("bound.wall_s", "Round", "s", decimals=1),
+        Column("bound.makespan_s", "Least", "s", decimals=1),
+        Column("over.round", "times", decimals=2),
+    )
+    note = (
+        "Least: a request alone, with all it reuses on the device. Nothing ahead: what no device pool of this size "
+        "can have kept is computed and loaded at its turn. Both without a queue (sgl_kvtier/lab/paced/bound.py)."
+    )
+    return Table("Beside the least time there is", columns, rows, notes=(note,))
+
+
+def _over(value: float | None, least: float | None) -> float | None:
+    return value / least if value is not None and least else None
 
 
 def _turn_times(result: dict, arm: str) -> Mapping[str, float | None]:
@@ -148,6 +208,7 @@ def device_table(result: dict) -> Table:
         Column("pace.overrun_p99", "p99", format=format_share),
         Column("pace.steps", "Steps"),
         Column("pace.scheduler_ms_per_step", "Scheduler", "ms/step", decimals=2),
+        Column("pace.tick_ms_per_step", "of it our tick", "ms/step", decimals=2),
         Column("pace.checked_tokens", "Tokens checked"),
         Column("pace.mismatches", "Wrong"),
     )
@@ -215,6 +276,26 @@ def restore_table(result: dict) -> Table:
     rows = [row for row in arm_rows(result) if row.get("restore")]
     note = "Met at: tokens computed over all tokens restored. Counters of the server, docs/manual/operate.md."
     return Table("Prefixes computed and loaded at once", columns, rows, notes=(note,))
+
+
+def declined_table(reasons: Mapping[str, Mapping], title: str = "") -> Table:
+    """Per reason: offers that were left to SGLang's own way, and whether that was right in
+    hindsight.
+    """
+    columns = (
+        Column("reason", "Why"),
+        Column("offers", "Offers"),
+        Column("requests", "Requests"),
+        Column("right_fraction", "Right", format=format_share),
+        Column("promised_ms", "Restoring, predicted", "ms", decimals=0),
+        Column("took_ms", "Took", "ms", decimals=0),
+    )
+    rows = [{"reason": reason, **found} for reason, found in reasons.items()]
+    note = (
+        "Right: the prompt was computed no later than restoring was predicted to. Where there was no room, or SGLang had "
+        "to wait for host memory, so had a restoration: there it says what room would have been worth."
+    )
+    return Table(title or "Offers left to SGLang, in hindsight", columns, rows, notes=(note,))
 
 
 def ratio_table(result: dict) -> Table:

@@ -1,0 +1,1 @@
+"""What could have been, beside what was measured."""

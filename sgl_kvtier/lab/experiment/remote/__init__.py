@@ -1,0 +1,1 @@
+"""Two servers on one remote store, at the speed of a network."""

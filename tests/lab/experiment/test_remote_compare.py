@@ -1,0 +1,260 @@
+"""Two servers on one remote store: what is asked where, what figures follow, what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sgl_kvtier.cli import main
+from sgl_kvtier.config import load_config
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.arms import Setup, prepare
+from sgl_kvtier.lab.experiment.remote.arms import (
+    ORACLE,
+    REMOTE,
+    REMOTE_ARMS,
+    REMOTE_LOAD,
+    is_moved,
+    server_of,
+)
+from sgl_kvtier.lab.experiment.remote.figures import about_arms, remote_results
+from sgl_kvtier.lab.experiment.remote.trouble import OFF, ON, Trouble, TroubleOptions
+from sgl_kvtier.lab.experiment.remote.turns import NEW_TOKENS, Cell, Moved, MovedLog, prompts
+from sgl_kvtier.lab.experiment.restore.log import Scale
+from sgl_kvtier.lab.experiment.scenarios import remote as scenario
+from sgl_kvtier.lab.outside.client import Cached, Completion
+from sgl_kvtier.lab.pages.remote import remote_page, remote_tables
+
+SETUP = Setup("/m", "m", "cpu", 16, 512, device_tokens=8192, storage_bytes=1 << 30)
+PLAIN = REMOTE_ARMS[REMOTE]
+FULL, BALANCE = Cell(0.0), Cell(None, 1.0)
+SCALE = Scale("lab-mha", 2048, 16, 32 << 20, 1.0)
+
+
+def turn(arm: str, cell: Cell, ttft_ms: float, session: int = 1, **more: Any) -> Moved:
+    given: dict[str, Any] = {
+        "ttft_s": ttft_ms / 1000,
+        "prompt_tokens": 2112,
+        "output_ids": (1, 2),
+        "cached": Cached(storage=2048, total=2048),
+        "moved": True,
+        "number": 1,
+        "server": 1,
+    } | more
+    gbps = cell.gbps or 0.0
+    ratio = cell.load_over_compute
+    return Moved(
+        "lab-mha", 2048, "turn", arm, 1, gbps, ratio, cell=cell.name, session=session, **given
+    )
+
+
+def log_of(*turns: Moved) -> MovedLog:
+    log = MovedLog()
+    log.take("scale", SCALE)
+    for one in turns:
+        log.take("turn", one)
+    return log
+
+
+def results(log: MovedLog) -> dict[str, Any]:
+    arms = list(dict.fromkeys(one.arm for one in log.turns))
+    cells = [(cell, log.gbps(cell) or 0.0) for cell in (FULL, BALANCE)]
+    return {
+        "settings": {"tokens": 2048},
+        "arms": about_arms(arms),
+        **remote_results(log, arms, cells),
+    }
+
+
+def test_a_session_begins_on_a_and_goes_on_at_b() -> None:
+    assert [server_of("moved", PLAIN, t, 4) for t in range(4)] == [0, 0, 1, 1]
+    assert [is_moved("moved", t, 4) for t in range(4)] == [False, False, True, False]
+
+
+def test_turns_are_taken_by_both_in_turn() -> None:
+    assert [server_of("round-robin", PLAIN, t, 4) for t in range(4)] == [0, 1, 0, 1]
+    assert [is_moved("round-robin", t, 4) for t in range(4)] == [False, True, True, True]
+
+
+def test_an_oracle_served_the_session_itself() -> None:
+    assert [server_of("moved", REMOTE_ARMS[ORACLE], t, 2) for t in range(2)] == [1, 1]
+
+
+def test_a_sessions_prompts_go_on_and_no_two_sessions_share_a_page() -> None:
+    one, again, other = (prompts((0, cell, 1), 256, 2) for cell in ("a", "a", "b"))
+    assert one == again
+    assert one[1][:256] == one[0] and len(one[1]) == 256 + NEW_TOKENS
+    assert one[0][:16] != other[0][:16]
+
+
+def test_only_arms_that_share_have_a_remote_store(tmp_path: Path) -> None:
+    for name, arm in REMOTE_ARMS.items():
+        if arm.kind != "kvtier":
+            continue
+        prepare("kvtier", arm.setup(SETUP, "10.0.0.1:1"), tmp_path / name)
+        config = load_config(tmp_path / name / "storage.json")
+        assert config.remote.engine == ("mooncake" if arm.shares else "off")
+        assert config.policy.restore == ("load" if name == REMOTE_LOAD else "auto")
+
+
+def test_stock_has_its_own_backend_over_the_same_master(tmp_path: Path) -> None:
+    arm = REMOTE_ARMS["hicache-mooncake"]
+    prepare(arm.kind, arm.setup(SETUP, "10.0.0.1:1"), tmp_path)
+    settings = json.loads((tmp_path / "storage.json").read_text())
+    assert settings["master_server_address"] == "10.0.0.1:1"
+    assert settings["global_segment_size"] == 0
+    assert "store" not in settings and "remote" not in settings
+
+
+def test_moved_turns_count_and_first_sessions_and_turns_do_not() -> None:
+    log = log_of(
+        turn(REMOTE, FULL, 100),
+        turn(REMOTE, FULL, 9000, session=0),
+        turn(REMOTE, FULL, 9000, number=0, moved=False),
+    )
+    (cell, _) = results(log)["cells"]
+    assert cell["arms"][REMOTE]["ttft_ms"]["p50"] == 100
+    assert cell["arms"][REMOTE]["ttft_ms"]["n"] == 1
+
+
+def test_answers_are_compared_with_recomputes() -> None:
+    log = log_of(
+        turn(REMOTE, FULL, 100, output_ids=(1, 3)),
+        turn(REMOTE, FULL, 100, session=2),
+        turn("recompute", FULL, 100),
+        turn("recompute", FULL, 100, session=2),
+    )
+    found = results(log)
+    assert found["cells"][0]["arms"][REMOTE]["equal_tokens_fraction"] == 0.5
+    assert not scenario.is_sound(found["summary"])
+
+
+def test_a_request_that_failed_makes_the_result_unsound() -> None:
+    log = log_of(turn(REMOTE, FULL, 100), turn(REMOTE, FULL, 100, session=2, error="HTTP 500"))
+    found = results(log)
+    assert found["summary"]["errors"] == 1
+    assert not scenario.is_sound(found["summary"])
+
+
+def test_bandwidths_follow_from_the_time_that_computing_takes() -> None:
+    assert log_of().gbps(BALANCE) == pytest.approx((32 << 20) * 8e-9)
+    assert MovedLog().gbps(BALANCE) is None
+
+
+def missed(balance: float, mooncake: float, recompute: float, full: float = 100) -> list[str]:
+    log = log_of(
+        turn(REMOTE, FULL, full),
+        turn("hicache-mooncake", FULL, 100),
+        turn("recompute", FULL, 1000),
+        turn(REMOTE, BALANCE, balance),
+        turn("hicache-mooncake", BALANCE, mooncake),
+        turn("recompute", BALANCE, recompute),
+    )
+    return results(log)["summary"]["missed"]
+
+
+def test_what_is_aimed_at_and_not_reached_is_said() -> None:
+    assert missed(500, 1000, 1000) == []
+    assert len(missed(700, 1000, 1000)) == 2
+    (text,) = missed(500, 1000, 1000, full=105)
+    assert "full speed: 0.95 times as fast as the better" in text
+    assert len(missed(1100, 1000, 1000)) == 3
+
+
+def test_a_log_goes_on_where_it_ended(tmp_path: Path) -> None:
+    log = MovedLog.open(tmp_path / "log", {"tokens": 2048})
+    log.add("scale", SCALE)
+    log.add("turn", turn(REMOTE, BALANCE, 100, session=0))
+    log.add("turn", turn(REMOTE, BALANCE, 100))
+    again = MovedLog.open(tmp_path / "log", {"tokens": 2048})
+    assert again.turns == log.turns and again.scales == [SCALE]
+    assert again.has(REMOTE, 1, BALANCE, 2) and not again.has(REMOTE, 1, BALANCE, 3)
+    assert not again.has(REMOTE, 1, FULL, 1)
+    with pytest.raises(BenchError, match="tokens"):
+        MovedLog.open(tmp_path / "log", {"tokens": 4096})
+
+
+def test_a_cell_that_was_begun_and_played_again_counts_once() -> None:
+    log = log_of(turn(REMOTE, FULL, 900), turn(REMOTE, FULL, 100))
+    assert [one.ttft_s for one in log.turns] == [0.1]
+
+
+def test_tables_and_page_show_every_arm() -> None:
+    log = log_of(turn(REMOTE, FULL, 200), turn("recompute", FULL, 100))
+    found = results(log)
+    (table,) = remote_tables(found)
+    assert [row["arm"] for row in table.rows] == [REMOTE, "recompute"]
+    page = remote_page(found)
+    assert "kvtier-remote 200 ms, recompute 100 ms" in page
+
+
+def test_a_page_of_a_run_that_was_stopped_early_has_what_there_is() -> None:
+    other = Cell(None, 4.0)
+    log = log_of(turn("recompute", FULL, 100))
+    cells = [(cell, log.gbps(cell) or 0.0) for cell in (FULL, BALANCE, other)]
+    arms = ["recompute", REMOTE]
+    found = remote_results(log, arms, cells)
+    result = {"settings": {}, "arms": about_arms(arms), **found}
+    assert remote_page(result).startswith("<!DOCTYPE html>")
+    (table,) = remote_tables(result)
+    assert len(table.rows) == 1
+
+
+def answer(ttft_s: float) -> Completion:
+    return Completion(0.0, 1.0, (1, 2), (ttft_s, ttft_s))
+
+
+def test_what_trouble_adds_is_the_difference_of_two_servers() -> None:
+    one = Trouble(TroubleOptions(512, 2, 1, 0), SETUP, Path("folder"))
+    one.times = {"dead": {OFF: [answer(0.1), answer(0.3)], ON: [answer(0.12), answer(0.33)]}}
+    one.starts_s = {OFF: [10.0], ON: [10.25]}
+    found = one.results()
+    assert found["states"]["dead"]["added_ms"]["paired_p50"] == pytest.approx(25)
+    assert found["states"]["dead"]["added_ms"]["p50"] == pytest.approx(25)
+    assert found["start_s"]["added"] == pytest.approx(0.25)
+    (table,) = remote_tables({"trouble": found})
+    assert table.rows[0]["state"] == "master dead"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--arms", "recompute,none"], "no arm named none"),
+        (["--turns", "1"], "never moved"),
+        (["--trouble", "--html", "x.html"], "--html"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    words: list[str], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenario, "missing_engine", lambda: "")
+    assert main(["compare", "remote", *words]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+
+
+def test_without_mooncake_it_says_what_to_install(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scenario, "missing_engine", lambda: "pip install 'sgl-kvtier[remote]'")
+    assert main(["compare", "remote"]) == 1
+    assert "pip install" in capsys.readouterr().err
+
+
+def test_cells_are_full_speed_and_three_ratios_unless_others_are_named() -> None:
+    parser = argparse.ArgumentParser()
+    scenario.add_arguments(parser)
+    names = {
+        words: [cell.name for cell in scenario._cells(parser.parse_args(words.split()))]
+        for words in ("", "--quick", "--gbps 1,2", "--gbps 1 --load-over-compute 1/2")
+    }
+    assert names == {
+        "": ["0 Gbit/s", "load/compute 0.25", "load/compute 1", "load/compute 4"],
+        "--quick": ["0 Gbit/s", "load/compute 1"],
+        "--gbps 1,2": ["1 Gbit/s", "2 Gbit/s"],
+        "--gbps 1 --load-over-compute 1/2": ["1 Gbit/s", "load/compute 0.5"],
+    }
