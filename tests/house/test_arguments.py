@@ -31,17 +31,27 @@ def every_option() -> Iterator[Any]:
             yield pytest.param(action.type, id=f"{name} {action.option_strings or action.dest}")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["nan", "inf", "-inf", "1e999", "1e308", "9" * 400, "9" * 5000, "-9" + "9" * 400, "", "[]"],
-    ids=lambda text: text[:6],
+HOSTILE = (
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "1e308",
+    "9" * 400,
+    "9" * 5000,
+    "-9" + "9" * 400,
+    "",
+    "[]",
 )
+
+
 @pytest.mark.parametrize("kind", every_option())
-def test_no_option_takes_a_number_that_nobody_means(kind: Any, text: str) -> None:
-    try:
-        found = kind(text)
-    except argparse.ArgumentTypeError as error:
-        assert len(str(error)) < 200
-    else:
-        for value in found if isinstance(found, (list, tuple)) else [found]:
-            assert isinstance(value, str) or is_number(value)
+def test_no_option_takes_a_number_that_nobody_means(kind: Any) -> None:
+    for text in HOSTILE:
+        try:
+            found = kind(text)
+        except argparse.ArgumentTypeError as error:
+            assert len(str(error)) < 200
+        else:
+            for value in found if isinstance(found, (list, tuple)) else [found]:
+                assert isinstance(value, str) or is_number(value), text[:6]

@@ -25,8 +25,10 @@ from remote_pages import (
     until,
 )
 
+from sgl_kvtier.errors import BenchError
+from sgl_kvtier.lab.experiment.remote.far import Far
 from sgl_kvtier.remote.child.settings import RemoteSettings
-from sgl_kvtier.remote.servers import Servers
+from sgl_kvtier.remote.servers import Servers, free_port, owner_command
 from sgl_kvtier.remote.store import RemoteStore, open_remote
 from sgl_kvtier.store.base import PageRead, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.identity import Identity
@@ -56,6 +58,17 @@ class Cluster(Servers):
         self.master_process = self.start_master()
         self.owner_process = self.start_owner()
         return self
+
+
+class Hidden(Servers):
+    """A master, and an owner that calls itself by an address that nothing has."""
+
+    @property
+    def commands(self) -> list[list[str]]:
+        return [
+            super().commands[0],
+            owner_command("192.0.2.1", free_port(self.host), self.master, 64 << 20),
+        ]
 
 
 @pytest.fixture
@@ -260,3 +273,101 @@ def test_only_the_child_has_the_library(cluster: Cluster, connected: Opened) -> 
         assert "mooncake" in maps.read()
     with open("/proc/self/maps") as maps:
         assert "mooncake" not in maps.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_child_that_crashes_or_stands_still_is_replaced(
+    cluster: Cluster, connected: Opened, number: signal.Signals
+) -> None:
+    store = connected(cluster, deadline_s=1.0, hang_s=2.0)
+    pages = stored(store, range(8), PAGE)
+    child = store.condition().child
+    os.kill(child, number)
+    outcomes(store, pages)  # the engine is asked: what stands still is noticed by its calls
+    until(lambda: store.condition().starts == 2, 40)
+    until(lambda: store.usable, 40)
+    store._presence.clear()
+    assert outcomes(store, pages) == [OK] * 8
+    until(lambda: not alive(child))
+
+
+def test_a_ring_that_is_smaller_than_what_is_asked_for_is_filled_again_and_again(
+    cluster: Cluster, connected: Opened
+) -> None:
+    store = connected(cluster, ring_bytes=1 << 20)
+    pages = {key(name): content(name, PAGE) for name in range(40)}
+    assert put(store, pages) == [STORED] * 40
+    jobs = [
+        store.read([PageRead(k, [memoryview(bytearray(PAGE))]) for k in pages]) for _ in range(4)
+    ]
+    for job in jobs:
+        assert job.wait(60)
+        assert set(job.outcomes) == {OK}
+    assert outcomes(store, pages) == [OK] * 40
+    too_large = {key("large"): content("large", 2 << 20)}
+    assert put(store, too_large) == [REFUSED]
+    assert store.stats().pages_refused == 1
+    assert store.condition().ring_taken_bytes == 0
+
+
+def test_an_owner_under_a_name_that_others_cannot_reach_costs_its_pages_only(
+    connected: Opened,
+) -> None:
+    """Its memory is known to the master. The address is kept for documentation: no host has it."""
+    hidden = Hidden(64 << 20, lease_ms=500)
+    try:
+        hidden.start_master()
+        hidden.start_owner()
+        store = connected(hidden, deadline_s=1.0, hang_s=2.0)
+        begun = time.monotonic()
+        assert STORED not in put(store, {key(n): content(n, PAGE) for n in range(4)})
+        assert OK not in outcomes(store, {key(n): content(n, PAGE) for n in range(4)})
+        assert time.monotonic() - begun < 30
+        stats = store.stats()
+        assert stats.pages_refused == 4
+        assert stats.pages_missed + stats.reads_failed == 4
+    finally:
+        hidden.stop()
+
+
+def test_a_link_that_is_too_slow_fails_at_its_deadline_and_serves_again_when_it_is_fast(
+    connected: Opened,
+) -> None:
+    slow = Servers(128 << 20, lease_ms=500)
+    far = None
+    try:
+        slow.start_master()
+        far = Far(slow.commands[1], slow.master)
+        until(slow.segments)
+        store = connected(slow, deadline_s=1.0, hang_s=4.0)
+        pages = stored(store, range(32), PAGE)
+        far.speed(0.002)
+        store._presence.clear()
+        begun = time.monotonic()
+        assert FAILED in outcomes(store, pages)
+        assert time.monotonic() - begun < 20
+        assert store.stats().reads_failed + store.stats().reads_late > 0
+        far.speed(0)
+        works(store, "after")
+    except BenchError as error:
+        pytest.skip(str(error))
+    finally:
+        if far is not None:
+            far.stop()
+        slow.stop()
+
+
+def test_a_master_that_is_started_again_has_forgotten_all_and_takes_pages_again(
+    cluster: Cluster, connected: Opened
+) -> None:
+    store = connected(cluster)
+    pages = stored(store, range(8), PAGE)
+    cluster.master_process.kill()
+    cluster.master_process.wait()
+    cluster.start_master()
+    works(store, "after")
+    store._presence.clear()
+    assert OK not in outcomes(store, pages)
+    store._presence.clear()
+    until(lambda: put(store, pages) == [STORED] * 8, 40)
+    assert outcomes(store, pages) == [OK] * 8

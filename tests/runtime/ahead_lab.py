@@ -7,16 +7,19 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from golden import Answers, Golden
 from serving import ADMIN, Served, config_file, flags, prompts, serving
+from shared import Shared
 
 SESSIONS, TURNS, GROWS = 8, 6, 20
 AHEAD = {"prefetch": "on", "eviction": "next-use", "min_restore_tokens": 64}
+POOLS = {"max_total_tokens": 2048, "page_size": 16, "hicache_ratio": 1.25}
+"""The device holds less than half of the sessions here, and host memory does not hold them all."""
 
 
 @contextmanager
@@ -27,17 +30,20 @@ def looking_ahead(
     env: dict[str, str] | None = None,
     **more: object,
 ) -> Iterator[Served]:
-    """A server whose device holds less than half of the sessions here, and whose host memory does
-    not hold them all.
-    """
-    given = {"max_total_tokens": 2048, "page_size": 16, "hicache_ratio": 1.25, **more}
+    """A server with `POOLS`, unless `more` flags say otherwise."""
     with serving(
         folder,
-        flags(**given),
+        flags(**{**POOLS, **more}),
         config_file(folder, policy=policy, **(sections or {})),
         **(env or {}),
     ) as served:
         yield served
+
+
+def shared_server(servers: Shared) -> Served:
+    """One that restores, looks ahead and takes hints, and logs what it decides."""
+    told = {"sessions": True, "hint_limit_s": 60.0, "decision_log": "{folder}/decisions.jsonl"}
+    return servers.get(flags(**POOLS), {"policy": {**AHEAD, "restore": "both", **told}})
 
 
 def counts(served: Served) -> dict[str, float]:
@@ -74,23 +80,33 @@ def check_map(served: Served) -> dict[str, float]:
     return counts(served)
 
 
+def one_at_a_time(servers: Shared) -> Served:
+    """One that looks ahead and runs one request; device and host hold two and four prompts of 1,000
+    tokens, and copies of what is on the device are among those on the host. It knows no sessions:
+    pages of one that should come back are read ahead, and may be read for nothing.
+    """
+    told = {"restore": "both", "sessions": False, "decision_log": "{folder}/decisions.jsonl"}
+    pools = {**POOLS, "hicache_ratio": 2, "max_running_requests": 1}
+    return servers.get(flags(**pools), {"policy": {**AHEAD, **told}})
+
+
 class Agents:
     """Sessions that go on from what they were answered, several at a time. What they are told next
-    depends on nothing else.
+    depends on nothing else. `alone`: each prompt is a tenant's of its own, so that all of it is
+    computed.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, alone: bool = False) -> None:
         self.seed = seed
+        self.alone = alone
         self.said = prompts(SESSIONS, 400, seed=seed)
         self.answers: dict[tuple[int, int], list[int]] = {}
 
     def turn(self, served: Served, session: int, turn: int) -> None:
-        answer = served.ask(
-            self.said[session],
-            tokens=8,
-            session_id=f"agent {session}",
-            rid=f"{session}-{turn}-{time.monotonic()}",
-        )
+        rid = f"{self.seed}-{session}-{turn}-{time.monotonic()}"
+        own = {"extra_key": rid} if self.alone else {"session_id": f"agent {self.seed} {session}"}
+        answer = served.ask(self.said[session], tokens=8, rid=rid, **own)
+        assert not (self.alone and answer.cached)
         self.answers[session, turn] = answer.tokens
         rng = random.Random(self.seed * 1000 + session * 100 + turn)
         self.said[session] = (
@@ -143,14 +159,11 @@ def aborts_and_flushes(served: Served, seconds: float) -> tuple[int, int]:
     return number, lost
 
 
-def answers_of_a_plain_server(golden: Golden, folder: Path, **more: object) -> Answers:
-    """What the sessions are answered where nothing below the device is used, and the device holds
-    them all. A server computes them in `folder`, unless they are kept.
+def computed_answers(
+    golden: Golden, arguments: Sequence[str], server: Callable[[], Served], seed: int
+) -> Answers:
+    """What the sessions are answered where every prompt is computed. A server of these launch
+    arguments is asked, unless the answers are kept.
     """
-    arguments = flags(**more, backend=None, max_total_tokens=16384, page_size=16)
-
-    def compute() -> Answers:
-        with serving(folder, arguments) as served:
-            return Agents(1).run(served, 4)
-
-    return golden.answers(arguments, Agents, compute)
+    key = [*arguments, f"seed={seed}"]
+    return golden.answers(key, Agents, lambda: Agents(seed, alone=True).run(server(), 4))

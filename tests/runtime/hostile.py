@@ -28,6 +28,7 @@ _SECTIONS = {
     "remote": RemoteConfig,
     "policy": PolicyConfig,
     "lab.throttle": ThrottleConfig,
+    "lab.remote_throttle": ThrottleConfig,
     "lab.faults": FaultConfig,
 }
 SETTINGS: dict[str, dataclasses.Field[Any]] = {

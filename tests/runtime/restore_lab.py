@@ -1,15 +1,14 @@
-"""A server whose prompts are restored, small enough for tests: a slow store, strict memory checks,
+"""Servers whose prompts are restored, small enough for tests: a slow store, strict memory checks,
 one decision log.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import time
 
-from serving import ADMIN, Served, config_file, flags, serving
+from serving import ADMIN, Served, flags
+from shared import Shared
 
 LONG = 1500
 """Tokens of a prompt that is restored here."""
@@ -18,17 +17,37 @@ GBPS = 0.02
 """Of the throttled store: computing and loading a prompt here take times of the same order."""
 
 
-@contextmanager
-def restoring(folder: Path, **policy: object) -> Iterator[Served]:
-    """The server while the block runs. `policy` are settings of that section of kvtier.json."""
+CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+"""SGLang compares what its ranks decide, and ends the server when they differ."""
+
+
+def restoring(servers: Shared) -> Served:
+    """The shared server that restores and logs what it decides."""
+    log = "{folder}/decisions.jsonl"
     sections = {
         "throttle": {"read_gbps": GBPS},
-        "policy": {"restore": "both", "min_restore_tokens": 64, **policy},
+        "policy": {"restore": "both", "min_restore_tokens": 64, "decision_log": log},
     }
-    with serving(
-        folder, flags(chunked_prefill_size=CHUNK, page_size=16), config_file(folder, **sections)
-    ) as served:
-        yield served
+    return servers.get(flags(chunked_prefill_size=CHUNK, page_size=16), sections)
+
+
+def two_ranks_flags() -> list[str]:
+    """Launch arguments of the shared server of two tensor-parallel ranks."""
+    pools = {"chunked_prefill_size": CHUNK, "page_size": 16, "max_total_tokens": 8192}
+    return flags("tiny-llama", tp_size=2, **pools)
+
+
+def two_ranks(servers: Shared) -> Served:
+    """The shared server of two ranks that restores. One of them reads later than the other, finds
+    no first pages, and loses others.
+    """
+    faults = {"read_error_rate": 0.02, "corrupt_rate": 0.02, "lose_rate": 0.005, "lose_first": 2}
+    sections = {
+        "throttle": {"read_gbps": GBPS},
+        "policy": {"restore": "both", "min_restore_tokens": 64},
+        "faults": {**faults, "stall_ms": 150, "seed": 4, "rank": 1},
+    }
+    return servers.get(two_ranks_flags(), sections, CHECKED)
 
 
 def change(served: Served, **values: float) -> bool:
@@ -57,3 +76,14 @@ def counts(served: Served) -> dict[str, float]:
         )
         found[" ".join([name, *kept])] = float(value)
     return found
+
+
+def settled(served: Served) -> dict[str, float]:
+    """The counters, once what happened so far has been published: they are twice a second."""
+    time.sleep(1.2)
+    return counts(served)
+
+
+def since(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """By how much each counter has grown."""
+    return {name: value - before.get(name, 0.0) for name, value in after.items()}

@@ -97,6 +97,7 @@ class Served:
         headers: dict[str, str] | None = None,
         *,
         raw: bool = False,
+        timeout_s: float = 300,
     ) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
@@ -105,7 +106,7 @@ class Served:
             method=method,
             headers={"Content-Type": "application/json", **(headers or {})},
         )
-        with urllib.request.urlopen(request, timeout=300) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             text = response.read().decode()
         if raw:
             return text

@@ -53,6 +53,16 @@ def test_a_chunk_whose_forward_still_runs_ends_without_a_time(
     assert [chunk.seconds for chunk in noted] == [None, 0.0, None, 0.25]
 
 
+def test_a_forward_that_computed_less_than_its_tokens_teaches_nothing() -> None:
+    noted: list[Chunk] = []
+    clock = ChunkClock(lambda chunk, follows: noted.append(chunk) or True)  # type: ignore[func-returns-value]
+    batch = SimpleNamespace(
+        extend_num_tokens=64, reqs=[SimpleNamespace(rid="r")], prefix_lens=[0], extend_lens=[64]
+    )
+    clock.launched(clock.launch(batch), batch, whole=False)
+    assert [chunk.seconds for chunk in noted] == [None, 0.0]
+
+
 @pytest.mark.parametrize(
     ("overlap", "stages", "stream"),
     [(True, 1, "forward"), (False, 2, "forward"), (False, 1, "schedule")],

@@ -8,24 +8,17 @@ import urllib.request
 from typing import Any
 
 import pytest
+from ahead_lab import shared_server
 from hostile import HOSTILE, SETTINGS
-from serving import ADMIN, Served, config_file, flags, prompts, serving
+from serving import ADMIN, Served, flags, prompts, serving
+from shared import Shared
 
 pytestmark = pytest.mark.server
-POLICY = {
-    "restore": "both",
-    "prefetch": "on",
-    "eviction": "next-use",
-    "sessions": True,
-    "hint_limit_s": 60.0,
-}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hinted")
-    with serving(folder, flags(), config_file(folder, policy=POLICY)) as server:
-        yield server
+def served(servers: Shared) -> Served:
+    return shared_server(servers)
 
 
 def hint(served: Served, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from restore_lab import CHUNK, GBPS, LONG, counts
+from restore_lab import CHUNK, GBPS, LONG, counts, settled, since, two_ranks
 from serving import config_file, flags, prompts, serving
+from shared import Shared
 
 pytestmark = pytest.mark.server
 
-CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
 POLICY = {"restore": "both", "min_restore_tokens": 64}
 
 
@@ -46,24 +46,16 @@ def test_without_its_first_page_a_prefix_is_restored_and_the_page_is_stored_agai
     assert not any(found.get(f"lost_pages_total {why}") for why in ("miss", "failed"))
 
 
-def test_two_ranks_with_different_holes_load_what_both_have(tmp_path: Path) -> None:
-    sections = {
-        "throttle": {"read_gbps": GBPS},
-        "policy": POLICY,
-        "faults": {"lose_rate": 0.005, "lose_first": 2, "stall_ms": 50, "seed": 4, "rank": 1},
-    }
-    arguments = flags(
-        "tiny-llama", chunked_prefill_size=CHUNK, page_size=16, max_total_tokens=8192, tp_size=2
-    )
+def test_two_ranks_with_different_holes_load_what_both_have(servers: Shared) -> None:
     asked = prompts(4, tokens=LONG, seed=6)
-    with serving(tmp_path, arguments, config_file(tmp_path, **sections), **CHECKED) as server:
-        first = [server.ask(ids) for ids in asked]
-        server.flush()
-        with ThreadPoolExecutor(len(asked)) as pool:
-            again = list(pool.map(server.ask, asked))
-        assert [one.tokens for one in again] == [one.tokens for one in first]
-        assert 0 < sum(one.storage for one in again) < len(asked) * (LONG - 32)
-        time.sleep(1.2)
-        found = counts(server)
-    assert found["ended_total met"] == found["started_total both configured"] == len(asked)
-    assert found["planner_failures_total"] == 0
+    server = two_ranks(servers)
+    before = settled(server)
+    first = [server.ask(ids) for ids in asked]
+    server.flush()
+    with ThreadPoolExecutor(len(asked)) as pool:
+        again = list(pool.map(server.ask, asked))
+    assert [one.tokens for one in again] == [one.tokens for one in first]
+    assert 0 < sum(one.storage for one in again) < len(asked) * (LONG - 32)
+    grown = since(before, settled(server))
+    assert grown["ended_total met"] == grown["started_total both configured"] == len(asked)
+    assert grown["planner_failures_total"] == 0

@@ -87,7 +87,7 @@ def test_a_store_that_goes_while_pages_are_read_ahead_and_comes_back(tmp_path: P
                 served.call(
                     "POST",
                     "/kvtier/hint",
-                    {"session": f"agent {session}", "expected_delay_s": 0.2 * again},
+                    {"session": f"agent 1 {session}", "expected_delay_s": 0.2 * again},
                     ADMIN,
                 )
             time.sleep(0.1)

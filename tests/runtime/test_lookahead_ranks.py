@@ -81,7 +81,7 @@ class Rank:
             _all_reduce_attn_groups=lambda data, op: None,
         )  # fmt: skip
         self.context = StepContext(tree, alone=False)
-        self.engine = SimpleNamespace(
+        self.engine = SimpleNamespace(layers=None,
             context=self.context, loads=[], restorations={}, computes={}, busy=False, ending=False,
             offers=SimpleNamespace(make=lambda: None), settle=lambda states, ends: None,
             abandon_all=lambda how: None, counters=RestoreCounters(),
@@ -274,9 +274,10 @@ def test_a_page_is_stored_when_every_rank_has_it_and_gone_when_one_has_lost_it()
     assert one.map.count(Tier.STORAGE) == 0, "not before all ranks have written it"
     for voter in (one, other):
         voter.tree.ongoing_backup.clear()
-        voter.votes.found([keys[4].hex()])
+        voter.votes.found([keys[4].hex(), keys[5].hex()], [Tier.STORAGE, Tier.REMOTE])
     for step in range(3):
         assert look(0.2 + step / 10, one, other) == [0, 0]
+    assert [list(voter.map.resident(Tier.REMOTE)) for voter in (one, other)] == [[keys[5]]] * 2
     there = [keys[0], keys[1], keys[3], keys[4]]
     assert (
         sorted(one.map.resident(Tier.STORAGE)) == sorted(other.map.resident(Tier.STORAGE)) == there

@@ -9,24 +9,16 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from ahead_lab import (
-    AHEAD,
-    Agents,
-    aborts_and_flushes,
-    answers_of_a_plain_server,
-    check_map,
-    looking_ahead,
-)
+from ahead_lab import AHEAD, Agents, aborts_and_flushes, check_map, computed_answers, looking_ahead
 from golden import Answers, Golden
+from restore_lab import CHECKED, two_ranks, two_ranks_flags
 from serving import ADMIN, Served, prompts
+from shared import Shared
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
-CHECKED = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-"""SGLang compares what its ranks decide, and ends the server when they differ."""
 TENSOR = {"model": "tiny-llama", "tp_size": 2}
 ONE_STALLS = {"stall_ms": 40, "seed": 4, "rank": 1}
 ONE_LOSES = {"read_error_rate": 0.05, "corrupt_rate": 0.03, **ONE_STALLS}
@@ -105,27 +97,17 @@ def until(served: Served, true: Callable[[dict[str, float]], bool]) -> None:
     raise AssertionError(ranks)
 
 
-@pytest.fixture(scope="module", params=[TENSOR], ids=["tensor"])
-def two(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """How two ranks are had."""
-    return request.param  # type: ignore[no-any-return]
-
-
 @pytest.fixture(scope="module")
-def expected(
-    tmp_path_factory: pytest.TempPathFactory, golden: Golden, two: dict[str, Any]
-) -> Answers:
-    """What the sessions are answered by two ranks with room for all of them, and no cache below the
-    device.
-    """
-    return answers_of_a_plain_server(golden, tmp_path_factory.mktemp("expected"), **two)
+def expected(servers: Shared, golden: Golden) -> Answers:
+    """What the sessions are answered by two ranks that do not look ahead, from nothing."""
+    return computed_answers(golden, two_ranks_flags(), lambda: two_ranks(servers), 1)
 
 
 def test_answers_are_equal_and_the_maps_true_on_both_ranks(
-    tmp_path: Path, two: Any, expected: Any
+    tmp_path: Path, expected: Answers
 ) -> None:
     policy = {**AHEAD, "restore": "off"}  # the tests below restore as well
-    with looking_ahead(tmp_path, policy, {"faults": ONE_STALLS}, CHECKED, **two) as served:
+    with looking_ahead(tmp_path, policy, {"faults": ONE_STALLS}, CHECKED, **TENSOR) as served:
         assert Agents(1).run(served, 4) == expected
         found = same(served, tmp_path / "server.log")
         assert found["drift_total"] == 0
@@ -138,11 +120,9 @@ def test_answers_are_equal_and_the_maps_true_on_both_ranks(
 
 
 @pytest.mark.slow
-def test_pages_that_one_rank_loses_are_lost_for_both(
-    tmp_path: Path, two: Any, expected: Any
-) -> None:
+def test_pages_that_one_rank_loses_are_lost_for_both(tmp_path: Path, expected: Answers) -> None:
     with looking_ahead(
-        tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two
+        tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **TENSOR
     ) as served:
         assert Agents(1).run(served, 4) == expected
         assert same(served, tmp_path / "server.log")["victims_total"] > 0
@@ -150,10 +130,10 @@ def test_pages_that_one_rank_loses_are_lost_for_both(
 
 @pytest.mark.slow
 def test_aborts_and_flushes_while_pages_move_on_two_ranks(
-    tmp_path: Path, two: Any, expected: Any
+    tmp_path: Path, expected: Answers
 ) -> None:
     with looking_ahead(
-        tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **two
+        tmp_path, {**AHEAD, "restore": "both"}, {"faults": ONE_LOSES}, CHECKED, **TENSOR
     ) as served:
         number, lost = aborts_and_flushes(served, 20)
         assert number > lost
@@ -163,7 +143,7 @@ def test_aborts_and_flushes_while_pages_move_on_two_ranks(
 
 @pytest.mark.slow
 def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_and_a_flush_ends_it(
-    tmp_path: Path, two: Any
+    tmp_path: Path,
 ) -> None:
     sections = {"throttle": {"read_gbps": 0.004}, "faults": {"read_error_rate": 0.05, **ONE_STALLS}}
     one, other = prompts(2, 600, seed=8)
@@ -172,7 +152,7 @@ def test_a_hint_brings_pages_up_on_both_ranks_although_one_fails_to_read_some_an
         {**AHEAD, "restore": "off"},
         sections,
         CHECKED,
-        **two,
+        **TENSOR,
         max_total_tokens=4096,
         hicache_ratio=2,
     ) as served:

@@ -14,13 +14,15 @@ from ahead_lab import (
     TURNS,
     Agents,
     aborts_and_flushes,
-    answers_of_a_plain_server,
     check_map,
+    computed_answers,
     counts,
     looking_ahead,
+    shared_server,
 )
 from golden import Answers, Golden
-from serving import config_file, flags, prompts, serving
+from serving import Served, config_file, flags, prompts, serving
+from shared import Shared
 
 from sgl_kvtier.lab.sim.replay import replay
 
@@ -28,43 +30,50 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, golden: Golden) -> Answers:
-    """What the sessions are answered by a server with room for all of them, and no cache below the
-    device.
-    """
-    return answers_of_a_plain_server(golden, tmp_path_factory.mktemp("expected"))
+def served(servers: Shared) -> Served:
+    return shared_server(servers)
 
 
-@pytest.mark.parametrize("restore", [pytest.param("off", marks=pytest.mark.slow), "both"])
-def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(tmp_path, restore, expected):
-    log = tmp_path / "decisions.jsonl"
-    with looking_ahead(tmp_path, {**AHEAD, "restore": restore, "decision_log": str(log)}) as served:
-        assert Agents(1).run(served, 4) == expected
-        found = check_map(served)
-        print(found)
-        assert found["checks_total"] == 1
-        assert found["drift_total"] == 0
-        assert found["failures_total"] == 0
-        assert found["victims_total"] > 0
-        assert found["map_pages"] >= found["map_storage_pages"] >= found["map_device_pages"] > 0
-        assert (
-            sum(found[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
-        )
-        tokens = sum(value for name, value in found.items() if name.startswith("hit_tokens_total"))
-        asked = SESSIONS * sum(400 + turn * (8 + GROWS) for turn in range(TURNS))
-        assert tokens >= asked  # SGLang's own warm-up request is counted as well
-        said = (tmp_path / "server.log").read_text(errors="replace")
-        assert "Traceback" not in said and "planner failed" not in said
+def expected(servers: Shared, golden: Golden, seed: int) -> Answers:
+    """What the sessions are answered by a server that does not look ahead, from nothing."""
+    return computed_answers(golden, flags(), lambda: servers.get(flags()), seed)
+
+
+@pytest.mark.parametrize(
+    ("restore", "seed"), [pytest.param("off", 2, marks=pytest.mark.slow), ("both", 1)]
+)
+def test_tokens_are_equal_and_the_map_is_true_after_many_sessions(
+    servers: Shared, served: Served, golden: Golden, restore: str, seed: int
+) -> None:
+    answers = expected(servers, golden, seed)
+    served.restore(restore)
+    before = counts(served)
+    assert Agents(seed).run(served, 4) == answers
+    found = check_map(served)
+    grown = {name: value - before.get(name, 0.0) for name, value in found.items()}
+    print(grown)
+    assert grown["checks_total"] == 1
+    assert grown["victims_total"] > 0
+    assert found["drift_total"] == 0
+    assert found["failures_total"] == 0
+    assert found["map_pages"] >= found["map_storage_pages"] >= found["map_device_pages"] > 0
+    assert sum(grown[f"moved_bytes_total {link}"] for link in ("host-device", "storage-host")) > 0
+    tokens = sum(value for name, value in grown.items() if name.startswith("hit_tokens_total"))
+    assert tokens >= SESSIONS * sum(400 + turn * (8 + GROWS) for turn in range(TURNS))
+    said = served.server.log_path.read_text(errors="replace")
+    assert "Traceback" not in said and "planner failed" not in said
+    log = served.server.folder / "decisions.jsonl"
     replayed = replay(log.read_text().splitlines())
     assert replayed.difference is None and replayed.commands > 0
 
 
 @pytest.mark.slow
-def test_aborts_and_flushes_while_pages_move(tmp_path, expected):
+def test_aborts_and_flushes_while_pages_move(tmp_path, servers, golden):
+    answers = expected(servers, golden, 1)
     with looking_ahead(tmp_path, {**AHEAD, "restore": "both"}) as served:
         number, lost = aborts_and_flushes(served, 25)
         assert number > lost
-        assert Agents(1).run(served, 4) == expected
+        assert Agents(1).run(served, 4) == answers
         found = check_map(served)
         print(found, number, lost)
         assert found["drift_total"] == 0 and found["failures_total"] == 0

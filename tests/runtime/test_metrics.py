@@ -80,7 +80,8 @@ def test_tiers_and_links_are_named_device_host_and_storage_everywhere() -> None:
     tiers = {labels["tier"] for _, labels, _ in said if "tier" in labels}
     links = {labels["link"] for _, labels, _ in said if "link" in labels}
     assert tiers == {"device", "host", "storage", "remote", "none"}
-    assert links == {"storage-host", "host-device", "storage-device", "device-host", "host-storage"}
+    assert links == {link.value for link in Link}
+    assert {name for link in links for name in link.split("-")} == tiers - {"none"}
 
 
 def test_a_counter_grows_by_what_came_since_and_a_gauge_is_set() -> None:

@@ -48,7 +48,7 @@ def made() -> tuple[Promotions, list[torch.Tensor], list[Any]]:
     return Promotions(context, facts, lambda fact: None, LookaheadCounters()), given_back, failed
 
 
-def fetch(deadline_at: float, ended: bool) -> _Fetch:
+def fetch(deadline_at: float, ended: bool, source: Tier = Tier.STORAGE) -> _Fetch:
     job = SimpleNamespace(cancel=lambda: None, wait=lambda timeout_s: ended, done=ended)
     host = torch.arange(2 * PAGE)
     return _Fetch(
@@ -61,6 +61,7 @@ def fetch(deadline_at: float, ended: bool) -> _Fetch:
         Poll(1, 2),
         0.0,
         deadline_at,
+        source,
         False,
     )
 
@@ -78,6 +79,17 @@ def test_host_pages_of_a_read_that_hangs_are_not_given_to_others(
         "its host pages are still read into"
     )
     assert failed == [(KEYS, Tier.HOST)] * 2
+
+
+def test_pages_that_other_servers_have_no_more_are_taken_off_the_map() -> None:
+    moves, _, _ = made()
+    dropped: list[Any] = []
+    moves._facts.dropped = lambda keys, tier: dropped.append((keys, tier))  # type: ignore
+    moves._facts.brought = lambda keys: None  # type: ignore[method-assign]
+    moves._land(fetch(11.0, ended=True, source=Tier.STORAGE), 0)
+    assert dropped == []
+    moves._land(fetch(11.0, ended=True, source=Tier.REMOTE), 0)
+    assert dropped == [(KEYS, Tier.REMOTE)]
 
 
 def test_a_read_in_its_time_does_not_keep_a_server_from_being_idle() -> None:

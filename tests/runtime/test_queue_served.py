@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from ahead_lab import one_at_a_time
 from restore_lab import change
-from serving import Served, config_file, flags, prompts, serving
+from serving import Served, prompts
+from shared import Shared
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -40,15 +41,15 @@ def finished(served: Served, asked: list[list[int]], seed: int) -> tuple[list[in
     return order, answers
 
 
-def test_the_shortest_runs_first_and_the_answers_are_the_same(tmp_path: Path) -> None:
-    config = config_file(tmp_path, policy={"restore": "both"})
-    with serving(tmp_path, flags(page_size=16, max_running_requests=1), config) as served:
-        served.ask(prompts(1, 1200, seed=1)[0], 1)  # what prefill costs is learned
-        asked = [prompts(1, length, seed=length)[0] for length in LENGTHS]
-        shortest, answers = finished(served, asked, 2)
-        assert shortest == [100, 900]
-        served.flush()
-        assert change(served, policy__queue=1)
-        arrived, again = finished(served, asked, 3)
-        assert arrived == [900, 100]
-        assert again == answers
+def test_the_shortest_runs_first_and_the_answers_are_the_same(servers: Shared) -> None:
+    served = one_at_a_time(servers)
+    served.ask(prompts(1, 1200, seed=1)[0], 1)  # what prefill costs is learned
+    asked = [prompts(1, length, seed=length)[0] for length in LENGTHS]
+    shortest, answers = finished(served, asked, 2)
+    assert shortest == [100, 900]
+    served.flush()
+    assert change(served, policy__queue=1)
+    arrived, again = finished(served, asked, 3)
+    assert change(served, policy__queue=0)
+    assert arrived == [900, 100]
+    assert again == answers

@@ -4,12 +4,10 @@ tiers is restored.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import pytest
-from restore_lab import GBPS, LONG, change, counts, restoring
+from restore_lab import GBPS, LONG, change, restoring, settled
 from serving import Served, prompts
+from shared import Shared
 
 pytestmark = pytest.mark.server
 
@@ -18,21 +16,15 @@ AUTO, BOTH, LOAD = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(servers: Shared) -> Served:
     """After one restoration: what computing and storage cost is known."""
-    with restoring(tmp_path_factory.mktemp("left")) as server:
-        ids = prompts(1, LONG, seed=1)[0]
-        server.ask(ids)
-        server.flush()
-        server.ask(ids)
-        assert change(server, policy__restore=AUTO)
-        yield server
-
-
-def settled(served: Served) -> dict[str, float]:
-    """The counters, once what happened so far has been published."""
-    time.sleep(1.2)
-    return counts(served)
+    server = restoring(servers)
+    ids = prompts(1, LONG, seed=1)[0]
+    server.ask(ids)
+    server.flush()
+    server.ask(ids)
+    assert change(server, policy__restore=AUTO)
+    return server
 
 
 def crowd_out(served: Served, seed: int) -> None:

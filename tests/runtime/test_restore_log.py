@@ -12,13 +12,29 @@ import pytest
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.errors import ConfigError, TraceError
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.policy.decision_log import Header, LinesDropped, Query, decode, encode_header
-from sgl_kvtier.policy.messages import Queued, ReadsDue, RestoreOffered, StepView
+from sgl_kvtier.policy.decision_log import (
+    Header,
+    LinesDropped,
+    Query,
+    Reader,
+    Writer,
+    decode_header,
+    encode,
+    encode_header,
+)
+from sgl_kvtier.policy.messages import (
+    Evict,
+    PagesPlaced,
+    Queued,
+    ReadsDue,
+    RestoreOffered,
+    StepPlan,
+    StepView,
+)
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.shape import EngineShape
-from sgl_kvtier.runtime.records import decision_file
 from sgl_kvtier.runtime.records.decision_file import DecisionFile, Recorded
-from sgl_kvtier.types import Span, Tier
+from sgl_kvtier.types import PageKey, Span, Tier
 
 CONFIG = PolicyConfig(restore="both")
 ENGINE = EngineShape(page_tokens=16, page_bytes=4096, chunk_tokens=256)
@@ -46,6 +62,20 @@ def test_what_was_recorded_is_decided_again(tmp_path: Path) -> None:
     assert log.dropped == 0
 
 
+def test_the_same_pages_in_step_after_step_take_little_room(tmp_path: Path) -> None:
+    keys = tuple(PageKey(bytes([k]) * 32) for k in range(200))
+    records = [PagesPlaced(keys, Tier.HOST, 0.0)]
+    records += [StepPlan(evictions=(Evict(keys[:k], Tier.HOST),)) for k in range(200)]  # type: ignore[misc]
+    log = DecisionFile(tmp_path / "log", HEADER)
+    for record in records:
+        log.write(record)
+    log.close()
+    header, *lines = (tmp_path / "log").read_text().splitlines()
+    assert decode_header(header) == HEADER
+    assert [*map(Reader().decode, lines)] == records
+    assert sum(map(len, lines)) < sum(len(encode(record)) for record in records) / 30
+
+
 def test_an_earlier_log_is_kept_once_and_files_are_private(tmp_path: Path) -> None:
     for _ in range(3):
         DecisionFile(tmp_path / "deep" / "log", HEADER).close()
@@ -63,19 +93,21 @@ def test_a_full_queue_drops_lines_counts_them_and_the_file_says_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = threading.Event()
-    real = decision_file.encode
+    real = Writer.encode
 
-    def slow(record: Any) -> str:
+    def slow(writer: Writer, record: Any) -> str:
         held.wait(30)
-        return real(record)
+        return real(writer, record)
 
-    monkeypatch.setattr(decision_file, "encode", slow)
+    monkeypatch.setattr(Writer, "encode", slow)
     log = DecisionFile(tmp_path / "log", HEADER, most_queued=10)
     play(Recorded(make_planner(CONFIG, ENGINE), log.write), 40)
     held.set()
     log.close()
     lines = (tmp_path / "log").read_text().splitlines()[1:]
-    holes = [record.count for record in map(decode, lines) if isinstance(record, LinesDropped)]
+    holes = [
+        record.count for record in map(Reader().decode, lines) if isinstance(record, LinesDropped)
+    ]
     assert log.dropped > 0
     assert sum(holes) == log.dropped
     assert len(lines) - len(holes) + log.dropped == 120
@@ -88,7 +120,7 @@ def test_a_question_is_written_with_its_answer() -> None:
     asked = ReadsDue(tuple(Queued(f"r{number}", 10, True) for number in range(9)), 35)
     assert Recorded(make_planner(CONFIG, ENGINE), written.append).query(asked) == ("r0", "r1", "r2")
     assert written == [Query(asked, ("r0", "r1", "r2"))]
-    assert replay([encode_header(HEADER), decision_file.encode(written[0])]).difference is None
+    assert replay([encode_header(HEADER), encode(written[0])]).difference is None
 
 
 def test_a_disk_that_fails_ends_the_log_and_not_the_server(tmp_path: Path) -> None:

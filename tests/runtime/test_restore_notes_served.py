@@ -7,17 +7,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from restore_lab import LONG, change, counts, restoring
+from restore_lab import LONG, change, counts, restoring, settled, since
 from serving import Served, prompts
+from shared import Shared
 
 from sgl_kvtier.cli import main
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.sim.replay import replay
-from sgl_kvtier.policy.decision_log import decode, decode_header
+from sgl_kvtier.policy.decision_log import Reader, decode, decode_header
 from sgl_kvtier.policy.messages import Mode, PolicyChanged, StepPlan
 from sgl_kvtier.runtime.records import cost_profile
 
@@ -29,14 +29,13 @@ RESTORE = next(f for f in dataclasses.fields(PolicyConfig) if f.name == "restore
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("restoring")
+def served(servers: Shared) -> Served:
+    return restoring(servers)
 
 
 @pytest.fixture(scope="module")
-def served(folder: Path) -> Iterator[Served]:
-    with restoring(folder, decision_log=str(folder / "decisions.jsonl")) as server:
-        yield server
+def folder(served: Served) -> Path:
+    return served.server.folder
 
 
 def restored(served: Served, seed: int) -> tuple[list[int], list[int], int]:
@@ -48,12 +47,6 @@ def restored(served: Served, seed: int) -> tuple[list[int], list[int], int]:
     served.flush()
     again = served.ask(ids)
     return first.tokens, again.tokens, again.storage
-
-
-def settled(served: Served) -> dict[str, float]:
-    """The counters, once what happened so far has been published."""
-    time.sleep(1.2)
-    return counts(served)
 
 
 def lines_of(folder: Path) -> list[str]:
@@ -92,7 +85,7 @@ def test_what_restorations_did_is_in_the_metrics(served: Served) -> None:
         assert first == again
         loaded += storage
     after = settled(served)
-    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    grown = since(before, after)
     assert loaded > 0
     assert grown["started_total both configured"] == 3
     assert grown["ended_total met"] == 3
@@ -146,6 +139,7 @@ def test_a_value_out_of_range_is_refused(served: Served) -> None:
     assert not change(served, policy__load_tokens=0)
     assert not change(served, policy__load_tokens=1.5)
     assert change(served, policy__load_tokens=64)
+    assert change(served, policy__load_tokens=PolicyConfig().load_tokens)
 
 
 def test_the_log_of_a_running_server_is_decided_again_to_the_bit(
@@ -153,7 +147,7 @@ def test_the_log_of_a_running_server_is_decided_again_to_the_bit(
 ) -> None:
     restored(served, 41)
     lines = lines_of(folder)
-    records = [decode(line) for line in lines[1:]]
+    records = [*map(Reader().decode, lines[1:])]
     modes = [
         start.mode for record in records if isinstance(record, StepPlan) for start in record.starts
     ]
@@ -221,6 +215,5 @@ def test_profile_sends_prompts_to_learn_from_and_prints_what_came_of_them(
 def test_profile_says_when_no_server_answers(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "store").mkdir(exist_ok=True)
     assert main(["profile", str(folder / "store"), "--measure", "http://127.0.0.1:9"]) == 1
     assert "no server answers at http://127.0.0.1:9" in capsys.readouterr().err

@@ -28,12 +28,13 @@ KNOWN = Profile(
     {"storage-device": 3e6},
     40,
     {"storage-device": 12},
+    restore={"own_s": 0.012},
 )
 
 
 def planned_with(profile: Profile) -> dict[str, object]:
     """A planner's arguments from a profile."""
-    return {"prefill": profile.prefill, "links": profile.links}
+    return {"prefill": profile.prefill, "links": profile.links, "restore": profile.restore}
 
 
 def learning(
@@ -97,6 +98,8 @@ HOSTILE = [
     [
         "fixed_s",
         "per_token_s",
+        "own_s",
+        "restore",
         "storage-device",
         "chunks",
         "prefill",
@@ -114,7 +117,13 @@ def test_a_file_with_a_hostile_value_is_no_profile(tmp_path: Path, field: str, v
     spoiled = re.sub(pattern, lambda _: f'"{field}": {value}', text, count=1)
     assert spoiled != text
     (tmp_path / NAME).write_text(spoiled)
-    harmless = {"written": {"-1"}, "links": {"{}"}, "transfers": {"{}"}, "conditions": {"{}"}}
+    harmless = {
+        "written": {"-1"},
+        "restore": {"{}"},
+        "links": {"{}"},
+        "transfers": {"{}"},
+        "conditions": {"{}"},
+    }
     assert (cost_profile.read(tmp_path / NAME) is None) == (value not in harmless.get(field, ()))
 
 

@@ -4,8 +4,6 @@ and survive a kill.
 
 from __future__ import annotations
 
-import os
-import signal
 import urllib.error
 
 import pytest
@@ -20,10 +18,8 @@ computed.
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served")
-    with serving(folder, flags(), config_file(folder)) as server:
-        yield server
+def served(servers):
+    return servers.get(flags())
 
 
 @pytest.mark.smoke
@@ -118,19 +114,6 @@ def test_the_store_is_detached_attached_and_cleared_at_run_time(served: Served):
     served.settle()
     assert served.metric("kvtier:store_pages") == 0
     assert served.ask(ids).cached == 0
-
-
-def test_a_killed_server_finds_its_pages_again(tmp_path):
-    config, asked = config_file(tmp_path), prompts(3, seed=6)
-    with serving(tmp_path / "first", flags(), config) as server:
-        first = [server.ask(ids) for ids in asked]
-        server.settle()
-        os.killpg(server.server.pid, signal.SIGKILL)
-    with serving(tmp_path / "second", flags(), config) as server:
-        again = [server.ask(ids) for ids in asked]
-        assert [a.storage for a in again] == [WHOLE] * 3
-        assert [a.tokens for a in again] == [a.tokens for a in first]
-        assert server.metric("kvtier:pages_corrupt_total") == 0
 
 
 @pytest.mark.slow

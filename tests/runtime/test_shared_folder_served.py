@@ -1,39 +1,65 @@
-"""Two real servers on one `store.path`: what one of them wrote comes back on the other."""
+"""Real servers on one `store.path`: what one of them wrote comes back on the other, and on one that is
+started after it was killed.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import TOKENS, config_file, flags, prompts, serving
+from serving import TOKENS, Answer, Served, flags, prompts, serving
+from shared import Shared
 
 pytestmark = pytest.mark.server
 PAGE = 16
 WHOLE = (TOKENS - 1) // PAGE * PAGE
 """Tokens of a prompt that can come from a cache: whole pages, and at least one is computed."""
+LAST = prompts(2, seed=63)
 
 
-def test_two_servers_on_one_folder_find_what_the_other_wrote(tmp_path: Path) -> None:
-    config = config_file(tmp_path)
-    before, after, later = (prompts(2, seed=seed) for seed in (1, 2, 3))
-    with serving(tmp_path / "first", flags(), config) as first:
-        told = [first.ask(ids) for ids in before]
-        first.settle()
-        with serving(tmp_path / "second", flags(), config) as second:
-            found = [second.ask(ids) for ids in before]
-            assert [a.storage for a in found] == [WHOLE] * 2
-            assert [a.tokens for a in found] == [a.tokens for a in told]
-            told = [second.ask(ids) for ids in after]
-            second.settle()
-            found = [first.ask(ids) for ids in after]
-            assert [a.storage for a in found] == [WHOLE] * 2
-            assert [a.tokens for a in found] == [a.tokens for a in told]
-            told = [first.ask(ids) for ids in later]
-            first.settle()
-            os.killpg(first.server.pid, signal.SIGKILL)
-            found = [second.ask(ids) for ids in later]
-            assert [a.storage for a in found] == [WHOLE] * 2
-            assert [a.tokens for a in found] == [a.tokens for a in told]
-            assert second.metric("kvtier:pages_corrupt_total") == 0
+@pytest.fixture(scope="module")
+def one(servers: Shared) -> Served:
+    """A server that stays."""
+    return servers.get(flags())
+
+
+@pytest.fixture(scope="module")
+def killed(one: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Answer]]:
+    """What another server on its folder answered last, before it was killed."""
+    before, after = prompts(2, seed=61), prompts(2, seed=62)
+    config = one.server.folder / "kvtier.json"
+    with serving(tmp_path_factory.mktemp("other"), flags(), config) as other:
+        told = [one.ask(ids) for ids in before]
+        one.settle()
+        found(told, [other.ask(ids) for ids in before])
+        told = [other.ask(ids) for ids in after]
+        other.settle()
+        found(told, [one.ask(ids) for ids in after])
+        told = [other.ask(ids) for ids in LAST]
+        other.settle()
+        os.killpg(other.server.pid, signal.SIGKILL)
+        yield told
+
+
+def found(told: list[Answer], again: list[Answer]) -> None:
+    """The same answers, from storage."""
+    assert [answer.storage for answer in again] == [WHOLE] * len(told)
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in told]
+
+
+def test_two_servers_on_one_folder_find_what_the_other_wrote(
+    one: Served, killed: list[Answer]
+) -> None:
+    found(killed, [one.ask(ids) for ids in LAST])
+    assert one.metric("kvtier:pages_corrupt_total") == 0
+
+
+def test_a_server_started_after_one_was_killed_finds_its_pages(
+    one: Served, killed: list[Answer], tmp_path: Path
+) -> None:
+    with serving(tmp_path, flags(), one.server.folder / "kvtier.json") as server:
+        found(killed, [server.ask(ids) for ids in LAST])
+        assert server.metric("kvtier:pages_corrupt_total") == 0

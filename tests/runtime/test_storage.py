@@ -431,7 +431,7 @@ def test_a_read_that_was_cut_short_tells_how_slow_the_store_is(make):
             with backend.reads_cut_short():
                 landed = sum(long.result(timeout=15))
         assert 0 < landed < 20
-        nbytes, seconds = backend.own_reads.pop()
+        _, nbytes, seconds = backend.own_reads.pop()
         assert nbytes == landed * page_nbytes and seconds > 0
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sgl_kvtier.policy.messages import RestoreOffered
+from sgl_kvtier.runtime.restore import offers as offers_room
 from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.restore.offers import Offers, Stored
 from sgl_kvtier.runtime.restore.offers import stored_of as found
@@ -50,13 +51,23 @@ class Backend:
 
     begin_read = None
 
-    def __init__(self, pages: Sequence[int]) -> None:
+    def __init__(self, pages: Sequence[int], shared: Sequence[int] = ()) -> None:
         self.pages = pages
+        self.shared = shared
         self.asked: list[list[str]] = []
 
-    def stored(self, names: list[str]) -> list[bool]:
+    @property
+    def shares(self) -> bool:
+        return len(self.shared) > 0
+
+    def stored(self, names: list[str]) -> list[Tier | None]:
         self.asked.append(names)
-        return [NAMES.index(name) in self.pages for name in names]
+        return [self._tier(NAMES.index(name)) for name in names]
+
+    def _tier(self, page: int) -> Tier | None:
+        if page in self.pages:
+            return Tier.STORAGE
+        return Tier.REMOTE if page in self.shared else None
 
 
 class Controller:
@@ -105,34 +116,64 @@ def ask(controller: Controller, one: Any, hit: int, alone: bool = True) -> int:
     return int(one.storage_hit_count) // PAGE
 
 
+def on_disk(start: int, pages: int, *runs: tuple[int, int]) -> Stored:
+    sources = tuple((Span(*run), Tier.STORAGE) for run in runs)
+    return Stored(start, tuple(KEYS[:pages]), sources)
+
+
 def test_pages_behind_the_first_missing_one_are_found() -> None:
     backend, one = Backend([0, 1, 4, 5, 7]), operation(start=3)
     assert ask(Controller(backend), one, 2) == 2
     assert backend.asked == [NAMES[2:]], "those before the gap are known"
-    assert found(one, 2 * PAGE, PAGE) == Stored(3, tuple(KEYS[:8]), (Span(5, 7), Span(9, 10)))
+    assert found(one, 2 * PAGE, PAGE) == on_disk(3, 8, (3, 5), (7, 9), (10, 11))
 
 
 def test_a_prefix_without_a_gap_is_what_sglang_found() -> None:
     backend, one = Backend(range(10)), operation()
     assert ask(Controller(backend), one, 10) == 10
     assert backend.asked == []
-    assert found(one, 10 * PAGE, PAGE) == Stored(0, tuple(KEYS))
-    # it reads less of it where there is no more room
-    assert found(one, 0, PAGE).holes == ()
+    assert found(one, 10 * PAGE, PAGE) == on_disk(0, 10, (0, 10))
 
 
 def test_where_nothing_lies_behind_the_gap_there_is_no_hole() -> None:
     one = operation()
     assert ask(Controller(Backend([0, 1])), one, 2) == 2
-    assert found(one, 2 * PAGE, PAGE) == Stored(0, tuple(KEYS[:2]))
+    assert found(one, 2 * PAGE, PAGE) == on_disk(0, 2, (0, 2))
 
 
 def test_ranks_agree_on_the_pages_that_all_of_them_have() -> None:
-    other = [1 * PAGE, 99, 1, 0, 0, 1, 1, 1, 1, 1, 1, 0]
+    other = [1 * PAGE, 99, 2, 0, 0, 2, 2, 2, 2, 2, 2, 0]
     controller, one = Controller(Backend([0, 1, 4, 5, 7, 9]), other), operation()
     assert ask(controller, one, 2, alone=False) == 1
-    assert controller.reduced == [[2 * PAGE, 99, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1]]
-    assert found(one, PAGE, PAGE) == Stored(0, tuple(KEYS[:8]), (Span(1, 4), Span(6, 7)))
+    assert controller.reduced == [[2 * PAGE, 99, 2, 2, 0, 0, 2, 2, 0, 2, 0, 2]]
+    assert found(one, PAGE, PAGE) == on_disk(0, 8, (0, 1), (4, 6), (7, 8))
+
+
+def test_ranks_agree_on_the_pages_that_all_of_them_have_on_their_own_disk(monkeypatch) -> None:
+    """Other servers share all of them; the other rank has the last ones on its disk alone."""
+    monkeypatch.setattr(offers_room, "_SHORT", 1)
+    other = [10 * PAGE, 99, 2, 2, 2, 1, 1, 1, 1, 2, 2, 2]
+    backend, one = Backend(range(5), range(10)), operation()
+    controller = Controller(backend, other)
+    assert ask(controller, one, 10, alone=False) == 10
+    assert backend.asked == [NAMES], "those of the hit may be elsewhere"
+    assert controller.reduced == [[10 * PAGE, 99, *[2] * 5, *[1] * 5]]
+    assert found(one, 10 * PAGE, PAGE).sources == (
+        (Span(0, 3), Tier.STORAGE),
+        (Span(3, 10), Tier.REMOTE),
+    )
+
+
+def test_a_page_that_went_after_it_was_found_is_in_the_hit_all_the_same() -> None:
+    backend, one = Backend([0], [0]), operation()
+    assert ask(Controller(backend), one, 2) == 2
+    assert found(one, 2 * PAGE, PAGE).sources == ((Span(0, 2), Tier.STORAGE),)
+
+
+def test_a_few_pages_of_one_tier_are_no_source_of_their_own() -> None:
+    backend, one = Backend([0, 1, 2, 5, 8], range(10)), operation()
+    assert ask(Controller(backend), one, 10) == 10
+    assert found(one, 10 * PAGE, PAGE).sources == ((Span(0, 10), Tier.STORAGE),)
 
 
 def test_a_rank_that_did_not_look_gives_as_many_numbers() -> None:
@@ -146,7 +187,7 @@ def test_a_rank_that_did_not_look_gives_as_many_numbers() -> None:
         controller = Controller(backend, [0, 99, *[1] * 10])
         assert ask(controller, one, 0, alone=False) == 0
         assert controller.reduced == [[0, 99, *[0] * 10]]
-        assert found(one, 0, PAGE) == Stored(0, ())
+        assert found(one, 0, PAGE) == Stored(0, (), ())
 
 
 def test_other_reductions_stay_as_they_are() -> None:
@@ -232,7 +273,6 @@ def test_holes_that_the_tree_has_by_now_are_none() -> None:
     (offer,) = there.facts
     # the tree has pages 0 to 3, storage 2, 3, 6 and 7
     assert offer.sources == ((Span(2, 4), Tier.HOST), (Span(6, 8), Tier.STORAGE))
-    assert there.restorations["r"].holes == (Span(4, 6),)
     assert there.restorations["r"].keys == tuple(KEYS[3:7])
 
 

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ahead_lab import AHEAD, check_map, counts, looking_ahead
+from ahead_lab import AHEAD, check_map, counts, looking_ahead, one_at_a_time
 from restore_lab import counts as restore_counts
 from serving import ADMIN, Served, prompts
+from shared import Shared
 
 from sgl_kvtier.lab.sim.replay import replay
 
@@ -19,10 +20,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 LENGTH, PAGE = 1000, 16
 WHOLE = (LENGTH - 1) // PAGE * PAGE
-POOLS = {"max_total_tokens": 2048, "hicache_ratio": 2, "max_running_requests": 1}
-"""Device and host hold two and four of the prompts; copies of what is on the device are among those
-on the host.
-"""
 
 
 def ask_all(served: Served, asked: list[list[int]]) -> list[tuple[list[int], int]]:
@@ -32,7 +29,7 @@ def ask_all(served: Served, asked: list[list[int]]) -> list[tuple[list[int], int
     return [(answer.tokens, answer.cached) for answer in answers]
 
 
-def pages_read(served: Served, expected: int) -> float:
+def pages_read(served: Served, expected: float) -> float:
     """Pages read from storage so far, once as many as expected are published, and a second later."""
     for _ in range(60):
         if served.metric("kvtier:pages_read_total") >= expected:
@@ -42,24 +39,23 @@ def pages_read(served: Served, expected: int) -> float:
     return served.metric("kvtier:pages_read_total")
 
 
-def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
+def test_all_that_wait_find_what_is_stored_of_them(servers: Shared) -> None:
     asked = prompts(8, LENGTH, seed=11)
-    log = tmp_path / "decisions.jsonl"
-    # Without sessions: pages of one that should come back are read ahead, and may be read for
-    # nothing.
-    with looking_ahead(
-        tmp_path, {**AHEAD, "restore": "off", "sessions": False, "decision_log": str(log)}, **POOLS
-    ) as served:
-        first = [served.ask(prompt, 6).tokens for prompt in asked]
-        for again in range(2):
-            served.flush()
-            assert ask_all(served, asked) == [(tokens, WHOLE) for tokens in first]
-            once = (again + 1) * len(asked) * WHOLE // PAGE
-            assert pages_read(served, once) == once, "each page once"
-        found = check_map(served)
-        assert found["drift_total"] == 0 and found["failures_total"] == 0
-        assert restore_counts(served)["turn_reads_total kept back"] > 0
-    replayed = replay(log.read_text().splitlines())
+    served = one_at_a_time(servers)
+    served.restore("off")
+    kept_back = restore_counts(served).get("turn_reads_total kept back", 0.0)
+    first = [served.ask(prompt, 6).tokens for prompt in asked]
+    served.flush()
+    read = pages_read(served, 0)
+    for _ in range(2):
+        served.flush()
+        assert ask_all(served, asked) == [(tokens, WHOLE) for tokens in first]
+        read += len(asked) * WHOLE // PAGE
+        assert pages_read(served, read) == read, "each page once"
+    found = check_map(served)
+    assert found["drift_total"] == 0 and found["failures_total"] == 0
+    assert restore_counts(served)["turn_reads_total kept back"] > kept_back
+    replayed = replay((served.server.folder / "decisions.jsonl").read_text().splitlines())
     assert replayed.difference is None
     assert replayed.questions > 2 * len(asked), "whose pages are read is decided again from the log"
 
@@ -67,7 +63,8 @@ def test_all_that_wait_find_what_is_stored_of_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_aborted_ones_keep_nobody_waiting(tmp_path: Path) -> None:
     asked = prompts(8, LENGTH, seed=12)
-    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **POOLS) as served:
+    pools = {"hicache_ratio": 2, "max_running_requests": 1}
+    with looking_ahead(tmp_path, {**AHEAD, "restore": "off"}, **pools) as served:
         first = [served.ask(prompt, 6).tokens for prompt in asked]
         for again in range(3):
             served.flush()

@@ -42,6 +42,10 @@ class RemoteDouble:
     def usable(self) -> bool:
         return not self.down
 
+    @property
+    def child_starts(self) -> int:
+        return 1
+
     def ask(self, keys: Sequence[PageKey], pool: str = KV, timeout_s: float = 0.0) -> bool:
         self._trip()
         self.shared.asked.append(len(keys))

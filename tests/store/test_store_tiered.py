@@ -85,6 +85,20 @@ def test_what_was_read_from_the_remote_store_is_read_here_the_next_time(start):
     assert b.read(1, 2) == [OK, OK]
 
 
+def test_it_says_which_pages_are_on_its_own_disk_without_asking(start):
+    a, b = start(), start()
+    a.write(1, 2)
+    a.settled()
+    b.write(3)
+    b.settled()
+    b.remote.shared.asked.clear()
+    assert b.store.own([key(n) for n in (1, 2, 3, 4)]) == [False, False, True, False]
+    assert b.remote.shared.asked == []
+    b.read(1)
+    b.settled()
+    assert b.store.own([key(1), key(2)]) == [True, False]
+
+
 def test_a_look_up_asks_nothing(start):
     a, b = start(), start()
     a.write(1)
