@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from ahead_lab import one_at_a_time
 from restore_lab import change
-from serving import Served, prompts
+from serving import ADMIN, Served, prompts
 from shared import Shared
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -29,13 +29,16 @@ def finished(served: Served, asked: list[list[int]], seed: int) -> tuple[list[in
         order.append(len(prompt))
 
     with ThreadPoolExecutor(len(asked) + 1) as pool:
-        blocker = pool.submit(served.ask, prompts(1, 64, seed=seed)[0], 300)
-        time.sleep(1.0)
+        first = prompts(1, 64, seed=seed)[0]
+        blocker = pool.submit(served.ask, first, 1500, rid=f"runs-{seed}")
+        time.sleep(0.5)
         sent = []
         for prompt in asked:
             sent.append(pool.submit(ask, prompt))
             time.sleep(0.1)
         assert not blocker.done(), "all of them wait at once"
+        told = {"rid": f"runs-{seed}", "abort_all": False}
+        served.call("POST", "/abort_request", told, ADMIN, raw=True)
         for one in sent:
             one.result()
     return order, answers

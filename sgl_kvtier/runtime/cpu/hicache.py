@@ -26,6 +26,10 @@ UNPINNED = (
 )
 """Pools after whose building nothing is pinned any more. The last two do not call the base class's.
 """
+RESERVE_BYTES = 1 << 30
+"""Memory that host pools leave free. SGLang leaves 10 GiB, as on a GPU host: on a machine of
+16 GiB nothing would start beside another server.
+"""
 _installed = False
 
 
@@ -36,11 +40,12 @@ def install() -> None:
         return
     _installed = True
     from sglang.srt.mem_cache import allocation
-    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host import base, common
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     attention.register()
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE_BYTES
     for name in _POOL_MODULES:
         module = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{name}")
         for function in _COPIES:

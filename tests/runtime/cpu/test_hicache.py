@@ -9,6 +9,7 @@ import pytest
 import torch
 from pools import host_pool, index_key_pool, server_args, state_pool, storage_config
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host import base
 
 from sgl_kvtier.runtime.backend.storage import KVTierStorage
 from sgl_kvtier.runtime.cpu import hicache
@@ -85,3 +86,11 @@ def test_pages_of_a_side_pool_come_back_from_storage(parallel, tmp_path, name, m
 
 def test_every_hook_of_the_cpu_platform_is_a_seam():
     assert set(hicache.UNPINNED) <= {seam.symbol for seam in seams.load_manifest()}
+
+
+def test_host_pools_leave_little_memory_free(monkeypatch):
+    hicache.install()
+    free = 3 << 30
+    monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: free)
+    monkeypatch.setattr(base, "ranks_per_host", lambda: 1)
+    assert base.host_memory_budget_bytes(1) == free - hicache.RESERVE_BYTES
