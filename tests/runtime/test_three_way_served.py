@@ -73,7 +73,7 @@ def test_the_disk_and_the_network_are_read_at_the_same_time(tmp_path: Path) -> N
             server.restore(mode)
             again = server.ask(ids)
             assert again.tokens == tokens
-            assert again.storage > HALF * PAGE
+            assert again.storage > (HALF * PAGE if mode == "load" else 0)
         time.sleep(1.2)  # counters are published twice a second
         found = counts(server)
     assert found["ended_total met"] == 4
