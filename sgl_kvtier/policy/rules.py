@@ -59,7 +59,7 @@ class Ways(Protocol):
 
     @property
     def compute_s(self) -> float:
-        """Computing all of it."""
+        """Computing all of it, less what its last chunk saves by taking the rest of the prompt."""
 
     @property
     def own_s(self) -> float:

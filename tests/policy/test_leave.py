@@ -8,6 +8,7 @@ from virtual_hands import COST, ENGINE, profile_of
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import CacheFlow, Cake
+from sgl_kvtier.policy.learned.cost import PrefillCost
 from sgl_kvtier.policy.messages import (
     Hint,
     Hinted,
@@ -314,3 +315,21 @@ def test_what_the_engine_reads_by_itself_is_learned_from():
             )
         )
     assert one.query(LeftToEngine(offer(storage=256), VIEW)) is None
+
+
+def test_a_prompt_of_one_chunk_is_computed_where_the_chunk_behind_loaded_pages_costs_more() -> None:
+    """Large fixed costs of a chunk, as of a mixture of experts: loading and computing together
+    leave the rest of the prompt to a second one.
+    """
+    costly = PrefillCost(0.022, 1e-5)
+    tokens = 28 * ENGINE.page_tokens  # with the rest: 512 tokens, one chunk
+    profile = profile_of(costly, 1.0)
+    seconds = costly.range_seconds(0, tokens, ENGINE.chunk_tokens)
+    profile["links"] = {Link.STORAGE_TO_DEVICE.value: 28 * ENGINE.page_bytes / seconds}
+    asked = LeftToEngine(offer(storage=28), VIEW)
+    config, rules = parts(min_restore_tokens=64)
+    made = make_planner(config, ENGINE, profile, rules)
+    assert made.query(asked) is None, "not left to be loaded"
+    made.observe(asked.offer)
+    (start,) = made.step(VIEW).starts
+    assert (start.mode, start.reason) == (Mode.COMPUTE, "computing is faster")

@@ -198,6 +198,20 @@ class Forecast:
             span.start, item.pointer.free_in(span) + item.pointer.lost_in(span)
         )
 
+    def one_chunk_less(self, item: Restoration) -> float:
+        """Seconds that computing all saves where its last chunk takes the rest of the prompt along;
+        behind loaded pages that is a chunk of its own.
+        """
+        span, chunk, page = (
+            item.remaining_span(),
+            self._engine.chunk_tokens,
+            self._engine.page_tokens,
+        )
+        prefix = (item.pointer.free_in(span) + item.pointer.lost_in(span)) * page
+        rest = item.prompt_tokens - span.stop * page
+        apart = math.ceil(prefix / chunk) + math.ceil(rest / chunk)
+        return (apart - math.ceil((prefix + rest) / chunk)) * self._cost.fixed_s
+
     def load_only(self, item: Restoration) -> float:
         """Seconds until all open pages are loaded, behind the work of the links that bring them.
         Behind a hole nothing is: an engine computes all from there on.
@@ -284,7 +298,7 @@ class Ways:
 
     @property
     def compute_s(self) -> float:
-        return self._forecast.compute_only(self._item)
+        return self._forecast.compute_only(self._item) - self._forecast.one_chunk_less(self._item)
 
     @property
     def own_s(self) -> float:
