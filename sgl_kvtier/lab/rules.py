@@ -8,7 +8,6 @@ for servers that are started with them to measure what a rule is worth.
     LongestFirst, ShortestFirst     kvtier's, with another order of requests to load for
     Uncharged                       kvtier's, computing not made dearer by requests that wait
     ByArrival                       kvtier's, requests computed in the order they came
-    GivesWay                        kvtier's, a prompt in chunks is set aside for a shorter one
     ByLayers                        lower layers of a whole prefix computed, upper ones loaded
     InTurn                          one of these at a time, changed in the running server
     FixedSplit                      a share of every prefix is computed, whatever happens
@@ -83,12 +82,6 @@ class ByArrival(Rules):
     overtaking = 0.0
 
 
-class GivesWay(Rules):
-    """kvtier's, with a prompt that is prefilled in chunks set aside for a shorter one."""
-
-    gives_way = True
-
-
 class ByLayers(Rules):
     """CacheFlow's layer axis (section 3.1), for every prefix: lower layers are computed for all its
     tokens while upper ones are loaded, from the top down. For servers with `lab.layer_parts`;
@@ -114,7 +107,6 @@ IN_TURN: Mapping[str, type[Rules]] = {
     "shortest-io-first": ShortestFirst,
     "uncharged": Uncharged,
     "by-arrival": ByArrival,
-    "gives-way": GivesWay,
     "layers": ByLayers,
 }
 """Rules of restoring that a server may have in turn, by the name of their arm."""

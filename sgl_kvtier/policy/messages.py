@@ -226,11 +226,10 @@ Fact: TypeAlias = (
 class StepView:
     """The state at the moment of decision.
 
-    `waiting` are the ids of waiting requests in the order they will run, one that gave up the slot
-    among them. `slot` is the restoring request that holds the engine's one slot for chunked
-    prefill, or None when it is free. `slot_open` says whether a waiting one may take it in this
-    step, also from a holder that may give it up. `prefill_tokens` bounds this step's prefill.
-    Of waiting requests that restore nothing, `fresh_tokens` will be computed:
+    `waiting` are the ids of waiting requests in the order they will run. `slot` is the restoring
+    request that holds the engine's one slot for chunked prefill, or None when it is free;
+    `slot_open` says whether a restoring request may take it in this step. `prefill_tokens` bounds
+    this step's prefill. Of waiting requests that restore nothing, `fresh_tokens` will be computed:
     they are neither in memory nor loaded by the engine. `fresh` has each one's share of them in the
     order of `waiting`; where it is empty, and with what is not in it, they come first.
     `wanted_tokens` will be on the device, and are not yet. In a question about one request both
@@ -330,11 +329,7 @@ class Evict:
 
 @message
 class StepPlan:
-    """Commands of one step, each tuple in the order to carry out. An empty plan is always safe.
-
-    `aside`: this request gives the slot up, between two chunks, to the waiting one that has a
-    Compute, and gets it back once that is prefilled.
-    """
+    """Commands of one step, each tuple in the order to carry out. An empty plan is always safe."""
 
     starts: tuple[RestoreStart, ...] = ()
     cancels: tuple[Cancel, ...] = ()
@@ -342,7 +337,6 @@ class StepPlan:
     computes: tuple[Compute, ...] = ()
     evictions: tuple[Evict, ...] = ()
     moves: tuple[Move, ...] = ()
-    aside: str | None = None
 
 
 # --- questions: asked between two steps -----------------------------------------------------------
@@ -406,9 +400,8 @@ class Waiter:
 
 @message
 class RunOrder(Question[tuple[str, ...]]):
-    """In which order should these requests run? `waiting` are all that wait, and a restoring one
-    that holds the slot or gave it up, in the order they came. The planner takes note of who came
-    and who went.
+    """In which order should these requests run? `waiting` are all that wait, in the order they
+    came. The planner takes note of who came and who went.
     """
 
     waiting: tuple[Waiter, ...]

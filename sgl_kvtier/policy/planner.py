@@ -116,9 +116,7 @@ class Planner:
         evictions, moves = self._ahead.step(self._left(view, plan), busy_s, self._restore.under_way)
         if not evictions and not moves:
             return plan
-        return StepPlan(
-            plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves, plan.aside
-        )
+        return StepPlan(plan.starts, plan.cancels, plan.loads, plan.computes, evictions, moves)
 
     @property
     def pages(self) -> PageView:

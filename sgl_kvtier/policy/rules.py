@@ -159,11 +159,6 @@ class Rules:
     """Shorter requests overtake one that waits for this many times the predicted work that stood
     before it when it came, its own included. 0: requests run in the order of arrival.
     """
-    gives_way: bool = False
-    """Between two chunks the request in the engine's one slot for chunked prefill gives it up to a
-    shorter one, in that order and within that bound, one request at a time. Off: the gain was
-    measured in two rounds only.
-    """
     min_chunk_tokens: int = 32
     """The smallest chunk worth its fixed cost while loads are under way."""
     load_horizon_s: float = 0.3

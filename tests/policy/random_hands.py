@@ -24,12 +24,10 @@ from sgl_kvtier.policy.messages import (
     RequestArrived,
     RequestFinished,
     RestoreOffered,
-    RunOrder,
     StepDone,
     StepPlan,
     StepView,
     TransferDone,
-    Waiter,
 )
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
@@ -73,14 +71,7 @@ class RandomHands:
         config: PolicyConfig,
         profiled: bool,
         rules: Rules | None = None,
-        orders: bool = False,
     ) -> None:
-        """`orders`: the planner is asked for the order of the queue, and who holds the slot may
-        give it up.
-        """
-        self.orders = orders
-        self.aside: str | None = None
-        self.given_up = 0
         self.chance = chance
         self.config = config
         self.rules = rules
@@ -171,19 +162,12 @@ class RandomHands:
         request = self.requests.pop(rid)
         self.chunks = [chunk for chunk in self.chunks if chunk[0] != rid]
         self.slot = None if self.slot == rid else self.slot
-        self.aside = None if self.aside == rid else self.aside
-        self.come_back()
         self.tell(
             RequestFinished(
                 rid, self.now, aborted, request.keys if self.chance.random() < 0.5 else ()
             )
         )
         self.finished.append(rid)
-
-    def come_back(self) -> None:
-        """Who gave up the slot has it again once it is free."""
-        if self.slot is None:
-            self.slot, self.aside = self.aside, None
 
     # --- ends of what was begun -------------------------------------------------------------------------------------
 
@@ -246,15 +230,11 @@ class RandomHands:
     def step(self, generous: bool = False) -> bool:
         """One step; says whether anything was begun."""
         free = {Tier.DEVICE: self.chance.randrange(200), Tier.HOST: self.chance.randrange(60)}
-        if self.orders and self.requests:
-            asked = tuple(Waiter(rid, request.tokens) for rid, request in self.requests.items())
-            self.log.append(RunOrder(asked, self.now))
-            assert sorted(self.planner.query(self.log[-1])) == sorted(self.requests)
         view = StepView(
             now=self.now,
             waiting=tuple(rid for rid in self.requests if rid != self.slot),
             slot=self.slot,
-            slot_open=(generous or self.chance.random() < 0.8) and self.aside is None,
+            slot_open=generous or self.chance.random() < 0.8,
             prefill_tokens=8 * PAGE
             if generous
             else self.chance.choice((0, PAGE - 1, PAGE, 4 * PAGE, 8 * PAGE)),
@@ -272,13 +252,8 @@ class RandomHands:
         for load in plan.loads:
             self.begin(load)
         self.begin_moves(plan)
-        if plan.aside is not None:
-            assert view.slot_open and plan.aside == self.slot
-            self.slot, self.aside = None, self.slot
-            self.given_up += 1
         began = [self.compute(compute, view) for compute in plan.computes]
         began.append(self.compute_ordinary(view))
-        self.come_back()
         return bool(plan.loads or plan.cancels or any(began))
 
     def check_room(self, plan: StepPlan, view: StepView) -> None:
@@ -419,8 +394,6 @@ class RandomHands:
         for entry in self.log:
             if isinstance(entry, StepView):
                 plans.append(planner.step(entry))
-            elif isinstance(entry, RunOrder):
-                planner.query(entry)
             else:
                 planner.observe(entry)
         return plans

@@ -24,7 +24,6 @@ from sgl_kvtier.policy.restore.meeting import Pace, Split, best_split
 from sgl_kvtier.policy.restore.offers import Offers
 from sgl_kvtier.policy.restore.outlook import Outlook
 from sgl_kvtier.policy.restore.planner import free
-from sgl_kvtier.policy.restore.queue_order import QueueOrder
 from sgl_kvtier.policy.restore.under_way import UnderWay
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Link
@@ -87,7 +86,7 @@ class PlainPlanner:
         self.known = UnderWay(config, engine, profile or {}, rules or Rules())
         self.outlook = PlainOutlook(self.known)
         self.offers = Offers(self.known, self.outlook, free)
-        self.chunks = Chunks(self.known, self.outlook, QueueOrder(self.known))
+        self.chunks = Chunks(self.known, self.outlook)
         self.loads = Loads(self.known, self.outlook, self.chunks)
 
     def observe(self, fact):

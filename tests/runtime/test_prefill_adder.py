@@ -10,10 +10,7 @@ from typing import Any
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 
 from sgl_kvtier.policy.messages import Compute
-from sgl_kvtier.runtime.restore.counters import RestoreCounters
 from sgl_kvtier.runtime.scheduler.prefill_adder import KVTierPrefillAdder
-from sgl_kvtier.runtime.sglang import requests
-from sgl_kvtier.runtime.step.aside import Aside
 from sgl_kvtier.types import Span
 
 PAGE = 16
@@ -35,7 +32,6 @@ class Budget:
 
 def adder_with(engine: Any, free: int = 4096) -> KVTierPrefillAdder:
     adder = KVTierPrefillAdder.__new__(KVTierPrefillAdder)
-    engine.context = SimpleNamespace(aside=Aside())
     adder.tree_cache = SimpleNamespace(kvtier=SimpleNamespace(engine=engine))
     adder.page_size = PAGE
     adder.memory_budget = Budget(free)
@@ -80,16 +76,3 @@ def test_the_next_chunk_of_any_request_is_what_there_is_room_for(monkeypatch):
     assert adder_with(engine, free=20).add_chunked_req(req) is req, "it waits for this pass"
     assert limits == [None, 80]
     assert given == [256 + PAGE - 100, 256 + PAGE - 20]
-
-
-def test_the_slots_holder_gives_it_up_and_what_it_will_need_stays_reserved(monkeypatch):
-    """300 tokens of which 64 are there and 32 have a slot of a load; 10 more come out of it."""
-    r = SimpleNamespace(owner=dict.fromkeys(range(2)), parked_since=0.0, parked_s=0.0, waited_s=0.0)
-    engine = SimpleNamespace(of=lambda rid: r, computes={}, counters=RestoreCounters())
-    adder = adder_with(engine)
-    engine.context.aside.asked = "r"
-    monkeypatch.setattr(requests, "whole_output_room", lambda req, page: 10)
-    req = SimpleNamespace(rid="r", prefix_len=64, full_untruncated_fill_ids=[0] * 300)
-    assert adder.add_chunked_req(req) is None
-    assert engine.context.aside.requests == (req,)
-    assert adder.memory_budget.total_offset == 1000 + (300 - 64 - 32) + 10

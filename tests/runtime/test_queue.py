@@ -55,17 +55,6 @@ def test_the_planner_sees_the_order_of_arrival_however_the_queue_was_sorted() ->
     assert rids(waiting) == ["new", "short", "long"]
 
 
-def test_who_is_between_two_chunks_has_a_place_in_the_order_and_none_in_the_queue() -> None:
-    planner, begun = Shortest(), request("begun", 500)
-    ordered = queue(planner)
-    ordered.sort([begun], 0.0)
-    waiting = [request("long", 900), request("short", 100)]
-    ordered.sort(waiting, 0.1, [begun])
-    assert [one.rid for one in planner.asked[-1]] == ["begun", "long", "short"]
-    assert rids(waiting) == ["short", "long"]
-    assert ordered.before("begun", waiting) == 1
-
-
 def test_the_planner_is_told_what_lies_where() -> None:
     planner = Shortest()
     queue(planner, a=640).sort([request("a", 1000, device=320, host=160), request("b")], 0.0)

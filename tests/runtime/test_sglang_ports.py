@@ -235,17 +235,16 @@ def test_waiting_requests_are_found_by_their_handle_and_none_waits_before_the_fi
     assert list(step.waiting(None)) == []
 
 
-def test_the_slot_is_open_when_it_is_free_or_given_up_the_batch_takes_more_and_a_row_is_free() -> (
-    None
-):
-    def is_open(free: int = 1, given: bool = True, **known: Any) -> bool:
-        rows = SimpleNamespace(available_size=lambda: free)
-        return step.slot_is_open(scheduler_of(**known), rows, given)
+def test_the_slot_is_open_when_nobody_has_it_the_batch_takes_more_and_a_row_is_free() -> None:
+    def is_open(free: int = 1, **known: Any) -> bool:
+        return step.slot_is_open(
+            scheduler_of(**known), SimpleNamespace(available_size=lambda: free)
+        )
 
     assert is_open()
     assert not is_open(free=0)
     assert not is_open(running_batch=batch(full=True))
-    assert not is_open(given=False)
+    assert not is_open(chunked_req=request_of())
 
 
 def test_a_prompt_that_was_in_the_last_batch_decodes_from_now_on_but_not_one_between_chunks() -> (

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from sgl_kvtier.runtime.scheduler.view import Views
-from sgl_kvtier.runtime.step.aside import Aside
-from sgl_kvtier.types import Tier
 
 PAGE = 16
 
@@ -33,10 +31,9 @@ def views(*restoring: str) -> Views:
     tree = SimpleNamespace(req_to_token_pool=SimpleNamespace(available_size=lambda: 8))
     context = SimpleNamespace(
         tree=tree, page=PAGE, device=SimpleNamespace(claimable=lambda: 1024),
-        slots=SimpleNamespace(host_tokens=0), looking_ahead=False, aside=Aside(),
+        slots=SimpleNamespace(host_tokens=0), looking_ahead=False,
     )  # fmt: skip
-    there = dict.fromkeys(restoring)
-    engine = SimpleNamespace(context=context, restorations=there, of=there.get)
+    engine = SimpleNamespace(context=context, restorations=dict.fromkeys(restoring))
     return Views(engine, 512, 4096)  # type: ignore[arg-type]
 
 
@@ -51,32 +48,6 @@ def before(shown: Views, queue: Any, rid: str) -> tuple[int, int]:
 
 def test_what_lies_in_memory_is_not_computed() -> None:
     assert fresh(views(), scheduler(request("a", 1000, prefix=320, host=160))) == 520
-
-
-def begun(rid: str, prompt: int) -> Any:
-    """A request between two chunks of its prompt, nothing of which is there yet."""
-    req, sampling = request(rid, prompt), SimpleNamespace(max_new_tokens=16, ignore_eos=True)
-    req.extend_end, req.sampling_params, req.output_ids = 0, sampling, ()
-    return req
-
-
-def test_one_that_gave_up_the_slot_runs_before_all_that_wait_and_no_other_gives_it_up() -> None:
-    shown, queue = views("first", "holder"), scheduler(request("a", 1000), request("b", 600))
-    for r in ("first", "holder"):
-        shown._engine.restorations[r] = SimpleNamespace(owner={})  # type: ignore[assignment]
-    first, queue.chunked_req = begun("first", 912), begun("holder", 512)
-    before = shown.of(queue, 0.0)
-    assert before.slot_open
-    shown._context.aside.asked = "first"
-    assert shown._context.aside.takes(first)
-    view = shown.of(queue, 0.0)
-    assert (view.waiting, view.slot, view.slot_open) == (("first", "a", "b"), "holder", False)
-    assert (view.fresh, view.fresh_tokens) == ((0, 1000, 600), 1600)
-    shown._context.aside.behind = 1
-    assert shown.of(queue, 0.0).waiting == ("a", "first", "b")
-    assert shown.of(queue, 0.0).fresh == (1000, 0, 600)
-    free = [shown.free_pages[Tier.DEVICE] for shown in (before, view)]
-    assert free[0] > free[1] == 0, "the room for the rest of its prompt is kept for it"
 
 
 def test_a_stored_prefix_that_is_left_to_sglang_is_not_computed() -> None:

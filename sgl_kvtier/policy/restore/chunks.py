@@ -5,13 +5,11 @@ is, which loads are cancelled.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Final
 
 from sgl_kvtier.policy.messages import Cancel, Compute, Mode, StepView
 from sgl_kvtier.policy.restore.modes import LINK_OF, Restoration, chunk_tokens
 from sgl_kvtier.policy.restore.outlook import Outlook
-from sgl_kvtier.policy.restore.queue_order import QueueOrder
 from sgl_kvtier.policy.restore.under_way import UnderWay, in_run_order
 from sgl_kvtier.types import Span
 
@@ -25,10 +23,6 @@ _LONGEST_STUCK_S: Final = 2.0
 """A waiting request whose pages find no room for this many seconds computes them."""
 _FIXED_SHARE: Final = 0.1
 """Bounded chunks are no shorter than makes their fixed cost this share of their time."""
-_ASK_AGAIN_S: Final = 1.0
-"""A request that did not get a slot that was given up for it is tried again after this many
-seconds: there was no room for it.
-"""
 _WORTH_ASKING: Final = 2
 """Cancelling loads has to gain this many of the shortest chunks; otherwise compute waits for
 them.
@@ -40,10 +34,9 @@ class Chunks:
     them.
     """
 
-    def __init__(self, under_way: UnderWay, outlook: Outlook, queue: QueueOrder) -> None:
+    def __init__(self, under_way: UnderWay, outlook: Outlook) -> None:
         self._under_way = under_way
         self._outlook = outlook
-        self._queue = queue
 
     def decide(self, view: StepView) -> tuple[list[Compute], tuple[Cancel, ...]]:
         """The commands for the slot's holder, or for the request that could get the slot, and for
@@ -61,36 +54,9 @@ class Chunks:
                 compute, cancels = self._compute(first, view)
                 computes.append(compute)
         elif view.slot in items and view.slot not in complete:
-            first = self._shorter(view)
-            compute, cancels = self._compute(first or items[view.slot], view)
-            if first is not None and compute.tokens == 0:  # it waits for a load, or to get it back
-                compute, more = self._compute(items[view.slot], view)
-                cancels = [*cancels, *more]
+            compute, cancels = self._compute(items[view.slot], view)
             computes.append(compute)
         return computes, tuple(cancels)
-
-    def _shorter(self, view: StepView) -> Restoration | None:
-        """The first waiting restoration that should run before the slot's holder, if any."""
-        known = self._under_way
-        if not known.rules.gives_way or not view.slot_open or view.slot is None:
-            return None
-        for rid in self._queue.before(view.slot):
-            item = known.items.get(rid)
-            if item is None or rid in known.complete or rid not in view.waiting:
-                continue
-            if view.now >= item.slot_again_at and self._wants_slot(item, view):
-                return item
-        return None
-
-    def given_up(self, view: StepView, computes: Sequence[Compute]) -> str | None:
-        """The slot's holder, where one of these is for another request that needs the slot."""
-        known = self._under_way
-        for compute in computes:
-            other = compute.rid != view.slot and compute.rid not in known.complete
-            if other and view.slot in known.items:
-                known.items[compute.rid].slot_again_at = view.now + _ASK_AGAIN_S
-                return view.slot
-        return None
 
     def unstuck(self, compute: Compute, view: StepView) -> Compute:
         """Waiting makes sense only while loads of the request are in flight; otherwise the front

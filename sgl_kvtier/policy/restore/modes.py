@@ -86,8 +86,6 @@ class Restoration:
     """
     begun: bool = False
     """A chunk of it was computed."""
-    slot_again_at: float = -1.0
-    """When another's slot may be given up for it again."""
     holes: bool = False
     """Pages of it were in no tier when it was offered."""
     fixed_meet: int = -1

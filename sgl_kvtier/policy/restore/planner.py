@@ -53,9 +53,9 @@ class RestorePlanner:
         )
         self._outlook = Outlook(self._under_way)
         self._offers = Offers(self._under_way, self._outlook, room or free)
-        self._queue = QueueOrder(self._under_way)
-        self._chunks = Chunks(self._under_way, self._outlook, self._queue)
+        self._chunks = Chunks(self._under_way, self._outlook)
         self._loads = Loads(self._under_way, self._outlook, self._chunks)
+        self._queue = QueueOrder(self._under_way)
         self.bandwidth = self._under_way.bandwidth
         self.links = self._under_way.links
 
@@ -85,8 +85,7 @@ class RestorePlanner:
         computes = [
             compute for compute in granted if compute.tokens != 0 or compute.rid == view.slot
         ]
-        aside = self._chunks.given_up(view, computes)
-        return StepPlan(starts, cancels, loads, tuple(computes), aside=aside)
+        return StepPlan(starts=starts, cancels=cancels, loads=loads, computes=tuple(computes))
 
     def _unstuck(self, compute: Compute, view: StepView, loads: Sequence[Load]) -> Compute:
         """Lets the slot's holder go on where it has no load in flight. A request that waits for a

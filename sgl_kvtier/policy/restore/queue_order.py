@@ -42,19 +42,16 @@ class QueueOrder:
     def __init__(self, under_way: UnderWay) -> None:
         self._under_way = under_way
         self._places: dict[str, _Place] = {}
-        self._order: tuple[str, ...] = ()
 
     def order(self, question: RunOrder) -> tuple[str, ...]:
         """The requests in the order they should run. Takes note of those that came and went."""
         known, now = self._under_way, question.now
-        asked = [one for one in question.waiting if known.rules.gives_way or not self._runs(one)]
-        waiting = [one.rid for one in asked]
+        waiting = [one.rid for one in question.waiting]
         if known.config.queue != "shortest" or known.rules.overtaking <= 0:
-            self._order = ()
             return tuple(waiting)
         self._note_gone(frozenset(waiting), now)
         works, slacks, before_s = list[float](), list[float](), 0.0
-        for one in asked:
+        for one in question.waiting:
             work_s = self._work_s(one)
             before_s += work_s
             place = self._places.get(one.rid)
@@ -63,19 +60,7 @@ class QueueOrder:
             since = now if place.overtaken_at < 0 else place.overtaken_at
             works.append(work_s)
             slacks.append(place.credit_s - (now - since))
-        self._order = _shortest_first(waiting, works, slacks)
-        return self._order
-
-    def before(self, rid: str) -> tuple[str, ...]:
-        """Those that should run before this request, as of the last answer; none where it was not
-        among those asked for.
-        """
-        return self._order[: self._order.index(rid)] if rid in self._order else ()
-
-    def _runs(self, one: Waiter) -> bool:
-        """Whether it is between two chunks."""
-        item = self._under_way.items.get(one.rid)
-        return item is not None and item.begun
+        return _shortest_first(waiting, works, slacks)
 
     def _note_gone(self, waiting: frozenset[str], now: float) -> None:
         """Those that wait no more run, and have overtaken all that came earlier and wait."""

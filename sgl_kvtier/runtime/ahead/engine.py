@@ -431,7 +431,6 @@ class LookaheadEngine:
     def _sweep(self, scheduler: Scheduler) -> None:
         """Requests that left without a word."""
         there = step.all_requests(scheduler)
-        there.update(req.rid for req in self.context.aside.requests)
         for rid, known in list(self._requests.items()):
             if rid in there:
                 known.missed = False

@@ -69,33 +69,19 @@ def order_queue(result: None, policy: Any, waiting: list[Req], *args: Any, **kwa
 def repair_parked(result: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     """After a batch was built beside a parked request: SGLang has counted a chunk of it that is not
     in the batch. It would take the request's first output token for that of a chunk before the
-    last. A request that gave up the slot gets it back where it is free.
+    last.
     """
     del args, kwargs
-    parts = parts_of(scheduler.tree_cache)
-    if parts is None:
-        return
     batch, parked = result[0], step.in_slot(scheduler)
-    if batch is not None and parked is not None and not any(req is parked for req in batch.reqs):
-        parked.inflight_middle_chunks -= 1
-        batch.contains_last_prefill_chunk = True
-    parts.context.aside.come_back(scheduler)
-
-
-def note_abort(result: None, scheduler: Scheduler, recv_req: Any) -> None:
-    """After SGLang has aborted what it knows of."""
-    del result
-    parts = parts_of(scheduler.tree_cache)
-    if parts is not None:
-        parts.context.aside.abort(recv_req.rid, recv_req.abort_all)
-
-
-def pause(result: None, scheduler: Scheduler, recv_req: Any) -> None:
-    """After all that run were put back into the queue."""
-    del result
-    parts = parts_of(scheduler.tree_cache)
-    if parts is not None and recv_req.mode == "retract":
-        parts.context.aside.retract(scheduler)
+    if (
+        batch is None
+        or parked is None
+        or parts_of(scheduler.tree_cache) is None
+        or any(req is parked for req in batch.reqs)
+    ):
+        return
+    parked.inflight_middle_chunks -= 1
+    batch.contains_last_prefill_chunk = True
 
 
 def read_first(original: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
@@ -164,8 +150,4 @@ def is_fully_idle(
 
 def count_private(result: tuple[int, int], checker: Any) -> tuple[int, int] | None:
     parts = parts_of(checker.tree_cache)
-    if parts is None:
-        return None
-    context = parts.context
-    aside = step.uncounted_tokens(checker, context.aside.requests, context.page)
-    return result[0] + context.slots.tokens + aside, result[1]
+    return None if parts is None else (result[0] + parts.context.slots.tokens, result[1])

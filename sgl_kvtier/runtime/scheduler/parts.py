@@ -22,7 +22,7 @@ from sgl_kvtier.runtime.scheduler.notes import RestoreNotes
 from sgl_kvtier.runtime.scheduler.queue import Queue
 from sgl_kvtier.runtime.scheduler.tick import RestoreTick
 from sgl_kvtier.runtime.scheduler.view import Views
-from sgl_kvtier.runtime.sglang import step, stored_pages, tree_ranks
+from sgl_kvtier.runtime.sglang import stored_pages, tree_ranks
 from sgl_kvtier.runtime.sglang.types import Handle, Operation, Req, Tree
 from sgl_kvtier.runtime.step.context import StepContext
 
@@ -101,19 +101,10 @@ class Parts:
         if self.queue is None or tree_ranks.stages(self.context.tree) > 1:
             return
         try:
-            self.queue.sort(waiting, self.context.moment(), self._begun())
-            aside = self.context.aside
-            aside.behind = sum(self.queue.before(req.rid, waiting) for req in aside.requests)
+            self.queue.sort(waiting, self.context.moment())
         except Exception:
             logger.exception("kvtier: ordering the queue failed; it stays in the order of arrival")
             self.queue = None
-
-    def _begun(self) -> list[Req]:
-        """Restoring requests between two chunks: in the slot, and the one that gave it up."""
-        scheduler = self.context.scheduler
-        holder = step.in_slot(scheduler) if scheduler is not None else None
-        there = (*self.context.aside.requests, *(() if holder is None else (holder,)))
-        return [req for req in there if self.engine.of(req.rid) is not None]
 
     def admissible(self, handle: Handle) -> bool | None:
         """Whether a waiting request may be admitted in this pass; None: SGLang decides."""
@@ -144,7 +135,7 @@ class Parts:
         hangs = (ahead is not None and ahead.promotions.hangs) or (
             self.agreement.alone and self.context.reads_hang
         )
-        return not self.engine.holds_memory and not hangs and not self.context.aside.requests
+        return not self.engine.holds_memory and not hangs
 
     def tell_ahead(self, tell: Callable[[LookaheadEngine], None]) -> None:
         """Reports to lookahead. If that fails, lookahead ends, not the server."""

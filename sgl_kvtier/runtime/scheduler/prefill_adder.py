@@ -29,16 +29,10 @@ class KVTierPrefillAdder(PrefillAdder):
 
     def add_chunked_req(self, req: Req) -> Any:
         """Splices what has landed, then adds the granted chunk. Returning the request without
-        adding it parks it; returning None has it give up the slot.
+        adding it parks it.
         """
         engine = self.tree_cache.kvtier.engine
-        r, aside = engine.of(req.rid), engine.context.aside
-        for other in aside.requests:
-            self._reserve(engine.of(other.rid), other, other.prefix_len)
-        if r is not None and aside.takes(req):
-            engine.counters.unpark(r)  # from now on it waits for another one, not for its loads
-            self._reserve(r, req, req.prefix_len)
-            return None
+        r = engine.of(req.rid)
         if r is None:
             return self._add_what_fits(req)
         compute = engine.computes.get(req.rid)
@@ -139,11 +133,11 @@ class KVTierPrefillAdder(PrefillAdder):
         self._reserve(r, req, req.prefix_len)
         return req
 
-    def _reserve(self, r: Restoration | None, req: Req, end: int) -> None:
+    def _reserve(self, r: Restoration, req: Req, end: int) -> None:
         """Reserves the tokens that this request still needs behind `end`: other requests are
         admitted beside a small chunk, or beside none.
         """
-        held = 0 if r is None else len(r.owner) * self.page_size
+        held = len(r.owner) * self.page_size
         left = requests.prompt_tokens(req) - end
         if left > 0:
             output = requests.whole_output_room(req, self.page_size)

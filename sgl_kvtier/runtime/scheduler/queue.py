@@ -7,7 +7,6 @@ Scheduler's thread. All ranks are told the same, so they order alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from sgl_kvtier.policy.messages import Consulted, RunOrder, Waiter
@@ -30,34 +29,26 @@ class Queue:
         self._number = 0
         self._sorted: list[str] = []
         self._asked_at = 0.0
-        self._places: dict[str, int] = {}
 
-    def sort(self, queue: list[Req], now: float, begun: Sequence[Req] = ()) -> None:
+    def sort(self, queue: list[Req], now: float) -> None:
         """Sorts SGLang's queue in place. The planner is asked when requests came or went, and from
-        time to time. `now` is the agreed time in seconds. `begun` are restoring requests between
-        two chunks: they are in no queue, and one of them may give up the slot.
+        time to time. `now` is the agreed time in seconds.
         """
-        all_of = [*begun, *queue]
-        if [r.rid for r in all_of] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
+        if [req.rid for req in queue] == self._sorted and 0 <= now - self._asked_at < ASK_AGAIN_S:
             return
-        came = {req.rid: self._came.get(req.rid, 0) for req in all_of}
+        came = {req.rid: self._came.get(req.rid, 0) for req in queue}
         for rid, number in came.items():
             if not number:
                 self._number += 1
                 came[rid] = self._number
         self._came, self._asked_at = came, now
-        if len(all_of) > 1 or len(self._sorted) > 1:
-            there = sorted(all_of, key=lambda req: came[req.rid])
+        if len(queue) > 1 or len(self._sorted) > 1:
+            there = sorted(queue, key=lambda req: came[req.rid])
             waiting = tuple([self._waiter(req) for req in there[:_MOST]])
             order = self._planner.query(RunOrder(waiting, now))
-            self._places = places = {rid: place for place, rid in enumerate(order)}
+            places = {rid: place for place, rid in enumerate(order)}
             queue.sort(key=lambda req: (places.get(req.rid, _MOST), came[req.rid]))
-        self._sorted = [req.rid for req in (*begun, *queue)]
-
-    def before(self, rid: str, queue: Sequence[Req]) -> int:
-        """How many of the sorted queue's first requests should run before this one."""
-        place = self._places.get(rid, 0)
-        return sum(self._places.get(req.rid, _MOST) < place for req in queue)
+        self._sorted = [req.rid for req in queue]
 
     def _waiter(self, req: Req) -> Waiter:
         there = requests.found(req)

@@ -117,7 +117,6 @@ class RestoreTick:
         """One step. Nothing is reduced over the ranks while nothing is being restored."""
         self.context.scheduler = scheduler
         self.engine.computes = {}
-        self.context.aside.come_back(scheduler)
         if self.engine.layers is not None:
             self.engine.layers.sweep()
         try:
@@ -214,7 +213,6 @@ class RestoreTick:
         engine.computes = {
             compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations
         }
-        self.context.aside.asked = plan.aside
         if self.ahead is not None:
             self.ahead.carry_out(plan, view)
         self._unblock(scheduler)

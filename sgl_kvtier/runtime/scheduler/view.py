@@ -69,15 +69,12 @@ class Views:
         engine, chunked = self._engine, step.in_slot(scheduler)
         waiting = step.waiting(scheduler)[:_WAITING]
         holder = chunked.rid if chunked is not None and chunked.rid in engine.restorations else None
-        aside, behind = self._context.aside.requests, self._context.aside.behind
-        shares = [self._fresh(req) for req in waiting]
-        fresh = (*shares[:behind], *(0 for _ in aside), *shares[behind:])
-        free = chunked is None or (holder is not None and not aside)
+        fresh = tuple(self._fresh(req) for req in waiting)
         return StepView(
             now=now,
-            waiting=tuple(req.rid for req in (*waiting[:behind], *aside, *waiting[behind:])),
+            waiting=tuple(req.rid for req in waiting),
             slot=holder,
-            slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool, free),
+            slot_open=step.slot_is_open(scheduler, self._context.tree.req_to_token_pool),
             prefill_tokens=self._chunk_tokens,
             fresh_tokens=sum(fresh),
             fresh=fresh if any(fresh) else (),
@@ -106,10 +103,10 @@ class Views:
         tokens = self._context.device.claimable()
         for req in running:
             tokens -= requests.output_room(req, page)
-        for req in (*(() if chunked is None else (chunked,)), *self._context.aside.requests):
-            tokens -= requests.rest_tokens(req)
-            tokens -= requests.output_room(req, page)
-            r = self._engine.of(req.rid)
+        if chunked is not None:
+            tokens -= requests.rest_tokens(chunked)
+            tokens -= requests.output_room(chunked, page)
+            r = self._engine.of(chunked.rid)
             if r is not None:
                 # Its loads take from the room it needs anyway; where other requests load as well,
                 # pages it has not claimed yet are still reserved for it.

@@ -206,20 +206,6 @@ _IN_SCHEDULERS = (
     ),
     (
         "restore",
-        _SCHEDULER + "abort_request",
-        "after",
-        "scheduler.hooks:note_abort",
-        "a request that gave up the slot for chunked prefill can be aborted",
-    ),
-    (
-        "restore",
-        _SCHEDULER + "pause_generation",
-        "after",
-        "scheduler.hooks:pause",
-        "and be retracted",
-    ),
-    (
-        "restore",
         _SCHEDULER + "is_fully_idle",
         "around",
         "scheduler.hooks:is_fully_idle",

@@ -26,55 +26,13 @@ def in_slot(scheduler: Scheduler) -> Req | None:
     return scheduler.chunked_req
 
 
-def put_in_slot(scheduler: Scheduler, req: Req) -> None:
-    """Gives the free slot to a request that has a row."""
-    scheduler.chunked_req = req
-
-
-def end_between_chunks(scheduler: Scheduler, req: Req) -> None:
-    """Ends an aborted request that has a row and no slot, as SGLang ends the one in the slot."""
-    holder, pending = scheduler.chunked_req, scheduler._pending_chunked_abort_req
-    scheduler.chunked_req = scheduler._pending_chunked_abort_req = req
-    try:
-        scheduler.process_pending_chunked_abort()
-    finally:
-        scheduler.chunked_req, scheduler._pending_chunked_abort_req = holder, pending
-
-
-def retract(scheduler: Scheduler, req: Req) -> None:
-    """Puts a request that has a row and no slot back into the queue, to begin anew."""
-    from sglang.srt.managers.schedule_batch import retract_all
-
-    retract_all(
-        reqs=[req],
-        req_to_token_pool=scheduler.req_to_token_pool,
-        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-        tree_cache=scheduler.tree_cache,
-        hisparse_coordinator=scheduler.hisparse_coordinator,
-        offload_kv=False,
+def slot_is_open(scheduler: Scheduler, rows: Any) -> bool:
+    """Whether a request may take it in this step. `rows` is SGLang's pool of request rows."""
+    return (
+        scheduler.chunked_req is None
+        and not scheduler.running_batch.batch_is_full
+        and rows.available_size() > 0
     )
-    scheduler._add_request_to_queue(req)
-
-
-def uncounted_tokens(checker: Any, without_slot: Sequence[Req], page_tokens: int) -> int:
-    """Tokens of these requests' rows that are not the tree's and that SGLang's memory check does
-    not count.
-    """
-    from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
-
-    counted = checker._requests_owning_rows() if without_slot else ()
-    return sum(
-        kv_private_tokens(req.kv, page_tokens)
-        for req in without_slot
-        if not any(owner is req for owner in counted)
-    )
-
-
-def slot_is_open(scheduler: Scheduler, rows: Any, free: bool) -> bool:
-    """Whether a request may take it in this step, where it is `free` or its holder may give it up.
-    `rows` is SGLang's pool of request rows.
-    """
-    return free and not scheduler.running_batch.batch_is_full and rows.available_size() > 0
 
 
 def decoding(scheduler: Scheduler) -> list[Req]:

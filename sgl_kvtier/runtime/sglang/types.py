@@ -217,14 +217,6 @@ class Scheduler(Protocol):
     forward_stream: Any
     schedule_stream: Any
     _engine_paused: bool
-    _pending_chunked_abort_req: Req | None
-    req_to_token_pool: Any
-    token_to_kv_pool_allocator: Any
-    hisparse_coordinator: Any
-
-    def process_pending_chunked_abort(self) -> None: ...
-
-    def _add_request_to_queue(self, req: Req) -> None: ...
 
     def _prefetch_kvcache(self, req: Req) -> None: ...
 

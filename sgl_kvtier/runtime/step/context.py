@@ -13,7 +13,6 @@ from sgl_kvtier.runtime.sglang import step
 from sgl_kvtier.runtime.sglang.device_slots import DeviceSlots
 from sgl_kvtier.runtime.sglang.host_tier import HostTier
 from sgl_kvtier.runtime.sglang.types import Handle, Req, Scheduler, Tree
-from sgl_kvtier.runtime.step.aside import Aside
 from sgl_kvtier.runtime.step.chunk_clock import Chunk
 from sgl_kvtier.runtime.step.private_slots import PrivateSlots
 from sgl_kvtier.types import Span, Tier
@@ -31,7 +30,6 @@ class StepContext:
         self.device = DeviceSlots(tree)
         self.host = HostTier(tree)
         self.slots = PrivateSlots(self.device, self.host)
-        self.aside = Aside()
         self.page = int(tree.page_size)
         self.page_bytes = self.host.token_bytes * self.page
         self.agreed_page_bytes = self.page_bytes

@@ -69,9 +69,6 @@ BATCH_ARMS: dict[str, RestoreArm] = {
     "by-arrival": replace(
         _OURS, rule="by-arrival", about="kvtier, requests computed in the order they came"
     ),
-    "gives-way": replace(
-        _OURS, rule="gives-way", about="kvtier, a prompt in chunks is set aside for a shorter one"
-    ),
     LAYERS: RestoreArm(
         "auto",
         "timeout",
