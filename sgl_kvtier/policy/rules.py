@@ -223,10 +223,12 @@ class Rules:
     # --- restoring: decisions ---------------------------------------------------------------------
 
     def mode(self, ways: Ways) -> tuple[Mode, str]:
-        """How to restore a prefix where `policy.restore` is auto, and why, in a few words."""
+        """How to restore a prefix where `policy.restore` is auto, and why, in a few words.
+        Computing it is no restoration, and takes nothing beside.
+        """
         if not ways.known:
             return Mode.BOTH, "not measured yet"  # it adapts by itself
-        compute_s, load_s = ways.compute_s, ways.load_s
+        compute_s, load_s = ways.compute_s - ways.own_s, ways.load_s
         if self.split_wins(ways.both_s, min(compute_s, load_s)):
             return Mode.BOTH, "split is faster"
         if load_s <= compute_s:

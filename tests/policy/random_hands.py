@@ -39,6 +39,7 @@ ENGINE = EngineShape(page_tokens=PAGE, page_bytes=1 << 14, chunk_tokens=8 * PAGE
 PROFILE = {
     "prefill": {"fixed_s": 0.01, "per_token_s": 1e-4, "per_token_position_s": 1e-9},
     "links": {link.value: 1e7 for link in Link},
+    "restore": {"own_s": 0.0},
 }
 
 

@@ -9,7 +9,7 @@ from virtual_hands import COST, ENGINE, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.learned.own_cost import GUESS_S, OwnCost
-from sgl_kvtier.policy.messages import LeftToEngine, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import ChunkDone, LeftToEngine, Mode, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import Planner, make_planner
 from sgl_kvtier.types import Span, Tier
 
@@ -108,3 +108,30 @@ def test_earlier_ones_are_forgotten() -> None:
     for _ in range(31):
         own.saw(0.01)
     assert own.seconds == 0.01
+
+
+def test_restoring_has_to_beat_computing_with_it_and_computing_takes_nothing_beside() -> None:
+    """The link is so slow that both together save 60 ms of computing alone."""
+    slower = COST.range_seconds(0, TOKENS, ENGINE.chunk_tokens) / 0.06 - 1
+
+    def mode(own_s: float) -> tuple[Mode, str]:
+        profile = profile_of(COST, RATE / slower)
+        profile["restore"] = {"own_s": own_s}
+        one = make_planner(PolicyConfig(), ENGINE, profile)
+        pages = TOKENS // 16
+        sources = ((Span(0, pages), Tier.STORAGE),)
+        one.observe(RestoreOffered("a", 0.0, TOKENS + 64, 0, pages, sources))
+        (start,) = one.step(StepView(0.0, ("a",), prefill_tokens=512)).starts
+        return start.mode, start.reason
+
+    assert mode(0.02) == (Mode.BOTH, "split is faster")
+    assert mode(0.1) == (Mode.COMPUTE, "computing is faster")
+
+
+def test_of_a_chunk_shorter_than_a_page_nothing_is_learned() -> None:
+    one = planner()
+    known = one.profile()["prefill"]
+    one.observe(ChunkDone("a", Span(0, ENGINE.page_tokens - 1), 1e-4, 1.0))
+    assert one.profile()["prefill"] == known
+    one.observe(ChunkDone("a", Span(0, ENGINE.page_tokens), 1e-4, 1.0))
+    assert one.profile()["prefill"] != known

@@ -56,6 +56,7 @@ _PROFILE = {
         "storage-host": _LINK_BYTES_PER_S,
         "host-device": 5e10,
     },
+    "restore": {"own_s": 0.0},
 }
 
 

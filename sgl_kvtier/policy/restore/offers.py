@@ -68,7 +68,8 @@ class Offers:
             item = self._item(offer, self._fixed_meet(offer))
             forecast = self._outlook.forecast_in_queue(view, offer.rid)
             self._copy_first(item, forecast)
-            ways = Ways(forecast, item, self._knows(offer))
+            own_s = self._under_way.own.seconds
+            ways = Ways(forecast, item, self._knows(offer), own_s=own_s)
             item.mode, reason = choose_mode(self._under_way.rules, ways, self._under_way.config)
             if reason == "computing is faster":
                 self._computed += 1

@@ -189,7 +189,8 @@ class UnderWay:
             self.complete[fact.rid] = Compute(fact.rid, pointer.landed_run(), None)
 
     def _chunk_done(self, fact: ChunkDone) -> None:
-        if not fact.shared_tokens:
+        # A few tokens reach few experts: they say nothing of the fixed cost of more.
+        if not fact.shared_tokens and len(fact.tokens) >= self.engine.page_tokens:
             self.cost.saw(fact.tokens.start, len(fact.tokens), fact.seconds)
         if (fact.rid, fact.tokens.stop) in self._running:
             self._running.remove((fact.rid, fact.tokens.stop))
