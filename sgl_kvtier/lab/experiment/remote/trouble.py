@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sgl_kvtier.console import Progress, progress
 from sgl_kvtier.errors import BenchError
 from sgl_kvtier.lab.experiment.arms import OURS, Setup, prepare, storage_folder
 from sgl_kvtier.lab.experiment.remote.run import clients
@@ -58,12 +59,23 @@ class Trouble:
     folder: Path
     times: dict[str, dict[str, list[Completion]]] = field(default_factory=dict)
     starts_s: dict[str, list[float]] = field(default_factory=lambda: {OFF: [], ON: []})
+    _shown: Progress = field(init=False, repr=False)
 
     def run(self) -> None:
         """Everything, in this order: the starts, then each state. Raises BenchError or StoreError."""
+        asked = _WARM + len(STATES) * self.options.requests
+        with progress(
+            "measuring", 2 * (self.options.starts + asked), "starts and requests"
+        ) as shown:
+            self._shown = shown
+            self._run()
+
+    def _run(self) -> None:
         for number in range(self.options.starts):
             for name in (OFF, ON) if number % 2 else (ON, OFF):
+                self._shown.describe(f"a start without a master, {name}")
                 self.starts_s[name].append(self._start_s(name))
+                self._shown.advance()
         engine = Servers(_SEGMENT_BYTES)
         try:
             master = engine.start_master().pid
@@ -130,12 +142,14 @@ class Trouble:
     async def _ask(self, state: str, asked: Sequence[Client], requests: int) -> None:
         """New prompts, the same for both servers, which take turns at being first."""
         found = self.times.setdefault(state, {OFF: [], ON: []})
+        self._shown.describe(state)
         for number in range(requests):
             rng = random.Random(f"{self.options.seed}:{state}:{number}")
             ids = rng.choices(range(BYTES), k=self.options.tokens)
             both = list(zip((OFF, ON), asked, strict=True))
             for name, client in both if number % 2 else reversed(both):
                 found[name].append(await client.generate(ids, _OUTPUTS))
+                self._shown.advance()
 
 
 async def usable(client: Client) -> None:
