@@ -4,6 +4,8 @@ tiers is restored.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from restore_lab import GBPS, LONG, change, restoring, settled
 from serving import Served, prompts
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.server
 
 WHOLE = (LONG - 1) // 16 * 16
 AUTO, BOTH, LOAD = 0, 1, 2
+LONGER, PAGE_BYTES = 3000, 16384
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +77,13 @@ def test_storage_so_fast_that_all_would_be_loaded_is_read_ahead_by_sglang(served
 
 def test_a_prefix_that_loads_about_as_fast_as_it_is_computed_is_restored(served: Served) -> None:
     assert change(served, policy__restore=AUTO)
-    for seed in range(60, 64):  # the link of the test before was fast: until that is forgotten
-        ids = prompts(1, LONG, seed=seed)[0]
+    for seed in range(60, 68):  # the link of the test before was fast: until that is forgotten
+        ids = prompts(1, LONGER, seed=seed)[0]
+        begun = time.monotonic()
         first = served.ask(ids)
+        seconds = time.monotonic() - begun
+        read_gbps = LONGER // 16 * PAGE_BYTES * 8 / seconds / 1e9
+        assert change(served, throttle__read_gbps=read_gbps)
         served.flush()
         before = settled(served)
         again = served.ask(ids)
@@ -86,6 +93,7 @@ def test_a_prefix_that_loads_about_as_fast_as_it_is_computed_is_restored(served:
             break
     else:
         raise AssertionError("all of it was left to SGLang")
+    assert change(served, throttle__read_gbps=GBPS)
 
 
 def test_a_prefix_in_host_memory_and_storage_is_restored(served: Served) -> None:
