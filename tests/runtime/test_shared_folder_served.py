@@ -1,5 +1,5 @@
 """Real servers on one `store.path`: what one of them wrote comes back on the other, and on one that is
-started after it was killed.
+started after it was killed. So it does between data-parallel ranks of one server.
 """
 
 from __future__ import annotations
@@ -63,3 +63,15 @@ def test_a_server_started_after_one_was_killed_finds_its_pages(
     with serving(tmp_path, flags(), one.server.folder / "kvtier.json") as server:
         found(killed, [server.ask(ids) for ids in LAST])
         assert server.metric("kvtier:pages_corrupt_total") == 0
+
+
+@pytest.mark.slow
+def test_data_parallel_ranks_of_one_server_find_what_the_other_wrote(servers: Shared) -> None:
+    server = servers.get(flags(dp_size=2))
+    for writer, reader in ((0, 1), (1, 0)):
+        asked = prompts(2, seed=64 + writer)
+        told = [server.ask(ids, routed_dp_rank=writer) for ids in asked]
+        assert [answer.cached for answer in told] == [0, 0]
+        server.settle()
+        found(told, [server.ask(ids, routed_dp_rank=reader) for ids in asked])
+    assert server.metric("kvtier:pages_corrupt_total") == 0
