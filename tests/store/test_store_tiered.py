@@ -351,7 +351,8 @@ def test_the_oldest_names_are_dropped_where_too_many_wait(start):
     server = start("off")
     server.write(*range(5))
     server.remote.down = True
-    uploader = Uploader(server.local, server.remote, "all", lambda: False, most_names=3)
+    local, remote = server.local, server.remote
+    uploader = Uploader(local, remote, "all", lambda: False, lambda: False, most_names=3)
     uploader.written([Name(key(0), KV, SIZE)])
     until(lambda: not uploader.waiting)  # it waits for the remote store with this one
     uploader.written(Name(key(n), KV, SIZE) for n in range(1, 5))
@@ -360,6 +361,40 @@ def test_the_oldest_names_are_dropped_where_too_many_wait(start):
     assert uploader.settle(30)
     uploader.close()
     assert {k for _, k in server.remote.shared.pages} == {key(n) for n in (0, 2, 3, 4)}
+
+
+@pytest.mark.parametrize(("writes", "looks"), [(3, 4), (99, 10)])
+def test_local_writes_go_first_for_a_while(start, writes, looks):
+    server = start("off")
+    server.write(1)
+    seen: list[int] = []
+
+    def writing() -> bool:
+        seen.append(len(server.remote.shared.pages))
+        return len(seen) <= writes
+
+    uploader = Uploader(server.local, server.remote, "all", lambda: False, writing)
+    uploader.written([Name(key(1), KV, SIZE)])
+    assert uploader.settle(30)
+    uploader.close()
+    assert seen == [0] * looks
+    assert uploader.sent == 1
+
+
+def test_a_write_is_seen_while_it_runs_and_a_moment_longer(start):
+    server = start()
+    during: list[bool] = []
+    put = server.local.put
+
+    def noting(pages):
+        during.append(server.store._writing())
+        return put(pages)
+
+    assert not server.store._writing()
+    server.local.put = noting
+    server.write(1)
+    assert during == [True]
+    until(lambda: not server.store._writing())
 
 
 def test_names_are_asked_for_in_batches_before_any_page_is_sent(start):

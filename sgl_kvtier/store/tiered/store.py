@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +29,8 @@ from sgl_kvtier.types import Lookup, PageKey
 logger = logging.getLogger(__name__)
 
 OnPage = Callable[[int, ReadOutcome], None]
+_ROW_S = 0.01
+"""A write that follows another within this time is one of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,12 @@ class TieredStore:
         self._remote = remote
         self._lock = threading.Lock()
         self._remote_pages = 0
+        self._writes = 0
+        self._wrote_at = -math.inf
         self._keeper = Keeper(local)
-        self._uploader = Uploader(local, remote, write, lambda: self._remote_pages > 0)
+        self._uploader = Uploader(
+            local, remote, write, lambda: self._remote_pages > 0, self._writing
+        )
 
     @property
     def local(self) -> PageStore:
@@ -124,7 +132,14 @@ class TieredStore:
         return TwoJobs(jobs, [here, there]) if here else jobs[0]
 
     def put(self, pages: Sequence[PageWrite]) -> list[PutOutcome]:
-        outcomes = self._local.put(pages)
+        with self._lock:
+            self._writes += 1
+        try:
+            outcomes = self._local.put(pages)
+        finally:
+            with self._lock:
+                self._writes -= 1
+                self._wrote_at = time.monotonic()
         self._uploader.written(
             Name(page.key, page.pool, sum(part.nbytes for part in page.data))
             for page, outcome in zip(pages, outcomes, strict=True)
@@ -175,6 +190,9 @@ class TieredStore:
         self._remote.close()
         self._keeper.close()
         self._local.close()
+
+    def _writing(self) -> bool:
+        return self._writes > 0 or time.monotonic() < self._wrote_at + _ROW_S
 
     def _split(self, pages: Sequence[PageRead]) -> tuple[list[int], list[int]]:
         """Indexes of pages that are here, and of the others."""

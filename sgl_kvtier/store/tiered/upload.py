@@ -32,6 +32,10 @@ PAUSE_S = 1.0
 _YIELD_S = 0.02
 _YIELD_MOST = 50
 """It lets reads go first for this many times `_YIELD_S`, then it sends something."""
+_WRITES_MOST = 10
+"""The same for writes of the local store, once for all names that are asked for together: writes
+come in rows, and on few cores what is sent beside them makes them slower by half.
+"""
 
 
 class Name(NamedTuple):
@@ -43,8 +47,8 @@ class Name(NamedTuple):
 
 
 class Uploader:
-    """A thread that sends pages. `reading` says whether pages are being read from the remote store:
-    they go first.
+    """A thread that sends pages. `reading` says whether pages are being read from the remote store,
+    `writing` whether the local one is being written: they go first.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Uploader:
         remote: RemoteStore,
         policy: str,
         reading: Callable[[], bool],
+        writing: Callable[[], bool],
         most_names: int = MOST_NAMES,
     ) -> None:
         """`policy`: all, second-hit (pages that were written or read here twice) or off."""
@@ -67,6 +72,7 @@ class Uploader:
         self._remote = remote
         self._policy = policy
         self._reading = reading
+        self._writing = writing
         self._most_names = most_names
         self._waiting: OrderedDict[tuple[PageKey, str], int] = OrderedDict()
         self._once: OrderedDict[tuple[PageKey, str], None] = OrderedDict()
@@ -173,7 +179,8 @@ class Uploader:
     def _send_missing(self, names: list[Name]) -> None:
         pool = names[0].pool
         keys = [name.key for name in names]
-        self._yield()
+        self._yield(self._writing, _WRITES_MOST)
+        self._yield(self._reading, _YIELD_MOST)
         while not self._remote.ask(keys, pool, _ASK_S):
             if not self._pause(PAUSE_S):
                 return
@@ -185,7 +192,7 @@ class Uploader:
             while count < len(missing) and nbytes + missing[count].nbytes <= _SENT_BYTES:
                 nbytes += missing[count].nbytes
                 count += 1
-            self._yield()
+            self._yield(self._reading, _YIELD_MOST)
             self._send(missing[:count])
             missing = missing[count:]
 
@@ -217,9 +224,9 @@ class Uploader:
         if refused:
             self._pause(PAUSE_S)
 
-    def _yield(self) -> None:
-        for _ in range(_YIELD_MOST):
-            if not self._reading() or not self._pause(_YIELD_S):
+    def _yield(self, busy: Callable[[], bool], most: int) -> None:
+        for _ in range(most):
+            if not busy() or not self._pause(_YIELD_S):
                 return
 
     def _pause(self, seconds: float) -> bool:
