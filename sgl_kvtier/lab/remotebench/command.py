@@ -1,5 +1,6 @@
 """The `kvtier bench remote` command: verified reads beside a busy thread against Mooncake's own
-client in a process of its own, in turns; and reads with injected faults.
+client in a process of its own, in turns; writes with and without the remote store; and reads with
+injected faults.
 
 `mooncake_busy` is that client while the other process is busy: what the processors have left.
 """
@@ -14,12 +15,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from sgl_kvtier.arguments import positive
+from sgl_kvtier.config import StoreConfig
 from sgl_kvtier.console import (
     Column,
     Table,
@@ -35,8 +38,10 @@ from sgl_kvtier.remote.child.settings import RemoteSettings
 from sgl_kvtier.remote.servers import Servers
 from sgl_kvtier.remote.store import RemoteStore, open_remote
 from sgl_kvtier.sizes import parse_bytes
-from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.identity import Identity
+from sgl_kvtier.store.engine import open_store
+from sgl_kvtier.store.tiered.store import TieredStore
 from sgl_kvtier.types import PageKey
 
 SCHEMA = "kvtier.bench.remote/1"
@@ -49,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--page", default="256KiB", metavar="SIZE", help="bytes of a page (default %(default)s)"
     )
     parser.add_argument(
-        "--pages", type=positive, default=128, help="pages of a read (default %(default)s)"
+        "--pages", type=positive, default=128, help="pages of a read or write (default %(default)s)"
     )
     parser.add_argument(
         "--pairs", type=positive, default=20, help="rounds of all sides (default %(default)s)"
@@ -85,16 +90,66 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _speed(nbytes: int, pages: int, pairs: int) -> dict[str, Any]:
-    with Servers(4 * nbytes * pages + (64 << 20)) as servers:
+    identity = Identity({"bench": nbytes})
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(Servers(8 * nbytes * pages + (64 << 20)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         settings = RemoteSettings(engine="mooncake", master=servers.master)
-        store = open_remote(settings, Identity({"bench": nbytes}), "tp0")
-        try:
-            if not store.wait_usable(20):
-                raise BenchError(f"the remote store is not usable: {store.condition().trouble}")
-            with _peer(servers.master, pages, nbytes) as peer:
-                return _rates(_Reads(store, nbytes, pages), peer, nbytes * pages, pairs)
-        finally:
-            store.close()
+        remote = open_remote(settings, identity, "tp0")
+        both = TieredStore(_local(f"{folder}/both", identity), remote)
+        stack.callback(both.close)
+        local = _local(f"{folder}/local", identity)
+        stack.callback(local.close)
+        if not remote.wait_usable(20):
+            raise BenchError(f"the remote store is not usable: {remote.condition().trouble}")
+        with _peer(servers.master, pages, nbytes) as peer:
+            found = _rates(_Reads(remote, nbytes, pages), peer, nbytes * pages, pairs)
+        return {**found, **_writes(local, both, nbytes, pages, pairs)}
+
+
+def _local(folder: str, identity: Identity) -> PageStore:
+    config = StoreConfig(path=folder, capacity_bytes=4 << 30, min_free_bytes=0)
+    return open_store(config, identity, "tp0")
+
+
+def _writes(
+    local: PageStore, both: TieredStore, nbytes: int, pages: int, pairs: int
+) -> dict[str, Any]:
+    """Milliseconds of a write of new pages, three in a row, without and with a remote store. What
+    is sent to it meanwhile is done before the next round.
+    """
+    sides: dict[str, list[float]] = {"local": [], "with_remote": []}
+    stores: dict[str, PageStore] = {"local": local, "with_remote": both}
+    data = [memoryview(os.urandom(nbytes)) for _ in range(pages)]
+    before = both.tiered_stats().uploaded
+    with progress("writes", pairs, "rounds") as shown:
+        for number in range(pairs):
+            for side in sorted(stores, reverse=bool(number % 2)):
+                keys = [PageKey(os.urandom(32)) for _ in range(_IN_A_ROW * pages)]
+                for at in range(0, len(keys), pages):
+                    batch = [
+                        PageWrite(key, [page])
+                        for key, page in zip(keys[at : at + pages], data, strict=True)
+                    ]
+                    begun = time.perf_counter()
+                    outcomes = stores[side].put(batch)
+                    sides[side].append(1e3 * (time.perf_counter() - begun))
+                    if any(outcome is not PutOutcome.STORED for outcome in outcomes):
+                        raise BenchError("the local store refused pages: is its disk full?")
+                if not both.settle(60):
+                    raise BenchError("pages were not sent to the remote store in 60 s")
+                stores[side].delete(keys)
+            shown.advance()
+    stats = both.tiered_stats()
+    sent = stats.uploaded - before
+    if sent != _IN_A_ROW * pages * pairs:
+        raise BenchError(f"{sent} pages were sent to the remote store, {stats.refused} refused")
+    median = {f"write_{side}_ms": statistics.median(found) for side, found in sides.items()}
+    return {
+        **median,
+        "write_with_remote_over_local": median["write_with_remote_ms"] / median["write_local_ms"],
+        "all_write_ms": sides,
+    }
 
 
 def _rates(reads: _Reads, peer: subprocess.Popen[str], nbytes: int, pairs: int) -> dict[str, Any]:
