@@ -209,7 +209,7 @@ def run_trouble(args: argparse.Namespace) -> int:
             measure=one.run,
             results=lambda: {"settings": asdict(options), "cells": [], "trouble": one.results()},
             tables=trouble_tables,
-            standing=TROUBLE,
+            standing=[*paced_notes(one.setup.paced), *TROUBLE],
             measured=lambda: bool(one.times),
             sound=lambda result: (
                 not any(
