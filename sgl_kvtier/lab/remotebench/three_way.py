@@ -131,7 +131,7 @@ def _prepare(b: _Asked, groups: Sequence[Sequence[Sequence[int]]], tokens: int) 
     halves = [prompt[: half + 1] for group in groups for prompt in group]
     for ids in halves:
         b.ask(ids)
-    _until(lambda: b.metric("kvtier:remote_pages_kept_total") >= len(halves) * half // PAGE)
+    _until(lambda: b.metric("kvtier:store_pages") >= len(halves) * half // PAGE)
     time.sleep(2.0)
     b.call("/flush_cache", {})
 
