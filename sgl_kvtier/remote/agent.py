@@ -51,12 +51,12 @@ class Agent:
                 stderr=output,
                 env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
             )
+            self.channel = open_channel(self._socket, wake_fd, ring)
         except BaseException:
-            self._socket.close()
+            self._socket.close()  # a child that was started ends with it
             raise
         finally:
             theirs.close()
-        self.channel = open_channel(self._socket, wake_fd, ring)
 
     @property
     def pid(self) -> int:

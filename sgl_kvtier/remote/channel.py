@@ -56,7 +56,8 @@ class Channel(Protocol):
 
     def receive(self, seconds: float) -> list[Reply] | None:
         """Replies within this time, their pages landed and checked; None: the child is gone. The
-        code of a page that is not the expected one is CORRUPT.
+        code of a page that is not the expected one is CORRUPT. Pages may land before, and while
+        nothing waits here.
         """
 
     def send(self, message: bytes) -> bool:
@@ -98,7 +99,7 @@ def pack_pages(ring: Ring, pages: Placed) -> None:
 
 
 class NativeChannel:
-    """A `Channel` in C."""
+    """A `Channel` in C, with a thread on which pages land. Raises OSError where none can start."""
 
     def __init__(self, sock: socket.socket, wake_fd: int, ring: Ring) -> None:
         self._channel = _native.Channel(sock.fileno(), wake_fd, ring.memory)

@@ -332,11 +332,14 @@ class Link:
                 self._trip(f"a call took longer than {self._settings.deadline_s:g} s")
 
     def _give_up(self, number: int, call: Call, code: Code, ended: Ended) -> bool:
-        """Locked. False when its pages have just landed: its reply comes next."""
+        """Locked. False when its pages have just landed: its reply comes next. From then on nothing
+        is written to its pages.
+        """
         agent = self._agent
-        alive = agent if not self._dying else None
-        if call.op is Op.GET and alive is not None and not alive.channel.forget(number):
-            return False
+        if call.op is Op.GET and agent is not None:
+            landed = not agent.channel.forget(number)
+            if landed and not self._dying:
+                return False
         del self._calls[number]
         self._given_up[number] = call
         ended.append((call.ended, Answer(bytes([code]) * len(call.keys))))

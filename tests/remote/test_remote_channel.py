@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -127,11 +128,75 @@ def test_a_child_that_is_gone_is_noticed(side: Side) -> None:
     assert side.channel.receive(1.0) is None
 
 
+def test_replies_of_a_child_that_is_gone_come_first(side: Side) -> None:
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    side.child.close()
+    came: list[Reply] = []
+    while (replies := side.channel.receive(1.0)) is not None:
+        came += replies
+    assert came == [Reply(7, Op.GET, 0, bytes(4))]
+    assert side.landed() == [content(i, n) for i, n in enumerate(LENGTHS)]
+    assert side.channel.receive(60.0) is None
+
+
 def test_a_wake_ends_the_wait(side: Side) -> None:
     os.eventfd_write(side.wake_fd, 1)
     begun = time.monotonic()
     assert side.channel.receive(60.0) == []
     assert time.monotonic() - begun < 30
+
+
+def compiled(side: Side) -> None:
+    if isinstance(side.channel, channels.PythonChannel):
+        pytest.skip("of the compiled channel only")
+
+
+def test_pages_land_while_nothing_waits_for_them(side: Side) -> None:
+    compiled(side)
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    until = time.monotonic() + 30
+    while side.landed()[-1] != content(3, LENGTHS[3]):
+        assert time.monotonic() < until
+    assert side.channel.receive(1.0) == [Reply(7, Op.GET, 0, bytes(4))]
+    assert not side.channel.forget(7)
+
+
+def test_a_channel_leaves_no_thread_and_no_file_behind(side: Side) -> None:
+    compiled(side)
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    before = held()
+    for number in range(20):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel = channels.open_channel(ours, side.wake_fd, side.ring)
+        channel.expect(number, side.pages)
+        if number % 2:
+            theirs.send(Reply(number, Op.GET, 0, bytes(4)).pack())
+        del channel
+        ours.close()
+        theirs.close()
+    assert held() == before
+
+
+def test_a_forked_process_can_let_a_channel_go(side: Side) -> None:
+    compiled(side)
+    pid = os.fork()
+    if not pid:
+        del side.channel
+        os._exit(0)
+    until = time.monotonic() + 30
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert ended[1] == 0
+    side.channel.expect(7, side.pages)
+    side.reply(7, *[Code.OK] * 4)
+    assert side.channel.receive(10.0) == [Reply(7, Op.GET, 0, bytes(4))]
 
 
 def outside(side: Side, change: Callable[[Placed], Placed]) -> None:
@@ -140,8 +205,7 @@ def outside(side: Side, change: Callable[[Placed], Placed]) -> None:
 
 
 def test_a_page_outside_the_ring_is_refused_by_the_compiled_channel(side: Side) -> None:
-    if isinstance(side.channel, channels.PythonChannel):
-        pytest.skip("Python checks every access itself")
+    compiled(side)  # Python checks every access itself
     end = side.ring.nbytes
     outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], end - 1000]))
     outside(side, lambda pages: pages._replace(offsets=[*pages.offsets[:3], (1 << 64) - 1]))

@@ -1,20 +1,25 @@
 /* Replies of the child process, and pages copied out of the ring and checked where they landed, without Python's lock.
  *
- * Channel.receive waits for replies. For each that names a call of `expect` it copies every page that the child calls OK into
- * its buffers, and checks header and checksum over those buffers. After `forget` has returned, nothing of that call is written.
+ * A channel has a thread that takes replies as they come. For each that names a call of `expect` it copies every page that the
+ * child calls OK into its buffers, and checks header and checksum over those buffers. `receive` waits for replies whose pages
+ * have landed: beside a busy Python thread one wait for Python's lock, 5 ms, is for all of them. After `forget` has returned,
+ * nothing of that call is written.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "../../store/native/xxh3.h"
 
-enum { HEAD = 256, SUM_AT = 240, REPLY = 16, MOST_REPLY = 8192, MOST_REPLIES = 64, MOST_PARTS = 1000, OK = 0, CORRUPT = 3 };
+enum { HEAD = 256, SUM_AT = 240, REPLY = 16, MOST_REPLY = 8192, MOST_PARTS = 1000, OK = 0, CORRUPT = 3 };
 
 typedef struct {
     uint64_t offset, length;
@@ -30,17 +35,22 @@ typedef struct Call {
     Py_buffer *buffers;
 } Call;
 
-typedef struct {
-    uint8_t *bytes;
+typedef struct Reply {
+    struct Reply *next;
     size_t length;
+    uint8_t bytes[];
 } Reply;
 
 typedef struct {
     PyObject_HEAD
-    int fd, wake_fd;
+    int fd, wake_fd, ready_fd, stop_fd; /* `fd` is a copy: the thread's socket stays open until it has ended */
     Py_buffer ring;
-    pthread_mutex_t lock; /* guards `calls`; held while one page is copied, never by a thread that wants Python's lock */
+    pthread_mutex_t lock; /* guards what follows; held while one page is copied, never by a thread that wants Python's lock */
     Call *calls, *landed;
+    Reply *replies, **last;
+    int gone;
+    pthread_t thread;
+    pid_t process; /* whose thread it is; 0 where there is none */
     uint8_t scratch[MOST_REPLY];
 } Channel;
 
@@ -101,47 +111,84 @@ static void land_all(Channel *self, Reply *reply) {
     }
 }
 
-/* One message into `reply`: 1, or 0 when there is none, or -1 when the other side is gone. */
-static int receive_one(Channel *self, Reply *reply) {
+static void add_one(int fd) {
+    const uint64_t one = 1;
+    (void)!write(fd, &one, sizeof one);
+}
+
+static void drain(int fd) {
+    uint64_t count;
+    (void)!read(fd, &count, sizeof count);
+}
+
+/* One message, its pages landed: 1, or 0 when there is none, or -1 when the other side is gone. */
+static int receive_one(Channel *self) {
     ssize_t n;
     do n = recv(self->fd, self->scratch, MOST_REPLY, MSG_DONTWAIT);
     while (n < 0 && errno == EINTR);
     if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
-    if (n < REPLY || !(reply->bytes = malloc((size_t)n))) return -1;
-    memcpy(reply->bytes, self->scratch, (size_t)n);
+    Reply *reply = n < REPLY ? NULL : malloc(sizeof(Reply) + (size_t)n);
+    if (!reply) return -1;
+    reply->next = NULL;
     reply->length = (size_t)n;
+    memcpy(reply->bytes, self->scratch, (size_t)n);
     land_all(self, reply);
+    pthread_mutex_lock(&self->lock);
+    *self->last = reply;
+    self->last = &reply->next;
+    pthread_mutex_unlock(&self->lock);
+    add_one(self->ready_fd);
     return 1;
+}
+
+/* The thread: until the other side is gone, or `stop_fd` is set. Never takes Python's lock. */
+static void *land_replies(void *channel) {
+    Channel *self = channel;
+    struct pollfd fds[2] = {{.fd = self->fd, .events = POLLIN}, {.fd = self->stop_fd, .events = POLLIN}};
+    int state = 0;
+    while (state >= 0) {
+        if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
+        if (fds[1].revents & POLLIN) return NULL;
+        while ((state = receive_one(self)) > 0) {}
+    }
+    pthread_mutex_lock(&self->lock);
+    self->gone = 1;
+    pthread_mutex_unlock(&self->lock);
+    add_one(self->ready_fd);
+    return NULL;
 }
 
 static PyObject *channel_receive(Channel *self, PyObject *args) {
     double seconds;
     if (!PyArg_ParseTuple(args, "d", &seconds)) return NULL;
-    Reply replies[MOST_REPLIES];
-    int count = 0, state = 0;
     Py_BEGIN_ALLOW_THREADS;
-    struct pollfd fds[2] = {{.fd = self->fd, .events = POLLIN}, {.fd = self->wake_fd, .events = POLLIN}};
+    struct pollfd fds[2] = {{.fd = self->ready_fd, .events = POLLIN}, {.fd = self->wake_fd, .events = POLLIN}};
     poll(fds, 2, seconds <= 0 ? 0 : seconds > 60 ? 60000 : (int)(seconds * 1000) + 1);
-    uint64_t wakes;
-    if (fds[1].revents & POLLIN) (void)!read(self->wake_fd, &wakes, sizeof wakes);
-    while (count < MOST_REPLIES && (state = receive_one(self, &replies[count])) > 0) count++;
+    if (fds[0].revents & POLLIN) drain(self->ready_fd);
+    if (fds[1].revents & POLLIN) drain(self->wake_fd);
     Py_END_ALLOW_THREADS;
     pthread_mutex_lock(&self->lock);
     Call *landed = self->landed;
+    Reply *replies = self->replies;
+    int gone = self->gone;
     self->landed = NULL;
+    self->replies = NULL;
+    self->last = &self->replies;
     pthread_mutex_unlock(&self->lock);
+    if (gone) add_one(self->ready_fd); /* the next one does not wait either */
     for (Call *next; landed; landed = next) {
         next = landed->next;
         release(landed);
     }
-    PyObject *list = state < 0 && !count ? Py_NewRef(Py_None) : PyList_New(count);
-    for (int i = 0; i < count; i++) {
+    PyObject *list = gone && !replies ? Py_NewRef(Py_None) : PyList_New(0);
+    for (Reply *next; replies; replies = next) {
+        next = replies->next;
         if (list) {
-            PyObject *bytes = PyBytes_FromStringAndSize((char *)replies[i].bytes, (Py_ssize_t)replies[i].length);
-            if (bytes) PyList_SET_ITEM(list, i, bytes);
-            else Py_CLEAR(list);
+            PyObject *bytes = PyBytes_FromStringAndSize((char *)replies->bytes, (Py_ssize_t)replies->length);
+            if (!bytes || PyList_Append(list, bytes)) Py_CLEAR(list);
+            Py_XDECREF(bytes);
         }
-        free(replies[i].bytes);
+        free(replies);
     }
     return list;
 }
@@ -202,10 +249,9 @@ static PyObject *channel_send(Channel *self, PyObject *message) {
 }
 
 static PyObject *wake(PyObject *Py_UNUSED(module), PyObject *fd) {
-    const uint64_t one = 1;
     long number = PyLong_AsLong(fd);
     if (number == -1 && PyErr_Occurred()) return NULL;
-    (void)!write((int)number, &one, sizeof one);
+    add_one((int)number);
     Py_RETURN_NONE;
 }
 
@@ -270,17 +316,35 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *Py_UN
     if (!PyArg_ParseTuple(args, "iiO", &fd, &wake_fd, &ring)) return NULL;
     Channel *self = (Channel *)type->tp_alloc(type, 0);
     if (!self) return NULL;
-    self->fd = fd;
     self->wake_fd = wake_fd;
+    self->last = &self->replies;
     pthread_mutex_init(&self->lock, NULL);
-    if (PyObject_GetBuffer(ring, &self->ring, PyBUF_C_CONTIGUOUS)) {
-        Py_DECREF(self);
-        return NULL;
+    self->fd = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    self->ready_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    self->stop_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (self->fd < 0 || self->ready_fd < 0 || self->stop_fd < 0) {
+        PyErr_SetFromErrno(PyExc_OSError);
+    } else if (!PyObject_GetBuffer(ring, &self->ring, PyBUF_C_CONTIGUOUS)) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for Python's threads */
+        errno = pthread_create(&self->thread, NULL, land_replies, self);
+        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        if (!errno) {
+            self->process = getpid();
+            return (PyObject *)self;
+        }
+        PyErr_SetFromErrno(PyExc_OSError);
     }
-    return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
 }
 
 static void channel_dealloc(Channel *self) {
+    if (self->process == getpid()) { /* a forked process has the memory but not the thread */
+        add_one(self->stop_fd);
+        pthread_join(self->thread, NULL);
+    }
     for (Call *call = self->calls, *next; call; call = next) {
         next = call->next;
         release(call);
@@ -289,7 +353,14 @@ static void channel_dealloc(Channel *self) {
         next = call->next;
         release(call);
     }
+    for (Reply *reply = self->replies, *next; reply; reply = next) {
+        next = reply->next;
+        free(reply);
+    }
     if (self->ring.obj) PyBuffer_Release(&self->ring);
+    const int fds[3] = {self->fd, self->ready_fd, self->stop_fd};
+    for (int i = 0; i < 3; i++)
+        if (fds[i] >= 0) close(fds[i]);
     pthread_mutex_destroy(&self->lock);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
