@@ -82,7 +82,7 @@ def measure(folder: Path, model: str, tokens: int, rounds: int) -> dict[str, Any
         computed = [a.ask(prompt) for each in prompts.values() for prompt in each]
         count = pages * len(computed)
         _until(lambda: a.metric("kvtier:remote_pages_sent_total") >= count)
-        nbytes = a.metric("kvtier:store_bytes_written_total") / count * pages
+        nbytes = a.metric("kvtier:bytes_written_total") / count * pages
     firsts = dict(
         zip(prompts, _cut([tokens_out for _, tokens_out in computed], rounds), strict=True)
     )
@@ -198,11 +198,13 @@ class _Asked:
         self.call("/set_internal_state", {"server_args": setting})
 
     def metric(self, name: str, label: str = "") -> float:
-        """The sum over a metric's rows with this label."""
+        """The sum over a metric's rows with this label. Raises BenchError where it has none."""
         with urllib.request.urlopen(f"{self._url}/metrics", timeout=60) as response:
             rows = response.read().decode().splitlines()
-        found = (row for row in rows if row.startswith(name + "{") and label in row)
-        return sum(float(row.rsplit(" ", 1)[1]) for row in found)
+        named = [row for row in rows if row.startswith(name + "{")]
+        if not named:
+            raise BenchError(f"the server has no metric {name}")
+        return sum(float(row.rsplit(" ", 1)[1]) for row in named if label in row)
 
     def call(self, path: str, body: dict[str, Any]) -> str:
         """Posts and returns the answer's text."""

@@ -164,19 +164,21 @@ async def usable(client: Client) -> None:
 def _state(state: str, found: dict[str, list[Completion]]) -> dict[str, Any]:
     times = {name: [milliseconds(one.ttft_s) for one in made] for name, made in found.items()}
     figures = {name: summary(values) for name, values in times.items()}
-    pairs = [
-        (on, off) for on, off in zip(times[ON], times[OFF], strict=True) if on and off is not None
-    ]
+    # Of a run that was interrupted the last prompt may have been sent to one of them only.
+    made = min(len(both) for both in times.values())
+    both = list(zip(times[ON][:made], times[OFF][:made], strict=True))
+    pairs = [(on, off) for on, off in both if on is not None and off is not None]
     added = {q: _less(figures[ON][q], figures[OFF][q]) for q in ("p50", "p99")}
     return {
         **figures,
         "added_ms": {**added, "paired_p50": percentile((on - off for on, off in pairs), 50)},
         "aim_ms": dict(zip(("p50", "p99"), AIMS_MS[state], strict=True)),
-        "ratio": pair_ratios(times[ON], times[OFF]),
+        "ratio": pair_ratios(times[ON][:made], times[OFF][:made]),
         "first_ms": times[ON][0] if times[ON] else None,
         "errors": sum(one.error is not None for made in found.values() for one in made),
         "unequal": sum(
-            on.output_ids != off.output_ids for on, off in zip(found[ON], found[OFF], strict=True)
+            on.output_ids != off.output_ids
+            for on, off in zip(found[ON][:made], found[OFF][:made], strict=True)
         ),
         "all_ms": times,
     }
