@@ -63,8 +63,10 @@ class Mode(enum.Enum):
 # --- facts: what happened -------------------------------------------------------------------------
 
 
-CANCELLED = "cancelled"
-"""The reason for pages lost to a Cancel: they were not begun, and may be loaded or computed."""
+CANCELLED, NO_ROOM = "cancelled", "no room"
+"""Reasons for pages that were not begun, and may be loaded or computed: a Cancel, or no memory at
+that moment.
+"""
 
 
 @message

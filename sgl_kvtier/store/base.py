@@ -95,6 +95,19 @@ class StoreStats:
     """Seconds since the store was opened."""
 
 
+class Urgency(enum.IntEnum):
+    """Priorities of reads, the most urgent first."""
+
+    NOW = 0
+    """Compute and device memory wait for the pages, as those of a restoration."""
+    SOON = 1
+    """A request that waits will need them."""
+    AHEAD = 2
+    """No request needs them yet."""
+    LAST = 3
+    """When nothing else is to be read."""
+
+
 class ReadJob(Protocol):
     """An ordered read in flight. Pages are begun in the given order, and finish in any order.
 

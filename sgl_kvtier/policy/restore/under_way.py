@@ -17,6 +17,7 @@ from sgl_kvtier.policy.learned.links import LinkQueues
 from sgl_kvtier.policy.learned.own_cost import GUESS_S, OwnCost
 from sgl_kvtier.policy.messages import (
     CANCELLED,
+    NO_ROOM,
     ChunkDone,
     ChunkStarted,
     Compute,
@@ -142,7 +143,7 @@ class UnderWay:
         item = self.items.get(fact.rid)
         if item is None:
             return
-        if fact.reason == CANCELLED:
+        if fact.reason in (CANCELLED, NO_ROOM):
             if item.pointer.give_back(fact.span):
                 item.cancelled = 0
                 for link in item.opened(fact.span):

@@ -32,7 +32,7 @@ from sgl_kvtier.runtime.sglang.attached import store_of
 from sgl_kvtier.runtime.sglang.host_tier import Pin
 from sgl_kvtier.runtime.sglang.tree_nodes import Found, TreeNodes
 from sgl_kvtier.runtime.step.context import StepContext
-from sgl_kvtier.store.base import ReadOutcome
+from sgl_kvtier.store.base import ReadOutcome, Urgency
 from sgl_kvtier.types import Link, PageKey, Span, Tier
 
 logger = logging.getLogger(__name__)
@@ -338,7 +338,7 @@ class Promotions:
                 now + time.monotonic() - started,
             )
 
-        job = storage.begin_read(keys, host, deadline_s, on_page)
+        job = storage.begin_read(keys, host, deadline_s, on_page, Urgency.AHEAD)
         for page in range(len(keys) if job is None else 0):
             on_page(page, ReadOutcome.MISS)
         self._fetches.append(

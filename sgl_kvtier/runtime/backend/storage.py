@@ -50,6 +50,7 @@ from sgl_kvtier.store.base import (
     PutOutcome,
     ReadJob,
     ReadOutcome,
+    Urgency,
 )
 from sgl_kvtier.store.engine import open_store
 from sgl_kvtier.store.io.jobs import OrderedJob
@@ -332,6 +333,7 @@ class KVTierStorage(HiCacheStorage):
         host_slots: torch.Tensor,
         deadline_s: float | None = None,
         on_page: Callable[[int, ReadOutcome], None] | None = None,
+        urgency: Urgency = Urgency.NOW,
     ) -> ReadJob | None:
         """Begins reading pages, in this order, into host slots. None while no store is open, or
         where a page's layout in the host pool differs from the store's. The slots belong to the
@@ -341,7 +343,9 @@ class KVTierStorage(HiCacheStorage):
         if store is None or not is_page_contiguous(self.mem_pool_host):
             return None
         parts = parts_of(self.mem_pool_host, len(keys), host_slots)
-        return store.read(self._reads(keys, parts), deadline_s=deadline_s, on_page=on_page)
+        return store.read(
+            self._reads(keys, parts), priority=urgency, deadline_s=deadline_s, on_page=on_page
+        )
 
     def begin_read_into(
         self, keys: Sequence[PageKey], parts: Sequence[Sequence[memoryview]]
@@ -465,7 +469,8 @@ class KVTierStorage(HiCacheStorage):
         started = time.perf_counter()
         tag = self._tag(pool)
         tier = self._one_tier(keys, pool)
-        job = store.read([PageRead(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)])
+        pages = [PageRead(page_key(k), p, tag) for k, p in zip(keys, parts, strict=True)]
+        job = store.read(pages, priority=Urgency.SOON)
         self._reading[id(job)] = job
         if self._cut_short:
             job.cancel()
@@ -481,7 +486,7 @@ class KVTierStorage(HiCacheStorage):
         return read
 
     def _begin(self, keys: Sequence[str], host_indices: torch.Tensor) -> ReadJob:
-        job = self.begin_read([page_key(key) for key in keys], host_indices)
+        job = self.begin_read([page_key(key) for key in keys], host_indices, urgency=Urgency.SOON)
         if job is None:
             job = OrderedJob(len(keys), None, None)
             job.end_rest(ReadOutcome.MISS)

@@ -21,6 +21,7 @@ import torch
 
 from sgl_kvtier.policy import messages
 from sgl_kvtier.policy.messages import (
+    NO_ROOM,
     Compute,
     Mode,
     PagesLost,
@@ -221,7 +222,7 @@ class RestoreEngine:
             self.context.facts.append(PagesLost(command.rid, span, "failed", LATER))
             return
         if slots is None:
-            self._lose(r, span, "no room")
+            self._lose(r, span, NO_ROOM)
             return
         device, host = slots
         due = self.context.now + 2 * command.deadline_s

@@ -50,8 +50,11 @@ class Views:
         return replace(view, fresh_tokens=fresh, wanted_tokens=wanted, fresh=())
 
     def _wanted(self, req: Req) -> int:
-        """Tokens of a waiting request that are not on the device; none of one that restores."""
-        if req.rid in self._engine.restorations:
+        """Tokens of a waiting request that are not on the device; none of one that restores: the
+        planner counts those from its answer on.
+        """
+        r = self._engine.restorations.get(req.rid)
+        if r is not None and r.mode is not None:
             return 0
         return max(0, requests.prompt_tokens(req) - requests.found(req).device)
 

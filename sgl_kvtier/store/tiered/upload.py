@@ -12,7 +12,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from sgl_kvtier.store.base import KV, PageRead, PageStore, PageWrite, PutOutcome, ReadOutcome
+from sgl_kvtier.store.base import (
+    KV,
+    PageRead,
+    PageStore,
+    PageWrite,
+    PutOutcome,
+    ReadOutcome,
+    Urgency,
+)
 from sgl_kvtier.store.tiered.remote import RemoteStore
 from sgl_kvtier.types import Lookup, PageKey
 
@@ -20,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 MOST_NAMES = 100_000
 """Names that wait; beyond that the oldest is dropped."""
-LAST = 1 << 20
-"""The priority of its reads: behind all others."""
 _ASKED = 128
 """Names that are asked for together."""
 _SENT_BYTES = 4 << 20
@@ -204,7 +210,7 @@ class Uploader:
         for name in names:
             pages.append(PageRead(name.key, [memory[start : start + name.nbytes]], name.pool))
             start += name.nbytes
-        job = self._local.read(pages, priority=LAST)
+        job = self._local.read(pages, priority=Urgency.LAST)
         while not job.wait(PAUSE_S):
             if not self._wanted:
                 job.cancel()
