@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from remote_pages import alive, content, key, outcomes, put, read, stored, until
 
 from sgl_kvtier.remote import channel
+from sgl_kvtier.remote.child.memory import FAULTS
 from sgl_kvtier.remote.store import RemoteStore
 from sgl_kvtier.store.base import PageRead, PageWrite, PutOutcome, ReadOutcome
 from sgl_kvtier.store.disk.identity import Identity
@@ -127,8 +129,10 @@ def test_reads_of_more_than_the_ring_go_through_it(store: RemoteStore) -> None:
     assert store.condition().ring_taken_bytes == 0
 
 
-def test_an_urgent_job_overtakes_one_that_waits(store: RemoteStore) -> None:
+def test_an_urgent_job_overtakes_one_that_waits(opened: Opened, folder: Path) -> None:
+    store = opened()
     pages = stored(store, range(64), 200_000)
+    (folder / FAULTS).write_text('{"slow_s": 0.1}')  # so that the first job is still under way
     order: list[str] = []
     jobs = []
     for name, priority in (("idle", 5), ("urgent", 0)):

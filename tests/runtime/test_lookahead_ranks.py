@@ -55,7 +55,7 @@ class Ahead:
     def told(self) -> None:
         """Nothing to note."""
 
-    def carry_out(self, plan: Any, view: Any) -> None:
+    def carry_out(self, moves: Any, owed_tokens: int) -> None:
         """No moves here."""
 
     def give_up(self) -> None:

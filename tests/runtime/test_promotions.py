@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_kvtier.policy.messages import Move, StepPlan, StepView
+from sgl_kvtier.policy.messages import Move
 from sgl_kvtier.runtime.ahead import promotions
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
 from sgl_kvtier.runtime.ahead.engine import LookaheadEngine
@@ -154,6 +154,32 @@ def test_nothing_is_moved_into_memory_that_was_released(released: bool) -> None:
     updater = SimpleNamespace(offload_tags={"kv_cache"} if released else set())
     hands.context = SimpleNamespace(scheduler=SimpleNamespace(weight_updater=updater))  # type: ignore[assignment]
     hands.promotions, hands._config = moves, SimpleNamespace(load_deadline_s=1.0)  # type: ignore[assignment]
-    hands.carry_out(StepPlan(moves=(Move(KEYS, Tier.HOST, Tier.DEVICE, "r"),)), StepView(0.0))
+    hands.carry_out((Move(KEYS, Tier.HOST, Tier.DEVICE, "r"),), 0)
     assert len(begun) == (0 if released else 1)
     assert moves._counters.failed_moves == ({"released": 2} if released else {})
+
+
+@pytest.mark.parametrize(("owed", "moved"), [(6, 0), (5, 2), (0, 2)])
+def test_what_a_move_locks_is_not_what_running_prompts_will_claim(owed: int, moved: int) -> None:
+    """Of 12 claimable pages a move takes two, and five that the device has already are locked until
+    its copies have come.
+    """
+    moves, _, _ = made()
+    locked, queued = [], list[int]()
+
+    def lock(node: int) -> int:
+        locked.append(node)
+        return node
+
+    tree = moves._context.tree
+    tree.token_to_kv_pool_allocator.available_size = lambda: 4 * PAGE
+    tree.evictable_size = lambda: (3 if locked else 8) * PAGE
+    tree.lock, tree.unlock = lock, locked.remove
+    tree.load_back = lambda node: queued.append(node) or True  # type: ignore[func-returns-value]
+    moves._facts.placed = lambda keys, tier: None  # type: ignore[method-assign]
+    there = SimpleNamespace(node_id=7, full_value_len=5 * PAGE, path_start=0, path_end=5 * PAGE)
+    absent = SimpleNamespace(node_id=8, full_value_len=None, path_start=5 * PAGE, path_end=7 * PAGE)
+    moves._nodes = lambda path: [there, absent]  # type: ignore[method-assign]
+    keys = tuple(PageKey(bytes([n]) * 32) for n in range(7))
+    assert moves._load_back(Path([], keys, None, None), keys[5:], owed * PAGE) == moved
+    assert queued == [8] * bool(moved) and not locked

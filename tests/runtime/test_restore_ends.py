@@ -337,7 +337,7 @@ def test_a_pool_that_fails_to_hand_out_pages_ends_that_restoration_alone():
         look=lambda scheduler: None,
         polls=list,
         told=lambda: None,
-        carry_out=lambda plan, view: None,
+        carry_out=lambda moves, owed: None,
     )
     tick.ahead = ahead  # type: ignore[assignment]
     tick.riding.taken = lambda loads, own: ([1.0] * (1 + loads + own), b"")  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from sgl_kvtier.policy.messages import Mode
 from sgl_kvtier.runtime.scheduler.view import Views
 
 PAGE = 16
@@ -33,7 +34,8 @@ def views(*restoring: str) -> Views:
         tree=tree, page=PAGE, device=SimpleNamespace(claimable=lambda: 1024),
         slots=SimpleNamespace(host_tokens=0), looking_ahead=False,
     )  # fmt: skip
-    engine = SimpleNamespace(context=context, restorations=dict.fromkeys(restoring))
+    begun = SimpleNamespace(mode=Mode.BOTH)
+    engine = SimpleNamespace(context=context, restorations=dict.fromkeys(restoring, begun))
     return Views(engine, 512, 4096)  # type: ignore[arg-type]
 
 
@@ -78,6 +80,12 @@ def test_what_is_not_on_the_device_is_still_to_be_claimed_there() -> None:
     shown = views("b")
     shown.left("a", 960)
     assert shown.of(queue, 0.0).wanted_tokens == 680
+
+
+def test_an_offer_without_an_answer_has_claimed_nothing_yet() -> None:
+    queue, shown = scheduler(request("a", 1000), request("b", 600)), views("a")
+    shown._engine.restorations["a"].mode = None
+    assert before(shown, queue, "b") == (0, 1000)
 
 
 def test_only_requests_before_one_in_the_queue_are_computed_before_it() -> None:

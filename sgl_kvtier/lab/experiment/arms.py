@@ -24,6 +24,7 @@ OURS = "kvtier"
 NIXL = "hicache-nixl"
 MOONCAKE = "hicache-mooncake"
 NOT_RESTORED = "kvtier-off"
+NOT_AHEAD = "kvtier-restore"
 ORACLE = "oracle"
 """An arm that `oracle` makes, not one of `ARMS`."""
 ARMS = {
@@ -33,11 +34,12 @@ ARMS = {
     NIXL: "HiCache with its host pool and SGLang's own NIXL backend as storage: its POSIX plugin on files",
     MOONCAKE: "HiCache with its host pool and SGLang's own Mooncake backend as storage: a master and an owner of memory on this host",
     NOT_RESTORED: "HiCache with its host pool and kvtier as storage, read back as SGLang does it: policy.restore is off",
+    NOT_AHEAD: "HiCache with its host pool and kvtier as storage, without looking ahead",
     OURS: "HiCache with its host pool and kvtier as storage",
 }
 """Every arm and what it is. The order is the one results are shown in."""
 
-DEFAULT_ARMS = tuple(arm for arm in ARMS if arm not in (NIXL, MOONCAKE, NOT_RESTORED))
+DEFAULT_ARMS = tuple(arm for arm in ARMS if arm not in (NIXL, MOONCAKE, NOT_RESTORED, NOT_AHEAD))
 """Those compared unless others are named."""
 
 DECISIONS = "decisions.jsonl"
@@ -46,9 +48,15 @@ _STORED_AS = {
     NIXL: "nixl",
     MOONCAKE: "mooncake",
     NOT_RESTORED: "kvtier",
+    NOT_AHEAD: "kvtier",
     OURS: "kvtier",
 }
 STORAGE_ARMS = tuple(_STORED_AS)
+_NOT_AHEAD = {"prefetch": "off", "eviction": "lru"}
+_POLICY: Mapping[str, Mapping[str, Any]] = {
+    NOT_RESTORED: {"restore": "off", **_NOT_AHEAD},
+    NOT_AHEAD: _NOT_AHEAD,
+}
 
 
 @dataclass(frozen=True)
@@ -274,10 +282,9 @@ def _storage_settings(arm: str, setup: Setup, storage: Path) -> dict[str, object
     if _STORED_AS[arm] == "kvtier":
         settings["store"] = {"path": str(storage), "capacity_bytes": setup.storage_bytes}
         settings |= setup.sections
-    if arm == NOT_RESTORED:
-        own = {"restore": "off", "prefetch": "off", "eviction": "lru"}
-        settings["policy"] = {**setup.sections.get("policy", {}), **own}
-    elif _STORED_AS[arm] == "kvtier" and setup.decisions:
-        log = {"decision_log": str(storage.parent.absolute() / DECISIONS)}
-        settings["policy"] = {**setup.sections.get("policy", {}), **log}
+        own = dict(_POLICY.get(arm, {}))
+        if setup.decisions and arm != NOT_RESTORED:
+            own["decision_log"] = str(storage.parent.absolute() / DECISIONS)
+        if own:
+            settings["policy"] = {**setup.sections.get("policy", {}), **own}
     return settings

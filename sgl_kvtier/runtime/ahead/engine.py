@@ -21,15 +21,7 @@ from typing import Any
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.ahead.idle import MOST_IDLE
-from sgl_kvtier.policy.messages import (
-    Fact,
-    Move,
-    RequestArrived,
-    RequestFinished,
-    StepDone,
-    StepPlan,
-    StepView,
-)
+from sgl_kvtier.policy.messages import Fact, Move, RequestArrived, RequestFinished, StepDone
 from sgl_kvtier.policy.pages.owners import owner_of, session_of
 from sgl_kvtier.policy.planner import Planner
 from sgl_kvtier.runtime.ahead.counters import LookaheadCounters
@@ -276,22 +268,16 @@ class LookaheadEngine:
         self.facts.told()
         self._planned_at = self.context.now
 
-    def carry_out(self, plan: StepPlan, view: StepView) -> None:
-        """Begins the plan's moves. Its evictions are not used: room is made in the map's order when
-        it is needed.
+    def carry_out(self, moves: tuple[Move, ...], owed_tokens: int) -> None:
+        """Begins a plan's moves; `owed_tokens` of the device stay claimable. The plan's evictions
+        are not used: room is made in the map's order when it is needed.
         """
         scheduler = self.context.scheduler
-        if plan.moves and scheduler is not None and scheduler.weight_updater.offload_tags:
-            self.promotions.refuse(
-                plan.moves, "released"
-            )  # the device's memory, until it is taken again
-        elif plan.moves:
-            self.promotions.carry_out(
-                plan.moves,
-                self._path_of,
-                view.free_pages.get(Tier.DEVICE, 0),
-                self._config.load_deadline_s,
-            )
+        if scheduler is not None and scheduler.weight_updater.offload_tags:
+            self.promotions.refuse(moves, "released")  # the device's memory, until it is back
+        else:
+            deadline_s = self._config.load_deadline_s
+            self.promotions.carry_out(moves, self._path_of, owed_tokens, deadline_s)
 
     def compare(self) -> None:
         """The whole map against the truth, on an idle server whose facts were all told."""

@@ -169,10 +169,10 @@ class Promotions:
         self,
         moves: tuple[Move, ...],
         path_of: Callable[[Move], Path | None],
-        room: int,
+        owed_tokens: int,
         deadline_s: float,
     ) -> None:
-        """Begins what can be begun. `room` are device pages that may be claimed."""
+        """Begins what can be begun. `owed_tokens` of the device stay claimable."""
         loaded = False
         for move in moves:
             path = path_of(move)
@@ -190,9 +190,7 @@ class Promotions:
             elif self._device.copies_are_begun:
                 self._fail(move.keys, move.target, "busy")
             else:
-                pages = self._load_back(path, move.keys, room)
-                room -= pages
-                loaded = loaded or pages > 0
+                loaded = self._load_back(path, move.keys, owed_tokens) > 0 or loaded
         if loaded:
             self._begin_copies()
 
@@ -215,9 +213,9 @@ class Promotions:
             _, keys, target = self._failed.popleft()
             self._facts.failed(keys, target)
 
-    def _load_back(self, path: Path, keys: tuple[PageKey, ...], room: int) -> int:
+    def _load_back(self, path: Path, keys: tuple[PageKey, ...], owed_tokens: int) -> int:
         """Loads the path's host pages up to the last of `keys`, in whole nodes; returns how many
-        pages.
+        pages. Until they have come the whole path is locked, and nothing of it can be claimed.
         """
         nodes = self._nodes(path)
         try:
@@ -227,7 +225,11 @@ class Promotions:
         absent = [n for n in nodes if n.full_value_len is None]
         fitting = [n for n in absent if n.path_end <= (last + 1) * self._page] or absent[:1]
         pages = (fitting[-1].path_end - absent[0].path_start) // self._page if fitting else 0
-        reason = "" if 0 < pages <= room else "no room" if pages else "not there"
+        reason = "not there"
+        if pages:
+            room = self._device.claimable() - owed_tokens
+            needed = pages * self._page + self._device.locked_by_copies(fitting[-1].node_id)
+            reason = "" if needed <= room else "no room"
         if not reason:
             self._slots.claiming = True  # restorations need not give anything up for it
             try:

@@ -213,8 +213,8 @@ class RestoreTick:
         engine.computes = {
             compute.rid: compute for compute in plan.computes if compute.rid in engine.restorations
         }
-        if self.ahead is not None:
-            self.ahead.carry_out(plan, view)
+        if self.ahead is not None and plan.moves:
+            self.ahead.carry_out(plan.moves, self.views.owed_tokens(scheduler))
         self._unblock(scheduler)
         self._end_starved()
 

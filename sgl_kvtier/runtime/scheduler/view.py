@@ -98,23 +98,31 @@ class Views:
             Tier.HOST: context.host.available() // page,
         }
 
+    def owed_tokens(self, scheduler: Scheduler) -> int:
+        """Device slots that must stay claimable: what runs, and the prompt in the slot, will claim
+        them.
+        """
+        return self._owed(step.decoding(scheduler), step.in_slot(scheduler))
+
+    def _owed(self, running: list[Req], chunked: Req | None) -> int:
+        page = self._context.page
+        tokens = sum(requests.output_room(req, page) for req in running)
+        if chunked is not None:
+            tokens += requests.rest_tokens(chunked) + requests.output_room(chunked, page)
+            r = self._engine.of(chunked.rid)
+            tokens -= 0 if r is None else len(r.owner) * page
+        return int(tokens)
+
     def free_pages(self, running: list[Req], chunked: Req | None) -> dict[Tier, int]:
         """The pages that loads may claim: on the device, those left when everything running gets
         the room it will need.
         """
         page = self._context.page
-        tokens = self._context.device.claimable()
-        for req in running:
-            tokens -= requests.output_room(req, page)
-        if chunked is not None:
-            tokens -= requests.rest_tokens(chunked)
-            tokens -= requests.output_room(chunked, page)
-            r = self._engine.of(chunked.rid)
-            if r is not None:
-                # Its loads take from the room it needs anyway; where other requests load as well,
-                # pages it has not claimed yet are still reserved for it.
-                tokens += (
-                    r.pages - r.front if len(self._engine.restorations) == 1 else len(r.owner)
-                ) * page
+        tokens = self._context.device.claimable() - self._owed(running, chunked)
+        r = None if chunked is None else self._engine.of(chunked.rid)
+        if r is not None and len(self._engine.restorations) == 1:
+            # Its loads take from the room it needs anyway; where other requests load as well, pages
+            # it has not claimed yet are still reserved for it.
+            tokens += (r.pages - r.front - len(r.owner)) * page
         bounce = self._host_tokens // _HOST_SHARE - self._context.slots.host_tokens
         return {Tier.DEVICE: max(0, int(tokens) // page), Tier.HOST: max(0, bounce // page)}

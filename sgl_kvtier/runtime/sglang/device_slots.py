@@ -54,6 +54,17 @@ class DeviceSlots:
         tree = self._tree
         return bool(tree.cache_controller.ack_load_queue) or not tree.has_free_load_back_slot()
 
+    def locked_by_copies(self, node: int) -> int:
+        """Slots of the path to this node that can be claimed now, and cannot while its copies are
+        under way.
+        """
+        before = self.claimable()
+        lock = self._tree.lock(node)
+        try:
+            return before - self.claimable()
+        finally:
+            self._tree.unlock(lock)
+
     def queue_copies(self, node: int) -> bool:
         """Claims slots for the path to this node and queues its copies; whether it could."""
         return bool(self._tree.load_back(node))

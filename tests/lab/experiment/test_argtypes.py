@@ -42,7 +42,7 @@ def test_a_command_without_paced_devices_does_not_offer_them(command, capsys):
     [
         (
             "arms",
-            "(default: all but hicache-nixl,hicache-mooncake,kvtier-off, and oracle on a paced",
+            "(default: all but hicache-nixl,hicache-mooncake,kvtier-off,kvtier-restore, and oracle on a paced",
         ),
         ("device-tokens", "a third on a paced device"),
         ("chunk", "512 on a CPU, 4096 on a GPU, 8192 on a paced device"),

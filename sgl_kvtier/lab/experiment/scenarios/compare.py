@@ -292,12 +292,16 @@ def make_setup(
     )
 
 
+_LOOKING_AHEAD = {"prefetch": "on", "eviction": "next-use"}
+"""On a paced device, where memory is a device's own and a host's: on a CPU both are one."""
+
+
 def _paced_sections(paced: Paced | None, chosen: Load, page: int) -> dict[str, Any]:
     """The further sections that our arms have in kvtier.json on a paced device."""
     if paced is None:
         return {}
     found = paced.sections()
-    found["policy"] |= thresholds(chosen, page)["sections"]["policy"]
+    found["policy"] |= _LOOKING_AHEAD | thresholds(chosen, page)["sections"]["policy"]
     return {"sections": found}
 
 

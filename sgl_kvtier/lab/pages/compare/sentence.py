@@ -22,7 +22,7 @@ from sgl_kvtier.lab.pages.html import reference_of
 
 LEAST_ROUNDS = 4
 """Paired rounds below which nothing is said about which arm is faster."""
-_NO_RIVALS = (OURS, "kvtier-off", ORACLE)
+_NO_RIVALS = (OURS, "kvtier-restore", "kvtier-off", ORACLE)
 _COUNTS = ("no paired round", "one round", "two rounds", "three rounds")
 
 
