@@ -361,6 +361,7 @@ class Rounds:
             await client.flush()
             if has_storage(one.arm, plan.setup):
                 await client.clear_storage()
+                await client.flush()  # what was read ahead from storage before that was emptied
             one.before = await client.metrics()
             disk = server.disk_bytes()
             watch = CpuWatch(lambda: server.usage().cpu_s)
