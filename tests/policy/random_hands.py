@@ -13,6 +13,7 @@ from virtual_hands import islands
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.policy.messages import (
     CANCELLED,
+    NO_ROOM,
     ChunkDone,
     ChunkStarted,
     Load,
@@ -291,7 +292,10 @@ class RandomHands:
             assert page not in request.state, (
                 f"page {page} of {load.rid} is loaded, but it was {request.state[page]} before"
             )
-            request.state[page] = "loading"
+        if self.chance.random() < 0.05:
+            self.tell(PagesLost(load.rid, load.span, NO_ROOM, self.now))
+            return
+        request.state |= dict.fromkeys(range(load.span.start, load.span.stop), "loading")
         self.loads.append(load)
 
     def begin_moves(self, plan: StepPlan) -> None:

@@ -6,7 +6,7 @@ from virtual_hands import COST, ENGINE, best_seconds, profile_of, restore
 
 from sgl_kvtier.config import PolicyConfig
 from sgl_kvtier.lab.rules import Cake
-from sgl_kvtier.policy.messages import Mode, RestoreOffered, StepView
+from sgl_kvtier.policy.messages import NO_ROOM, Mode, PagesLost, RestoreOffered, StepView
 from sgl_kvtier.policy.planner import make_planner
 from sgl_kvtier.policy.rules import Rules
 from sgl_kvtier.types import Span, Tier
@@ -121,6 +121,18 @@ def test_without_room_for_loads_the_prefix_is_computed():
     out = restore(4096, rate, profile=profile_of(COST, rate), free_pages=0)
     assert not out.loads
     assert not out.spliced
+
+
+@pytest.mark.parametrize(("reason", "again"), [(NO_ROOM, True), ("failed", False)])
+def test_pages_without_room_for_a_moment_are_loaded_later(reason, again):
+    rate = balance(4096)
+    planner = make_planner(PolicyConfig(restore="load"), ENGINE, profile_of(COST, rate))
+    planner.observe(RestoreOffered("a", 0.0, 4160, 0, 256, ((Span(0, 256), Tier.STORAGE),)))
+    first = planner.step(StepView(0.0, waiting=("a",))).loads
+    for load in first:
+        planner.observe(PagesLost("a", load.span, reason, 0.01))
+    then = planner.step(StepView(0.02, waiting=("a",))).loads
+    assert first and ({load.span for load in first} <= {load.span for load in then}) is again
 
 
 def test_a_fast_link_is_used_alone_and_a_slow_one_not_at_all():

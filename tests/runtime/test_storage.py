@@ -33,6 +33,7 @@ from sgl_kvtier.runtime.backend import identity
 from sgl_kvtier.runtime.backend.host_pages import is_page_contiguous
 from sgl_kvtier.runtime.backend.storage import KVTierStorage
 from sgl_kvtier.runtime.sglang.hooks import targets
+from sgl_kvtier.runtime.step.page_names import page_key
 
 CONTIGUOUS = ["page_first_direct", "page_first"]
 
@@ -402,6 +403,24 @@ def test_a_prefix_with_a_page_missing_says_which_and_other_pages_than_expected_a
     assert [page_bytes(pool, p) for p in (14, 15, 16, 17)] == [
         page_bytes(pool, p) for p in (2, 3, 0, 1)
     ]
+
+
+def test_a_restorations_pages_are_read_before_those_sglang_reads(make):
+    backend = make(host_pool(), throttle={"read_gbps": 0.005})  # a page takes 40 ms
+    names = keys(*range(24))
+    backend.batch_set_v1(names, slots(list(range(24))))
+    ended: list[str] = []
+    with ThreadPoolExecutor(1) as other:
+        own = other.submit(transfer, backend, names[:20], list(range(20)))
+        while not backend._reading:
+            time.sleep(0.001)
+        job = backend.begin_read(
+            [page_key(name) for name in names[20:]],
+            slots([24, 25, 26, 27]),
+            on_page=lambda page, outcome: ended.append(outcome.name),
+        )
+        assert job.wait(15) and ended == ["OK"] * 4 and not own.done()
+        assert own.result(timeout=15) == [True] * 20
 
 
 def test_a_prefix_read_ahead_is_cut_short_too(make):
